@@ -16,7 +16,7 @@ from typing import Annotated
 import tyro
 
 from braid._version import __version__
-from braid.commands import TOLD, Directory
+from braid.commands import NO_DEFAULT, Directory
 from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_horovod, bench_net
 from braid.commands.host_options import HostOptions
 from braid.commands.probe import probe
@@ -36,7 +36,7 @@ __all__ = ["main"]
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
-Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
+Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,8 +95,8 @@ def _check_command(name: str) -> None:
     """Refuse a command that does not exist, and name the one that may be meant."""
     known = {word for command in COMMANDS for word in (command, command.split(" ")[0])}
     if name not in known:
-        near = difflib.get_close_matches(name, sorted(known), 1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        similar = difflib.get_close_matches(name, sorted(known), 1)
+        hint = f"did you mean {similar[0]}?" if similar else f"choose one of {', '.join(COMMANDS)}"
         msg = f"there is no command {name}: {hint}"
         raise ConfigError(msg)
 
@@ -117,25 +117,27 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
 def run(
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="SCRIPT [ARGS ...]", help_behavior_hint=TOLD),
+        tyro.conf.arg(metavar="SCRIPT [ARGS ...]", help_behavior_hint=NO_DEFAULT),
     ] = (),
     *,
     n: Annotated[
         int | None,
-        tyro.conf.arg(name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=TOLD),
+        tyro.conf.arg(
+            name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=NO_DEFAULT
+        ),
     ] = None,
     module: Annotated[bool, tyro.conf.arg(aliases=["-m"])] = False,
     no_python: bool = False,
     log_dir: Directory = None,
     port: str = "auto",
     timeout: Annotated[
-        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=TOLD)
+        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=NO_DEFAULT)
     ] = None,
     threads: Threads = None,
     stopped_limit: float = 30.0,
     hang_report: float = 10.0,
     grace: float = 5.0,
-    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
+    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=NO_DEFAULT)] = "",
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Run a program on N ranks of one or several hosts, and name the rank that made it fail.
@@ -202,14 +204,16 @@ def train(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
     data: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint=TOLD)
+        tuple[str, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint=NO_DEFAULT)
     ] = (),
     model: str = "tiny",
     steps: int = 200,
     batch: int = 16,
     context: int = 128,
     lr: float = 3e-3,
-    warmup: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)] = None,
+    warmup: Annotated[
+        int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)
+    ] = None,
     weight_decay: float = 0.1,
     clip: float = 1.0,
     seed: int = 0,
@@ -217,7 +221,7 @@ def train(
     eval_samples: int = 64,
     checkpoint_every: int = 100,
     keep: int = 3,
-    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
+    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=NO_DEFAULT)] = "",
     log_dir: Directory = None,
     threads: Threads = None,
     reference_shards: int = 0,
@@ -285,7 +289,9 @@ def demo(
     *,
     n: Annotated[
         int | None,
-        tyro.conf.arg(name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=TOLD),
+        tyro.conf.arg(
+            name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=NO_DEFAULT
+        ),
     ] = None,
     log_dir: Directory = None,
 ) -> int:
@@ -332,7 +338,7 @@ def checkpoint_verify(
     paths: Annotated[
         tuple[str, ...],
         tyro.conf.Positional,
-        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint=TOLD),
+        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint=NO_DEFAULT),
     ] = (),
 ) -> int:
     """Check every file of checkpoints against its sha256.
@@ -368,7 +374,7 @@ def checkpoint_verify(
 def report(
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     *,
-    out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=TOLD)] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = None,
     show: Annotated[bool, tyro.conf.arg(name="open")] = False,
 ) -> int:
     """Write a run's report (one HTML file) and its trace, and print the most telling facts.

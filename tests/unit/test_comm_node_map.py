@@ -1,4 +1,4 @@
-"""Members of a group by host: local_peers, lanes, cross_node_peers."""
+"""Members of a group by host: local_peers, slices, cross_node_peers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 from braid.comm.tensors.node_map import NodeMap
 
 
-def test_members_of_one_host_are_mates_whatever_their_order():
+def test_members_of_one_host_are_local_peers_whatever_their_order():
     nodes = NodeMap.of([0, 1, 0, 1])
     assert nodes.hosts == ((0, 2), (1, 3))
     assert [nodes.local_peers(m) for m in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     assert [nodes.cross_node_peers(m) for m in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
-def test_there_are_as_many_lanes_as_the_smallest_host_has_members():
+def test_there_are_as_many_slices_as_the_smallest_host_has_members():
     nodes = NodeMap.of([0, 0, 0, 1, 1])
     assert nodes.num_slices == 2
     assert [nodes.slice(m) for m in range(5)] == [0, 1, -1, 0, 1]

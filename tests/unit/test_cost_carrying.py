@@ -51,7 +51,7 @@ def test_no_chunks_are_refused():
         pipelined_s([], 0, 1)
 
 
-def test_lanes_of_two_hosts_send_every_byte_once():
+def test_slices_of_two_hosts_send_every_byte_once():
     host = Level(name="host", size=2, latency_s=0.0, bytes_per_s=1e12)
     network = Level(name="network", size=2, latency_s=A, bytes_per_s=1 / B)
     found = hierarchical_s(
@@ -60,7 +60,7 @@ def test_lanes_of_two_hosts_send_every_byte_once():
     assert found == pytest.approx(2 * A + 8000 * B)  # all begin, then the first chunk is on its way
 
 
-def test_lanes_share_the_card_of_their_host_and_are_limited_one_by_one():
+def test_slices_share_the_card_of_their_host_and_are_limited_one_by_one():
     host = Level(name="host", size=2, latency_s=0.0, bytes_per_s=1e12)
     slow = Level(name="network", size=2, latency_s=0.0, bytes_per_s=1e6, by_size=((1.0, 2e5),))
     found = hierarchical_s(

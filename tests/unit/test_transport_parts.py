@@ -96,7 +96,7 @@ def test_the_end_of_a_process_is_seen_at_once():
     health = Health(0, MonotonicClock())
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        health.watch(1, child.pid)
+        health.register_process(1, child.pid)
         health.collect()
         assert health.lost == {}
         child.kill()
@@ -116,7 +116,7 @@ def test_a_process_that_is_gone_already_is_lost():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     health = Health(0, MonotonicClock())
-    health.watch(5, child.pid)
+    health.register_process(5, child.pid)
     assert health.lost[5].reason.startswith(f"(pid {child.pid})")
 
 
@@ -138,7 +138,7 @@ class _Launcher:
 def test_the_launchers_word_on_the_cause_is_waited_for():
     health = Health(0, MonotonicClock())
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    health.watch(1, child.pid)
+    health.register_process(1, child.pid)
     health.register(_Launcher([Loss(1, "was killed for memory")]))
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

@@ -9,7 +9,7 @@ from braid.comm.algorithms import broadcast_gather as move
 from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.staging import CHUNK_BYTES
-from braid.testing.explorer import Acquire, Post, record
+from braid.testing.explorer import Acquire, Publish, record
 from braid.testing.virtual_time import run_on_virtual_clock
 
 A_NS = 1000
@@ -93,5 +93,5 @@ def test_bytes_take_their_time():
 def test_ranks_that_wait_for_each_other_are_refused():
     with pytest.raises(AssertionError, match="wait for each other"):
         run_on_virtual_clock(
-            [[Acquire(1, 0, 1), Post(0, 1)], [Acquire(0, 0, 1), Post(0, 1)]], a_ns=1
+            [[Acquire(1, 0, 1), Publish(0, 1)], [Acquire(0, 0, 1), Publish(0, 1)]], a_ns=1
         )

@@ -196,7 +196,7 @@ def test_a_slot_that_is_reused_too_early_is_found():
         for _ in range(3):
             ch.own.stage(torch.ones(8))
             ch.publish()  # and does not wait until the others have read
-            for peer in ch.others:
+            for peer in ch.peers:
                 yield from ch.await_step(peer, ch.value - 1)
 
         yield from move.barrier(ch)
@@ -207,7 +207,7 @@ def test_a_slot_that_is_reused_too_early_is_found():
         for _ in range(3):
             ch.own.stage(torch.ones(8))
             value = ch.publish()
-            for peer in ch.others:
+            for peer in ch.peers:
                 yield from ch.await_step(peer, value)
                 ch.peek(peer, 8, torch.float32).clone()
         yield from move.barrier(ch)
@@ -256,9 +256,9 @@ def test_ranks_that_wait_for_each_other_are_found():
 
 
 def test_a_deadlock_that_depends_on_timing_is_found():
-    from braid.testing.explorer import Acquire, Post
+    from braid.testing.explorer import Acquire, Publish
 
-    waits_for_both = [Post(0, 1), Acquire(1, 0, 1)]
+    waits_for_both = [Publish(0, 1), Acquire(1, 0, 1)]
     never_posts = [Acquire(0, 0, 2)]
     assert explore([waits_for_both, never_posts]).deadlocks == [(1, 0)]
 

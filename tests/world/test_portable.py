@@ -147,7 +147,7 @@ def _leaves_early(group: Group) -> str:
     pair = group.split(0 if group.rank < 2 else 1)
     group.barrier()
     if group.rank == 2:
-        group.engine.transport.leave(linger_s=0.0)
+        group.engine.transport.announce_end(linger_s=0.0)
         group.engine.transport.close()
         os._exit(0)
     pair.all_reduce(torch.ones(1000))  # needs nobody who has left
@@ -337,7 +337,7 @@ def test_sums_of_ranks_on_threads_over_sockets_are_in_rank_order():
         group = _group(transports[rank], store)
         group.all_reduce(sums[rank])
         group.close()
-        transports[rank].leave()
+        transports[rank].announce_end()
 
     threads = [threading.Thread(target=reduce, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -417,7 +417,7 @@ def test_what_is_written_to_a_new_page_of_lines_is_not_sent_with_the_page(monkey
     transports = _join_all([{}, {}])
     frames: list = []
     try:
-        pages = [ControlPages.first_page(transport).word for transport in transports]
+        pages = [ControlPages.first_page(transport).address for transport in transports]
         port = ControlPages(transports[0], (0, 1), 0, pages)
         monkeypatch.setattr(
             transports[0]._links, "send", frames.extend

@@ -159,7 +159,7 @@ def test_a_rank_that_others_have_given_up_goes_no_further():
             group.context.store.wait(["rebuild/x/decision"], 20.0)
         try:
             words = meet_survivors(
-                group.context, group.ranks, None, name="x", word=f"w{group.rank}", timeout_s=20.0
+                group.context, group.ranks, None, name="x", value=f"w{group.rank}", timeout_s=20.0
             )
         except BraidError as error:
             return type(error).__name__
@@ -182,7 +182,7 @@ def test_the_first_decision_stands_even_if_it_names_one_who_died_since():
         else:
             group.context.store.set("rebuild/x/1", b"|w1")
         words = meet_survivors(
-            group.context, group.ranks, None, name="x", word=f"w{group.rank}", timeout_s=20.0
+            group.context, group.ranks, None, name="x", value=f"w{group.rank}", timeout_s=20.0
         )
         group.context.store.set(f"over/{group.rank}", b"")
         return str(list(words))

@@ -104,13 +104,13 @@ def rebuild(container: Any, parts: dict[Any, Any]) -> Any:
         return (
             type(container)(*values) if hasattr(container, "_fields") else type(container)(values)
         )
-    twin = copy.copy(container)
+    changed = copy.copy(container)
     for key, value in parts.items():
         if isinstance(container, MutableMapping | list):
-            twin[key] = value
+            changed[key] = value
         else:
-            object.__setattr__(twin, key, value)  # also where it is frozen
-    return twin
+            object.__setattr__(changed, key, value)  # also where it is frozen
+    return changed
 
 
 def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:

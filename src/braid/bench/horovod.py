@@ -157,7 +157,7 @@ def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
     calls = [0] * size
     lists = 0
     for cycle in range(num_cycles + 1):
-        count = _timed if cycle < num_cycles else _counted
+        count = _timed if cycle < num_cycles else _count_calls
         for state in machines:
             for request in requests:
                 state.submit(request, 0.0)
@@ -208,7 +208,7 @@ def _timed(call: Callable[[], X]) -> tuple[float, int, X]:
     return time.perf_counter() - start, 0, result
 
 
-def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
+def _count_calls(call: Callable[[], X]) -> tuple[float, int, X]:
     """Count the calls of Python and C functions that `call` makes."""
     number = 0
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-__all__ = ["TOLD", "Directory"]
+__all__ = ["NO_DEFAULT", "Directory"]
 
-TOLD = ""  # instead of tyro's `(default: None)`, where the help says what happens by default
-Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint=TOLD)]
+NO_DEFAULT = ""  # instead of tyro's `(default: None)`, where the help says what happens by default
+Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint=NO_DEFAULT)]

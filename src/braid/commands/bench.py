@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import TOLD
+from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
 __all__ = ["bench_comm", "bench_ddp", "bench_hooks", "bench_horovod", "bench_net"]
@@ -16,7 +16,7 @@ def bench_comm(
     *,
     n: Annotated[tuple[int, ...], tyro.conf.arg(name="num-ranks", aliases=["-n"])] = (2,),
     operations: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint=TOLD)
+        tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint=NO_DEFAULT)
     ] = (),
     sizes_kib: tuple[int, ...] = (1, 16, 256, 1024, 4096, 16384),
     dtypes: tuple[str, ...] = ("float32",),
@@ -202,9 +202,9 @@ def bench_net(
     turns: int = 7,
     budget: float = 1.0,
     hosts: Annotated[
-        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=NO_DEFAULT)
     ] = "",
-    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
+    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)] = "",
     link_gbit: float = 0.0,
     model: bool = False,
     out: str = "runs/bench-net",

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import TOLD
+from braid.commands import NO_DEFAULT
 
 __all__ = ["HostOptions"]
 
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)]
-Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
-Seconds = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=TOLD)]
+Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
+Seconds = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=NO_DEFAULT)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class HostOptions:
     """
 
     hosts: Annotated[
-        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=NO_DEFAULT)
     ] = ""
     hostfile: Text = ""
     rsh: Text = ""

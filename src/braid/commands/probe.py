@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import TOLD
+from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
 __all__ = ["probe"]
@@ -16,10 +16,12 @@ def probe(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
     hosts: Annotated[
-        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=NO_DEFAULT)
     ] = "",
-    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
-    remote_python: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
+    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)] = "",
+    remote_python: Annotated[
+        str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)
+    ] = "",
     out: str = "cluster.toml",
     rounds: int = 15,
     no_pin: bool = False,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from braid.commands import TOLD
+from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["schedule_check", "schedule_compare", "schedule_show", "schedule_simulate"]
 
 Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
-Told = Annotated[str, tyro.conf.arg(help_behavior_hint=TOLD)]
+Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
+Explained = Annotated[str, tyro.conf.arg(help_behavior_hint=NO_DEFAULT)]
 NO_TERMINAL_WIDTH = 120
 PIPELINES = ("1f1b", "gpipe")
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
@@ -41,7 +41,7 @@ def schedule_show(
     name: Name,
     *,
     ranks: int = 4,
-    operation: Told = "",
+    operation: Explained = "",
     root: Number = None,
     row: Number = None,
     microbatches: int = 8,
@@ -92,18 +92,18 @@ def schedule_simulate(
     name: Name,
     *,
     ranks: int = 8,
-    operation: Told = "",
+    operation: Explained = "",
     root: Number = None,
     row: Number = None,
     nbytes: str = "64Mi",
-    cluster: Told = "",
+    cluster: Explained = "",
     latency_us: float = 5.0,
     gbytes_per_s: float = 10.0,
     microbatches: int = 8,
     forward_ms: float = 1.0,
     backward_ms: float = 2.0,
-    svg: Told = "",
-    trace: Told = "",
+    svg: Explained = "",
+    trace: Explained = "",
 ) -> int:
     """Compute how long a program takes on a cluster, and draw its timeline.
 
@@ -173,7 +173,7 @@ def schedule_compare(
     *,
     ranks: int = 1024,
     sizes: tuple[str, ...] = ("1Ki", "64Ki", "1Mi", "16Mi", "256Mi", "4Gi"),
-    cluster: Told = "",
+    cluster: Explained = "",
     latency_us: float = 5.0,
     gbytes_per_s: float = 10.0,
 ) -> int:

@@ -93,8 +93,8 @@ def _refuse(given: str, name: str) -> None:
     if name not in known:
         names = [*OWN, *OWN_FLAGS, *RENAMED]
         begin = [one for one in names if one.startswith(name)]
-        near = begin or difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        similar = begin or difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
         msg = f"braid run has no option {given}: {hint}`braid run --help` lists them all"
         raise ConfigError(msg)
 

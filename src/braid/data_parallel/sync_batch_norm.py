@@ -173,10 +173,10 @@ class SyncBatchNorm(_BatchNorm):
         converted: dict[int, nn.Module] = {}  # one that is used twice stays one
         for child in list(module.modules()):
             if isinstance(child, _BatchNorm):
-                twin = cls.__new__(cls)
-                vars(twin).update(vars(child))
-                vars(twin)["process_group"] = group
-                converted[id(child)] = twin
+                converted_child = cls.__new__(cls)
+                vars(converted_child).update(vars(child))
+                vars(converted_child)["process_group"] = group
+                converted[id(child)] = converted_child
         for parent in list(module.modules()):
             children = parent._modules  # noqa: SLF001 - named_children() leaves out second names
             for name, original in children.items():
@@ -185,10 +185,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.process_group)] = self.process_group  # ranks cannot be copied
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:

@@ -402,10 +402,10 @@ class Van(ABC):
                 self._state.tick(self._clock.now_ns())  # its own deadline may be this one
                 self._act()
             if not outgoing.done:
-                how_far = "under way: its buffers are in use" if outgoing.begun else "in the queue"
+                progress = "under way: its buffers are in use" if outgoing.begun else "in the queue"
                 msg = (
                     f"message {outgoing.head.name!r} #{outgoing.head.id} did not leave "
-                    f"{self.node} before the deadline: it is still {how_far}"
+                    f"{self.node} before the deadline: it is still {progress}"
                 )
                 raise CommTimeout(msg)
         if outgoing.error is not None:

@@ -71,7 +71,7 @@ class GradientHooks:
         self._records = records
         self._listener = weakref.ref(listener)
         self._handles: dict[int, RemovableHandle] = {}
-        self._hears_partial_grads = partial_grads
+        self._partial_grads = partial_grads
         self._partial_handles: dict[int, RemovableHandle] = {}
 
     def attach(self, positions: Iterable[int]) -> None:
@@ -90,12 +90,12 @@ class GradientHooks:
 
     def register_partial_grad_hooks(self) -> None:
         """Call `on_partial_grad` from now on."""
-        self._hears_partial_grads = True
+        self._partial_grads = True
         self.refresh()
 
     def refresh(self) -> None:
         """Register hooks on parameters that have been unfrozen: a frozen one takes no such hook."""
-        if not self._hears_partial_grads:
+        if not self._partial_grads:
             return
         for position in self._handles.keys() - self._partial_handles.keys():
             param = self._records[position].param

@@ -66,7 +66,7 @@ class GradientReducer(GradientListener):
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
         loss_weight: Weight of the gradients of forwards that begin now; every backward counts one
             when None.
-        owes_average: Whether nested backwards have left gradients that `finish` has to average.
+        needs_average: Whether nested backwards have left gradients that `finish` has to average.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GradientReducer(GradientListener):
         self._hooks.attach(self.buckets.positions)
         self.synchronizes = True
         self.loss_weight: float | None = None
-        self.owes_average = False
+        self.needs_average = False
 
     @property
     def buckets(self) -> Buckets:
@@ -210,7 +210,7 @@ class GradientReducer(GradientListener):
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
-        self.owes_average = False
+        self.needs_average = False
         self._local_steps.forget()
         self._averager.average()
 
@@ -221,7 +221,7 @@ class GradientReducer(GradientListener):
     def close(self) -> None:
         """Remove the hooks."""
         self._hooks.close()
-        self.owes_average = False
+        self.needs_average = False
 
     # One backward, as autograd tells it.
 
@@ -242,7 +242,7 @@ class GradientReducer(GradientListener):
                 self._backward_begins()
             elif self.synchronizes:
                 is_inner = is_nested()
-                self.owes_average |= is_inner
+                self.needs_average |= is_inner
                 self._backward_begins(Phase.NESTED if is_inner else None)
             else:
                 return None
@@ -307,6 +307,6 @@ class GradientReducer(GradientListener):
             return
         if not is_announced:
             self._averager.listener.on_averaging_begins()
-        self.owes_average = False
+        self.needs_average = False
         self._local_steps.forget()
         self._averager.abandon()

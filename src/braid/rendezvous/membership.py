@@ -130,7 +130,7 @@ class Membership:
         if not self.failed and not self.transport.forked:
             if self.control is not None:  # first, so that the launcher knows who left first
                 self.control.send(Left())
-            self.transport.leave()
+            self.transport.announce_end()
         self.transport.close()
         self._closers.close()
 

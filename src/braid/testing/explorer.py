@@ -7,7 +7,7 @@ interleavings that the machine happens to produce.
 Idea: a rank's actions do not depend on timing, only *when* it takes them does. So one run in a
 single thread records each rank's actions:
 
-    Post(channel, value)             the counter is set
+    Publish(channel, value)          the counter is set
     Acquire(peer, channel, value)    blocks until the peer's counter is there
     Access(...)                      memory read and written since the last of the above; seen
                                      by intercepting every torch operation and looking up where
@@ -39,7 +39,7 @@ from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.work_counter import WorkCounter
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
-__all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "record"]
+__all__ = ["Access", "Acquire", "Exploration", "Publish", "Span", "explore", "record"]
 
 
 class Span(NamedTuple):
@@ -56,7 +56,7 @@ class Span(NamedTuple):
         return same and self.start < other.end and other.start < self.end
 
 
-class Post(NamedTuple):
+class Publish(NamedTuple):
     """The action that sets the rank's counter on `channel` to `value`."""
 
     channel: int
@@ -64,7 +64,7 @@ class Post(NamedTuple):
 
 
 class Acquire(NamedTuple):
-    """The action that waits until `peer` has posted `value` on `channel`."""
+    """The action that waits until `peer` has published `value` on `channel`."""
 
     peer: int
     channel: int
@@ -89,7 +89,7 @@ class Access(NamedTuple):
         return None
 
 
-Action = Post | Acquire | Access
+Action = Publish | Acquire | Access
 
 
 class Exploration(NamedTuple):
@@ -127,7 +127,7 @@ def record(
         AssertionError: The ranks wait for each other already in this run.
     """
     with Fabric(size) as fabric:
-        pages = [ControlPages.first_page(t).word for t in fabric.transports]
+        pages = [ControlPages.first_page(t).address for t in fabric.transports]
         ranks = tuple(range(size))
         actions: list[list[Action]] = [[] for _ in ranks]
         ports = [
@@ -143,7 +143,7 @@ def record(
 
 def explore(programs: Sequence[Sequence[Action]]) -> Exploration:
     """Enumerate all interleavings of recorded programs; see the module."""
-    posted = [_counters(program) for program in programs]
+    published = [_counters(program) for program in programs]
     start = (0,) * len(programs)
     seen = {start}
     frontier = [start]
@@ -152,7 +152,7 @@ def explore(programs: Sequence[Sequence[Action]]) -> Exploration:
 
     while frontier:
         state = frontier.pop()
-        movable = [r for r in range(len(programs)) if _enabled(programs, posted, state, r)]
+        movable = [r for r in range(len(programs)) if _enabled(programs, published, state, r)]
         if not movable and any(at < len(p) for at, p in zip(state, programs, strict=True)):
             deadlocks.append(state)
         races += _races(programs, state, movable)
@@ -169,7 +169,7 @@ def _counters(program: Sequence[Action]) -> list[dict[int, int]]:
     counters: list[dict[int, int]] = [{}]
     for action in program:
         latest = dict(counters[-1])
-        if isinstance(action, Post):
+        if isinstance(action, Publish):
             latest[action.channel] = action.value
         counters.append(latest)
     return counters
@@ -177,7 +177,7 @@ def _counters(program: Sequence[Action]) -> list[dict[int, int]]:
 
 def _enabled(
     programs: Sequence[Sequence[Action]],
-    posted: Sequence[Sequence[dict[int, int]]],
+    published: Sequence[Sequence[dict[int, int]]],
     state: tuple[int, ...],
     rank: int,
 ) -> bool:
@@ -185,7 +185,7 @@ def _enabled(
         return False
     action = programs[rank][state[rank]]
     if isinstance(action, Acquire):
-        return posted[action.peer][state[action.peer]].get(action.channel, 0) >= action.value
+        return published[action.peer][state[action.peer]].get(action.channel, 0) >= action.value
     return True
 
 
@@ -252,26 +252,26 @@ class _RecordingChannel(Channel):
         self.actions = pages.actions
         self._work_counter = _DealtBlocks(pages)
 
-    def publish(self, audience: Audience | None = None, *, waking: bool = True) -> int:
-        value = super().publish(audience, waking=waking)
-        self.actions.append(Post(self.index, value))
+    def publish(self, audience: Audience | None = None, *, wake: bool = True) -> int:
+        value = super().publish(audience, wake=wake)
+        self.actions.append(Publish(self.index, value))
         return value
 
     def publish_and_wait(
         self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
     ) -> Steps:
         yield from super().publish_and_wait(meanwhile, pausing=pausing)
-        self.actions.extend(Acquire(peer, self.index, self.value) for peer in self.others)
+        self.actions.extend(Acquire(peer, self.index, self.value) for peer in self.peers)
 
     def await_step(self, peer: int, value: int) -> Steps:
         yield from super().await_step(peer, value)
         self.actions.append(Acquire(peer, self.index, value))
 
-    def has_come(self, peer: int, value: int) -> bool:
-        come = super().has_come(peer, value)
-        if come:  # later accesses depend on it
+    def has_published(self, peer: int, value: int) -> bool:
+        published = super().has_published(peer, value)
+        if published:  # later accesses depend on it
             self.actions.append(Acquire(peer, self.index, value))
-        return come
+        return published
 
 
 class _RecordingPages(ControlPages):

@@ -383,7 +383,7 @@ def _carry_out(job: _Job) -> _Answer:
             stack.callback(transport.close)
             group = Group.world(context, transport, sum_order=job.sum_order)
             result = job.main(group, *job.args)
-            transport.leave()
+            transport.announce_end()
         except BaseException as exc:  # noqa: BLE001 - travels back to the test
             error = exc
             if group is not None:  # this process lives on, so its peers would not notice

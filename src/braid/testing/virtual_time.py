@@ -1,7 +1,7 @@
 """A collective on a virtual clock: its duration on a machine whose every cost is known.
 
 The explorer records what each rank does; here the same actions take virtual time. A waiting rank
-continues `a` seconds after the post that it waits for; touching a byte of shared memory takes `b`
+continues `a` seconds after the step that it waits for; touching a byte of shared memory takes `b`
 seconds. Nothing depends on this machine, so a test can hold each algorithm to the cost that its
 docstring states, to the last synchronisation and byte.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.clock import VirtualClock
-from braid.testing.explorer import Access, Acquire, Action, Post
+from braid.testing.explorer import Access, Acquire, Action, Publish
 
 __all__ = ["VirtualRun", "run_on_virtual_clock"]
 
@@ -40,14 +40,14 @@ def run_on_virtual_clock(
 
     Args:
         programs: One list per rank, from `explorer.record`.
-        a_ns: Nanoseconds from a post until a waiting peer continues.
+        a_ns: Nanoseconds from a step until a waiting peer continues.
         b_ns: Nanoseconds for each byte read or written.
 
     Raises:
         AssertionError: The ranks wait for each other.
     """
     clocks = [VirtualClock() for _ in programs]
-    posted: dict[tuple[int, int, int], int] = {}
+    published: dict[tuple[int, int, int], int] = {}
     at = [0] * len(programs)
     read, written, steps = ([0] * len(programs) for _ in range(3))
     while any(position < len(p) for position, p in zip(at, programs, strict=True)):
@@ -56,12 +56,12 @@ def run_on_virtual_clock(
             while at[rank] < len(program):
                 action = program[at[rank]]
                 if isinstance(action, Acquire):
-                    seen = posted.get((action.peer, action.channel, action.value))
+                    seen = published.get((action.peer, action.channel, action.value))
                     if seen is None:
                         break
                     clocks[rank].advance(max(0, seen + a_ns - clocks[rank].now_ns()))
-                elif isinstance(action, Post):
-                    posted[rank, action.channel, action.value] = clocks[rank].now_ns()
+                elif isinstance(action, Publish):
+                    published[rank, action.channel, action.value] = clocks[rank].now_ns()
                     steps[rank] += 1
                 else:
                     reads, writes = _nbytes(action)

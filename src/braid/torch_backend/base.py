@@ -249,7 +249,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         ):  # which torch may not know of, and which would keep the shared_world open
             split.shutdown()
         end_foreign()
-        self._shared_worlds.leave(self._shared_world, group)
+        self._shared_worlds.close_group(self._shared_world, group)
         # torch keeps ended process groups in its caches, and with them whatever they hold
         self._shared_world = self._buckets = _Ended(text, "operations")
 

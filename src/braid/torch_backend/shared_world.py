@@ -120,7 +120,7 @@ class SharedWorld:
         self._groups.append(group)
         return group
 
-    def leave(self, group: Group) -> bool:
+    def close_group(self, group: Group) -> bool:
         """Close a group; return whether it was the last, with which this world is closed."""
         if group in self._groups:
             self._groups.remove(group)
@@ -179,9 +179,9 @@ class SharedWorlds:
             self._drop(shared_world)
             raise
 
-    def leave(self, shared_world: SharedWorld, group: Group) -> None:
+    def close_group(self, shared_world: SharedWorld, group: Group) -> None:
         """Close a group, and its shared world if it was the last one there."""
-        if shared_world.leave(group):
+        if shared_world.close_group(group):
             self._shared_worlds.pop(shared_world.ranks, None)
 
     def _drop(self, shared_world: SharedWorld) -> None:
@@ -230,7 +230,7 @@ class _StoreMeeting:
             self.world.abort(failure)
         self.world.close()
         if not failure:
-            self._transport.leave()
+            self._transport.announce_end()
         self._transport.close()
 
 

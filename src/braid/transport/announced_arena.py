@@ -42,7 +42,7 @@ class AnnouncedArena(Arena):
             number, offset = self._untouched
             if offset + size > EXTENT_BYTES:
                 extent = self._grow(EXTENT_BYTES)
-                number, offset = extent.number, extent.take(EXTENT_BYTES)
+                number, offset = extent.number, extent.reserve(EXTENT_BYTES)
             self._untouched = (number, offset + size)
             return Block(number, offset, size)
 

@@ -1,4 +1,4 @@
-"""Tensors in memory that peers can read, each named by one 64-bit word.
+"""Tensors in memory that peers can read, each with an address of 64 bits.
 
 Problem: a collective on ordinary tensors copies them into shared staging and out again. Tensors
 that already lie in shared memory (gradient buckets, flat parameters, staging slots) need no copy,
@@ -6,9 +6,9 @@ but every rank must learn where its peers' tensors are, and negotiating each all
 `empty()` a collective.
 
 Idea: each rank allocates memory alone. A `Block` names a place by (extent, offset), which fits into
-one word of the control line that peers read anyway. Peers map the extent when they first meet it.
-Extents are never renamed, so a word never changes its meaning. A block returns to the free list
-when the last tensor that views it dies.
+an address of 64 bits, one word of the control line that peers read anyway. Peers map the extent
+when they first meet it. Extents are never renamed, so an address never changes its meaning. A block
+returns to the free list when the last tensor that views it dies.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Block(NamedTuple):
     nbytes: int
 
     @property
-    def word(self) -> int:
-        """Place of the block in 64 bits; 0 stands for no block."""
+    def address(self) -> int:
+        """Address of the block in 64 bits; 0 stands for no block."""
         return self.extent << OFFSET_BITS | self.offset // LINE_BYTES
 
 
@@ -82,7 +82,7 @@ class OwnExtent:
         """Whether the adopted storage has been freed, so that its address may be used again."""
         return self._guest is not None and bool(self._guest.expired())
 
-    def take(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int) -> int:
         """Reserve the first free piece that fits; return its offset, -1 if there is none."""
         for index, (offset, room) in enumerate(self.free):
             if room >= nbytes:
@@ -93,7 +93,7 @@ class OwnExtent:
                 return offset
         return -1
 
-    def give(self, offset: int, nbytes: int) -> None:
+    def release(self, offset: int, nbytes: int) -> None:
         """Free a piece and join it with its free neighbours."""
         index = bisect.bisect(self.free, (offset, 0))
         self.free.insert(index, (offset, nbytes))
@@ -156,11 +156,11 @@ class Arena:
         with self._lock:
             self._collect()
             for extent in self._extents:
-                offset = extent.take(size)
+                offset = extent.reserve(size)
                 if offset >= 0:
                     return Block(extent.number, offset, size)
             extent = self._grow(max(size, EXTENT_BYTES))
-            return Block(extent.number, extent.take(size), size)
+            return Block(extent.number, extent.reserve(size), size)
 
     def fresh(self, nbytes: int) -> Block:
         """Reserve memory for words that peers may look at before they have been told of them."""
@@ -194,7 +194,7 @@ class Arena:
         self._dead.append(block)
 
     def locate(self, x: torch.Tensor) -> int:
-        """Return the word of a contiguous tensor's first byte, or 0 if it is not in this arena."""
+        """Return the address of a contiguous tensor's first byte, 0 outside of this arena."""
         address = x.data_ptr()
         bases, extents = self._by_base
         index = bisect.bisect(bases, address) - 1
@@ -219,30 +219,33 @@ class Arena:
                 return rank, number, address - tensor.data_ptr()
         return None
 
-    def view(self, rank: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor over memory of `rank` that begins at `word`; mapped at first use."""
-        key = (rank, word, numel, dtype)
+    def view(self, rank: int, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a flat tensor over memory of `rank` that begins at `address`.
+
+        The memory is mapped at first use.
+        """
+        key = (rank, address, numel, dtype)
         tensor = self._views.get(key)
         if tensor is None:
-            start = (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
-            extent = self._map(rank, word >> OFFSET_BITS)
+            start = (address & (1 << OFFSET_BITS) - 1) * LINE_BYTES
+            extent = self._map(rank, address >> OFFSET_BITS)
             tensor = extent[start : start + numel * dtype.itemsize].view(dtype)
             if len(self._views) > 8192:
                 self._views.clear()
             self._views[key] = tensor
         return tensor
 
-    def words(self, rank: int, word: int, count: int) -> memoryview:
-        """Return `count` 64-bit words of `rank` that begin at `word`."""
-        return self.piece(rank, word, 8 * count).cast("Q")
+    def words(self, rank: int, address: int, count: int) -> memoryview:
+        """Return `count` 64-bit words of `rank` that begin at `address`."""
+        return self.piece(rank, address, 8 * count).cast("Q")
 
-    def piece(self, rank: int, word: int, nbytes: int) -> memoryview:
-        """Return `nbytes` bytes of `rank` that begin at `word`."""
-        start = (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
+    def piece(self, rank: int, address: int, nbytes: int) -> memoryview:
+        """Return `nbytes` bytes of `rank` that begin at `address`."""
+        start = (address & (1 << OFFSET_BITS) - 1) * LINE_BYTES
         extent_map = (
-            self._extents[(word >> OFFSET_BITS) - 1].file.map
+            self._extents[(address >> OFFSET_BITS) - 1].file.map
             if rank == self.rank
-            else self._peers.extent(rank, word >> OFFSET_BITS)
+            else self._peers.extent(rank, address >> OFFSET_BITS)
         )
         return memoryview(extent_map)[start : start + nbytes]
 
@@ -275,7 +278,7 @@ class Arena:
     def _collect(self) -> None:
         while self._dead:
             block = self._dead.popleft()
-            self._extents[block.extent - 1].give(block.offset, block.nbytes)
+            self._extents[block.extent - 1].release(block.offset, block.nbytes)
         for extent in self._extents:
             if extent.vacated and extent.file.fd >= 0:
                 self._root.publish(extent.number, Extent(0, 0))

@@ -74,12 +74,12 @@ class MemoryTransport:
         bells: Own doorbells.
         peers: Way to the others' memory.
         clock: Time source of all waits.
-        health: Where lost peers are reported.
+        health: Registry of lost peers.
         crowded: Whether there are more ranks than cores here.
         may_pull: Whether ranks that share memory may read each other's private memory.
         on_close: Called last by `close`, for what serves this transport.
         arena: Own arena; one that peers can map when None.
-        waiter: How to wait; by looking at memory when None.
+        waiter: Strategy for waits; one that looks at memory when None.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class MemoryTransport:
         _TRANSPORTS.add(self)
         self._on_close = on_close
         health.on_loss(bells.ring_own)
-        health.ask_left(self._has_left)
+        health.set_leave_check(self._is_leaving)
 
     @property
     def names(self) -> NameTable:
@@ -193,7 +193,7 @@ class MemoryTransport:
         """Let forked children lose `sockets` of this rank together with the transport's own."""
         self._sockets = (*self._sockets, *sockets)
 
-    def leave(self, linger_s: float = LINGER_S) -> None:
+    def announce_end(self, linger_s: float = LINGER_S) -> None:
         """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
 
         A peer opens new memory of this rank when it first meets it, which needs this process to be
@@ -224,5 +224,5 @@ class MemoryTransport:
         if self._on_close is not None:
             self._on_close()
 
-    def _has_left(self, rank: int) -> bool:
+    def _is_leaving(self, rank: int) -> bool:
         return int(self._peers.root(rank).words[STATE]) == LEFT

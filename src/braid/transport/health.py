@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        reason: What happened, as a clause: "was killed by signal 9 (SIGKILL)".
+        reason: Clause that tells what happened: "was killed by signal 9 (SIGKILL)".
         left: Whether it ended on purpose after `shutdown()`; only ranks that wait for it are
             affected.
     """
@@ -69,13 +69,13 @@ class Health:
         self._pids: dict[int, int] = {}  # of the ranks that are watched, by whatever means
         self._pidfds: dict[int, int] = {}
         self._gone: dict[int, Loss] = {}  # whose connection has ended
-        self._has_left: Callable[[int], bool] = lambda _rank: False
+        self._is_leaving: Callable[[int], bool] = lambda _rank: False
         self._witnesses: list[Witness] = []
         self._on_loss: list[Callable[[], None]] = []
         self._looking = threading.Lock()
 
-    def watch(self, rank: int, pid: int) -> None:
-        """Watch a process of this host."""
+    def register_process(self, rank: int, pid: int) -> None:
+        """Watch a process of this host from now on."""
         try:
             self._pidfds[rank] = os.pidfd_open(pid)
             self._pids[rank] = pid
@@ -102,9 +102,9 @@ class Health:
         """Listen to `witness` from now on."""
         self._witnesses.append(witness)
 
-    def ask_left(self, has_left: Callable[[int], bool]) -> None:
-        """Set how to tell a rank that left on purpose from one that was lost."""
-        self._has_left = has_left
+    def set_leave_check(self, is_leaving: Callable[[int], bool]) -> None:
+        """Set the function that tells a rank that ends on purpose from one that was lost."""
+        self._is_leaving = is_leaving
 
     def on_loss(self, wake: Callable[[], None]) -> None:
         """Call `wake` after each new verdict, so that sleeping threads look."""
@@ -189,7 +189,7 @@ class Health:
         for rank in self._pids:
             if rank in self.lost:
                 continue
-            if rank in self._gone or self._has_left(rank):
+            if rank in self._gone or self._is_leaving(rank):
                 ended.append(rank)
             elif rank in self._pidfds:
                 poller.register(self._pidfds[rank], select.POLLIN)
@@ -198,7 +198,7 @@ class Health:
 
     def _judge(self, rank: int) -> None:
         pid = self._pids[rank]
-        if self._has_left(rank):
+        if self._is_leaving(rank):
             self.report(Loss(rank, f"(pid {pid}) has already left", left=True))
             return
         deadline_ns = self._clock.now_ns() + round(REASON_GRACE_S * 1e9)

@@ -134,7 +134,7 @@ class HostsTransport(MemoryTransport):
         mirrors: Copies of the memory of the other peers.
         links: Connections to those.
         clock: Time source of all waits.
-        health: Where lost peers are reported.
+        health: Registry of lost peers.
         crowded: Whether there are more ranks than cores here.
     """
 
@@ -252,6 +252,6 @@ class HostsTransport(MemoryTransport):
         self._links.send([(link, writes, ()) for link in self._links.by_rank.values()])
 
 
-def _place(word: int) -> tuple[int, int]:
-    """Return the extent and the first byte of a word."""
-    return word >> OFFSET_BITS, (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
+def _place(address: int) -> tuple[int, int]:
+    """Return the extent and the first byte of an address."""
+    return address >> OFFSET_BITS, (address & (1 << OFFSET_BITS) - 1) * LINE_BYTES

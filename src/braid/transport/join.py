@@ -56,11 +56,11 @@ def connect(
         health: Hears of each peer's end.
         timeout_s: Seconds to wait for the other ranks.
         portable: Send copies even where memory could be shared; the same on all ranks.
-        secret: Of the job, for connections.
+        secret: Secret of the job, for connections.
         pass_descriptors: Do not even try `/proc/<pid>/fd`.
         host: Name of this rank's host, to treat ranks of one host as if they were on several; its
             own when empty.
-        network: How ranks of other hosts reach this one; by the loopback address when None.
+        network: Addresses for ranks of other hosts; the loopback address when None.
 
     Returns:
         A transport on which every rank can be reached.

@@ -111,11 +111,11 @@ class Link:
             PeerLostError: The connection has ended.
             CommError: The data makes no sense.
         """
-        came = False
+        received = False
         while (frame := self._connection.try_recv(self._targets)) is not None:
             self._memory.apply(self.rank, frame.meta)
-            came = True
-        return came
+            received = True
+        return received
 
     def close(self) -> None:
         """Close the socket."""

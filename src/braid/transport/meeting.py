@@ -32,7 +32,7 @@ class Meeting:
         world_size: Number of ranks that will come.
         store: Store that all of them share.
         clock: Clock for the deadline.
-        health: Where the launcher's reports on ranks that have ended arrive.
+        health: Registry of lost ranks, fed by the launcher's reports.
         timeout_s: Seconds to wait for the others, in each step.
 
     Raises:
@@ -66,8 +66,8 @@ class Meeting:
         """Tell all ranks which host this one is on, and return the host of each.
 
         Args:
-            way: How ranks of one host reach each other; must be the same on all, as must braid's
-                version.
+            way: Name of the way in which ranks of one host reach each other; the same on all ranks,
+                as is braid's version.
             name: Name of the host; equal on ranks that can share memory.
 
         Returns:
@@ -77,9 +77,9 @@ class Meeting:
             RendezvousError: Some ranks did not come; they are named.
             ConfigError: The ranks disagree.
         """
-        word = f"{__version__}|{way}|{name}"
+        value = f"{__version__}|{way}|{name}"
         try:
-            values = self._exchange("shm/host", word, range(self.world_size))
+            values = self._exchange("shm/host", value, range(self.world_size))
         except RanksMissingError as exc:
             msg = (
                 f"ranks {exc.ranks} of {self.world_size} have not come within {self.timeout_s:g} "
@@ -87,13 +87,13 @@ class Meeting:
                 f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
             )
             raise RendezvousError(msg) from exc
-        said = [value.split("|", 2) for value in values]
+        entries = [value.split("|", 2) for value in values]
         wrong = _disagreement(
-            [word[0] for word in said],
+            [entry[0] for entry in entries],
             "have the same version of braid",
             "install the same version of braid on all hosts",
         ) or _disagreement(
-            [word[1] for word in said],
+            [entry[1] for entry in entries],
             "reach each other in the same way",
             "set BRAID_PORTABLE=1 for all ranks or for none",
         )
@@ -101,7 +101,7 @@ class Meeting:
             self.part()
             raise ConfigError(wrong)
         numbers: dict[str, int] = {}
-        return tuple(numbers.setdefault(word[2], len(numbers)) for word in said)
+        return tuple(numbers.setdefault(entry[2], len(numbers)) for entry in entries)
 
     def gather(self, topic: str, text: str, ranks: Iterable[int] | None = None) -> list[str]:
         """Send a text to all ranks, or to `ranks`, and return theirs; each topic is used once."""

@@ -31,7 +31,7 @@ from braid.wire import connect as dial
 __all__ = ["LOST_AFTER_S", "Call", "Network", "call_all"]
 
 ROLE = "memory"
-ANSWER_S = 30.0  # of a rank that has said where it listens
+ANSWER_S = 30.0  # for a rank that has published its address
 LOST_AFTER_S = 30.0  # of silence of a host
 OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way there is the way out
 
@@ -66,7 +66,7 @@ class Call(NamedTuple):
     connection: SocketConnection
 
 
-class _Said(NamedTuple):
+class _Endpoint(NamedTuple):
     """What one rank has told the others about itself."""
 
     pid: int
@@ -74,7 +74,7 @@ class _Said(NamedTuple):
     address: str
 
     @classmethod
-    def parse(cls, text: str) -> _Said:
+    def parse(cls, text: str) -> _Endpoint:
         pid, host, address = text.split("@")
         return cls(int(pid), host, address)
 
@@ -85,10 +85,10 @@ def call_all(
     """Connect to all ranks of other hosts.
 
     Args:
-        meeting: Where all ranks find each other.
+        meeting: Meeting of all ranks in the store.
         hosts: Number of each rank's host.
         secret: The job's secret; None to agree on one through the store.
-        network: How other hosts reach this rank.
+        network: Addresses at which other hosts reach this rank.
 
     Raises:
         RendezvousError: Some rank did not answer, cannot be reached or has another secret.
@@ -96,7 +96,7 @@ def call_all(
     """
     me = meeting.rank
     remote = [r for r, host in enumerate(hosts) if host != hosts[me]]
-    found, job = _agree_on_secret(meeting, secret, network)
+    job_secret, job = _agree_on_secret(meeting, secret, network)
     who = Identity(job, ROLE, me)
     with contextlib.ExitStack() as stack:
         try:
@@ -105,7 +105,7 @@ def call_all(
             listener = stack.enter_context(
                 Listener(
                     str(wanted),
-                    found,
+                    job_secret,
                     who,
                     listen_anywhere=not wanted.is_loopback,
                     clock=meeting.clock,
@@ -120,14 +120,14 @@ def call_all(
         words = _gather_addresses(meeting, "shm/address", own, "can listen")
         if me == 0:  # all have read it
             meeting.store.delete_key("shm/secret/0")
-        said = [_Said.parse(word) for word in words]
-        over_network = _require_one_network(meeting, said)
+        ends = [_Endpoint.parse(word) for word in words]
+        over_network = _require_one_network(meeting, ends)
         if over_network:
-            _require_reach(meeting, hosts, said)
+            _require_reach(meeting, hosts, ends)
         calls: dict[int, SocketConnection] = {}
         with contextlib.ExitStack() as undo:
             for peer in (r for r in remote if r < me):
-                calls[peer] = _call(meeting, peer, said[peer].address, found, who)
+                calls[peer] = _call(meeting, peer, ends[peer].address, job_secret, who)
                 undo.callback(calls[peer].close)
             while len(calls) < len(remote):
                 connection = _answer(meeting, listener, [r for r in remote if r not in calls])
@@ -146,7 +146,7 @@ def call_all(
     if over_network:
         for connection in calls.values():
             connection.end_if_silent(LOST_AFTER_S)
-    return {r: Call(said[r].pid, said[r].host, over_network, calls[r]) for r in remote}
+    return {r: Call(ends[r].pid, ends[r].host, over_network, calls[r]) for r in remote}
 
 
 def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> list[str]:
@@ -168,10 +168,10 @@ def _own_address(network: Network) -> str:
     if not network.towards:
         return "127.0.0.1"
     try:
-        found = own_address_towards(network.towards)
+        address = own_address_towards(network.towards)
         named = not Address(host=network.towards).is_loopback
-        if named and Address(host=found).is_loopback:  # this host's own name, as /etc/hosts has it
-            found = own_address_towards(OUTWARDS)
+        if named and Address(host=address).is_loopback:  # its own name, as in /etc/hosts
+            address = own_address_towards(OUTWARDS)
     except OSError as exc:
         msg = (
             f"{socket.gethostname()} finds no way to {network.towards} ({exc}): name the "
@@ -179,7 +179,7 @@ def _own_address(network: Network) -> str:
             "is right"
         )
         raise ConfigError(msg) from exc
-    return found
+    return address
 
 
 def _agree_on_secret(
@@ -193,8 +193,8 @@ def _agree_on_secret(
     job = drawn[0]
     if "none" in kinds or len(set(kinds)) > 1:
         meeting.part()
-        said = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
-        table = "\n".join(f"  rank {r} {said[kind]}" for r, kind in enumerate(kinds))
+        descriptions = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
+        table = "\n".join(f"  rank {r} {descriptions[kind]}" for r, kind in enumerate(kinds))
         msg = (
             "ranks have no secret for connections between hosts, or not all in the same way:\n"
             f"{table}\n"
@@ -209,15 +209,15 @@ def _agree_on_secret(
     return Secret(bytes.fromhex(meeting.gather("shm/secret", made)[0])), job
 
 
-def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
+def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:
     """Return whether ranks listen on a network.
 
     If some do and others listen only on the loopback address of their host, all ranks raise.
     """
-    inside = [r for r, one in enumerate(said) if Address.parse(one.address).is_loopback]
-    if inside and len(inside) < len(said):
+    inside = [r for r, one in enumerate(ends) if Address.parse(one.address).is_loopback]
+    if inside and len(inside) < len(ends):
         meeting.part()
-        table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(said))
+        table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(ends))
         msg = (
             "other hosts cannot reach some of the addresses on which ranks listen:\n"
             f"{table}\n"
@@ -228,26 +228,26 @@ def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
     return not inside
 
 
-def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) -> None:
+def _require_reach(meeting: Meeting, hosts: tuple[int, ...], ends: list[_Endpoint]) -> None:
     """Raise, on all ranks, if some host cannot reach another."""
     mine = hosts[meeting.rank]
     first = (
         hosts.index(mine) == meeting.rank
-    )  # one of a host knocks: nobody answers before the meeting is over
-    remote = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
+    )  # one rank of a host probes: nobody answers before the meeting is over
+    remote = {r: ends[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
     failed = {str(rank): why for rank, why in probe(remote, meeting.clock).items()}
     words = meeting.gather("shm/reach", json.dumps(failed))
-    found: dict[tuple[int, int], str] = {}
+    failures: dict[tuple[int, int], str] = {}
     for rank, word in enumerate(words):
         for other, why in json.loads(word).items():
-            found.setdefault((hosts[rank], hosts[int(other)]), why)
-    if not found:
+            failures.setdefault((hosts[rank], hosts[int(other)]), why)
+    if not failures:
         return
-    firsts = [said[hosts.index(number)] for number in range(max(hosts) + 1)]
+    firsts = [ends[hosts.index(number)] for number in range(max(hosts) + 1)]
     names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
     msg = (
         f"some of the {len(names)} hosts cannot reach each other:\n"
-        f"{reach_table(names, found)}\n"
+        f"{reach_table(names, failures)}\n"
         "open the ports between them in both directions, or name an address on a network that "
         "all share with BRAID_LISTEN (or `braid run --network-interface`)"
     )

@@ -55,7 +55,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
     """Join the shared memory of a host.
 
     Args:
-        meeting: Where the ranks find each other; its `health` gets a pidfd of each peer.
+        meeting: Meeting of all ranks in the store; its `health` gets a pidfd of each peer.
         ranks: The ranks of this host, including this one.
         pass_descriptors: Use the descriptor service without trying `/proc/<pid>/fd` first.
     """
@@ -87,7 +87,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
             # a start time that does not fit: another pid namespace, where only the launcher can
             # tell who died
             if other != rank and start_time(where.pid) == where.started:
-                health.watch(other, where.pid)
+                health.register_process(other, where.pid)
         undo.pop_all()
     close = service.close if service else None
     return Shared(root, bells, LocalPeers(frozenset(ranks), peers, may_pull=may_pull, close=close))

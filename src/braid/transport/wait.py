@@ -153,7 +153,7 @@ class Waiter:
 
     Args:
         bells: Doorbells of this rank.
-        health: Which peers are lost; its descriptors are part of every sleep.
+        health: Registry of lost peers; its descriptors are part of every sleep.
         clock: Measures the yield phase.
         crowded: There are more ranks than cores, so do not spin.
     """

@@ -70,12 +70,12 @@ def run_ranks(
     Raises:
         ConfigError: A rank failed, or a host could not be reached; the message is the launcher's.
     """
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             where.command(module, plan, log_dir),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=errors,
             text=True,
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )
@@ -89,10 +89,11 @@ def run_ranks(
             _end(process)
             raise
         code = _end(process)
-        said.seek(0)
+        errors.seek(0)
         if code:
             msg = (
-                f"the ranks on {where.hosts} did not end well (exit {code}):\n{said.read().strip()}"
+                f"the ranks on {where.hosts} did not end well (exit {code}):\n"
+                f"{errors.read().strip()}"
             )
             raise ConfigError(msg)
 

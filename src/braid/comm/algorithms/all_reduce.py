@@ -162,7 +162,7 @@ def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Sum a slice of all exposed tensors, wherever they lie, then fetch the other slices."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     bounds = [numel * r // n for r in range(n + 1)]
-    remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.others} if numel else {}
+    remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.peers} if numel else {}
     step = max(1, BLOCK_BYTES // x.element_size() // max(1, n - 1))
     scratch = ch.own.scratch(step * n, dtype).view(n, step)
     for start in range(bounds[me], bounds[me + 1], step):

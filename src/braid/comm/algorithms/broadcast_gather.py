@@ -251,7 +251,7 @@ def stage_rows(
 ) -> None:
     """Stage elements `start` to `start + stride` of every part of `x`, as one row per member."""
     slot = ch.own.slot(stride * ch.size, x.dtype)
-    for peer in ch.others:
+    for peer in ch.peers:
         low = offsets[peer] + start
         numel = max(0, min(stride, offsets[peer + 1] - low))
         slot[peer * stride : peer * stride + numel].copy_(x[low : low + numel])

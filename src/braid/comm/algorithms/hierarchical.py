@@ -78,10 +78,9 @@ def hierarchical(
         x: Flat, contiguous tensor; float32 with a wire format.
         op: Reduction; sum or avg with a wire format.
         scale: Factor for the result.
-        nodes: Which members share memory.
+        nodes: Members by host.
         form: Format in which numbers cross the network; None for their own.
-        residuals: What a lossy format left out last time, for requests that are started again; kept
-            up to date.
+        residuals: Residuals of the last start of a persistent request; updated in place.
     """
     # nobody ends before all others have compared what they ask for: everybody's numbers are in what
     # it waits for
@@ -94,7 +93,7 @@ def hierarchical(
         if run.gathers:
             yield from run.gather_remote(turn - 1 - 2 * DEPTH)
         yield from run.copy_out(turn - run.last_turn)
-    run.window.leave()
+    run.window.take_last_step()
 
 
 def left_out(
@@ -113,11 +112,11 @@ def left_out(
         numel: Number of elements of the tensor that is reduced.
         op: Reduction; an average is sent on divided.
         rank: Group rank of the member.
-        nodes: Which members share memory.
+        nodes: Members by host.
         form: Wire format.
     """
-    found = torch.zeros(numel)
-    chunks = _chunks(found)
+    residual = torch.zeros(numel)
+    chunks = _chunks(residual)
     places = _Places.of(chunks[0], nodes, form)
     size = sum(len(members) for members in nodes.hosts)
     for (phase, k, j), kept in residuals.items():
@@ -127,7 +126,7 @@ def left_out(
         factor = size if phase == "remote" and op == "avg" else 1
         place = chunks[j][low:high][start:end]
         place.add_(kept.state_dict()["residual"], alpha=factor)
-    return found
+    return residual
 
 
 class _Places(NamedTuple):
@@ -349,7 +348,7 @@ class _Run:
         if self.form is not None:
             out.zero_()
             for peer in self.cross_node_peers:
-                self.form.add(self._came(peer, j, at), out)
+                self.form.add(self._received(peer, j, at), out)
             finish(out, self.op, self.ch.size, self.scale)
             return
         sources = [self._view(t, j, at, out.numel()) for t in self.cross_node_peers]
@@ -366,9 +365,9 @@ class _Run:
         if self.form is None:
             out.copy_(self._view(peer, j, at, out.numel()))
         else:
-            self.form.decode(self._came(peer, j, at), out)
+            self.form.decode(self._received(peer, j, at), out)
 
-    def _came(self, peer: int, j: int, at: int) -> torch.Tensor:
+    def _received(self, peer: int, j: int, at: int) -> torch.Tensor:
         row = self._bytes(peer, j, at)
         length = int(row[:8].view(torch.int64).item())
         return row[HEADER_BYTES : HEADER_BYTES + min(max(length, 0), row.numel())]

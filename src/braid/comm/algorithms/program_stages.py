@@ -102,25 +102,25 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
         if message.target == rank:
             adds = {action.kind == "reduce" for action in message.receives}
             assert len(adds) == 1, message  # a round adds or replaces
-            came = move._replace(peer=message.source, adds=adds.pop())
-            into[message.awaited].append(came._replace(parts=_slices(message.receives, bounds)))
-    found = []
+            received = move._replace(peer=message.source, adds=adds.pop())
+            into[message.awaited].append(received._replace(parts=_slices(message.receives, bounds)))
+    result = []
     actions = program.ranks[rank]
     for number, positions in enumerate(batches(program, rank)):
         sends = tuple(move for move in out[number] if move.numel)
         receives = tuple(move for move in into[number] if move.numel)
         local = [actions[i] for i in positions if program.vocabulary.role(actions[i]) == LOCAL]
         copies = tuple(_copy(action, bounds) for action in local)
-        found.append(Stage(sends, receives, copies))
-    return tuple(found)
+        result.append(Stage(sends, receives, copies))
+    return tuple(result)
 
 
-def apply_move(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
+def apply_move(x: torch.Tensor, move: Move, data: torch.Tensor, op: str) -> None:
     """Add or copy received or copied data to its place in `x`."""
     start = 0
     for part in move.parts:
         end = start + part.stop - part.start
-        there, here = x[part], came[start:end]
+        there, here = x[part], data[start:end]
         if move.adds:
             combine([there, here], there, op, None)
         else:
@@ -130,14 +130,14 @@ def apply_move(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None
 
 def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ...]:
     """Return the slices of blocks, joined where one begins as another ends."""
-    found: list[slice] = []
+    slices: list[slice] = []
     for action in actions:
         start, stop = bounds[action.unit], bounds[action.unit + 1]
-        if found and found[-1].stop == start:
-            found[-1] = slice(found[-1].start, stop)
+        if slices and slices[-1].stop == start:
+            slices[-1] = slice(slices[-1].start, stop)
         else:
-            found.append(slice(start, stop))
-    return tuple(part for part in found if part.start < part.stop) or (slice(0, 0),)
+            slices.append(slice(start, stop))
+    return tuple(part for part in slices if part.start < part.stop) or (slice(0, 0),)
 
 
 def _copy(action: Action, bounds: Sequence[int]) -> Move:

@@ -75,16 +75,16 @@ class Programs:
     def part(self, name: str, operation: str, root: int, numel: int) -> Part:
         """Return this rank's part of an algorithm of the catalogue."""
         key = (name, operation, root, numel)
-        found = self._parts.get(key)
-        if found is None:
+        part = self._parts.get(key)
+        if part is None:
             if len(self._parts) >= MAX_PARTS:
                 self._parts.clear()
             written = self.program(name, operation, root)
             every = [stages(written, rank, numel) for rank in range(self._size)]
             turns = max(len(list(batches(written, rank))) for rank in range(self._size))
             most = max(sum(move.numel for s in own for move in s.sends) for own in every)
-            found = self._parts[key] = Part(every[self._rank], turns, most)
-        return found
+            part = self._parts[key] = Part(every[self._rank], turns, most)
+        return part
 
     def program(self, name: str, operation: str, root: int) -> Program:
         """Return an algorithm of the catalogue for this number of ranks."""
@@ -186,8 +186,8 @@ def _carry_out(ch: Channel, part: Part, x: torch.Tensor, op: str) -> Steps:
         for move in stage.receives:
             yield from window.reached([move.peer], first + move.turn)
             apply_move(x, move, _row(window, move.peer, move, x.dtype), op)
-        for move, came in zip(stage.copies, copied, strict=True):
-            apply_move(x, move, came, op)
+        for move, data in zip(stage.copies, copied, strict=True):
+            apply_move(x, move, data, op)
     yield from window.close()
 
 

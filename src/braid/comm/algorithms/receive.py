@@ -61,7 +61,7 @@ class _Message:
     Args:
         tag: Tag of the message.
         digest: Digest of its description.
-        data: Where its bytes go.
+        data: Memory for the bytes of the message.
     """
 
     __slots__ = ("data", "digest", "missing", "tag")
@@ -119,7 +119,7 @@ class Mailbox:
         while True:
             with self._lock:
                 for line in receipt.lines:
-                    line.take_in(receipt)
+                    line.receive(receipt)
                 if receipt.error is not None:
                     raise receipt.error
                 message = receipt.message
@@ -188,7 +188,7 @@ class _Line:
                 return True
         return False
 
-    def take_in(self, receipt: Receipt) -> None:
+    def receive(self, receipt: Receipt) -> None:
         """Take in what has come, until `receipt` has its message or waits for another line.
 
         Raises:
@@ -198,7 +198,7 @@ class _Line:
             raise self._error.with_traceback(None)
         ch = self.channel
         try:
-            while self in receipt.lines and ch.has_come(self.source, ch.value + 1):
+            while self in receipt.lines and ch.has_published(self.source, ch.value + 1):
                 self._step(ch.value + 1)
                 if receipt.message is not None and not receipt.message.missing:
                     break

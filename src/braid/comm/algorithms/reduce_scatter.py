@@ -46,7 +46,7 @@ def reduce_scatter(
         ch: Channel of the group.
         out: Flat tensor.
         x: All parts, one after the other.
-        offsets: Where each part begins and the last one ends; the same on all members.
+        offsets: First element of each part, and the end of the last; the same on all members.
         op: Reduction.
         scale: Factor for the result.
         private: Whether peers may read private memory.
@@ -184,4 +184,4 @@ def _combine_into(ch: Channel, rows: list[torch.Tensor], out: torch.Tensor, op: 
 
 
 def _remotes(ch: Channel, x: torch.Tensor) -> dict[int, Remote]:
-    return {peer: remote_of(ch, peer, x.numel(), x.dtype) for peer in ch.others}
+    return {peer: remote_of(ch, peer, x.numel(), x.dtype) for peer in ch.peers}

@@ -148,12 +148,12 @@ def all_gather(ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, nodes
         j -= 1
         if j >= 0:
             yield from slots.window.reached(local_peers, passed[j])
-            for mate in local_peers:
-                part = slots.part(outs[mate], j)
-                part.copy_(slots.row(mate, j, 0, part.numel()))
-                for row, member in enumerate(nodes.relayed(mate), 1):
+            for peer in local_peers:
+                part = slots.part(outs[peer], j)
+                part.copy_(slots.row(peer, j, 0, part.numel()))
+                for row, member in enumerate(nodes.relayed(peer), 1):
                     part = slots.part(outs[member], j)
-                    part.copy_(slots.row(mate, j, row, part.numel()))
+                    part.copy_(slots.row(peer, j, row, part.numel()))
     yield from slots.window.close()
 
 

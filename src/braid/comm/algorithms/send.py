@@ -79,5 +79,5 @@ def send(
 
 def read_envelope(ch: Channel, source: int, value: int) -> Envelope:
     """Return the envelope that `source` published in step `value` of its line."""
-    words = ch.words_of(source, value, 3)
+    words = ch.read_words(source, value, 3)
     return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_PLACE])

@@ -95,7 +95,7 @@ class Group(Reductions, Movements, PointToPoint):
         self._deadline_s = FIRST_DEADLINE_S
         self._name_prefix = name_prefix
         self._successor: Group | None = None
-        self._word = ""  # what this rank brings when the group is rebuilt
+        self._tokens = ""  # of this rank, for the group that is rebuilt
         self.numbers = Numbers()
         self._closed = ""
         self._given_back = False
@@ -119,7 +119,7 @@ class Group(Reductions, Movements, PointToPoint):
             raise ConfigError(msg)
         page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))
-        first_pages = _exchange(context.store, "group/world", context.rank, ranks, page.word)
+        first_pages = _exchange(context.store, "group/world", context.rank, ranks, page.address)
         pages = ControlPages(transport, ranks, context.rank, first_pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
         _exchange(context.store, "group/mapped", context.rank, ranks, 0)
@@ -159,7 +159,7 @@ class Group(Reductions, Movements, PointToPoint):
         See `braid.comm.api.batch`.
 
         Args:
-            steps_by: Who takes the steps. `StepsBy.WAITER` is for operations that will be waited
+            steps_by: Policy for the steps. `StepsBy.WAITER` is for operations that will be waited
                 for soon, where steps would only take time from other work.
         """
         self._check_open()
@@ -171,7 +171,7 @@ class Group(Reductions, Movements, PointToPoint):
         No thread is involved; see `StepsBy`.
 
         Args:
-            steps_by: Who takes the steps; see `coalesce`.
+            steps_by: Policy for the steps; see `coalesce`.
         """
         return Starter(self, partial(self._start, steps_by=steps_by))
 
@@ -344,12 +344,12 @@ class Group(Reductions, Movements, PointToPoint):
         name = f"{self._name_prefix}/{self.epoch}"
         self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
         # kept for another attempt: others may go on with what this rank has said in the first one
-        self._word = self._word or ",".join(str(engine.token()) for engine in self._engines())
-        words = meet_survivors(
-            self.context, self.ranks, survivors, name=name, word=self._word, timeout_s=timeout_s
+        self._tokens = self._tokens or ",".join(str(engine.token()) for engine in self._engines())
+        values = meet_survivors(
+            self.context, self.ranks, survivors, name=name, value=self._tokens, timeout_s=timeout_s
         )
-        tokens = [[int(token) for token in word.split(",")] for word in words.values()]
-        order = [self.ranks.index(rank) for rank in words]
+        tokens = [[int(token) for token in value.split(",")] for value in values.values()]
+        order = [self.ranks.index(rank) for rank in values]
         group = self._subset(order, tokens, epoch=self.epoch + 1, name_prefix=self._name_prefix)
         for old, new in zip(self._engines(), group._engines(), strict=True):  # noqa: SLF001
             old.hand_over_to(new)

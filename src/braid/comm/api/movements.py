@@ -134,7 +134,7 @@ class Movements(Face):
 
         Args:
             x: The same shape on all members, unless `out` is a sequence.
-            out: Where the result goes. A sequence with one tensor per member may have different
+            out: Tensor for the result. A sequence with one tensor per member may have different
                 sizes; all members pass the same sizes.
             async_op: Return a Work at once.
             algorithm: See `broadcast`.
@@ -265,7 +265,7 @@ class Movements(Face):
             x: On the root, a tensor whose dim 0 is cut into equal parts, or one tensor per member;
                 None elsewhere.
             root: Group rank.
-            out: Where this member's part goes.
+            out: Tensor for this member's part.
             async_op: Whether to return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
@@ -357,8 +357,8 @@ class Movements(Face):
         Args:
             x: Equal slices of dim 0, or one tensor per member (`list(x.split(sizes))` makes no
                 copy).
-            out: Where the result goes; with a sequence as `x` a sequence, too, whose sizes are what
-                the others send.
+            out: Tensor for the result. With a sequence as `x`, a sequence with the sizes that the
+                others send.
             async_op: Return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.

@@ -146,9 +146,10 @@ class Objects:
         """Send an object to member `to`.
 
         Args:
-            obj: What to send.
+            obj: Object to send.
             to: Group rank.
-            tag: Which message of the pair; used for two, its size and itself.
+            tag: Number of the message between the two members; both messages carry it, that
+                of the size and that of the object.
             allow_pickle: Send what is not plain, too.
 
         Raises:
@@ -164,7 +165,7 @@ class Objects:
 
         Args:
             source: Group rank.
-            tag: Which message of the pair.
+            tag: Number of the message between the two members.
             allow_pickle: Accept what is not plain, too.
 
         Raises:
@@ -218,8 +219,8 @@ def _packed(obj: object, path: str = "", *, allow_pickle: bool) -> _Packed:
 def _packed_parts(objs: Sequence[object] | None, size: int, *, allow_pickle: bool) -> list[_Packed]:
     """One object for each member, or for each the reason why one cannot be sent."""
     if not isinstance(objs, Sequence) or len(objs) != size:
-        found = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
-        msg = f"scatter needs {size} objects, one for every member, and the root passed {found}"
+        given = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
+        msg = f"scatter needs {size} objects, one for every member, and the root passed {given}"
         return [_refused(ConfigError(msg))] * size
     parts = [_packed(obj, f"objs[{i}]", allow_pickle=allow_pickle) for i, obj in enumerate(objs)]
     bad = next((part for part in parts if part.error is not None), None)

@@ -33,7 +33,7 @@ def meet_survivors(
     survivors: Sequence[int] | None,
     *,
     name: str,
-    word: str,
+    value: str,
     timeout_s: float,
 ) -> dict[int, str]:
     """Come to the meeting, and return the values of all survivors.
@@ -43,7 +43,7 @@ def meet_survivors(
         ranks: Global ranks of a group.
         survivors: Ranks that are left, if the program knows; the same on all of them.
         name: Name of the meeting, new for each.
-        word: Value that the others are told.
+        value: Value that the others are told.
         timeout_s: Seconds to wait for the others.
 
     Returns:
@@ -68,8 +68,8 @@ def meet_survivors(
     else:
         topic = f"rebuild/{name}"
     lost = ",".join(str(r) for r in ranks if r in context.health.lost)
-    # a rank that tries again finds its first word, which others may have read
-    context.store.compare_set(f"{topic}/{context.rank}", b"", f"{lost}|{word}".encode())
+    # a rank that tries again finds its first value, which others may have read
+    context.store.compare_set(f"{topic}/{context.rank}", b"", f"{lost}|{value}".encode())
     deadline_ns = context.clock.now_ns() + round(timeout_s * 1e9)
     while True:
         decided = _decision(context, ranks, topic, agreed=survivors is not None)
@@ -88,8 +88,8 @@ def meet_survivors(
             f"{context.rank}: they took this process for lost, so end it"
         )
         raise StaleError(msg)
-    words = _words(context, topic, decided)
-    return {rank: word for rank, (_, word) in zip(decided, words, strict=True)}
+    entries = _entries(context, topic, decided)
+    return {rank: value for rank, (_, value) in zip(decided, entries, strict=True)}
 
 
 def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed: bool) -> list[int]:
@@ -111,36 +111,38 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
             with contextlib.suppress(CommTimeout):
                 store.wait([f"{topic}/{awaited[0]}"], LOOK_S)
             return []
-        came = [r for r in ranks if r not in missing]
+        arrived = [r for r in ranks if r not in missing]
         if not agreed:
-            came = together(came, [lost for lost, _ in _words(context, topic, came)], health.lost)
-        store.compare_set(key, b"", ",".join(map(str, came)).encode())
+            arrived = together(
+                arrived, [lost for lost, _ in _entries(context, topic, arrived)], health.lost
+            )
+        store.compare_set(key, b"", ",".join(map(str, arrived)).encode())
     return [int(text) for text in store.get(key).decode().split(",")]
 
 
 def together(
-    came: Sequence[int], lost: Sequence[Collection[int]], known: Collection[int]
+    arrived: Sequence[int], lost: Sequence[Collection[int]], known: Collection[int]
 ) -> list[int]:
     """Return ranks that have not lost each other, in their order.
 
     Each rank joins those before it unless one of them has lost it, or it has lost one of them.
 
     Args:
-        came: Global ranks that have come.
+        arrived: Global ranks that have come.
         lost: Ranks that each of them has lost.
         known: Ranks that the caller knows to be lost.
     """
-    losses = dict(zip(came, lost, strict=True))
+    losses = dict(zip(arrived, lost, strict=True))
     left: list[int] = []
-    for rank in came:
+    for rank in arrived:
         apart = any(rank in losses[other] or other in losses[rank] for other in left)
         if not apart and rank not in known:
             left.append(rank)
     return left
 
 
-def _words(context: RankContext, topic: str, ranks: Sequence[int]) -> list[tuple[list[int], str]]:
+def _entries(context: RankContext, topic: str, ranks: Sequence[int]) -> list[tuple[list[int], str]]:
     """Return the ranks that each of `ranks` has lost, and its value."""
     texts = context.store.multi_get([f"{topic}/{rank}" for rank in ranks])
     pairs = [text.decode().partition("|") for text in texts]
-    return [([int(r) for r in lost.split(",") if r], word) for lost, _, word in pairs]
+    return [([int(r) for r in lost.split(",") if r], value) for lost, _, value in pairs]

@@ -82,7 +82,7 @@ class Reductions(Face):
         Args:
             x: Any shape; need not be contiguous. On memory from `empty` no copies are made.
             op: See the class.
-            out: Where the result goes, if `x` is to stay as it is.
+            out: Tensor for the result, so that `x` stays as it is.
             async_op: Return at once; the progress thread carries it out.
             wire: Format in which float32 numbers cross the network between hosts, such as bf16,
                 int8 or topk:0.01 (see `braid.comm.formats`); inside of a host, where nothing is
@@ -259,7 +259,7 @@ class Reductions(Face):
             x: Tensor whose dim 0 is cut into equal parts, or one tensor per member; the same shapes
                 and dtype on all members. Unchanged, unless `out` is a part of it.
             op: Reduction; see the class.
-            out: Where this member's part goes; a new tensor when None.
+            out: Tensor for this member's part; a new one when None.
             async_op: Whether to return a Work at once.
             algorithm: staged or pulled, instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
@@ -325,7 +325,7 @@ class Reductions(Face):
             op: Reduction; see the class.
             exclusive: Whether to leave out this member's own `x`; member 0 gets the identity (sum,
                 product, bor and bxor only).
-            out: Where the result goes; a new tensor when None.
+            out: Tensor for the result; a new one when None.
             timeout_s: Seconds until CommTimeout.
 
         Returns:

@@ -78,11 +78,11 @@ class Request:
     """An operation registered with `Group.persistent`.
 
     Attributes:
-        result: Where the result of every start is found.
+        result: Result of the last start that has ended.
 
     Args:
         engine: Engine of the group.
-        collective: What is done at every start.
+        collective: Collective that every start carries out.
         numbers: The group's numbers, of which this request gets one.
         describer: The group's descriptions.
     """
@@ -114,8 +114,8 @@ class Request:
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all
                 members.
-            steps_by: Who takes the steps. With `StepsBy.WAITER` a tensor in memory that all members
-                share is offered at once all the same, so that whoever comes early can do the work.
+            steps_by: Policy for the steps. With `StepsBy.WAITER`, too, a tensor in shared memory is
+                offered at once, so that members that are early can do the work.
 
         Raises:
             StaleError: The last start has not ended, or the request has been retired.

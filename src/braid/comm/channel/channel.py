@@ -96,7 +96,7 @@ class Audience(NamedTuple):
     """
 
     audience: Any
-    word: int = 0
+    address: int = 0
     nbytes: int = 0
     parts: Sequence[tuple[int, int]] | None = None
 
@@ -109,7 +109,7 @@ class Channel:
         rank: Group rank of this member.
         size: Number of members.
         ranks: Global ranks of the members.
-        others: Group ranks of the other members.
+        peers: Group ranks of the other members.
         successors: The same, beginning with the successor of this rank, so that ranks which all
             read one after the other do not begin with the same source.
         shares: Whether peers may be able to read tensors in place, so that exposing them makes
@@ -124,18 +124,18 @@ class Channel:
     """
 
     __slots__ = (
+        "_address",
         "_arena",
         "_audience",
         "_lines",
         "_own_line",
         "_pages",
-        "_place",
         "_work_counter",
         "chunk_bytes",
         "digest",
         "index",
-        "others",
         "own",
+        "peers",
         "rank",
         "ranks",
         "shares",
@@ -151,7 +151,7 @@ class Channel:
         self.index = index
         self.rank = pages.rank
         self.size = pages.size
-        self.others = [r for r in range(pages.size) if r != pages.rank]
+        self.peers = [r for r in range(pages.size) if r != pages.rank]
         self.successors = [
             (pages.rank + distance) % pages.size for distance in range(1, pages.size)
         ]
@@ -164,11 +164,11 @@ class Channel:
         readers = [pages.ranks[r] for r in pages.audience(index)]
         self.shares = pages.transport.shares_with(readers)
         self.chunk_bytes = CHUNK_BYTES if self.shares else SENT_CHUNK_BYTES
-        self.own = Staging(pages.transport, self.others, shares=self.shares)
+        self.own = Staging(pages.transport, self.peers, shares=self.shares)
         self._pages = pages
         self._arena = pages.transport.arena
-        self._place = pages.own_place(index)
-        self._own_line = self._arena.words(pages.ranks[pages.rank], self._place, LINE_WORDS)
+        self._address = pages.own_address(index)
+        self._own_line = self._arena.words(pages.ranks[pages.rank], self._address, LINE_WORDS)
         self._lines: list[memoryview | None] = [None] * pages.size
         self._lines[pages.rank] = self._own_line
         self._audience = pages.transport.audience(readers)
@@ -211,16 +211,16 @@ class Channel:
         """Return some members as an audience of `publish`."""
         return self.transport.audience([self.ranks[m] for m in members])
 
-    def view(self, member: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def view(self, member: int, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a flat tensor at an address of a member's arena."""
-        return self._arena.view(self.ranks[member], word, numel, dtype)
+        return self._arena.view(self.ranks[member], address, numel, dtype)
 
-    def publish(self, audience: Audience | None = None, *, waking: bool = True) -> int:
+    def publish(self, audience: Audience | None = None, *, wake: bool = True) -> int:
         """Publish the next step and return its value.
 
         Args:
             audience: Peers that are told; None for all, with what has been staged.
-            waking: Whether to wake and send. Otherwise peers that share memory may see the step,
+            wake: Whether to wake and send. Otherwise peers that share memory may see the step,
                 but nobody is woken or sent anything before `wake`.
         """
         value = self.value + 1
@@ -228,24 +228,26 @@ class Channel:
         parity = value & 1
         at = 2 + 3 * parity
         line[at] = self.digest
-        line[at + 1] = own.word
+        line[at + 1] = own.address
         line[at + 2] = self.site
         line[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
-        publish, place = self.transport.publish, self._place
-        if not waking:
+        publish, line_address = self.transport.publish, self._address
+        if not wake:
             assert own.nbytes == 0, "what is staged must be sent with its step"
         elif audience is None:
-            publish(self._audience, place, own.word, own.nbytes, own.parts)
+            publish(self._audience, line_address, own.address, own.nbytes, own.parts)
         else:
-            publish(audience.audience, place, audience.word, audience.nbytes, audience.parts)
-        own.word = own.nbytes = 0
+            publish(
+                audience.audience, line_address, audience.address, audience.nbytes, audience.parts
+            )
+        own.address = own.nbytes = 0
         own.parts = None
         own.parity = 1 - parity
         return value
 
     def wake(self) -> None:
         """Wake the peers for a step that was published without waking."""
-        self.transport.publish(self._audience, self._place)
+        self.transport.publish(self._audience, self._address)
 
     def publish_and_wait(
         self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
@@ -261,7 +263,7 @@ class Channel:
         Raises:
             Disagreement: Some member asked for something else.
         """
-        value = self.publish(waking=not pausing)
+        value = self.publish(wake=not pausing)
         if meanwhile is not None:
             meanwhile()
         if pausing:
@@ -270,7 +272,7 @@ class Channel:
         at = 2 + 3 * (value & 1)
         lines = self._lines
         digest = self.digest
-        for peer in self.others:
+        for peer in self.peers:
             line = lines[peer]
             if line is None or line[0] < value:
                 yield Wait(peer, self.index, value)
@@ -283,13 +285,13 @@ class Channel:
         if self.counter(peer) < value:
             yield Wait(peer, self.index, value)
 
-    def has_come(self, peer: int, value: int) -> bool:
+    def has_published(self, peer: int, value: int) -> bool:
         """Return whether one peer has published step `value`; its data may be read then."""
         return self.counter(peer) >= value
 
     def wait_all_read(self) -> Steps:
         """Wait until every peer has published the present step, and so has read the one before."""
-        for peer in self.others:
+        for peer in self.peers:
             yield from self.await_step(peer, self.value)
 
     def require_members(self) -> Steps:
@@ -299,7 +301,7 @@ class Channel:
         another purpose by now. It is meant for operations in which all members wait for this rank's
         next step.
         """
-        while (member := self._pages.stopped_member()) is not None:
+        while (member := self._pages.ended_member()) is not None:
             never = self.value + 2  # nobody takes that step before this rank takes the next
             yield Wait(member, self.index, never)
 
@@ -309,8 +311,8 @@ class Channel:
         if line is None:
             msg = f"step {self.value} of rank {peer} was read before it was published"
             raise StaleError(msg)
-        word = line[2 + 3 * (self.value & 1) + 1]
-        return self._arena.view(self.ranks[peer], word, numel, dtype)
+        address = line[2 + 3 * (self.value & 1) + 1]
+        return self._arena.view(self.ranks[peer], address, numel, dtype)
 
     def tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return what each member published in the present step, and `own` for this rank."""
@@ -324,7 +326,7 @@ class Channel:
                 tensors.append(view(ranks[member], line[at], numel, dtype))
         return tensors
 
-    def words_of(self, peer: int, value: int, count: int) -> memoryview:
+    def read_words(self, peer: int, value: int, count: int) -> memoryview:
         """Return the first `count` words of what `peer` published in step `value`."""
         return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
 

@@ -105,7 +105,7 @@ class ControlPages:
 
     @staticmethod
     def first_page(transport: MemoryTransport) -> Block:
-        """Reserve and clear page 0 of a new group; the members exchange its `word`."""
+        """Reserve and clear page 0 of a new group; the members exchange its `address`."""
         return _new_page(transport, 0)
 
     def channel(self, index: int) -> Channel:
@@ -139,16 +139,16 @@ class ControlPages:
         """Return whether a channel connects two members, for sending or acknowledging."""
         return 0 < index <= 2 * self.size
 
-    def own_place(self, index: int) -> int:
+    def own_address(self, index: int) -> int:
         """Return the address of this rank's control line of a channel; adds a page if necessary."""
         page, line = _place(index)
         directory = self._directories[self.rank]
         if not directory[page]:
             block = _new_page(self.transport, page)
             self._blocks.append(block)
-            directory[page] = block.word
+            directory[page] = block.address
             self._publish_directory(block)
-        return directory[page] + line  # a line is 64 bytes and so is the unit of the word
+        return directory[page] + line  # a line is 64 bytes and so is the unit of the address
 
     def audience(self, index: int) -> list[int]:
         """Return the members that read this rank's line of a channel."""
@@ -159,10 +159,10 @@ class ControlPages:
     def line_of(self, member: int, index: int) -> memoryview | None:
         """Return the control line of a member; None while the member has not made the page."""
         page, line = _place(index)
-        word = self._directories[member][page]
+        address = self._directories[member][page]
         return (
-            self.transport.arena.words(self.ranks[member], word + line, LINE_WORDS)
-            if word
+            self.transport.arena.words(self.ranks[member], address + line, LINE_WORDS)
+            if address
             else None
         )
 
@@ -178,7 +178,7 @@ class ControlPages:
         code = words[_STATE]
         return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
 
-    def stopped_member(self) -> int | None:
+    def ended_member(self) -> int | None:
         """Return a member that takes no further part, this rank included; None while all do."""
         for member, words in enumerate(self._directories):
             if words[_STATE]:
@@ -240,11 +240,11 @@ class ControlPages:
     def _publish_directory(self, page: Block | None = None) -> None:
         """Publish the directory, and a new page before it, to all members."""
         others = [rank for rank in self.ranks if rank != self.transport.rank]
-        word, nbytes = (page.word, page.nbytes) if page is not None else (0, 0)
+        address, nbytes = (page.address, page.nbytes) if page is not None else (0, 0)
         audience = self.transport.audience(others)
         # lines of a new page are written long before a slow peer has it: what they say must come
         # after their data
-        self.transport.publish(audience, self._pages[self.rank], word, nbytes, changes=True)
+        self.transport.publish(audience, self._pages[self.rank], address, nbytes, changes=True)
 
 
 def _place(index: int) -> tuple[int, int]:
@@ -266,6 +266,6 @@ def _new_page(transport: MemoryTransport, page: int) -> Block:
     nbytes = PAGE_LINES * 4**page * LINE_WORDS * 8
     # members learn of page 0 by other ways than through the memory, and may look at once
     block = transport.arena.allocate(nbytes) if page else transport.arena.fresh(nbytes)
-    words = transport.arena.words(transport.rank, block.word, block.nbytes // 8)
+    words = transport.arena.words(transport.rank, block.address, block.nbytes // 8)
     words[:] = memoryview(bytes(block.nbytes)).cast("Q")
     return block

@@ -35,7 +35,7 @@ def offers(ch: Channel) -> list[int]:
 
 def all_registered(ch: Channel) -> bool:
     """Return whether all members exposed tensors in shared memory in the present step."""
-    return all(word and not word & PRIVATE for word in offers(ch))
+    return all(address and not address & PRIVATE for address in offers(ch))
 
 
 def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
@@ -47,11 +47,11 @@ def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
     return remote_at(ch, peer, entry.block, numel, dtype)
 
 
-def remote_at(ch: Channel, peer: int, word: int, numel: int, dtype: torch.dtype) -> Remote:
+def remote_at(ch: Channel, peer: int, address: int, numel: int, dtype: torch.dtype) -> Remote:
     """Return a flat tensor of `peer` at an address that it has published."""
-    if word & PRIVATE:
-        return PrivateRemote(ch.transport, ch.ranks[peer], word ^ PRIVATE, dtype)
-    return SharedRemote(ch.view(peer, word, numel, dtype))
+    if address & PRIVATE:
+        return PrivateRemote(ch.transport, ch.ranks[peer], address ^ PRIVATE, dtype)
+    return SharedRemote(ch.view(peer, address, numel, dtype))
 
 
 class Remote(Protocol):

@@ -27,45 +27,45 @@ class Staging:
 
     Args:
         transport: This rank's end of the transport.
-        others: Group ranks of the other members.
+        peers: Group ranks of the other members.
         shares: Whether peers may be able to read tensors in place, so that exposing them makes
             sense.
 
     Attributes:
         parity: Index of the slot that the next step publishes.
-        word: Address that the next step publishes; 0 for none.
+        address: Address that the next step publishes; 0 for none.
         nbytes: Number of bytes of the slot that the step fills.
         parts: First and last byte that each other member reads of them; None for all.
     """
 
     __slots__ = (
+        "_addresses",
         "_arena",
-        "_others",
+        "_peers",
         "_rank",
         "_scratch",
         "_shares",
         "_size",
         "_slots",
         "_views",
-        "_words",
+        "address",
         "nbytes",
         "parity",
         "parts",
-        "word",
     )
 
-    def __init__(self, transport: MemoryTransport, others: Sequence[int], *, shares: bool) -> None:
+    def __init__(self, transport: MemoryTransport, peers: Sequence[int], *, shares: bool) -> None:
         self.parity = 1
-        self.word = 0
+        self.address = 0
         self.nbytes = 0
         self.parts: list[tuple[int, int]] | None = None
         self._arena = transport.arena
         self._rank = transport.rank
-        self._others = others
-        self._size = len(others) + 1
+        self._peers = peers
+        self._size = len(peers) + 1
         self._shares = shares
         self._slots: list[Block | None] = [None, None]
-        self._words = [0, 0]  # places of the slots
+        self._addresses = [0, 0]  # of the slots
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -79,21 +79,21 @@ class Staging:
                 self._arena.free(block)
             block = self._arena.allocate(max(MIN_SLOT_BYTES, 1 << max(nbytes - 1, 0).bit_length()))
             self._slots[parity] = block
-            self._words[parity] = block.word
+            self._addresses[parity] = block.address
             self._views.clear()
-        self.word = self._words[parity]
+        self.address = self._addresses[parity]
         self.nbytes = nbytes
         view = self._views.get((parity, numel, dtype))
         if view is None:
             if len(self._views) > MAX_VIEWS:
                 self._views.clear()
-            view = self._arena.view(self._rank, self.word, numel, dtype)
+            view = self._arena.view(self._rank, self.address, numel, dtype)
             self._views[parity, numel, dtype] = view
         return view
 
     def words(self, count: int) -> memoryview:
         """Return the first `count` words of the slot that `slot` has just returned."""
-        return self._arena.words(self._rank, self.word, count)
+        return self._arena.words(self._rank, self.address, count)
 
     def stage(self, x: torch.Tensor) -> torch.Tensor:
         """Copy a flat tensor into the slot of the next step; returns the copy."""
@@ -108,7 +108,7 @@ class Staging:
         """
         if not self._shares:
             size = dtype.itemsize
-            self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._others]
+            self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._peers]
 
     def send_only_to(self, member: int, numel: int, dtype: torch.dtype) -> None:
         """Send the slot just filled to `member` only, where memory is not shared."""
@@ -129,14 +129,14 @@ class Staging:
         """Return the address of `x` for peers, 0 if they cannot read it."""
         if not self._shares:
             return 0
-        word = self._arena.locate(x)
-        if not word and private and x.numel():
-            word = PRIVATE | x.data_ptr()
-        return word
+        address = self._arena.locate(x)
+        if not address and private and x.numel():
+            address = PRIVATE | x.data_ptr()
+        return address
 
-    def expose_address(self, word: int) -> None:
+    def expose_address(self, address: int) -> None:
         """Let the next step publish an address that peers know how to read."""
-        self.word = word
+        self.address = address
         self.nbytes = 0
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -42,11 +42,11 @@ class Window:
     def open(self) -> Steps:
         """Exchange the addresses of the windows and compare descriptions, in one step."""
         ch = self._ch
-        ch.own.expose_address(self._block.word)
+        ch.own.expose_address(self._block.address)
         yield from ch.publish_and_wait()
         self._first = ch.value + 1
         self._bases = [ch.entry(member, ch.value).block for member in range(ch.size)]
-        self._bases[ch.rank] = self._block.word
+        self._bases[ch.rank] = self._block.address
 
     def close(self) -> Steps:
         """Leave, and wait for all members.
@@ -54,19 +54,19 @@ class Window:
         A member that went on early would begin a step that others compare with a step of this
         operation.
         """
-        self.leave()
+        self.take_last_step()
         yield from self._ch.wait_all_read()
 
-    def leave(self) -> None:
+    def take_last_step(self) -> None:
         """Take the last step, for which nobody waits.
 
         The window may serve another operation when all members have taken it.
         """
         ch = self._ch
-        ch.own.expose_address(self._block.word)  # who is late may read it in this step's line
+        ch.own.expose_address(self._block.address)  # who is late may read it in this step's line
         value = ch.publish()
-        others = tuple(ch.others)
-        ch.windows.give_back(self._block, lambda: all(ch.has_come(m, value) for m in others))
+        peers = tuple(ch.peers)
+        ch.windows.give_back(self._block, lambda: all(ch.has_published(m, value) for m in peers))
 
     def value_of(self, number: int) -> int:
         """Return the value of step number `number` after `open`."""
@@ -105,12 +105,12 @@ class Window:
         audience = self._audiences.get(key)
         if audience is None:
             audience = self._audiences[key] = self._ch.audience(key)
-        word = self._block.word + offset // LINE_BYTES if nbytes else 0
+        address = self._block.address + offset // LINE_BYTES if nbytes else 0
         ch = self._ch
         ch.own.expose_address(
-            self._block.word
+            self._block.address
         )  # in every line: a slow member may read only a late one
-        return ch.publish(Audience(audience, word, nbytes, parts))
+        return ch.publish(Audience(audience, address, nbytes, parts))
 
     def reached(self, members: Sequence[int], value: int) -> Steps:
         """Wait until `members` have taken step `value`."""

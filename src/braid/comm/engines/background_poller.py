@@ -55,7 +55,7 @@ class BackgroundPoller:
         """Take the steps of `work` until it is done.
 
         Args:
-            work: What was started.
+            work: Work under way.
             rarely: Come by rarely, because somebody will wait for it soon.
         """
         with self._lock:

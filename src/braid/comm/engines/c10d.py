@@ -110,7 +110,7 @@ class C10dEngine:
         self._known: set[int] = set()
         self._sequence = 0
         self._num_subsets = 0
-        self._stopped = ""
+        self._end_reason = ""
         self._last: _Operation | None = None
         self._lock = threading.RLock()
 
@@ -181,23 +181,23 @@ class C10dEngine:
 
     def stop(self, reason: str) -> None:
         """End the process group; the members' calls fail or time out, and then read `reason`."""
-        self._stopped = self._stopped or reason
-        self._say("stopped", reason)
+        self._end_reason = self._end_reason or reason
+        self._publish("end_reason", reason)
         self._group.abort()
 
     def close(self) -> None:
         """Shut the process group down."""
-        self._stopped = self._stopped or "was closed"
+        self._end_reason = self._end_reason or "was closed"
         self._group.shutdown()
 
     def _operation(self, c: Collective) -> _Operation:
-        if self._stopped:
-            msg = f"{c.text} was called on a group that has ended: {self._stopped}"
+        if self._end_reason:
+            msg = f"{c.text} was called on a group that has ended: {self._end_reason}"
             raise StaleError(msg)
         with self._lock:
             if c.kind not in {"send", "recv"}:  # two ranks only: the others would wait
                 self._sequence += 1
-                self._say(f"last/{self._sequence % 2}", f"{self._sequence} {c.text}")
+                self._publish(f"last/{self._sequence % 2}", f"{self._sequence} {c.text}")
                 if self.checked or c.digest not in self._known:
                     self._compare(c)
                     self._known.add(c.digest)
@@ -225,7 +225,7 @@ class C10dEngine:
             health.check(self.ranks, -1)
         except CommError as lost:
             return lost
-        reason = self._said("stopped")
+        reason = self._published("end_reason")
         if reason:
             rank, text = next(iter(reason.items()))
             return CommError(f"stopped because rank {rank} abandoned the group: {text}")
@@ -243,8 +243,8 @@ class C10dEngine:
         def check() -> None:
             self._context.health.collect()
             self._context.health.check(self.ranks, -1)
-            here = self._said(topic)
-            self._check_stopped([rank for rank in self.ranks if rank not in here])
+            here = self._published(topic)
+            self._check_ended([rank for rank in self.ranks if rank not in here])
 
         try:
             values = exchange(
@@ -263,11 +263,11 @@ class C10dEngine:
         if len(set(texts)) > 1:
             asked = [Asked(rank, text, "") for rank, text in zip(self.ranks, texts, strict=True)]
             error = MismatchError(mismatch_table(asked, step=self._sequence))
-            self._stopped = str(error)
+            self._end_reason = str(error)
             raise error
 
-    def _check_stopped(self, ranks: Sequence[int]) -> None:
-        for rank, text in self._said("stopped").items():
+    def _check_ended(self, ranks: Sequence[int]) -> None:
+        for rank, text in self._published("end_reason").items():
             if rank in ranks:
                 msg = f"stopped because rank {rank} abandoned the group: {text}"
                 raise CommError(msg)
@@ -281,18 +281,18 @@ class C10dEngine:
 
     def _last_asked(self) -> dict[int, str]:
         """Return what each rank asked for in this step, or else asked for last."""
-        found: dict[int, tuple[int, str]] = {}
+        last: dict[int, tuple[int, str]] = {}
         for parity in (0, 1):
-            for rank, text in self._said(f"last/{parity}").items():
+            for rank, text in self._published(f"last/{parity}").items():
                 number, _, what = text.partition(" ")
                 if int(number) <= self._sequence:
-                    found[rank] = max(found.get(rank, (0, "")), (int(number), what))
-        return {rank: what for rank, (_, what) in found.items()}
+                    last[rank] = max(last.get(rank, (0, "")), (int(number), what))
+        return {rank: what for rank, (_, what) in last.items()}
 
-    def _say(self, topic: str, text: str) -> None:
+    def _publish(self, topic: str, text: str) -> None:
         self._store.set(f"{topic}/{self._context.rank}", text.encode())
 
-    def _said(self, topic: str) -> dict[int, str]:
+    def _published(self, topic: str) -> dict[int, str]:
         keys = {rank: f"{topic}/{rank}" for rank in self.ranks}
         there = {rank: key for rank, key in keys.items() if self._store.check([key])}
         return {rank: self._store.get(key).decode() for rank, key in there.items()}

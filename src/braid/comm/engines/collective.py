@@ -57,7 +57,7 @@ class Collective:
         source: List to which the sender's group rank is appended when a message from any member
             arrives.
         copies: Copies between the caller's tensors and the flat ones; None if there are none.
-        result: What the caller gets when the operation is done.
+        result: Value that the caller gets when the operation is done.
         reads: The caller's tensors that an all-reduce reads, for `Batch`.
         writes: The caller's tensors that an all-reduce writes, for `Batch`.
         async_op: Whether the caller goes on at once.

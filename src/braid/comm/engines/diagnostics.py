@@ -86,7 +86,7 @@ def timeout_text(
             "waits for"
         )
     ]
-    for member in channel.others:
+    for member in channel.peers:
         counter = channel.counter(member)
         if counter >= channel.value:
             continue

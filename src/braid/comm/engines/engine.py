@@ -95,7 +95,7 @@ class EngineRequest(Protocol):
         Args:
             collective: The registered collective, or the same with another description.
             scale: Factor for the result, or None.
-            steps_by: Who takes the steps.
+            steps_by: Policy for the steps.
         """
         ...
 

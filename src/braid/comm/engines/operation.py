@@ -45,7 +45,7 @@ class Operation:
         channel: The channel that the steps go through; its `digest` and `site` are set from here.
         events: Recorder of begin, end and waits.
         statistics: Counters of the group.
-        collective: What is carried out; described, with a deadline.
+        collective: Collective to carry out; described, with a deadline.
         steps: The algorithm.
 
     Attributes:
@@ -54,6 +54,7 @@ class Operation:
     """
 
     __slots__ = (
+        "_advancing",
         "_collective",
         "_deadline_ns",
         "_ended",
@@ -63,7 +64,6 @@ class Operation:
         "_lock",
         "_span",
         "_steps",
-        "_taken",
         "_wait",
         "channel",
         "done",
@@ -95,7 +95,7 @@ class Operation:
         self._collective = collective
         self._steps = steps
         self._wait: Wait | WaitAny | None = None
-        self._taken = False  # a thread is taking steps
+        self._advancing = False  # a thread is taking steps
         self._span: Span | None = None
         self._ended: list[Callable[[], None]] = []
         self._left_ns = 0  # when it was first seen that a rank that is needed has left
@@ -119,7 +119,7 @@ class Operation:
                 return self.advance(in_turn=in_turn, until_wait=until_wait)
         if self.done or not self._lock.acquire(blocking=in_turn):
             return self.done  # another thread is taking steps
-        self._taken = True
+        self._advancing = True
         try:
             if self._span is None:
                 self._begin()
@@ -135,7 +135,7 @@ class Operation:
             if not isinstance(exc, Exception):  # an interrupt is for the thread, whatever it did
                 raise
         finally:
-            self._taken = False
+            self._advancing = False
             self._lock.release()
         return self.done
 
@@ -143,7 +143,7 @@ class Operation:
         """Return whether it has ended, or its wait is over and no thread is taking steps."""
         if self.done:
             return True
-        return not self._taken and (self._wait is None or self.pages.reached(self._wait))
+        return not self._advancing and (self._wait is None or self.pages.reached(self._wait))
 
     def awaited_line(self) -> tuple[memoryview | None, int]:
         """Return the control line whose counter is waited for, and the value.
@@ -166,7 +166,7 @@ class Operation:
     def _begin(self) -> None:
         pages, channel, collective = self.pages, self.channel, self._collective
         if pages.end_reason:
-            raise self._stopped(" earlier")
+            raise self._ended_error(" earlier")
         channel.digest = collective.digest
         channel.site = collective.site
         self._span = self._events.span(
@@ -185,12 +185,12 @@ class Operation:
             return
         pages = self.pages
         if pages.end_reason:  # by another operation of this rank
-            raise self._stopped()
+            raise self._ended_error()
         health = pages.transport.health
         waits = wait.waits if isinstance(wait, WaitAny) else (wait,)
         needed = [w.peer for w in waits if not pages.gone(w.peer)] or [waits[0].peer]
         health.check(pages.ranks, NO_NEWS)  # a death says more than what survivors say of it
-        for member in self.channel.others:
+        for member in self.channel.peers:
             state = pages.state(member)
             if state.code == DISAGREED:
                 raise MismatchError(pages.text_of(member, state.reason))
@@ -219,7 +219,7 @@ class Operation:
                 )
             )
 
-    def _stopped(self, when: str = "") -> BraidError:
+    def _ended_error(self, when: str = "") -> BraidError:
         """Return the error to raise in a group that this rank has stopped."""
         pages = self.pages
         state = pages.state(pages.rank)
@@ -233,15 +233,15 @@ class Operation:
 
     def _is_loss_published(self) -> bool:
         """Return whether some member has stopped the group after it lost a rank."""
-        states = [self.pages.state(member) for member in self.channel.others]
+        states = [self.pages.state(member) for member in self.channel.peers]
         return any(state.code == ABANDONED and state.value for state in states)
 
     def _abandoned(self, member: int, state: State) -> BraidError:
         """Return the error to raise when a member has stopped the group."""
-        for other in self.channel.others:  # who tells of a loss says more
-            said = self.pages.state(other)
-            if said.code == ABANDONED and said.value:
-                member, state = other, said
+        for other in self.channel.peers:  # who tells of a loss says more
+            state_there = self.pages.state(other)
+            if state_there.code == ABANDONED and state_there.value:
+                member, state = other, state_there
         reason = self.pages.text_of(member, state.reason)
         if state.value:  # it tells whom it has lost
             return PeerLostError(reason, rank=state.value - 1)

@@ -75,7 +75,7 @@ class Progress:
 
         Args:
             operation: New.
-            steps_by: Who takes the steps.
+            steps_by: Policy for the steps.
             opens: Take the first step in any case: it only tells where a tensor lies, and nothing
                 stands before it.
         """
@@ -209,7 +209,7 @@ class Progress:
         if operation.error is not None:
             _raise_error(operation)
         if not operation.done:
-            raise CommTimeout(_impatient(operation, timeout_s))
+            raise CommTimeout(_timeout_text(operation, timeout_s))
 
     def _wait(self, operation: Operation, late: Callable[[], bool] | None) -> None:
         start_ns = self._now_ns()
@@ -241,7 +241,7 @@ class Progress:
         finally:
             operation.statistics.spent_ns += self._now_ns() - start_ns
         if not ended.is_set():
-            raise CommTimeout(_impatient(operation, timeout_s))
+            raise CommTimeout(_timeout_text(operation, timeout_s))
         if operation.error is not None:
             _raise_error(operation)
 
@@ -432,7 +432,7 @@ def _closed(operation: Operation) -> StaleError:
     return StaleError(f"the group was closed while {operation.text} was under way")
 
 
-def _impatient(operation: Operation, timeout_s: float | None) -> str:
+def _timeout_text(operation: Operation, timeout_s: float | None) -> str:
     return f"{operation.text} has not ended within {timeout_s:g} s and goes on: wait again"
 
 

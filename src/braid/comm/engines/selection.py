@@ -103,7 +103,7 @@ def predicted_s(
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Costs of the primitives.
-        nodes: Which ranks share memory; None if every rank is alone.
+        nodes: Ranks by host; None if every rank is alone on its host.
     """
     rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
     moves = (size - 1) / size * nbytes
@@ -213,7 +213,7 @@ class Selection:
         costs: Costs of the primitives.
         size: Number of ranks.
         may_pull: Whether ranks may read each other's private memory.
-        nodes: Which ranks share memory; None if all do.
+        nodes: Ranks by host; None if all are on one.
         in_order: Whether sums must be in the order of ranks.
     """
 
@@ -256,8 +256,8 @@ class Selection:
                 times = sorted(
                     (self._predicted_s(kind, other, bound), other) for other in self._names(kind)
                 )
-                told = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
-                parts.append(f"from {_size(bound)} {name} (there {told})")
+                estimates = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
+                parts.append(f"from {_size(bound)} {name} (there {estimates})")
             lines.append(f"  {kind:<14} {', '.join(parts)}")
         return "\n".join(lines)
 
@@ -304,7 +304,7 @@ class Selection:
 
 
 def measure(
-    ch: Channel, clock: Clock, *, may_pull: bool, nodes: NodeMap | None = None, found: list[Costs]
+    ch: Channel, clock: Clock, *, may_pull: bool, nodes: NodeMap | None = None, results: list[Costs]
 ) -> Steps:
     """Measure the primitives on all ranks together and append rank 0's figures to `found`.
 
@@ -364,7 +364,7 @@ def measure(
     )
     sends = () if ch.shares else tuple(zip(SENT_BYTES, figures[1 + 3 * n :], strict=True))
     pulls = pulls if remote is not None else ()
-    found.append(Costs(figures[0], copies, adds, pulls, measured=True, send=sends))
+    results.append(Costs(figures[0], copies, adds, pulls, measured=True, send=sends))
 
 
 def _sent(

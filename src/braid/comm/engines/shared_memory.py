@@ -117,7 +117,7 @@ class SharedMemoryEngine:
             self.transport.clock,
             may_pull=self.selection.may_pull,
             nodes=self.nodes,
-            found=outputs,
+            results=outputs,
         )
         text = "init(measuring costs)"
         digest = self.transport.names.add(text)
@@ -184,8 +184,8 @@ class SharedMemoryEngine:
     def token(self) -> int:
         """Return the address of the first control page for a new group."""
         page = ControlPages.first_page(self.transport)
-        self._first_pages[page.word] = page
-        return page.word
+        self._first_pages[page.address] = page
+        return page.address
 
     def forget(self, token: int) -> None:
         """Free the first control page of a group that was not made."""
@@ -379,7 +379,7 @@ class MemoryRequest:
 
     Args:
         engine: Engine of the group.
-        collective: What is registered.
+        collective: Collective to register.
         channel: Channel of the request.
     """
 

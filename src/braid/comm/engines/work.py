@@ -45,13 +45,12 @@ class Work:
     twice is allowed.
 
     Attributes:
-        result: What the synchronous call would have returned; complete when the collective has
-            ended.
+        result: Result of the collective; complete when it has ended.
 
     Args:
-        operation: What has been started.
-        wait: How to wait for it, (operation, seconds or None).
-        poll: Takes the steps that are possible now, of everything that has been started.
+        operation: Operation that has been started.
+        wait: Function that waits for the operation: (operation, seconds or None).
+        poll: Function that takes the possible steps of all started operations.
         result: See the attribute.
         source: List that holds the sender's group rank, when a receive from any member has ended.
     """
@@ -120,8 +119,8 @@ class Works:
     """Several Works as one.
 
     Args:
-        works: In the order in which they were started.
-        results: What the calls returned.
+        works: Works in the order in which they were started.
+        results: Results of the works, in the same order.
     """
 
     def __init__(self, works: Sequence[Work | Works], results: Sequence[Any]) -> None:

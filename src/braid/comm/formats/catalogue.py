@@ -21,7 +21,7 @@ def by_name(name: str, *, generator: torch.Generator | None = None) -> WireForma
 
     Args:
         name: One of `NAMES`, with a number for RATIO: `topk:0.01` sends at most 1 % of the numbers.
-        generator: Where stochastic rounding takes its numbers from; other formats leave it alone.
+        generator: Source of random numbers for stochastic rounding; unused by other formats.
 
     Raises:
         ConfigError: There is no such format, its option makes no sense, or it needs a generator.

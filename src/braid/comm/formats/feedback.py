@@ -39,7 +39,7 @@ class ErrorFeedback:
 
     Args:
         numel: Numbers in the tensor.
-        device: Where it lies.
+        device: Device of the tensor.
 
     Cost:
         4 bytes a number for as long as it lives; five passes over the numbers a call, besides the

@@ -32,7 +32,7 @@ class FloatFormat:
 
     Attributes:
         name: Name in the catalogue.
-        dtype: What the numbers are on the wire.
+        dtype: Dtype of the numbers on the wire.
 
     Cost:
         `dtype.itemsize` bytes a number, always; one pass over the numbers each way.

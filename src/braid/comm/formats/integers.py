@@ -48,8 +48,7 @@ class Int8:
     Attributes:
         stochastic: Round up with the probability of the remainder instead of to the nearest, ties
             to even.
-        generator: Where stochastic rounding takes its numbers from; on the device of what is
-            encoded.
+        generator: Source of random numbers for stochastic rounding, on the device of the tensors.
 
     Cost:
         1.016 bytes a number; three passes over the numbers to encode, one to decode.

@@ -50,10 +50,10 @@ class LowRank:
     rank's matrix arrive as NaN at all.
 
     Args:
-        rows: Of the matrix.
-        columns: Of the matrix.
-        rank: Of the approximation, 1 to min(rows, columns).
-        generator: Where the first `q` comes from, on its device; equal on all ranks.
+        rows: Number of rows of the matrix.
+        columns: Number of columns of the matrix.
+        rank: Rank of the approximation, 1 to min(rows, columns).
+        generator: Source of the first `q`, on its device; equal on all ranks.
 
     Cost:
         Two all-reduces of `4 * rank * rows` and `4 * rank * columns` bytes; `6 * rank * rows *
@@ -99,8 +99,8 @@ class LowRank:
         """Stage 2: the factor to average next; makes the columns of `p` orthonormal, in place.
 
         Args:
-            matrix: What was given to `compress`.
-            p: What `compress` returned, averaged.
+            matrix: Matrix that was given to `compress`.
+            p: Result of `compress`, averaged.
 
         Shape:
             matrix: [rows, columns]; p: [rows, rank]. Result: [columns, rank].
@@ -117,8 +117,8 @@ class LowRank:
         """Write the approximation of the average into `out` and keep `q` for the next call.
 
         Args:
-            p: What `project` made orthonormal.
-            q: What `project` returned, averaged.
+            p: Factor that `project` made orthonormal.
+            q: Result of `project`, averaged.
             out: float32; may be the matrix itself.
 
         Shape:

@@ -122,9 +122,9 @@ class TopK:
     def _read(self, buffer: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = room(buffer, "buffer")
         same_device(out, buffer)
-        numel, found = out.numel(), buffer.numel()
-        if found < COUNT_BYTES:
-            check_length(self.name, found, COUNT_BYTES, numel)
+        numel, nbytes = out.numel(), buffer.numel()
+        if nbytes < COUNT_BYTES:
+            check_length(self.name, nbytes, COUNT_BYTES, numel)
         count = int(buffer[:COUNT_BYTES].view(torch.int32))
         cap = self.max_entries(numel)
         if not 0 <= count <= cap:
@@ -133,7 +133,7 @@ class TopK:
                 f"{cap} are possible: sender and receiver must agree on format and shape"
             )
             raise CommError(msg)
-        check_length(self.name, found, COUNT_BYTES + ENTRY_BYTES * count, numel)
+        check_length(self.name, nbytes, COUNT_BYTES + ENTRY_BYTES * count, numel)
         _, narrow, values = _parts(buffer, count)
         indices = narrow.long()
         if count and not (
@@ -160,12 +160,12 @@ def _largest(x: torch.Tensor, cap: int) -> torch.Tensor:
     if cap == 0:
         return torch.empty(0, dtype=torch.int64, device=x.device)
     threshold = _threshold(x, cap)
-    found = [
+    indices = [
         # not "at least", so that NaN is found
         (piece.abs() < threshold).logical_not_().nonzero().view(-1) + start
         for start, piece in zip(range(0, x.numel(), CHUNK), chunks(x), strict=True)
     ]
-    chosen = torch.cat(found)
+    chosen = torch.cat(indices)
     if chosen.numel() > cap:
         among = x[chosen].abs().topk(cap, sorted=False).indices
         chosen = chosen[among].sort().values

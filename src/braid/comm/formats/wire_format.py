@@ -136,15 +136,15 @@ def chunks(flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[start : start + CHUNK] for start in range(0, flat.numel(), CHUNK)]
 
 
-def check_length(form: str, found: int, expected: int, numel: int) -> None:
-    """Refuse a message of `found` bytes where `numel` numbers take `expected`.
+def check_length(form: str, nbytes: int, expected: int, numel: int) -> None:
+    """Refuse a message of `nbytes` bytes where `numel` numbers take `expected`.
 
     Raises:
         CommError: They differ.
     """
-    if found != expected:
+    if nbytes != expected:
         msg = (
-            f"expected {expected} bytes for {numel} numbers in {form}, found {found}: "
+            f"expected {expected} bytes for {numel} numbers in {form}, found {nbytes}: "
             "sender and receiver must agree on format and shape"
         )
         raise CommError(msg)

@@ -145,21 +145,21 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
     """
     if out is None:
         return ordinary(torch.empty(shape, dtype=x.dtype, device=x.device))
-    found = as_tensor(out, written=True)
-    fits = tuple(found.shape) == shape
+    tensor = as_tensor(out, written=True)
+    fits = tuple(tensor.shape) == shape
     if isinstance(out, Buffer):
         count = 1
         for extent in shape:
             count *= extent
         fits = out.count == count
-    if not fits or found.dtype != x.dtype:
+    if not fits or tensor.dtype != x.dtype:
         msg = (
-            f"expected out of shape {list(shape)} and dtype {x.dtype}, found {list(found.shape)} "
+            f"expected out of shape {list(shape)} and dtype {x.dtype}, found {list(tensor.shape)} "
             "and "
-            f"{found.dtype}: leave it out, or pass a tensor that fits"
+            f"{tensor.dtype}: leave it out, or pass a tensor that fits"
         )
         raise ConfigError(msg)
-    return found
+    return tensor
 
 
 def check_peer(peer: int, size: int, role: str) -> None:
@@ -207,8 +207,8 @@ def check_movable(x: object) -> None:
         ConfigError: `x` is not a tensor on the CPU.
     """
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
-        found = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        msg = f"only a tensor on the CPU can move its storage, not {found}"
+        given = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+        msg = f"only a tensor on the CPU can move its storage, not {given}"
         raise ConfigError(msg)
 
 
@@ -241,9 +241,9 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
         ConfigError: dim 0 cannot be divided.
     """
     if x.dim() == 0 or x.shape[0] % size:
-        found = "a zero-dim tensor" if x.dim() == 0 else f"{x.shape[0]}"
+        given = "a zero-dim tensor" if x.dim() == 0 else f"{x.shape[0]}"
         msg = (
-            f"dim 0 of the {kind} input is {found} (shape {list(x.shape)}), no multiple of the "
+            f"dim 0 of the {kind} input is {given} (shape {list(x.shape)}), no multiple of the "
             f"group's size {size}: pad it, or pass a list with one tensor per rank"
         )
         raise ConfigError(msg)

@@ -33,7 +33,7 @@ class NodeMap(NamedTuple):
         members: dict[int, list[int]] = {}
         for member, number in enumerate(numbers):
             members.setdefault(number, []).append(member)
-        return cls(tuple(tuple(found) for found in members.values()))
+        return cls(tuple(tuple(ranks) for ranks in members.values()))
 
     @property
     def fewest(self) -> int:

@@ -50,7 +50,7 @@ def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
 
     Args:
         obj: Plain data, or anything with `allow_pickle`.
-        path: What the place that an error names begins with.
+        path: Beginning of the place that an error names.
         allow_pickle: Pickle it if it is not plain.
 
     Raises:
@@ -63,8 +63,8 @@ def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
             return bytes([PICKLE]) + _pickled(obj)
         where = f" at {exc.path}" if exc.path else ""
         msg = (
-            f"{exc.found}{where} is not plain data (None, bool, int, float, str, bytes, lists, "
-            f"tuples, sets, dictionaries): {exc.advice}"
+            f"{exc.description}{where} is not plain data (None, bool, int, float, str, bytes, "
+            f"lists, tuples, sets, dictionaries): {exc.advice}"
         )
         raise ConfigError(msg) from None
     return bytes([PLAIN]) + msgspec.msgpack.encode(plain)
@@ -100,9 +100,9 @@ def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
 
 
 class _NotPlainError(Exception):
-    def __init__(self, found: str, path: str, advice: str = USUAL) -> None:
-        super().__init__(found, path)
-        self.found = found
+    def __init__(self, description: str, path: str, advice: str = USUAL) -> None:
+        super().__init__(description, path)
+        self.description = description
         self.path = path
         self.advice = advice
 
@@ -157,8 +157,10 @@ def _text(obj: str, path: str) -> str:
     try:
         obj.encode()
     except UnicodeEncodeError as exc:
-        found = f"a str with half a surrogate pair ({obj[exc.start]!r}, character {exc.start})"
-        raise _NotPlainError(found, path, OF_SURROGATES) from None
+        description = (
+            f"a str with half a surrogate pair ({obj[exc.start]!r}, character {exc.start})"
+        )
+        raise _NotPlainError(description, path, OF_SURROGATES) from None
     return obj
 
 

@@ -327,8 +327,8 @@ def stop() -> None:
 def _stall_reporter(rank: int) -> Callable[[Stall], None]:
     """Return a function with which one rank reports the stalls of all."""
 
-    def tell(stall: Stall) -> None:
+    def report(stall: Stall) -> None:
         if rank == 0:
             print(f"braid.compat.horovod: {stall}", file=sys.stderr, flush=True)
 
-    return tell
+    return report

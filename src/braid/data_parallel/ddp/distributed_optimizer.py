@@ -156,11 +156,11 @@ class _Averaging(ChangedOptimizer):
         named = ((record.name, record.param) for record in self._records)
         self._snapshot.check((record.param for record in self._records), named)
         self._reducer.refresh()
-        if self._reducer.owes_average:
+        if self._reducer.needs_average:
             self._reducer.finish()
 
     def _average_before_step(self) -> None:
-        if self._reducer.owes_average and not self._warned:
+        if self._reducer.needs_average and not self._warned:
             self._warned = True
             warnings.warn(
                 "gradients have been averaged in step(), not in backward, as all parameters lie in "

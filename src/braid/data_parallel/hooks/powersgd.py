@@ -47,7 +47,7 @@ class PowerSGDOptions:
         start: Number of reductions of a parameter before it is compressed. Gradients of the first
             steps are far from low rank; a tenth of all steps is a good choice when accuracy suffers
             (torch's hook has 1000).
-        rate: How many times smaller the factors must be for a matrix to be compressed.
+        rate: Ratio of sizes, matrix to factors, from which a matrix is compressed.
         warm_start: Begin with the last step's Q instead of a random one.
         error_feedback: Add what was missed to the next gradient; 4 bytes a number.
         seed: Seed of the first Q.

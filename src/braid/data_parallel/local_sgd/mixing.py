@@ -243,21 +243,21 @@ def _exact(matrix: Matrix) -> Matrix:
     as well. They are exact, so that all ranks compute the same.
     """
     bound = COARSE * len(matrix)
-    if any(len(row) != len(matrix) for row in matrix) or not _near(
+    if any(len(row) != len(matrix) for row in matrix) or not _sums_to_one(
         zip(*matrix, strict=True), bound
     ):
         return matrix
-    both = _near(matrix, bound)
+    both = _sums_to_one(matrix, bound)
     for _ in range(MAX_ROUNDS):
         if both:
             matrix = _divided(matrix)
         matrix = tuple(zip(*_divided(tuple(zip(*matrix, strict=True))), strict=True))
-        if not both or _near(matrix, TOLERANCE / 2):
+        if not both or _sums_to_one(matrix, TOLERANCE / 2):
             break
     return matrix
 
 
-def _near(lines: Iterable[Sequence[float]], bound: float) -> bool:
+def _sums_to_one(lines: Iterable[Sequence[float]], bound: float) -> bool:
     return all(abs(math.fsum(line) - 1.0) <= bound for line in lines)
 
 

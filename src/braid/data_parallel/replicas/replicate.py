@@ -67,11 +67,11 @@ def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
     _check_replicable(module)
     made: list[dict[int, Any]] = [{} for _ in places]  # per replica: id of the original -> its copy
     for param in module.parameters():
-        for memo, twin in zip(made, _spread(param, places), strict=True):
-            memo[id(param)] = twin
+        for memo, copied in zip(made, _spread(param, places), strict=True):
+            memo[id(param)] = copied
     for buffer in module.buffers():
-        for memo, twin in zip(made, _buffer_copies(buffer, places), strict=True):
-            memo[id(buffer)] = twin
+        for memo, copied in zip(made, _buffer_copies(buffer, places), strict=True):
+            memo[id(buffer)] = copied
     originals = list(module.modules())
     for memo in made:
         for original in originals:
@@ -90,16 +90,16 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
         module: Module that was replicated.
         replica: First of its replicas.
     """
-    for original, twin in zip(module.modules(), _pairs(module, replica), strict=True):
-        given = vars(twin).pop(GIVEN, None)
+    for original, part in zip(module.modules(), _pairs(module, replica), strict=True):
+        given = vars(part).pop(GIVEN, None)
         if given is None:
             continue  # the module itself, or a replica of another make
         attributes, buffers = given
         # only this way shows buffers that are None
-        for name, value in twin._buffers.items():  # noqa: SLF001
+        for name, value in part._buffers.items():  # noqa: SLF001
             if value is not buffers.get(name):
                 original._buffers[name] = value  # noqa: SLF001 - likewise
-        for name, value in vars(twin).items():
+        for name, value in vars(part).items():
             if name not in attributes or value is not attributes[name]:
                 vars(original)[name] = value
 
@@ -184,8 +184,8 @@ def _buffer_copies(buffer: torch.Tensor, places: Sequence[torch.device]) -> Sequ
 
 def _fill(original: nn.Module, memo: dict[int, Any], *, keep: bool) -> None:
     """Put copies into a replica wherever the original has what was copied."""
-    twin = memo[id(original)]
-    state = vars(twin)
+    part = memo[id(original)]
+    state = vars(part)
     for name in ("_parameters", "_buffers", "_modules"):
         table = vars(original)[name]
         # past __setattr__, which takes nothing but leaves for parameters
@@ -218,13 +218,13 @@ def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
 
     Modules that forward has added to the replica are left out.
     """
-    twins = {id(module): replica}
+    replicas = {id(module): replica}
     for original in module.modules():
-        twin = twins[id(original)]
+        part = replicas[id(original)]
         for name, child in original._modules.items():  # noqa: SLF001 - children() drops shared ones
             if child is not None:
-                twins.setdefault(id(child), twin._modules[name])  # type: ignore[arg-type]  # noqa: SLF001
-    return [twins[id(original)] for original in module.modules()]
+                replicas.setdefault(id(child), part._modules[name])  # type: ignore[arg-type]  # noqa: SLF001
+    return [replicas[id(original)] for original in module.modules()]
 
 
 def _is_compiled(module: nn.Module, ids: Collection[int]) -> bool:

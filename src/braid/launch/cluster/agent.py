@@ -211,7 +211,7 @@ class _Agent:
         if self._ranks is not None:
             self._ranks.reap()
 
-    def _give_up(self, why: str) -> None:
+    def _end_run(self, why: str) -> None:
         if self._bye is None:
             self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
 
@@ -232,7 +232,7 @@ class _Agent:
             self._bye = message
         elif isinstance(message, PeerLost):
             silent = f"the launcher has been silent for {SILENCE_S:g} s"
-            self._give_up(silent if message.silent else "the launcher has closed the connection")
+            self._end_run(silent if message.silent else "the launcher has closed the connection")
         elif isinstance(message, Ping):
             self._channel.send(Pong(message.t_ns, self._clock.now_ns()))
         elif isinstance(message, Finish):
@@ -244,7 +244,7 @@ class _Agent:
     def _execute(self, message: Message) -> None:
         """Execute a request that needs the job's secret, or ranks."""
         if self._secret is None:
-            self._give_up(f"the launcher sent {type(message).__name__} before its greeting")
+            self._end_run(f"the launcher sent {type(message).__name__} before its greeting")
         elif isinstance(message, ProbeRequest):
             self._prober = Prober(
                 self._node,

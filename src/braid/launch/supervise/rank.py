@@ -42,7 +42,7 @@ class Rank(ABC):
         has_joined: Whether the rank has joined the job, and so dumps its stack on request.
         left_ns: Time at which the rank left its groups (launcher's clock); None if it has not.
         failure: The failure that the rank has reported; None if it has not.
-        end: How the rank ended; None while it lives.
+        end: End of the rank; None while it lives.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
     It is delivered after everything that the peer has sent.
 
     Attributes:
-        reason: How the peer's link ended.
+        reason: Reason for the end of the peer's link.
         orderly: Whether the peer closed its van on purpose.
         silent: Whether the peer is lost because nothing came from it.
     """

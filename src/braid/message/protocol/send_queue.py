@@ -265,12 +265,12 @@ class Outbox:
         self._counts[count] += len(ended)
 
     def _expire(self, outgoing: Outgoing) -> None:
-        how_far = "under way" if outgoing.begun else "in the queue"
+        progress = "under way" if outgoing.begun else "in the queue"
         if outgoing.begun:
             self.send_control(Cancel(outgoing.head.priority))
         msg = (
             f"message {outgoing.head.name!r} #{outgoing.head.id} did not reach {self._peer} "
-            f"before its deadline: it is still {how_far}; the peer or the network is slow, or "
+            f"before its deadline: it is still {progress}; the peer or the network is slow, or "
             "the deadline short"
         )
         self._counts["expired"] += 1

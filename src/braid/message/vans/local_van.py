@@ -51,7 +51,7 @@ class LocalNetwork:
         self.clock: Clock = clock or MonotonicClock()
         self.guard = threading.Condition()
         self._vans: dict[str, LocalVan] = {}
-        self._far_ends: dict[int, _End] = {}
+        self._peer_ends: dict[int, _End] = {}
         self._links = itertools.count(1)
         self._incarnations = itertools.count(1)
 
@@ -90,8 +90,8 @@ class LocalNetwork:
             msg = f"this process has no node {to} (it has {names}): let it join first"
             raise RendezvousError(msg)
         ours, theirs = next(self._links), next(self._links)
-        self._far_ends[ours] = _End(there, theirs)
-        self._far_ends[theirs] = _End(here, ours)
+        self._peer_ends[ours] = _End(there, theirs)
+        self._peer_ends[theirs] = _End(here, ours)
         now_ns = self.clock.now_ns()
         here.state.link_up(ours, to, now_ns)
         there.state.link_up(theirs, node, now_ns)
@@ -100,7 +100,7 @@ class LocalNetwork:
 
     def carry(self, state: VanState, link: int) -> None:
         """Hand over frames of `state` while the far end reads. With the guard held."""
-        end = self._far_ends.get(link)
+        end = self._peer_ends.get(link)
         now_ns = self.clock.now_ns()
         while end is not None and end.van.state.wants_read(end.link):
             frame = state.next_frame(link, now_ns)
@@ -112,20 +112,20 @@ class LocalNetwork:
                 end.van.state.link_lost(end.link, f"it broke the protocol: {exc}")
             state.frame_sent(link, now_ns)
             end.van.act()
-            end = self._far_ends.get(link)
+            end = self._peer_ends.get(link)
 
     def read_again(self, link: int) -> None:
         """Continue a link whose near end has room again. With the guard held."""
-        end = self._far_ends.get(link)
+        end = self._peer_ends.get(link)
         if end is not None:
             self.carry(end.van.state, end.link)
             end.van.act()
 
     def cut(self, link: int) -> None:
         """End a link that its near end has forgotten. With the guard held."""
-        end = self._far_ends.pop(link, None)
+        end = self._peer_ends.pop(link, None)
         if end is not None:
-            self._far_ends.pop(end.link, None)
+            self._peer_ends.pop(end.link, None)
             end.van.state.link_lost(end.link, "it closed the connection")
             end.van.act()
 

@@ -89,21 +89,21 @@ class _Ledger:
         if held is None:
             self._wrong(place, action, "it holds nothing yet")
 
-    def _on_write(self, place: Place, action: Action, came: Held | None) -> None:
+    def _on_write(self, place: Place, action: Action, read: Held | None) -> None:
         blocks = self._holds[place.rank]
         there = blocks.get(action.unit)
-        if came is None:  # reported where it was read
+        if read is None:  # reported where it was read
             return
         if action.kind != "reduce":
-            blocks[action.unit] = came
+            blocks[action.unit] = read
         elif there is None:
             self._wrong(place, action, "there is nothing yet to add to")
-        elif there.block != came.block:
-            self._wrong(place, action, f"adds block {came.block} to block {there.block}")
-        elif twice := there.ranks & came.ranks:
+        elif there.block != read.block:
+            self._wrong(place, action, f"adds block {read.block} to block {there.block}")
+        elif twice := there.ranks & read.ranks:
             self._wrong(place, action, f"counts the contribution of rank {_ranks(twice)} twice")
         else:
-            blocks[action.unit] = Held(there.block, there.ranks | came.ranks)
+            blocks[action.unit] = Held(there.block, there.ranks | read.ranks)
 
     def _wrong(self, place: Place, action: Action, problem: str) -> None:
         text = f"{self._program.vocabulary.describe(action)}: {problem}"

@@ -41,10 +41,10 @@ def carried_out(rounds: Rounds, buffers: Sequence[Sequence[Any]]) -> list[tuple[
                 block = action.unit if role == SEND else action.edge
                 read[place] = holds[rank][bounds[block] : bounds[block + 1]]
             elif ended and role != SEND:
-                came = read[matching.partner[place] if role == RECEIVE else place]
+                values = read[matching.partner[place] if role == RECEIVE else place]
                 part = slice(bounds[action.unit], bounds[action.unit + 1])
                 there = holds[rank][part]
                 if action.kind == "reduce":
-                    came = [a + b for a, b in zip(there, came, strict=True)]
-                holds[rank][part] = came
+                    values = [a + b for a, b in zip(there, values, strict=True)]
+                holds[rank][part] = values
     return [tuple(buffer) for buffer in holds]
