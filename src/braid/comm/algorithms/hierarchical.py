@@ -52,7 +52,7 @@ from braid.transport import Steps
 __all__ = ["DEPTH", "Residuals", "hierarchical", "left_out"]
 
 DEPTH = 2  # chunks on the wire, besides the one that is being summed
-NUM_SPARE = 3  # slots, besides two for each of those
+NUM_SPARE = 3  # slots, besides two for each chunk on the wire
 MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cache
 LEAST_BYTES = 64 << 10
 CHUNKS = 4  # into which a tensor is cut, if that makes chunks of a size in between
@@ -79,11 +79,10 @@ def hierarchical(
         op: Reduction; sum or avg with a wire format.
         scale: Factor for the result.
         nodes: Members by host.
-        form: Format in which numbers cross the network; None for their own.
+        form: Format in which numbers cross the network; None for their own dtype.
         residuals: Residuals of the last start of a persistent request; updated in place.
     """
-    # nobody ends before all others have compared what they ask for: everybody's numbers are in what
-    # it waits for
+    # no member ends before all have compared descriptions: each waits for sums of all members
     run = _Run(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
     yield from run.window.open()
     for turn in range(len(run.chunks) + run.last_turn):
@@ -105,36 +104,36 @@ def left_out(
     nodes: NodeMap,
     form: WireFormat,
 ) -> torch.Tensor:
-    """Return the residuals of a member as a flat tensor, in the places and units of its numbers.
+    """Return the residuals of a member as one flat tensor, in the units of the reduced tensor.
 
     Args:
         residuals: Residuals of the member.
         numel: Number of elements of the tensor that is reduced.
-        op: Reduction; an average is sent on divided.
+        op: Reduction. Sums over hosts are sent divided for an average.
         rank: Group rank of the member.
         nodes: Members by host.
         form: Wire format.
     """
     residual = torch.zeros(numel)
     chunks = _chunks(residual)
-    places = _Places.of(chunks[0], nodes, form)
+    layout = _SlotLayout.of(chunks[0], nodes, form)
     size = sum(len(members) for members in nodes.hosts)
     for (phase, k, j), kept in residuals.items():
-        low, high = places.slice(chunks[j].numel(), nodes.slice(rank))
+        low, high = layout.slice(chunks[j].numel(), nodes.slice(rank))
         row = k if phase == "local" else nodes.cross_node_peers(rank).index(rank)
-        start, end = places.bounds(high - low)[row]
+        start, end = layout.bounds(high - low)[row]
         factor = size if phase == "remote" and op == "avg" else 1
-        place = chunks[j][low:high][start:end]
-        place.add_(kept.state_dict()["residual"], alpha=factor)
+        chunks[j][low:high][start:end].add_(kept.state_dict()["residual"], alpha=factor)
     return residual
 
 
-class _Places(NamedTuple):
-    """Where things lie in the slot of a chunk, on every member alike.
+class _SlotLayout(NamedTuple):
+    """Layout of the slot of a chunk, the same on every member.
 
         staged chunk | rows that are sent | row summed over the hosts | finished slice
 
-    With one rank a host the first and the last are left out: they are in the tensor itself.
+    With one rank a host, the slot has no staged chunk and no finished slice: the tensor itself
+    holds them.
 
     Attributes:
         most: Number of elements of a slice.
@@ -157,8 +156,14 @@ class _Places(NamedTuple):
     slot_bytes: int
 
     @classmethod
-    def of(cls, chunk: torch.Tensor, nodes: NodeMap, form: WireFormat | None) -> _Places:
-        """Return the places for chunks like the given one, the first and longest."""
+    def of(cls, chunk: torch.Tensor, nodes: NodeMap, form: WireFormat | None) -> _SlotLayout:
+        """Return the layout for the chunks of a tensor.
+
+        Args:
+            chunk: First chunk, which is the longest.
+            nodes: Members by host.
+            form: Wire format; None for the tensor's own dtype.
+        """
         numel, size = chunk.numel(), chunk.element_size()
         num_hosts = len(nodes.hosts)
         alone = nodes.most == 1
@@ -186,7 +191,7 @@ class _Places(NamedTuple):
 
 
 class _Run:
-    """One all-reduce under way; its methods are the phases, each for the chunk that is due."""
+    """One all-reduce under way. Each method is a phase, for the chunk whose turn it is."""
 
     def __init__(
         self,
@@ -212,11 +217,11 @@ class _Run:
         self.other_cross_node_peers = tuple(t for t in self.cross_node_peers if t != ch.rank)
         self.chunks = _chunks(x)
         self.dtype = x.dtype
-        self.places = _Places.of(self.chunks[0], nodes, form)
-        self.gathers = self.places.rows > 1
+        self.layout = _SlotLayout.of(self.chunks[0], nodes, form)
+        self.gathers = self.layout.rows > 1
         self.last_turn = 2 + (2 if self.gathers else 1) * DEPTH
         self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
-        self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.places.slot_bytes))
+        self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.layout.slot_bytes))
         several = nodes.most > 1
         self.early = early_factor(x.dtype, op, scale, ch.size) if several else None
         self.values: dict[tuple[str, int], int] = {}  # of the steps of each phase, by chunk
@@ -226,7 +231,7 @@ class _Run:
         """Publish chunk `j` to the local peers."""
         if not 0 <= j < len(self.chunks):
             return
-        if j >= self.num_slots:  # a rank without a slice waits for nobody else
+        if j >= self.num_slots:  # a rank without a slice has no other wait before it
             yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
         chunk = self.chunks[j]
         if len(self.local_peers) > 1:
@@ -246,13 +251,15 @@ class _Run:
                 (self.chunks[j] if m == self.ch.rank else self._view(m, j, 0, numel))[low:high]
                 for m in self.local_peers
             ]
-            for k, (start, end) in enumerate(self.places.bounds(high - low)):
+            for k, (start, end) in enumerate(self.layout.bounds(high - low)):
                 parts = [source[start:end] for source in sources]
-                self._put(parts, j, self.places.sent + k * self.places.row_bytes, ("local", k))
-        self.values["sent", j] = self._send(j, self.places.sent)
+                self._write_row(
+                    parts, j, self.layout.sent + k * self.layout.row_bytes, ("local", k)
+                )
+        self.values["sent", j] = self._send(j, self.layout.sent)
 
     def sum_remote(self, j: int) -> Steps:
-        """Add the cross-node peers' sums of the whole slice, or of this rank's row of it."""
+        """Sum this rank's slice of chunk `j`, or its row of it, over the cross-node peers."""
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
@@ -261,51 +268,58 @@ class _Run:
             if self.gathers:
                 low, high = self._slice(j, self.own_slice)
                 own = self.cross_node_peers.index(self.ch.rank)
-                start, end = self.places.bounds(high - low)[own]
+                start, end = self.layout.bounds(high - low)[own]
                 total = self.ch.own.scratch(end - start, self.dtype)
-                self._add(j, self.places.sent + own * self.places.row_bytes, total)
-                self._put([total], j, self.places.summed, ("remote", 0))
+                self._sum_rows(j, self.layout.sent + own * self.layout.row_bytes, total)
+                self._write_row([total], j, self.layout.summed, ("remote", 0))
             else:
-                self._add(j, self.places.sent, self._done(j))
+                self._sum_rows(j, self.layout.sent, self._done(j))
         if self.gathers:
-            self.values["summed", j] = self._send(j, self.places.summed)
+            self.values["summed", j] = self._send(j, self.layout.summed)
         else:
             self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def gather_remote(self, j: int) -> Steps:
-        """Collect the rows of this rank's slice from the cross-node peers that have summed them."""
+        """Copy the summed rows of this rank's slice from the cross-node peers."""
         if not 0 <= j < len(self.chunks):
             return
         if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["summed", j])
             done = self._done(j)
             for peer, (start, end) in zip(
-                self.cross_node_peers, self.places.bounds(done.numel()), strict=True
+                self.cross_node_peers, self.layout.bounds(done.numel()), strict=True
             ):
-                self._get(peer, j, self.places.summed, done[start:end])
+                self._copy_row(peer, j, self.layout.summed, done[start:end])
         self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def copy_out(self, j: int) -> Steps:
         """Copy the finished slices of chunk `j` from the local peers."""
         if not 0 <= j < len(self.chunks):
             return
-        if len(self.local_peers) == 1:  # it is finished where it belongs
+        if len(self.local_peers) == 1:  # the chunk has been finished in place
             return
         yield from self.window.reached(self.workers, self.values["done", j])
         for number, worker in enumerate(self.workers):
             low, high = self._slice(j, number)
-            self.chunks[j][low:high].copy_(self._view(worker, j, self.places.done, high - low))
+            self.chunks[j][low:high].copy_(self._view(worker, j, self.layout.done, high - low))
 
     # Rows cross the network, in the tensor's own numbers or in a wire format.
 
-    def _put(
+    def _write_row(
         self,
         sources: list[torch.Tensor],
         j: int,
         at: int,
         key: tuple[str, int],
     ) -> None:
-        """Sum `sources` into a row that will be sent."""
+        """Sum `sources` into a row of this rank's slot, in the format in which it is sent.
+
+        Args:
+            sources: Parts of the sum, on this host.
+            j: Number of the chunk.
+            at: First byte of the row in the slot.
+            key: Phase and row, under which residuals are kept.
+        """
         numel, op = sources[0].numel(), "sum" if self.op == "avg" else self.op
         if self.form is None:
             factor = self.early if key[0] == "local" else None
@@ -322,6 +336,7 @@ class _Run:
         self.lengths.append(HEADER_BYTES + length)
 
     def _encode(self, x: torch.Tensor, into: torch.Tensor, key: tuple[str, int, int]) -> int:
+        """Encode `x` with the residual kept under `key`; return the number of bytes."""
         assert self.form is not None
         if self.residuals is None or not self.form.lossy:
             return self.form.encode(x, into)
@@ -331,24 +346,28 @@ class _Run:
         return kept.encode(self.form, x, into)
 
     def _send(self, j: int, at: int) -> int:
-        """Send the rows just put: its own to each cross-node peer, or the only one to all."""
+        """Send the rows just written: to each cross-node peer its own row, or the only row to all.
+
+        Returns:
+            Value of the step.
+        """
         if not self.lengths:  # no slice
             return self.window.publish(())
-        row_bytes = self.places.row_bytes
+        row_bytes = self.layout.row_bytes
         rows = [
             self.cross_node_peers.index(t) if len(self.lengths) > 1 else 0
             for t in self.other_cross_node_peers
         ]
         parts = [(k * row_bytes, k * row_bytes + self.lengths[k]) for k in rows]
         nbytes = (len(self.lengths) - 1) * row_bytes + self.lengths[-1]
-        return self.window.publish(self.other_cross_node_peers, self._at(j, at), nbytes, parts)
+        return self.window.publish(self.other_cross_node_peers, self._offset(j, at), nbytes, parts)
 
-    def _add(self, j: int, at: int, out: torch.Tensor) -> None:
-        """Sum the cross-node peers' rows, in their order, and finish the sum."""
+    def _sum_rows(self, j: int, at: int, out: torch.Tensor) -> None:
+        """Sum the cross-node peers' rows into `out`, in the order of hosts, and scale the sum."""
         if self.form is not None:
             out.zero_()
             for peer in self.cross_node_peers:
-                self.form.add(self._received(peer, j, at), out)
+                self.form.add(self._encoded(peer, j, at), out)
             finish(out, self.op, self.ch.size, self.scale)
             return
         sources = [self._view(t, j, at, out.numel()) for t in self.cross_node_peers]
@@ -360,38 +379,40 @@ class _Run:
             combine(sources, out, "sum", None)
             finish(out, self.op, self.ch.size, self.scale)
 
-    def _get(self, peer: int, j: int, at: int, out: torch.Tensor) -> None:
-        """Copy one row that is a sum already."""
+    def _copy_row(self, peer: int, j: int, at: int, out: torch.Tensor) -> None:
+        """Copy a finished row of a cross-node peer to `out`."""
         if self.form is None:
             out.copy_(self._view(peer, j, at, out.numel()))
         else:
-            self.form.decode(self._received(peer, j, at), out)
+            self.form.decode(self._encoded(peer, j, at), out)
 
-    def _received(self, peer: int, j: int, at: int) -> torch.Tensor:
+    def _encoded(self, peer: int, j: int, at: int) -> torch.Tensor:
+        """Return the encoded bytes of a peer's row, without the header that holds their number."""
         row = self._bytes(peer, j, at)
         length = int(row[:8].view(torch.int64).item())
         return row[HEADER_BYTES : HEADER_BYTES + min(max(length, 0), row.numel())]
 
-    # Places.
+    # Views.
 
     def _slice(self, j: int, number: int) -> tuple[int, int]:
-        return self.places.slice(self.chunks[j].numel(), number)
+        return self.layout.slice(self.chunks[j].numel(), number)
 
     def _done(self, j: int) -> torch.Tensor:
-        """Return where this rank's finished slice goes."""
+        """Return the memory for this rank's finished slice of chunk `j`."""
         low, high = self._slice(j, self.own_slice)
         if len(self.local_peers) == 1:
             return self.chunks[j][low:high]
-        return self._view(self.ch.rank, j, self.places.done, high - low)
+        return self._view(self.ch.rank, j, self.layout.done, high - low)
 
-    def _at(self, j: int, offset: int) -> int:
-        return j % self.num_slots * self.places.slot_bytes + offset
+    def _offset(self, j: int, offset: int) -> int:
+        """Return the first byte in the window of an offset in the slot of chunk `j`."""
+        return j % self.num_slots * self.layout.slot_bytes + offset
 
     def _view(self, member: int, j: int, offset: int, numel: int) -> torch.Tensor:
-        return self.window.view(member, self._at(j, offset), numel, self.dtype)
+        return self.window.view(member, self._offset(j, offset), numel, self.dtype)
 
     def _bytes(self, member: int, j: int, offset: int) -> torch.Tensor:
-        return self.window.view(member, self._at(j, offset), self.places.row_bytes, torch.uint8)
+        return self.window.view(member, self._offset(j, offset), self.layout.row_bytes, torch.uint8)
 
 
 def _chunks(x: torch.Tensor) -> list[torch.Tensor]:

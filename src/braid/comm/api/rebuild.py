@@ -1,14 +1,15 @@
-"""The survivors of a loss agree through the store, so that all of them go on with the same group.
+"""Agreement of the survivors of a loss on the members of the next group, through the store.
 
 Problem: survivors notice a death at different times, and a second rank may die while they agree. If
-each went on with the ranks it believes in, there would be two groups that wait for each other.
+each survivor went on with the ranks it believes in, there would be two groups that wait for each
+other.
 
-Idea: each survivor leaves one entry in the store, with the ranks that it has lost. As soon as a
-survivor sees that every rank has come or is lost, it proposes as many as have not lost each other.
-The first proposal is the decision for all (`Store.compare_set`). Of two living ranks that cannot
-reach each other any more, the later one is left out. A decision may name a rank that died a moment
-ago: the new group notices that as any group does, and is rebuilt. A rank that is not in the
-decision raises: the others have gone on without it.
+Idea: each survivor puts one entry into the store, with the ranks that it has lost. As soon as a
+survivor sees that every rank has an entry or is lost, it proposes as many ranks as have not lost
+each other. The first proposal is the decision for all (`Store.compare_set`). Of two living ranks
+that cannot reach each other any more, the later one is left out. A decision may name a rank that
+has just died. The new group notices that death as any group does, and is rebuilt. A rank that the
+decision leaves out raises, since the survivors have gone on without it.
 
 Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication
 capability" (2013), sec. 4, with the store in place of an agreement over messages.
@@ -24,7 +25,7 @@ from braid.transport import RankContext
 
 __all__ = ["meet_survivors", "together"]
 
-LOOK_S = 0.05  # between two looks at who has died meanwhile
+LOOK_S = 0.05  # between two looks at the ranks that have died
 
 
 def meet_survivors(
@@ -36,23 +37,23 @@ def meet_survivors(
     value: str,
     timeout_s: float,
 ) -> dict[int, str]:
-    """Come to the meeting, and return the values of all survivors.
+    """Agree on the survivors of a group, and exchange one value of each survivor.
 
     Args:
         context: Context of this rank.
-        ranks: Global ranks of a group.
+        ranks: Global ranks of the group.
         survivors: Ranks that are left, if the program knows; the same on all of them.
         name: Name of the meeting, new for each.
-        value: Value that the others are told.
-        timeout_s: Seconds to wait for the others.
+        value: Value of this rank for the other survivors.
+        timeout_s: Seconds to wait for the other ranks.
 
     Returns:
         The value of each survivor by global rank, in the order of the group.
 
     Raises:
-        StaleError: The others have gone on without this rank.
+        StaleError: The survivors have gone on without this rank.
         PeerLostError: One of `survivors` is gone.
-        CommTimeout: Some ranks neither came nor died.
+        CommTimeout: Some ranks neither joined the meeting nor died.
         ConfigError: Some of `survivors` are not members, or this rank is not among them.
     """
     if survivors is not None:
@@ -68,7 +69,7 @@ def meet_survivors(
     else:
         topic = f"rebuild/{name}"
     lost = ",".join(str(r) for r in ranks if r in context.health.lost)
-    # a rank that tries again finds its first value, which others may have read
+    # a second attempt keeps the first entry, which other ranks may have read
     context.store.compare_set(f"{topic}/{context.rank}", b"", f"{lost}|{value}".encode())
     deadline_ns = context.clock.now_ns() + round(timeout_s * 1e9)
     while True:
@@ -93,7 +94,10 @@ def meet_survivors(
 
 
 def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed: bool) -> list[int]:
-    """Return who goes on, proposed by this rank if it can be; empty while nobody can decide."""
+    """Return the ranks that go on, proposed by this rank if nobody else has decided.
+
+    The list is empty while it is unknown whether some rank is lost.
+    """
     store, health = context.store, context.health
     key = f"{topic}/decision"
     if not store.check([key]):
@@ -123,13 +127,13 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
 def together(
     arrived: Sequence[int], lost: Sequence[Collection[int]], known: Collection[int]
 ) -> list[int]:
-    """Return ranks that have not lost each other, in their order.
+    """Return the ranks that have not lost each other, in their order.
 
-    Each rank joins those before it unless one of them has lost it, or it has lost one of them.
+    A rank is added to those before it unless one of them has lost it, or it has lost one of them.
 
     Args:
-        arrived: Global ranks that have come.
-        lost: Ranks that each of them has lost.
+        arrived: Global ranks that have joined the meeting.
+        lost: Ranks that each of these has lost.
         known: Ranks that the caller knows to be lost.
     """
     losses = dict(zip(arrived, lost, strict=True))
@@ -142,7 +146,7 @@ def together(
 
 
 def _entries(context: RankContext, topic: str, ranks: Sequence[int]) -> list[tuple[list[int], str]]:
-    """Return the ranks that each of `ranks` has lost, and its value."""
+    """Return the entry of each of `ranks`: the ranks that it has lost, and its value."""
     texts = context.store.multi_get([f"{topic}/{rank}" for rank in ranks])
     pairs = [text.decode().partition("|") for text in texts]
     return [([int(r) for r in lost.split(",") if r], value) for lost, _, value in pairs]

@@ -1,21 +1,21 @@
-"""Takes the steps of operations that nobody waits for, without a thread in anybody's way.
+"""Background progress for operations that nobody waits for yet, by polling once a millisecond.
 
-Problem: an asynchronous operation promises to go on while the caller does something else. Handing
-each one to the progress thread keeps the promise, but two threads of one interpreter that share a
-core take longer to hand over a KiB than Gloo takes to send it; and most asynchronous calls of torch
-(functional collectives, tensor parallel layers, messages of pipelines) are waited for at once.
+Problem: an asynchronous operation promises to go on while the caller does something else. The
+progress thread would keep that promise. But two threads of one interpreter on one core take longer
+to hand over a KiB than Gloo takes to send it. And most asynchronous calls of torch (functional
+collectives, tensor parallel layers, messages of pipelines) are waited for at once.
 
 Idea: the caller starts the operation and takes the steps that are possible; whoever waits takes the
-others. A thread comes by every millisecond while anything is under way, takes the steps that have
-become possible since, and calls back. It has nothing to do for operations that are waited for
-sooner than that, and ends when it has not been needed for a while.
+others. While operations are under way, a thread polls them every millisecond, and calls back when
+they have ended. It finds nothing to do for operations that are waited for sooner than that. It ends
+when it has not been needed for a while.
 
-What is started inside backward is waited for at its end. On a host without spare cores every step
-before that takes time from the computation that all ranks wait for: such operations are polled
-rarely, and not in the round after their start.
+Operations that are started inside backward are waited for at the end of backward. On a host without
+spare cores, each earlier step takes time from the computation that all ranks wait for. Such
+operations are polled rarely, and not in the round after their start.
 
-This is not the progress thread (`progress`): callbacks here are the program's and may wait for
-other operations, which the thread that carries operations out must never do.
+The progress thread (`progress`) cannot do this. Callbacks here belong to the program and may wait
+for other operations, which a thread that carries operations out must never do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IDLE_ROUNDS = 50  # before the thread ends; starting one costs as much as severa
 
 
 class BackgroundPoller:
-    """Polls what is under way; owns a thread while there is anything.
+    """Polls works until they are done; owns a thread while there are any.
 
     Args:
         name: Name of the thread.
@@ -43,50 +43,51 @@ class BackgroundPoller:
         self._name = name
         self._lock = threading.Lock()
         self._works: list[Work | Works] = []
-        self._rare: set[int] = set()  # ids of those that are polled rarely
-        self._new: set[int] = set()  # ids of those of these that no round has seen
+        self._rare: set[int] = set()  # ids of works that are polled rarely
+        self._new: set[int] = set()  # ids of rare works that have been in no round
         self._callbacks: list[tuple[Work | Works, Callable[[], object]]] = []
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._call = threading.Event()  # to come at once
+        self._hurry = threading.Event()  # ends a pause
         self._is_rare = False
 
     def poll(self, work: Work | Works, *, rarely: bool = False) -> None:
-        """Take the steps of `work` until it is done.
+        """Poll `work` in the background until it is done.
 
         Args:
             work: Work under way.
-            rarely: Come by rarely, because somebody will wait for it soon.
+            rarely: Whether to poll rarely, because the caller will wait for the work soon.
         """
         with self._lock:
             self._works.append(work)
             if rarely:
                 self._rare.add(id(work))
                 self._new.add(id(work))
-            self._come(hurry=not rarely)
+            self._start_thread(hurry=not rarely)
 
     def release(self, work: Work | Works) -> None:
-        """Forget `work`, which has ended; else what it returned would live until the next round."""
+        """Forget a work that has ended, so that its result does not live until the next round."""
         with self._lock:
             self._forget(work)
 
     def when_done(self, work: Work | Works, act: Callable[[], object]) -> None:
-        """Call `act` when `work` is done, well or badly; it may wait for other works."""
+        """Call `act` when `work` has succeeded or failed; `act` may wait for other works."""
         with self._lock:
             self._callbacks.append((work, act))
-            self._come(hurry=True)
+            self._start_thread(hurry=True)
 
     def close(self) -> None:
-        """Join the thread; what it polls is left as it is."""
+        """End the thread; works that are not done are no longer polled."""
         self._closing = True
-        self._call.set()
+        self._hurry.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _come(self, *, hurry: bool) -> None:
+    def _start_thread(self, *, hurry: bool) -> None:
+        """Start the thread if there is none, and end its pause if `hurry`. With the lock held."""
         if hurry and self._is_rare:
-            self._call.set()
+            self._hurry.set()
         if self._thread is None and not self._closing:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -94,7 +95,7 @@ class BackgroundPoller:
     def _run(self) -> None:
         idle = 0
         while True:
-            self._call.wait(self._pause())
+            self._hurry.wait(self._pause())
             if self._closing:
                 return
             idle = 0 if self._round() else idle + 1
@@ -105,15 +106,16 @@ class BackgroundPoller:
                         return
 
     def _pause(self) -> float:
+        """Return the seconds until the next round: many if all works are polled rarely."""
         with self._lock:
-            self._call.clear()
-            if self._works or self._callbacks:  # else what comes next is probably like the last
+            self._hurry.clear()
+            if self._works or self._callbacks:  # else keep the pace of the last works
                 all_rare = len(self._rare) == len(self._works)
                 self._is_rare = all_rare and not self._callbacks
             return RARE_S if self._is_rare else ROUND_S
 
     def _round(self) -> bool:
-        """Poll everything once; whether there was anything."""
+        """Poll every work once; return whether there were any."""
         with self._lock:
             num_works = len(self._works)
             works = [work for work in self._works if id(work) not in self._new]

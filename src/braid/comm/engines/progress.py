@@ -1,16 +1,16 @@
-"""Decides who takes the steps of operations: a thread that waits, or the progress thread.
+"""Progress of operations: the steps are taken by threads that wait, or by the progress thread.
 
 A started operation needs this rank's steps even while the rank waits for something else. If rank 0
-waited for bucket A and rank 1 for bucket B, and each advanced only what it waits for, neither would
+waited for bucket A and rank 1 for bucket B, and each advanced only its own bucket, neither would
 end (MPI calls this the progress rule). So a thread that waits takes the steps of every started
 operation as they become possible.
 
 `StepsBy.THREAD` hands an operation to the progress thread. Operations of one channel are carried
-out in the order in which they were started; those of different channels advance independently, so a
-late one blocks no other. An operation that is started in the background behind one of the program's
-threads is left to the thread, together with what it stands behind. The progress thread exists only
-while something is under way. While it runs, the interpreter's switch interval is lowered (a 1 MiB
-all-reduce would pay the default of 5 ms several times) and restored afterwards.
+out in the order in which they were started. Operations of different channels advance independently,
+so a late one blocks no other. If a thread of the program carries out the operations ahead on a
+channel, the progress thread takes the steps of all of them only while no thread waits. The progress
+thread exists only while something is under way. While it runs, the interpreter's switch interval is
+lowered (a 1 MiB all-reduce would pay the default of 5 ms several times) and restored afterwards.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ __all__ = ["Progress"]
 
 SWITCH_INTERVAL_S = 1e-4
 CLOSE_GRACE_S = 5.0
-LOOK_S = 0.05  # how often a thread that waits for the progress thread looks at what was started
+LOOK_S = 0.05  # between two looks of a thread that waits for the progress thread
 
 
 class Progress:
-    """Progress of all operations of one rank; owns the thread, if there is one; a context manager.
+    """Takes the steps of all operations of one rank; owns the progress thread. A context manager.
 
     Args:
-        transport: The transport whose waits are taken over.
+        transport: This rank's end of the transport, whose waits are carried out here.
     """
 
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
         self._now_ns = transport.clock.now_ns
         self._lock = threading.Lock()
-        self._ordering = threading.Lock()  # threads take their places on channels one by one
-        self._started: list[Operation] = []  # in order, whether somebody waits for them or not
-        self._num_started = 0  # how many nobody was waiting for when they began
+        self._ordering = threading.Lock()  # held while an operation enters or leaves a channel
+        self._started: list[Operation] = []  # in order, whether or not a thread waits for them
+        self._num_started = 0  # of operations that did not end in `start`
         self._queues: dict[Channel, deque[Operation]] = {}
-        self._left: list[Operation] = []  # started ones that the thread sees to when nobody waits
+        self._handed_over: list[Operation] = []  # for the progress thread while no thread waits
         self._thread: threading.Thread | None = None
         self._fresh = False
         self._closing = False
         self._waiting: set[int] = set()  # threads in `wait`
 
     def execute(self, operation: Operation) -> None:
-        """Carry out a new operation in this thread, behind what is queued on its channel."""
+        """Carry out a new operation in this thread, after the operations queued on its channel."""
         if self._transport.forked or self._thread is not None:
             self.check_caller(operation.text)
         with self._ordering:
@@ -71,13 +71,13 @@ class Progress:
             self._take_steps(operation, None)
 
     def start(self, operation: Operation, steps_by: StepsBy, *, opens: bool = False) -> None:
-        """Give a new operation its place in the order of its channel, and take steps.
+        """Queue a new operation on its channel, and take steps as `steps_by` permits.
 
         Args:
-            operation: New.
+            operation: Operation that has taken no step.
             steps_by: Policy for the steps.
-            opens: Take the first step in any case: it only tells where a tensor lies, and nothing
-                stands before it.
+            opens: Whether to take the first step in any case. It only publishes the address of a
+                tensor, and no other operation is ahead on the channel.
         """
         if self._transport.forked:
             self.refuse_fork()
@@ -101,34 +101,38 @@ class Progress:
             return
         self._num_started += 1
         self._transport.bells.ring_own()  # threads that wait take its steps from now on
-        if steps_by is StepsBy.THREAD:  # together with what it stands behind
+        if steps_by is StepsBy.THREAD:  # together with the operations ahead of it
             with self._lock:
-                self._left.append(operation)
+                self._handed_over.append(operation)
             self._wake()
 
     def _pending(self, channel: Channel) -> bool:
-        """Whether something that was started on `channel` has not ended."""
+        """Return whether an operation that was started on `channel` has not ended."""
         return any(o.channel is channel and not o.done for o in tuple(self._started))
 
     def advance_started(self) -> bool:
-        """Advance each started operation that is first on its channel; return whether any moved."""
+        """Advance the first started operation of each channel; return whether any of them moved."""
         return self._advance(self._heads())
 
     def _advance(self, heads: list[Operation]) -> bool:
-        """Advance those that can move and that no other thread is at; whether there were any."""
+        """Advance the operations that are ready and in no other thread's hands.
+
+        Returns:
+            Whether there were any.
+        """
         moved = False
         for operation in heads:
             if operation.ready():
                 moved = True
                 if operation.advance():
                     self._strike(operation)
-                    self._transport.bells.ring_own()  # another thread may wait behind it
-                elif operation.ready():  # who looked while this thread was at it may be asleep now
+                    self._transport.bells.ring_own()  # another thread may wait for the next one
+                elif operation.ready():  # a thread that found it in use may be asleep now
                     self._transport.bells.ring_own()
         return moved
 
     def poll(self, operation: Operation) -> None:
-        """Take the steps that are possible now until `operation` has ended or nothing moves."""
+        """Take the possible steps, until `operation` has ended or no operation moves."""
         if not operation.done and self._transport.forked:
             self.refuse_fork()
         if self._waiting - {threading.get_ident()}:
@@ -137,7 +141,7 @@ class Progress:
             pass
 
     def _heads(self) -> list[Operation]:
-        """The first started operation of each channel."""
+        """Return the first started operation of each channel, and forget those that have ended."""
         heads: dict[Channel, Operation] = {}
         for operation in tuple(self._started):
             if not operation.done:
@@ -147,13 +151,13 @@ class Progress:
         return list(heads.values())
 
     def _strike(self, operation: Operation) -> None:
-        """Forget an operation that has ended."""
+        """Remove an operation that has ended from the started ones."""
         with self._ordering:
             if operation in self._started:
                 self._started.remove(operation)
 
     def _behind(self, operation: Operation) -> bool:
-        """Return whether an unfinished operation stands before this one on its channel."""
+        """Return whether an unfinished operation is ahead of this one on its channel."""
         started = self._started
         if operation.done or len(started) < 2:  # the usual case: it is alone
             return False
@@ -165,15 +169,16 @@ class Progress:
         return False
 
     def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
-        """Take all steps of `operation` in this thread, and those of started ones in between.
+        """Wait for an operation, and take the steps of all started operations meanwhile.
 
         Args:
-            operation: Started; if the progress thread carries it out, this waits for the thread.
+            operation: Started operation. If the progress thread carries it out, this waits for the
+                thread.
             timeout_s: Seconds for this wait, within the operation's own deadline.
 
         Raises:
             CommTimeout: `timeout_s` passed; the operation goes on.
-            CommError: What stopped it.
+            CommError: The operation failed.
         """
         if not operation.done and (self._transport.forked or self._thread is not None):
             self.check_caller(operation.text)
@@ -183,7 +188,7 @@ class Progress:
             self._take_steps(operation, timeout_s)
 
     def _take_steps(self, operation: Operation, timeout_s: float | None) -> None:
-        """Take the steps of `operation` to its end, and of what stands before it."""
+        """Take all steps of `operation`, and those of the operations ahead of it on its channel."""
         start_ns = self._now_ns()
         late = None if timeout_s is None else self._late(timeout_s)
         thread, started = threading.get_ident(), self._started
@@ -197,11 +202,11 @@ class Progress:
                 if late is not None and late():
                     break
                 self._wait(operation, late)
-        except BaseException as exc:  # noqa: BLE001 - an interrupt, say: peers must hear of it
+        except BaseException as exc:  # noqa: BLE001 - peers must learn of interrupts, too
             operation.fail(exc)
         finally:
             self._waiting.discard(thread)
-            if self._left and not self._waiting:
+            if self._handed_over and not self._waiting:
                 self._wake()
             operation.statistics.spent_ns += self._now_ns() - start_ns
         if operation.done:
@@ -212,6 +217,7 @@ class Progress:
             raise CommTimeout(_timeout_text(operation, timeout_s))
 
     def _wait(self, operation: Operation, late: Callable[[], bool] | None) -> None:
+        """Block until a step is possible; the time is added to the operation's record."""
         start_ns = self._now_ns()
         ready = self._watcher(operation, late)
         try:
@@ -222,11 +228,11 @@ class Progress:
         operation.note_wait(waited_ns)
 
     def busy(self, channel: Channel) -> bool:
-        """Whether operations of `channel` are queued here, so that the next one must be, too."""
+        """Return whether operations of `channel` are queued, so that the next one must queue."""
         return channel in self._queues
 
     def _join(self, operation: Operation, timeout_s: float | None) -> None:
-        """Wait for the progress thread; take the steps of started operations meanwhile."""
+        """Wait for the progress thread to end `operation`, and advance started ones meanwhile."""
         ended = operation.submitted
         assert ended is not None, "it has been submitted"
         start_ns = self._now_ns()
@@ -246,7 +252,7 @@ class Progress:
             _raise_error(operation)
 
     def refuse_fork(self) -> None:
-        """Raise StaleError in a forked child, whose steps would be taken in its parent's name."""
+        """Raise StaleError in a forked child, whose steps would count as its parent's."""
         if self._transport.forked:
             msg = (
                 "this process was forked from the one that made the group: use the group, its "
@@ -256,7 +262,7 @@ class Progress:
             raise StaleError(msg)
 
     def check_caller(self, text: str) -> None:
-        """Raise StaleError in a forked child, and in the progress thread."""
+        """Raise StaleError in a forked child and in the progress thread."""
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (
@@ -266,7 +272,7 @@ class Progress:
             raise StaleError(msg)
 
     def _submit(self, operation: Operation) -> None:
-        """Have the thread carry an operation out; `operation.submitted` is set at its end."""
+        """Queue an operation for the progress thread; its end sets `operation.submitted`."""
         if self._transport.forked:
             self.refuse_fork()
         ended = operation.submitted = threading.Event()
@@ -281,7 +287,7 @@ class Progress:
         self._wake()
 
     def _wake(self) -> None:
-        """Have the thread look at what is to be done; it is started if there is none."""
+        """Make the progress thread look at its queues; start the thread if there is none."""
         with self._lock:
             self._fresh = True
             if self._thread is None:
@@ -292,7 +298,7 @@ class Progress:
         self._transport.bells.ring_own()
 
     def abandon(self, pages: ControlPages) -> None:
-        """Fail what is under way in a group that is being closed."""
+        """Fail the operations under way in a group that is being closed."""
         with self._lock:
             queued = [o for queue in self._queues.values() for o in queue]
         for operation in (*self._started, *queued):
@@ -303,10 +309,11 @@ class Progress:
                 self._strike(operation)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Join the thread.
+        """End the progress thread.
 
         Args:
-            grace_s: Seconds in which what is under way may end; then it fails with StaleError.
+            grace_s: Seconds for the operations under way. Those that last longer fail with
+                StaleError.
         """
         thread = self._thread
         if thread is None:
@@ -325,17 +332,18 @@ class Progress:
         self.close()
 
     def _late(self, timeout_s: float) -> Callable[[], bool]:
+        """Return a function that returns whether `timeout_s` seconds from now have passed."""
         now_ns = self._now_ns
         end_ns = now_ns() + round(timeout_s * 1e9)
         return lambda: now_ns() >= end_ns
 
     def _watcher(self, operation: Operation, late: Callable[[], bool] | None) -> Callable[[], bool]:
-        """The condition that ends a wait: `operation` can move, or something else has been started.
+        """Return the condition that ends a wait: `operation` can move, or another one has started.
 
-        The usual wait is for one counter, and nothing else has been started. It is resolved to that
-        word once, so that each look costs a single call.
+        Most waits are for one counter while nothing else has been started. Such a wait is resolved
+        to the counter's memory once, so that each check costs a single call.
         """
-        seen = self._num_started  # first: what is started after this look must end the wait
+        seen = self._num_started  # first: an operation that starts from now on must end the wait
         if late is None and len(self._started) == 1:
             line, value = operation.awaited_line()
             if line is not None:
@@ -348,12 +356,13 @@ class Progress:
         late: Callable[[], bool] | None,
         is_ready: Callable[[], bool] | None = None,
     ) -> Callable[[], bool]:
-        """Return the condition that an operation can move, or that the wait is late.
+        """Return the condition that some operation can move, or that the wait is late.
 
         Args:
-            operation: Operation that is waited for.
-            late: Whether the deadline of the wait has passed; None without one.
-            is_ready: Stands for `operation` where the thread carries it out.
+            operation: Operation that the caller waits for.
+            late: Function that returns whether the wait's deadline has passed; None without one.
+            is_ready: Condition to use instead of `operation.ready`, for an operation that the
+                progress thread carries out.
         """
         seen = self._num_started
         looks = [o.ready for o in self._heads() if o is not operation]
@@ -363,6 +372,7 @@ class Progress:
         return lambda: self._num_started != seen or any(look() for look in looks)
 
     def _run(self) -> None:
+        """Take turns until there is nothing to do: the body of the progress thread."""
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, SWITCH_INTERVAL_S))
         try:
@@ -372,22 +382,21 @@ class Progress:
             sys.setswitchinterval(interval)
 
     def _turn(self) -> bool:
-        """Advance the head of every queue and what was left to the thread; sleep if none moved.
+        """Advance the queued operations, and the started ones left to the progress thread.
 
-        Returns False when all have ended.
+        The thread sleeps if none of them moved. Returns False when all have ended.
         """
         with self._lock:
             heads = [queue[0] for queue in self._queues.values()]
-            left, closing = [o for o in self._left if not o.done], self._closing
-            self._left = [] if closing else left
-            channels = {o.channel for o in self._left}
+            handed_over = [o for o in self._handed_over if not o.done]
+            closing = self._closing
+            self._handed_over = [] if closing else handed_over
+            channels = {o.channel for o in self._handed_over}
             self._fresh = False
             if not (heads or channels):
                 self._thread = None
         if closing:
-            for (
-                operation
-            ) in left:  # without the lock, since the program's callbacks may start something
+            for operation in handed_over:  # without the lock: callbacks may start operations
                 operation.fail(_closed(operation))
         if not (heads or channels):
             return False
@@ -404,6 +413,7 @@ class Progress:
         return True
 
     def _sleep(self, heads: list[Operation], started: list[Operation]) -> None:
+        """Sleep until an operation of the progress thread can move, or the thread is woken."""
         watched = [(o, self._drop) for o in heads] + [(o, self._strike) for o in started]
 
         def ready() -> bool:
@@ -413,7 +423,7 @@ class Progress:
             for operation, forget in watched:
                 try:
                     operation.check()
-                except BaseException as exc:  # noqa: BLE001 - belongs to the one who waits for it
+                except BaseException as exc:  # noqa: BLE001 - the waiting thread raises it
                     operation.fail(exc)
                     forget(operation)
                     self._fresh = True
@@ -421,6 +431,7 @@ class Progress:
         self._transport.waiter.until(ready, check)
 
     def _drop(self, operation: Operation) -> None:
+        """Remove an operation that has ended from its queue."""
         with self._lock:
             queue = self._queues[operation.channel]
             queue.popleft()

@@ -1,4 +1,4 @@
-"""What a caller holds of a collective that has been started, and who takes its steps.
+"""Handles on collectives that have been started, and the policies for their steps.
 
 A `Work` stands for one operation, `Works` for several. Waiting takes the steps; see `progress`.
 """
@@ -16,33 +16,33 @@ __all__ = ["StepsBy", "Underway", "Work", "Works"]
 
 
 class StepsBy(Enum):
-    """Who takes the steps of an operation that has been started, and when."""
+    """Policy that decides which thread takes the steps of a started operation, and when."""
 
     CALLER = "caller"
-    """The caller takes those that are possible now; whoever waits takes the others."""
+    """The caller takes the steps that are possible now; whoever waits takes the others."""
     WAITER = "waiter"
-    """Whoever waits takes all; for what is waited for soon, while the caller is busy."""
+    """Whoever waits takes all steps; for operations that a busy caller will wait for soon."""
     THREAD = "thread"
-    """The progress thread takes all, at once."""
+    """The progress thread takes all steps, as soon as they are possible."""
 
 
 class Underway(Protocol):
-    """What a Work stands for: an `Operation`, or its counterpart in a backend of torch."""
+    """The operation behind a Work: an `Operation`, or its counterpart in a backend of torch."""
 
     text: str
     done: bool
     error: BaseException | None
 
     def on_done(self, call: Callable[[], None]) -> None:
-        """Have `call` called when it ends."""
+        """Call `call` when the operation ends."""
         ...
 
 
 class Work:
     """A collective that has been started and may not have ended.
 
-    Keeps its tensors alive until it has ended, by way of the algorithm that holds them. Waiting
-    twice is allowed.
+    A Work keeps the tensors of the collective alive until it has ended, through the algorithm that
+    holds them. Waiting twice is allowed.
 
     Attributes:
         result: Result of the collective; complete when it has ended.
@@ -51,7 +51,7 @@ class Work:
         operation: Operation that has been started.
         wait: Function that waits for the operation: (operation, seconds or None).
         poll: Function that takes the possible steps of all started operations.
-        result: See the attribute.
+        result: Result of the collective.
         source: List that holds the sender's group rank, when a receive from any member has ended.
     """
 
@@ -77,7 +77,7 @@ class Work:
         return self._source[0] if self._source else -1
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when the tensors hold the result.
+        """Wait until the tensors hold the result.
 
         Args:
             timeout_s: Seconds; None waits until the operation's own deadline.
@@ -92,22 +92,22 @@ class Work:
         self._wait(self._operation, timeout_s)
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly; takes the steps that are possible now."""
+        """Take the steps that are possible now; return whether the collective has ended."""
         if not self._operation.done:
             self._poll(self._operation)
         return self._operation.done
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has ended well; takes no steps."""
+        """Whether the collective has ended without an error; takes no steps."""
         return self._operation.done and self._operation.error is None
 
     def exception(self) -> BaseException | None:
-        """What stopped it; None while it is under way or when it succeeded."""
+        """Return the error of the collective; None while it is under way or when it succeeded."""
         return self._operation.error
 
     def add_done_callback(self, call: Callable[[Work], None]) -> None:
-        """Have `call(self)` called once when it has ended, in the thread that ends it."""
+        """Call `call(self)` once when the collective has ended, in the thread that ends it."""
         self._operation.on_done(lambda: call(self))
 
     def __repr__(self) -> str:
@@ -116,7 +116,7 @@ class Work:
 
 
 class Works:
-    """Several Works as one.
+    """Handle on several Works.
 
     Args:
         works: Works in the order in which they were started.
@@ -128,21 +128,21 @@ class Works:
         self.result = list(results)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all have ended; raises the error of the first that failed."""
+        """Wait for all works; raise the error of the first that failed."""
         for work in self._works:
             work.wait(timeout_s)
 
     def done(self) -> bool:
-        """Whether all have ended."""
+        """Take the steps that are possible now; return whether all works have ended."""
         states = [work.done() for work in self._works]  # each takes the steps that it can
         return all(states)
 
     def exception(self) -> BaseException | None:
-        """What stopped the first that failed."""
+        """Return the error of the first work that failed; None if no work has failed."""
         return next((error for work in self._works if (error := work.exception())), None)
 
     def add_done_callback(self, call: Callable[[Works], None]) -> None:
-        """Have `call(self)` called once when all have ended."""
+        """Call `call(self)` once when all works have ended."""
         left = [len(self._works)]
         counting = threading.Lock()  # works end in several threads
         if not left[0]:

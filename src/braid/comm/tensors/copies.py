@@ -1,15 +1,15 @@
-"""Copies before an operation's first step and after its last.
+"""Copies between the user's tensors and the flat memory on which an operation works.
 
-Algorithms need flat, contiguous memory on their own device, and inputs that no result is written
-over while peers still read them. Most tensors are so; for others an operation works on memory of
-its own:
+Algorithms need flat, contiguous memory on the engine's device. No result may be written over an
+input that peers still read. Most tensors meet this as they are. For the others an operation works
+on memory of its own:
 
     read       load before the first step
     written    store after the last step
     changed    both
 
-The time of the load matters: a collective that waits its turn behind another one must see what that
-one writes. So nothing is copied when the operation is called, but when its first step is taken.
+A collective that is queued behind another one must see the results of that one. So a load happens
+at the operation's first step, not at the call.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Y = TypeVar("Y")
 
 
 class Copies:
-    """The copies of one operation; none if it works on the user's memory itself.
+    """The copies of one operation; empty if it works on the user's memory itself.
 
     Args:
-        device_types: Types of the devices on which the group's engine works; CUDA tensors are
-            copied to the CPU for others.
+        device_types: Types of the devices on which the group's engine works. CUDA tensors are
+            copied to the CPU for engines that do not work on CUDA devices.
     """
 
     __slots__ = ("_after", "_before", "_device_types")
@@ -49,7 +49,7 @@ class Copies:
         return bool(self._before or self._after)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor with the elements of `x`.
+        """Return a flat tensor with the elements of `x`, for an operation that only reads.
 
         Raises:
             ConfigError: `x` cannot be communicated.
@@ -57,7 +57,7 @@ class Copies:
         return self._flat(x, load=True, store=False)
 
     def written(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor whose elements become those of `x`.
+        """Return a flat tensor for results, which are stored into `x` after the last step.
 
         Raises:
             ConfigError: `x` cannot be communicated, or cannot hold a result.
@@ -65,18 +65,18 @@ class Copies:
         return self._flat(x, load=False, store=True)
 
     def changed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor with the elements of `x`, which become those of `x` again.
+        """Return a flat tensor with the elements of `x`, which is stored into `x` at the end.
 
         Raises:
-            ConfigError: See `written`.
+            ConfigError: `x` cannot be communicated, or cannot hold a result.
         """
         return self._flat(x, load=True, store=True)
 
     def filled(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor with the elements of `source`, which become those of `x`.
+        """Return a flat tensor with the elements of `source`, which is stored into `x` at the end.
 
         Raises:
-            ConfigError: See `written`.
+            ConfigError: A tensor cannot be communicated, or `x` cannot hold a result.
         """
         _check(source, self._device_types)
         flat = self._flat(x, load=False, store=True)
@@ -88,9 +88,9 @@ class Copies:
         return flat
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one flat tensor that holds the flat `parts` one after the other.
+        """Return one flat tensor with the elements of the flat `parts`, one after the other.
 
-        It is the same memory if they lie there so.
+        No copy is made if the parts are neighbours in memory.
         """
         first = parts[0]
         numel = sum(part.numel() for part in parts)
@@ -99,7 +99,7 @@ class Copies:
         return self.packed(parts)
 
     def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one flat tensor that holds the flat `parts`, always in memory of its own."""
+        """Return one flat tensor with the elements of the flat `parts`, always in new memory."""
         numel = sum(part.numel() for part in parts)
         flat = ordinary(torch.empty(numel, dtype=parts[0].dtype, device=parts[0].device))
         parts = list(parts)
@@ -107,14 +107,14 @@ class Copies:
         return flat
 
     def unpacked(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Let `parts` become what `flat` holds one after the other."""
+        """Store the elements of `flat` into `parts`, one after the other, after the last step."""
         rows = torch.split(flat, [part.numel() for part in parts])
         self._after.append(lambda: [part.copy_(row) for part, row in zip(parts, rows, strict=True)])
 
     def apart(self, x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the flat tensor `x`, or a copy of it if one of `outs` shares memory with it.
 
-        Results are stored while peers still read.
+        The copy is needed because results are stored while peers still read `x`.
         """
         start, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
         for out in outs:
@@ -126,21 +126,25 @@ class Copies:
         return x
 
     def include(self, other: Copies, *, position: int) -> int:
-        """Make the copies of `other`, too: its stores last, its loads from `position` on.
+        """Add the copies of `other`.
+
+        Args:
+            other: Copies to add. Stores are appended.
+            position: Number of the load before which the loads of `other` are inserted.
 
         Returns:
-            Position behind its loads.
+            Position after the inserted loads.
         """
         self._before[position:position] = other._before
         self._after += other._after
         return position + len(other._before)
 
     def then(self, act: Callable[[], object]) -> None:
-        """Have `act` called after the last step."""
+        """Call `act` after the last step, after the stores that have been added so far."""
         self._after.append(act)
 
     def around(self, steps: Generator[Y, None, None]) -> Generator[Y, None, None]:
-        """Yield the steps of an operation, with the copies before the first and after the last."""
+        """Yield the steps of an operation, between the loads and the stores."""
         for load in self._before:
             load()
         yield from steps
@@ -197,8 +201,8 @@ def _check_own_memory(x: torch.Tensor) -> None:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     """Return a function that copies `source` to `target`.
 
-    Between a GPU and page-locked memory the copy is ordered with the stream that is current now,
-    and the host waits for it: shared memory knows nothing of streams.
+    A copy between a GPU and page-locked memory is ordered with the stream that is current now. The
+    host waits for it, since shared memory knows nothing of streams.
     """
     if target.is_cuda == source.is_cuda:
         return partial(target.copy_, source)
@@ -213,7 +217,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
 
 
 def _are_neighbours(parts: Sequence[torch.Tensor], numel: int) -> bool:
-    """Return whether flat tensors lie one after the other in one storage."""
+    """Return whether flat tensors are consecutive parts of one storage."""
     first = parts[0]
     end = first.data_ptr()
     for part in parts:

@@ -1,11 +1,11 @@
-"""Uneven inputs: a rank without input shadows the steps of the others until all ranks are through.
+"""Uneven inputs: a rank without input shadows the steps of other ranks until no rank has input.
 
 Names and behaviour are those of `torch.distributed.algorithms.join`. A rank that leaves the context
-*joins*: it takes part in the collectives of the others' steps, which its joinables shadow
-(`JoinHook.main_hook`), until nobody works any more. A joinable that is alone in its context and
-knows by itself whether others still work needs no message for that (`JoinHook.shadow`;
-DistributedDataParallel learns it beside its gradients). Several joinables need one small all-reduce
-a step, by which ranks that work say so.
+*joins*. From then on it takes part in the collectives of the other ranks' steps, which its
+joinables shadow (`JoinHook.main_hook`), until all ranks have joined. A joinable that is alone in
+its context and learns by itself whether other ranks still work needs no message for that
+(`JoinHook.shadow`; DistributedDataParallel exchanges it beside its gradients). Several joinables
+need one small all-reduce a step, by which working ranks announce a step.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ _ENTERED: WeakKeyDictionary[Group, ReferenceType[Join]] = WeakKeyDictionary()
 
 
 class JoinHook:
-    """Actions of a rank that has joined, for one joinable."""
+    """Actions of one joinable on a rank that has joined."""
 
     def main_hook(self) -> None:
-        """Shadow the collectives of one step of the others."""
+        """Shadow the collectives of one step of the working ranks."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Finish; called once on all ranks when all have joined.
+        """Finish; called once on every rank when all ranks have joined.
 
         Args:
             is_last_joiner: Whether this rank was among the last that worked.
         """
 
     def shadow(self) -> bool | None:
-        """Shadow a step of the others; False if none works, None if the joinable cannot tell."""
+        """Shadow one step of the working ranks.
+
+        Returns:
+            True after a step, False if no rank works any more, None if the joinable cannot tell.
+        """
         return None
 
     def refusal(self) -> str | None:
-        """Return why others' steps cannot be shadowed; None if they can."""
+        """Return the reason why steps cannot be shadowed; None if they can."""
         return None
 
 
@@ -65,7 +69,11 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the actions after this rank has joined; keywords are those of `Join`."""
+        """Return the actions for this object after the rank has joined.
+
+        Args:
+            **kwargs: Keyword arguments of `Join`.
+        """
 
     @property
     @abstractmethod
@@ -83,16 +91,16 @@ class Join:
 
     Args:
         joinables: Objects of one group that take part in collectives. Each calls
-            `notify_join_context` before those of a step; the collectives of a
+            `notify_join_context` before the collectives of a step. The collectives of a
             DistributedDataParallel are in backwards that average.
-        enable: False makes the context do nothing, for inputs that are known to be even.
-        throw_on_early_termination: Raise on all ranks as soon as one has no more input.
-        **kwargs: Passed to all join hooks.
+        enable: Whether the context does anything; False is for inputs that are known to be even.
+        throw_on_early_termination: Whether to raise on all ranks as soon as one has no more input.
+        **kwargs: Keyword arguments for all join hooks.
 
     Raises:
-        ConfigError: No joinables, other objects, one twice, one in another such context, different
-            groups, or one whose steps cannot be shadowed while nothing shall be thrown.
-        CommError: A rank has no more input, and that shall be raised.
+        ConfigError: There are no joinables, one is no Joinable, is passed twice or is in another
+            such context, they have different groups, or the steps of one cannot be shadowed.
+        CommError: A rank has no more input, and `throw_on_early_termination` is set.
     """
 
     def __init__(
@@ -124,7 +132,7 @@ class Join:
 
     @property
     def exchanges_presence(self) -> bool:
-        """Whether the only joinable learns in its steps whether others work; too late to throw."""
+        """Whether the only joinable learns in its steps if other ranks work, too late to throw."""
         alone = len(self._hooks) == 1 and not self.throws
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
@@ -161,11 +169,12 @@ class Join:
             hook.post_hook(is_last_joiner=not num_shadowed)
 
     def _entered(self) -> Join | None:
+        """Return the context of this group that the program has entered, if any."""
         reference = _ENTERED.get(self._group)
         return None if reference is None else reference()
 
     def _shadow(self) -> bool:
-        """Shadow one step of the others; return False when nobody works."""
+        """Shadow one step of the working ranks; return False when no rank works."""
         if self.exchanges_presence:
             return bool(self._hooks[0].shadow())
         working = torch.zeros(1, device=self._device)
@@ -180,11 +189,11 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Tell other ranks that this one still works; called before the collectives of a step.
+        """Announce to other ranks that this one still works; call before the collectives of a step.
 
         Returns:
-            The message under way; None outside of a context, from all but the first joinable, and
-            where no message is needed.
+            The announcement under way. None outside of a context, from all but the first joinable,
+            and where no message is needed.
         """
         join = joinable._join  # noqa: SLF001 - the other half
         if join is None or joinable is not join._joinables[0] or join.exchanges_presence:  # noqa: SLF001
@@ -216,7 +225,7 @@ def _check_joinables(joinables: Sequence[Joinable]) -> None:
 
 
 def syncs_in_forward(module: nn.Module) -> str | None:
-    """Return why ranks without input cannot shadow steps of a module; None if they can."""
+    """Return why ranks without input cannot shadow the steps of a module; None if they can."""
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
             return (
