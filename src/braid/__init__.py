@@ -1,8 +1,7 @@
 """braid: every classic way of training PyTorch models in parallel, on one communication core.
 
 Root names are loaded when first used, so `import braid` costs next to nothing. Everything else is
-found in its
-room: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
+in its room: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from braid._version import __version__
 if TYPE_CHECKING:
     from braid.checkpoint import load, save
     from braid.comm import Group, Request, Work
-    from braid.context import init, shutdown, world
+    from braid.context import init, log, shutdown, world
     from braid.data_parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from braid.errors import (
         BraidError,
@@ -50,6 +49,7 @@ _ROOT_NAMES = {
     "Work": "comm",
     "init": "context",
     "load": "checkpoint",
+    "log": "context",
     "save": "checkpoint",
     "shutdown": "context",
     "spawn": "launch",
@@ -76,6 +76,7 @@ __all__ = [
     "__version__",
     "init",
     "load",
+    "log",
     "save",
     "shutdown",
     "spawn",

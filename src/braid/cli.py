@@ -373,17 +373,23 @@ def checkpoint_verify(
 
 def report(
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    others: Annotated[
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="RUN", help_behavior_hint=TOLD),
+    ] = (),
     *,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = None,
     show: Annotated[bool, tyro.conf.arg(name="open")] = False,
 ) -> int:
-    """Write a run's report (one HTML file) and its trace, and print the most telling facts.
+    """Write a run's report (one HTML file) and its trace, or a page that compares runs.
 
     Exit code 1 means that both are written, but some file of the run could not be read.
 
     Args:
         run_directory: Directory of the run, as `braid run` printed it.
-        out: File to write the report to; the trace lies beside it (default: RUN/report.html).
+        others: Further runs, to be compared with the first one (up to 3).
+        out: File to write the report to; the trace lies beside it (default: RUN/report.html, or
+            compare.html in the directory of the last of several runs).
         show: Open the report in a browser.
     """
     import webbrowser
@@ -391,8 +397,15 @@ def report(
 
     from rich.console import Console
 
-    from braid.observe import print_summary, publish
+    from braid.observe import print_comparison, print_summary, publish, publish_comparison
 
+    if others:
+        paths = [Path(run_directory), *map(Path, others)]
+        comparison, page = publish_comparison(paths, Path(out) if out else None)
+        print_comparison(comparison, Console(), page=page)
+        if show:
+            webbrowser.open(page.resolve().as_uri())
+        return 1 if any(story.run.notices for story in comparison.stories) else 0
     published = publish(Path(run_directory), Path(out) if out else None)
     print_summary(published.story, Console(), report=published.report, trace=published.trace)
     if show:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from observe_job import CAPACITY, MS, RecordedRank, late_job, write_run
 
 from braid.observe import build_story, read_run, read_timelines, render_page
-from braid.observe.buckets import LateBucket, averagings, late_buckets
+from braid.observe.buckets import LateBucket, averagings, late_buckets, more_often_than
 from braid.observe.facts import facts
 
 STEP_MS = 20.0
@@ -36,7 +39,9 @@ def job(steps: int, late: dict[int, float], *, capacity: int = CAPACITY) -> list
 
 
 def rows(ranks: list[RecordedRank]) -> list[LateBucket]:
-    return late_buckets(read_timelines([rank.ring for rank in ranks]))
+    """Rows of late buckets, without the probability of chance."""
+    found = late_buckets(read_timelines([rank.ring for rank in ranks]))
+    return [row._replace(chance=1.0) for row in found]
 
 
 def test_the_rank_that_is_behind_is_told_with_its_bucket_by_how_much_and_how_often():
@@ -83,9 +88,8 @@ def test_one_rank_alone_is_behind_nobody():
 
 def test_a_rank_that_is_mostly_behind_is_a_fact_and_one_that_once_was_is_not():
     mostly = read_timelines([rank.ring for rank in job(9, dict.fromkeys(range(4, 9), 6.0))])
-    assert facts(mostly) == [
-        "bucket 2 of 2: rank 1 was behind by 6 ms in 5 of 8 steps, and the other ranks waited"
-    ]
+    behind = "bucket 2 of 2: rank 1 was behind by 6 ms in 5 of 8 steps, and the other ranks waited"
+    assert behind in facts(mostly)
     once = facts(read_timelines(late_job()))
     assert not any("was behind" in fact for fact in once)
 
@@ -101,3 +105,24 @@ def test_the_page_has_a_row_for_each_bucket_and_marks_the_critical_one(tmp_path)
     assert "Gradient buckets" not in render_page(
         build_story(read_run(write_run(tmp_path / "alone", [ranks[0].ring]))), trace="", machine="m"
     )
+
+
+def test_the_side_of_a_coin_is_no_rank_that_is_behind():
+    ranks = [RecordedRank(0), RecordedRank(1)]
+    for rank in ranks:
+        averages(rank, 200, {step: 6.0 for step in range(200) if step % 2 == rank.ring.rank})
+    (_, row) = late_buckets(read_timelines([rank.ring for rank in ranks]))
+    assert (row.num_behind, row.num_averagings, row.is_significant) == (100, 199, False)
+    assert not any("was behind" in f for f in facts(read_timelines([r.ring for r in ranks])))
+
+
+@pytest.mark.parametrize(
+    ("count", "num_trials", "chance"),
+    [(0, 10, 0.5), (10, 10, 0.5), (106, 199, 0.5), (5, 5, 1 / 3), (2, 3, 1.0), (1, 4, 0.25)],
+)
+def test_the_tail_of_the_binomial_distribution(count, num_trials, chance):
+    expected = sum(
+        math.comb(num_trials, k) * chance**k * (1 - chance) ** (num_trials - k)
+        for k in range(count, num_trials + 1)
+    )
+    assert more_often_than(count, num_trials, chance) == pytest.approx(expected, rel=1e-9)

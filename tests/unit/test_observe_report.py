@@ -75,7 +75,9 @@ def test_a_report_shows_shares_facts_curves_operations_and_logs(tmp_path):
         "tokens/s 1k at step 5",
         "MFU 25 at step 5",
         "rank 0 compute 70 %",  # 6 steps: (6 * 7) of (6 * 8 + 12) ms
-        "Around the slowest step: steps 3 to 5",
+        "The slowest step: step 4, 20 ms",
+        "The median step: step ",
+        "The first step: step 0, 8 ms",
         "all_reduce(float32[1000], avg) train.py:6 in <module> 12 46.9 KiB 24 ms 1 ms 13 ms 50 %",
         "step 5 done",
         "The log is empty.",
@@ -186,7 +188,7 @@ def test_the_report_shows_the_block_that_the_run_printed(tmp_path):
 def test_a_run_without_events_and_metrics_says_what_would_be_there(tmp_path):
     page = _page(write_run(tmp_path / "run", []))
     assert "No events recorded." in page.text
-    assert "the run has no metrics" in page.text
+    assert "the program has logged no numbers" in page.text
     assert "No logs." in page.text
 
 

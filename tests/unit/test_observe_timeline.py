@@ -279,3 +279,49 @@ def test_numbers_carry_units_and_three_digits():
         "12 %",
     ]
     assert [number_text(x) for x in (1.0, 0.0123, 99.96, 1e-7)] == ["1", "0.0123", "100", "1e-07"]
+
+
+def _averages(rank: RecordedRank, steps: int, *, first_logged: int | None = None) -> None:
+    """Join, then work 8 ms, average 2 ms, and log the step."""
+    with rank.recorder.span("init(measuring costs)"):
+        rank.work(50)
+    for step in range(steps):
+        rank.work(8)
+        with rank.recorder.span("bucket 1 of 1", nbytes=4000):
+            rank.reduce(step + 1, wait_ms=0, transfer_ms=2)
+        if first_logged is not None:
+            rank.recorder.instant("log", seq=first_logged + step)
+
+
+def test_averagings_are_the_steps_of_a_program_that_records_none():
+    ranks = [RecordedRank(0), RecordedRank(1)]
+    for rank in ranks:
+        _averages(rank, 4, first_logged=20)
+    timelines = read_timelines([rank.ring for rank in ranks])
+    for timeline in timelines:
+        assert [(s.key.seq, s.dur_ns) for s in timeline.steps] == [
+            (20 + i, 10 * MS) for i in range(4)
+        ]
+        assert shares(timeline) == pytest.approx((0.8, 0.0, 0.2))  # without joining
+
+
+def test_steps_keep_their_numbers_when_one_ring_has_lost_its_first_events():
+    whole, torn = RecordedRank(0), RecordedRank(1, capacity=7)  # three events a step
+    for rank in (whole, torn):
+        _averages(rank, 9, first_logged=0)
+    first, second = read_timelines([whole.ring, torn.ring])
+    assert [s.key.seq for s in first.steps] == list(range(9))
+    assert [s.key.seq for s in second.steps] == [8]
+
+
+def test_what_follows_the_last_averaging_of_a_failed_run_is_an_open_step():
+    rank = RecordedRank(0)
+    _averages(rank, 3)
+    rank.phase("load", 5)
+    (timeline,) = read_timelines([rank.ring], failed=True)
+    assert [(s.key.seq, s.open) for s in timeline.steps] == [
+        (0, False),
+        (1, False),
+        (2, False),
+        (3, True),
+    ]

@@ -30,6 +30,7 @@ ROOT_NAMES = [
     "__version__",
     "init",
     "load",
+    "log",
     "save",
     "shutdown",
     "spawn",

@@ -10,6 +10,7 @@ import pytest
 
 from braid import cli
 from braid.launch import JobSpec, QuietConsole, Supervisor
+from braid.observe import build_story, read_run
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 
@@ -28,12 +29,17 @@ for step in range(5):
             os.kill(os.getpid(), signal.SIGKILL)
         with events.span("backward", seq=step):
             loss.backward()
+    braid.log(step=step, loss=loss / (1 + group.rank), samples=4, best=step)
 """
+# the same without steps of its own
+OWN_LOOP = JOB.replace('with events.span("step", seq=step)', "if True").replace(
+    "step=step", "step=step + 10"
+)
 
 
-def _run(tmp_path: Path, *arguments: str) -> Path:
+def _run(tmp_path: Path, *arguments: str, text: str = JOB) -> Path:
     script = tmp_path / "<b>.py"
-    script.write_text(JOB)
+    script.write_text(text)
     command = (str(script), *arguments)
     job = JobSpec(command=command, num_ranks=2, log_dir=str(tmp_path / "run"), grace_s=2.0)
     Supervisor(QuietConsole()).run(job)
@@ -55,7 +61,27 @@ def test_a_run_becomes_a_page_and_a_trace(tmp_path, capsys):
     assert "&lt;b&gt;.py" in page
     assert "<b>" not in page
     assert "all_reduce(float32[" in page
-    assert re.search(r"<th>bucket 1 of 1.*?<td>\d of 4</td><td>4 of 4</td>", page, re.DOTALL)
+    assert re.search(r"<th>bucket 1 of 1.*?</td><td>4 of 4</td>", page, re.DOTALL)
+
+
+def test_a_loop_without_steps_of_its_own_has_those_of_its_averagings_and_what_it_logs(
+    tmp_path, capsys
+):
+    run = _run(tmp_path, text=OWN_LOOP)
+    story = build_story(read_run(run))
+    assert [row["step"] for row in story.run.metrics] == [10, 11, 12, 13, 14]
+    by_rank = [rows[-1]["loss"] for rows in story.run.rank_metrics.values()]
+    assert story.run.metrics[-1]["loss"] == pytest.approx(sum(by_rank) / 2)
+    assert by_rank[0] == pytest.approx(2 * by_rank[1])
+    assert (story.num_steps, [row.num_steps for row in story.rank_rows]) == (5, [5, 5])
+    assert [picture.title.split(",")[0] for picture in story.pictures][
+        -1
+    ] == "The first step: step 10"
+    titles = [title for title, _ in story.charts]
+    assert titles == ["Loss", "Throughput", "Step time", "Memory", "best"]
+    assert not any(row.name.startswith("init(") for row in story.operations)
+    assert story.run.record.packages["torch"]
+    assert "at step 14" in str(story.outcome)
 
 
 def test_a_killed_rank_is_shown_inside_of_what_it_did(tmp_path, capsys):

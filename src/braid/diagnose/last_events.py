@@ -15,6 +15,8 @@ from braid.events import Event, EventRing
 
 __all__ = ["last_events", "last_operation_end", "last_step"]
 
+STEPS = frozenset({"step", "log"})  # `log`: a step of which the rank has logged numbers
+
 
 def last_events(ring: EventRing, at_ns: int | None = None) -> str:
     """Describe the spans of a rank that are open now, or were open at `at_ns`.
@@ -64,8 +66,8 @@ def last_operation_end(ring: EventRing) -> int:
 
 
 def last_step(ring: EventRing) -> int | None:
-    """Return the number of the last step that the rank began; None if there was none."""
-    return next((e.seq for e in reversed(ring.tail()) if ring.name(e.kind) == "step"), None)
+    """Return the number of the last step that the rank began or logged; None if there was none."""
+    return next((e.seq for e in reversed(ring.tail()) if ring.name(e.kind) in STEPS), None)
 
 
 def _lasted_until(event: Event, at_ns: int | None) -> bool:

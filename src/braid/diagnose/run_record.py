@@ -8,7 +8,7 @@ print exactly the same block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from braid.diagnose.block import StopReport
 
@@ -43,6 +43,10 @@ class RunRecord:
         started: Time of the start, as ISO 8601 with the time zone.
         threads: OMP_NUM_THREADS of each rank, with the reason for the choice.
         hosts: Hosts of the ranks, in rank order; the launcher's host need not be among them.
+        title: Command line that a user would type, where `command` is internal; else empty.
+        git: Commit of the repository that holds the working directory, with `+changes` if files
+            differ from it; empty outside of a repository.
+        packages: Versions of Python, torch and what is commonly used with it.
         hangs: Hang reports, in order.
         outcome: Outcome of the run; None during the run, or if the launcher was killed.
     """
@@ -55,5 +59,8 @@ class RunRecord:
     started: str = ""
     threads: str = ""
     hosts: tuple[RunHost, ...] = ()
+    title: str = ""
+    git: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
     hangs: tuple[str, ...] = ()
     outcome: StopReport | None = None

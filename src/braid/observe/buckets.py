@@ -3,10 +3,10 @@
 Problem: an averaging ends on all ranks at once, so durations do not show which rank makes all other
 ranks wait. The moments at which the ranks have a bucket full do.
 
-Idea: the span of a bucket begins when the bucket is full. Spans of one averaging are matched
-between ranks by the collectives under way beside them. Groups, channels and numbers of collectives
-are the same on all ranks, whichever events a ring has lost. Each group of ranks is computed
-separately.
+Idea: the span of a bucket begins when the bucket is full, and `averagings` matches the spans of one
+averaging between ranks. Each group of ranks is computed separately. With two ranks, one of them is
+behind in every averaging, as one side of a coin is up in every toss: a rank is called behind only
+if it is so more often than chance explains.
 
     rank 0   bucket 1 |..................|   bucket 2 |..........|
     rank 1     bucket 1 |................|                bucket 2 |..|
@@ -16,21 +16,22 @@ separately.
 
 from __future__ import annotations
 
+import math
 import re
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from braid.observe.intervals import Interval
+from braid.observe.averagings import averagings_of
 from braid.observe.timeline import RankTimeline
 from braid.observe.units import duration_text
 
-__all__ = ["Averaging", "LateBucket", "averagings", "late_buckets"]
+__all__ = ["Averaging", "LateBucket", "averagings", "late_buckets", "more_often_than"]
 
 EVEN = 0.05  # share of the time between averagings below which no rank is called behind
+UNLIKELY = 0.02  # probability of a chance result below which it is called none
 WARM_UP = 1  # number of averagings that are ignored if possible: the first one allocates
 
 
@@ -45,6 +46,7 @@ class LateBucket(NamedTuple):
         num_behind: Number of averagings in which that rank was behind.
         num_critical: Number of averagings in which this bucket was full on all ranks last.
         num_averagings: Number of averagings.
+        chance: Probability that any of equally fast ranks is behind as often as that rank.
     """
 
     name: str
@@ -54,6 +56,12 @@ class LateBucket(NamedTuple):
     num_behind: int
     num_critical: int
     num_averagings: int
+    chance: float = 1.0
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether equally fast ranks would hardly ever make one of them be behind as often."""
+        return self.chance < UNLIKELY
 
     def __str__(self) -> str:
         if not self.num_behind:
@@ -100,6 +108,25 @@ def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
     return sorted(rows, key=lambda row: _place(row.name))
 
 
+def more_often_than(count: int, num_trials: int, chance: float) -> float:
+    """Return the probability of `count` or more hits in independent trials (binomial tail)."""
+    log_chance, log_rest = math.log(chance), math.log1p(-chance) if chance < 1 else -math.inf
+    total = 0.0
+    for hits in range(count, num_trials + 1):
+        ways = math.lgamma(num_trials + 1) - math.lgamma(hits + 1)
+        ways -= math.lgamma(num_trials - hits + 1)
+        rest = (num_trials - hits) * log_rest if hits < num_trials else 0.0
+        total += math.exp(ways + hits * log_chance + rest)
+    return min(1.0, total)
+
+
+def _chance(num_behind: int, num_uneven: int, num_ranks: int) -> float:
+    """Probability that one of equally fast ranks is behind so often, when some rank was."""
+    if not num_behind:
+        return 1.0
+    return min(1.0, num_ranks * more_often_than(num_behind, num_uneven, 1 / num_ranks))
+
+
 def _rows(together: list[Averaging]) -> list[LateBucket]:
     """Return the rows of ranks that average together."""
     together = together[WARM_UP:] if len(together) > WARM_UP + 1 else together
@@ -117,6 +144,7 @@ def _rows(together: list[Averaging]) -> list[LateBucket]:
             if late_ns > EVEN * period:
                 behind[name][last].append(late_ns)
     critical = Counter(averaging.critical for averaging in together)
+    num_ranks = max(len(averaging.ranks) for averaging in together)
     rows = []
     for name in seen:
         by_rank = behind[name]
@@ -124,45 +152,31 @@ def _rows(together: list[Averaging]) -> list[LateBucket]:
         own = by_rank[rank] if by_rank else []
         typical = round(median(own)) if own else 0
         rows.append(
-            LateBucket(name, sizes[name], rank, typical, len(own), critical[name], seen[name])
+            LateBucket(
+                name,
+                sizes[name],
+                rank,
+                typical,
+                len(own),
+                critical[name],
+                seen[name],
+                _chance(len(own), sum(map(len, by_rank.values())), num_ranks),
+            )
         )
     return rows
 
 
 def averagings(timelines: Iterable[RankTimeline]) -> list[Averaging]:
     """Return the averagings that more than one rank has recorded, in order of time."""
-    # (group, channel and number of a collective) -> index of the averaging
-    known: dict[tuple[int, int, int], int] = {}
-    table: list[Averaging] = []
-    for timeline in timelines:
-        calls = timeline.of("collective")
-        starts = [call.start_ns for call in calls]
-        for group in _groups(timeline.of("bucket")):
-            end_ns = max(bucket.end_ns for bucket in group)
-            first, last = bisect_left(starts, group[0].start_ns), bisect_right(starts, end_ns)
-            keys = [(call.group, call.channel, call.seq) for call in calls[first:last]]
-            number = next((known[key] for key in keys if key in known), len(table))
-            if number == len(table):
-                table.append(Averaging({}, {}))
-            for key in keys:
-                known.setdefault(key, number)
-            for bucket in group:
-                table[number].full_ns.setdefault(bucket.name, {})[timeline.rank] = bucket.start_ns
-                table[number].nbytes[bucket.name] = bucket.nbytes
-    shared = [averaging for averaging in table if len(averaging.ranks) > 1]
+    table: dict[int, Averaging] = defaultdict(lambda: Averaging({}, {}))
+    for rank, rows in averagings_of({t.rank: t.intervals for t in timelines}).items():
+        for row in rows:
+            for bucket in row.buckets:
+                averaging = table[row.number]
+                averaging.full_ns.setdefault(bucket.name, {})[rank] = bucket.start_ns
+                averaging.nbytes[bucket.name] = bucket.nbytes
+    shared = [averaging for averaging in table.values() if len(averaging.ranks) > 1]
     return sorted(shared, key=lambda averaging: averaging.start_ns)
-
-
-def _groups(buckets: Sequence[Interval]) -> list[list[Interval]]:
-    """Divide the bucket spans of a rank into averagings, which do not overlap."""
-    groups: list[list[Interval]] = []
-    end_ns = -1
-    for bucket in buckets:
-        if bucket.start_ns >= end_ns or any(b.name == bucket.name for b in groups[-1]):
-            groups.append([])
-        groups[-1].append(bucket)
-        end_ns = max(b.end_ns for b in groups[-1])
-    return groups
 
 
 def _place(name: str) -> tuple[int, int]:

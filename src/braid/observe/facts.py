@@ -82,7 +82,7 @@ def _late_bucket(timelines: Sequence[RankTimeline]) -> str:
     if not rows:
         return ""
     critical = max(rows, key=lambda row: row.num_critical)
-    often = critical.num_behind >= OFTEN * critical.num_averagings
+    often = critical.num_behind >= OFTEN * critical.num_averagings and critical.is_significant
     return f"{critical}, and the other ranks waited" if often else ""
 
 
@@ -156,7 +156,17 @@ def _reason(key: StepKey, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> st
     if longer[0] > LATE * lasted:
         subject = "all ranks" if len(row) > 1 else f"rank {next(iter(row))}"
         return f"{subject} needed {duration_text(longer[0])} more than usual in {longer[1]}"
-    return ""
+    return "" if names - {"between steps"} else _late_in_all(key, row)
+
+
+def _late_in_all(key: StepKey, row: Mapping[int, StepTime]) -> str:
+    """Name a rank whose own work in the step took much longer than that of all other ranks."""
+    by_work = sorted(row.values(), key=lambda step: step.busy_ns)
+    if len(row) < 2 or by_work[-1].busy_ns - by_work[-2].busy_ns <= LATE * _lasted_ns(row):
+        return ""
+    rank = next(rank for rank, step in row.items() if step is by_work[-1])
+    late = duration_text(by_work[-1].busy_ns - by_work[-2].busy_ns)
+    return f"rank {rank} worked {late} longer than any other in step {key.seq}"
 
 
 def _usual(name: str, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> float:

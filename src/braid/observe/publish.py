@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.observe.report import Story, build_story, this_machine, write_report
+from braid.observe.report import Story, build_story, render_page, this_machine
 from braid.observe.run_directory import read_run
 from braid.observe.trace import write_trace
 
-__all__ = ["Published", "publish"]
+__all__ = ["Published", "publish", "write_page"]
 
 
 class Published(NamedTuple):
@@ -45,7 +45,8 @@ def publish(run_path: Path, out: Path | None = None) -> Published:
     story = build_story(run)
     try:
         trace = write_trace(run, page.with_name("trace.json")) if run.rings else None
-        write_report(story, page, trace=trace.name if trace else "", machine=this_machine())
+        name = trace.name if trace else ""
+        write_page(render_page(story, trace=name, machine=this_machine()), page)
     except OSError as exc:
         msg = (
             f"cannot write {page} and a trace beside it: {exc.strerror}; choose another path with "
@@ -53,3 +54,17 @@ def publish(run_path: Path, out: Path | None = None) -> Published:
         )
         raise ConfigError(msg) from exc
     return Published(story, page, trace)
+
+
+def write_page(html: str, path: Path) -> None:
+    """Write a page atomically.
+
+    Raises:
+        OSError: The page cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(html, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

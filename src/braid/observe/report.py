@@ -14,9 +14,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -25,14 +23,16 @@ import jinja2
 from braid._version import __version__
 from braid.diagnose import error_block, render_block
 from braid.observe.buckets import LateBucket, late_buckets
+from braid.observe.curves import charts
 from braid.observe.facts import by_step, facts, slowest_step
-from braid.observe.figures import Chart, Picture, line_chart, picture
+from braid.observe.figures import Chart, Picture, picture
+from braid.observe.glance import Figure, glance
 from braid.observe.operations import Operation, operations
 from braid.observe.run_directory import Run
-from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, read_timelines, shares
+from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
 
-__all__ = ["Story", "build_story", "render_page", "this_machine", "write_report"]
+__all__ = ["Story", "build_story", "page_template", "render_page", "this_machine"]
 
 NO_END = "no end recorded"
 NO_END_BLOCK = (
@@ -72,6 +72,7 @@ class Story:
         rank_rows: Division of time, by rank.
         phases: Median time of each phase of a step, by rank.
         charts: Titles and curves; charts without data are missing.
+        glance: Numbers that a person looks at first.
         pictures: Sections of the timeline.
         buckets: Gradient buckets in order, with the ranks that were behind.
         operations: Collectives, the most expensive first.
@@ -87,6 +88,7 @@ class Story:
     rank_rows: tuple[RankRow, ...]
     phases: tuple[PhaseRow, ...]
     charts: tuple[tuple[str, Chart], ...]
+    glance: tuple[Figure, ...]
     pictures: tuple[Picture, ...]
     buckets: tuple[LateBucket, ...]
     operations: tuple[Operation, ...]
@@ -99,7 +101,7 @@ def build_story(run: Run) -> Story:
     """Compute the contents of the report about a run."""
     outcome = run.record.outcome
     failed = outcome is not None and outcome.status != "finished"
-    timelines = read_timelines(run.rings, failed=failed)
+    timelines = run.timelines
     steps = by_step(timelines)
     return Story(
         run=run,
@@ -111,7 +113,8 @@ def build_story(run: Run) -> Story:
             for t in timelines
         ),
         phases=_phases(timelines, steps),
-        charts=_charts(run, steps),
+        charts=charts(run, steps),
+        glance=glance(run, timelines, steps),
         pictures=_pictures(timelines, steps, failed=failed),
         buckets=tuple(late_buckets(timelines)),
         operations=tuple(operations(timelines)),
@@ -121,46 +124,18 @@ def build_story(run: Run) -> Story:
     )
 
 
-def write_report(story: Story, path: Path, *, trace: str, machine: str) -> Path:
-    """Write the page atomically and return its path.
+def render_page(story: Story, *, trace: str, machine: str) -> str:
+    """Return the page as HTML; every text in it is escaped.
 
     Args:
         story: Contents of the page.
-        path: Path of the page.
         trace: Name of the trace in the same directory; empty if there is none.
         machine: Machine on which the report is written; see `this_machine`.
-
-    Raises:
-        OSError: The page cannot be written.
     """
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(render_page(story, trace=trace, machine=machine), encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return path
-
-
-def render_page(story: Story, *, trace: str, machine: str) -> str:
-    """Return the page as HTML; every text in it is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("braid.observe", "page"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "duration": duration_text,
-        "bytes": bytes_text,
-        "count": count_text,
-        "percent": percent_text,
-    }
     outcome = story.run.record.outcome
     cause = {end.rank for end in outcome.verdict.cause} if outcome else set()
     logs = sorted(story.run.logs, key=lambda log: (log.rank not in cause, log.rank))
-    return environment.get_template("report.html.jinja").render(
+    return page_template("report.html.jinja").render(
         story=story,
         record=story.run.record,
         cause=cause,
@@ -177,6 +152,24 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
     )
 
 
+def page_template(name: str) -> jinja2.Template:
+    """Return a template of `page/`, which escapes every text and knows the units."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("braid.observe", "page"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "duration": duration_text,
+        "bytes": bytes_text,
+        "count": count_text,
+        "percent": percent_text,
+    }
+    return environment.get_template(name)
+
+
 def this_machine() -> str:
     """Return a description of this machine: host, cores and versions."""
     try:
@@ -191,6 +184,8 @@ def this_machine() -> str:
 
 def _shortened(run: Run) -> str:
     """Return the command line, with long arguments (such as JSON) replaced by dots."""
+    if run.record.title:
+        return run.record.title
     command = run.record.command
     short = tuple(arg if len(arg) <= MAX_ARGUMENT else "..." for arg in command)
     return replace(run, record=replace(run.record, command=short)).command_line
@@ -214,73 +209,6 @@ def _job(about: Mapping[str, object]) -> str:
     return ", ".join(parts)
 
 
-def _charts(
-    run: Run, steps: Mapping[StepKey, Mapping[int, StepTime]]
-) -> tuple[tuple[str, Chart], ...]:
-    curves = partial(line_chart, run.metrics)
-    charts = [
-        (
-            "Loss",
-            curves(
-                {"loss": ("training", "compute"), "eval_loss": ("held out", "wait")},
-                y_label="loss",
-            ),
-        ),
-        (
-            "Throughput",
-            curves(
-                {"tokens_per_s": ("tokens/s", "compute")},
-                y_label="tokens per second",
-                from_zero=True,
-            ),
-        ),
-        (
-            "Model FLOP utilisation",
-            curves({"mfu": ("MFU", "transfer")}, y_label="% of peak", scale=100.0, from_zero=True),
-        ),
-        ("Step time", _step_chart(steps)),
-    ]
-    return tuple((title, chart) for title, chart in charts if chart is not None)
-
-
-def _step_chart(steps: Mapping[StepKey, Mapping[int, StepTime]]) -> Chart | None:
-    """Return a chart of each step's duration and own work.
-
-    A first step that is much longer than the rest is mentioned in a note instead.
-    """
-    # if numbers of steps repeat (two loops in one program), steps are counted instead
-    numbered = all(key.repeat == 0 for key in steps)
-    lasted = [
-        {
-            "step": float(key.seq if numbered else index),
-            "longest": max(s.dur_ns for s in row.values()),
-            "most": max(s.busy_ns for s in row.values()),
-            "least": min(s.busy_ns for s in row.values()),
-        }
-        for index, (key, row) in enumerate(steps.items())
-    ]
-    if len(lasted) < 2:
-        return None
-    first = lasted[0]["longest"]
-    warmed_up = len(lasted) > 3 and first > 3 * median(row["longest"] for row in lasted)
-    series = {"longest": ("step", "neutral"), "most": ("most own work of a rank", "wait")}
-    if any(len(row) > 1 for row in steps.values()):
-        series["least"] = ("least own work of a rank", "compute")
-    else:
-        del series["most"]
-    chart = line_chart(
-        lasted[1:] if warmed_up else lasted,
-        series,
-        y_label="milliseconds",
-        scale=1e-6,
-        from_zero=True,
-    )
-    if chart is None or not warmed_up:
-        return chart
-    note = f"without the first, {duration_text(first)}"
-    return chart._replace(note="; ".join(part for part in (note, chart.note) if part))
-
-
 def _phases(
     timelines: Sequence[RankTimeline], steps: Mapping[StepKey, Mapping[int, StepTime]]
 ) -> tuple[PhaseRow, ...]:
@@ -292,6 +220,8 @@ def _phases(
         for rank in ranks:
             own = [row[rank].phases[name] for row in steps.values() if name in row[rank].phases]
             by_rank.append(median(own) if own else None)
+        if not any(by_rank):  # between steps that follow each other at once
+            continue
         rows.append(PhaseRow(name, tuple(by_rank)))
     return tuple(rows)
 
@@ -302,7 +232,7 @@ def _pictures(
     *,
     failed: bool,
 ) -> tuple[Picture, ...]:
-    """Return pictures of the slowest, middle and last steps, after the end of a failed run."""
+    """Return pictures of the slowest, median and first step, after the end of a failed run."""
     shown = [timeline for timeline in timelines if timeline.intervals][:MAX_LANES]
     if not shown:
         return ()
@@ -315,14 +245,15 @@ def _pictures(
     keys = list(steps)
     slowest = slowest_step(steps)
     if slowest is not None and len(keys) > 3:
-        for title, index in (
-            ("Around the slowest step", keys.index(slowest)),
-            ("In the middle", len(keys) // 2),
-            ("The last steps", len(keys) - 2),
+        by_length = sorted(keys, key=lambda key: max(s.dur_ns for s in steps[key].values()))
+        for title, key in (
+            ("The slowest step", slowest),
+            ("The median step", by_length[len(keys) // 2]),
+            ("The first step", keys[0]),
         ):
-            around = keys[max(0, index - 1) : index + 2]
-            text = f"{title}: steps {around[0].seq} to {around[-1].seq}"
-            windows.append((text, *_window(steps, around)))
+            lasted = duration_text(max(s.dur_ns for s in steps[key].values()))
+            text = f"{title}: step {key.seq}, {lasted}"
+            windows.append((text, *_window(steps, [key])))
     elif keys:
         windows.append(("All steps", *_window(steps, keys)))
     elif not windows:

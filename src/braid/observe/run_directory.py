@@ -6,15 +6,15 @@ event ring of one rank does not hide the events of all other ranks.
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import shlex
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +22,8 @@ from braid._version import __version__
 from braid.diagnose import RunRecord
 from braid.errors import ConfigError
 from braid.events import HEADER_BYTES, EventRing
+from braid.metrics import FOLDER, MetricRows, average_rows, read_metrics
+from braid.observe.timeline import RankTimeline, read_timelines
 
 __all__ = ["LogTail", "Run", "read_run"]
 
@@ -46,11 +48,6 @@ class LogTail:
     shortened: bool
 
 
-class _Metrics(NamedTuple):
-    rows: list[dict[str, float]]
-    about: dict[str, object]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Contents of a run's directory.
@@ -59,7 +56,8 @@ class Run:
         path: Path of the directory.
         record: Record of the run, from the launcher.
         rings: Event rings of the ranks that have recorded events.
-        metrics: Numbers that rank 0 has reported, one mapping for each step.
+        metrics: Numbers of each step, as averages of the ranks that have logged them.
+        rank_metrics: Numbers of each step, by rank.
         about: Header of the metrics, such as model and data; may be empty.
         logs: Last lines of the ranks' logs, by rank.
         notices: Descriptions of files that could not be read.
@@ -69,9 +67,17 @@ class Run:
     record: RunRecord
     rings: tuple[EventRing, ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
+    rank_metrics: Mapping[int, Sequence[Mapping[str, float]]] = field(default_factory=dict)
     about: Mapping[str, object] = field(default_factory=dict)
     logs: tuple[LogTail, ...] = ()
     notices: tuple[str, ...] = ()
+
+    @cached_property
+    def timelines(self) -> tuple[RankTimeline, ...]:
+        """Timelines of all ranks on one clock, by rank."""
+        outcome = self.record.outcome
+        failed = outcome is not None and outcome.status != "finished"
+        return read_timelines(self.rings, failed=failed)
 
     @property
     def command_line(self) -> str:
@@ -90,14 +96,16 @@ def read_run(path: Path) -> Run:
     record = _read_record(path)
     notices: list[str] = []
     rings = _each(sorted((path / "events").glob("rank*.ring")), _read_ring, notices)
-    metrics = _each(sorted(path.glob("*.jsonl")), _read_metrics, notices)
+    metrics = _each(sorted(path.glob("*.jsonl")), read_metrics, notices)
+    of_ranks = _each(sorted((path / FOLDER).glob("rank*.jsonl")), _read_rank_metrics, notices)
     logs = _each(sorted(path.glob("rank*.log")), _read_tail, notices)
-    by_step = sorted((row for file in metrics for row in file.rows), key=lambda row: row["step"])
+    averages = MetricRows(average_rows(file for _, file in of_ranks), {})
     return Run(
         path=path,
         record=record,
         rings=tuple(sorted(rings, key=lambda ring: ring.rank)),
-        metrics=tuple(by_step),
+        metrics=average_rows((*metrics, averages)),
+        rank_metrics={rank: file.rows for rank, file in sorted(of_ranks, key=itemgetter(0))},
         about={key: value for file in metrics for key, value in file.about.items()},
         logs=tuple(sorted(logs, key=lambda log: log.rank)),
         notices=tuple(notices),
@@ -170,32 +178,10 @@ def _read_ring(path: Path) -> EventRing:
     return ring
 
 
-def _read_metrics(path: Path) -> _Metrics | None:
-    """Read the rows that have a step, and the header before them; None if there are no such rows.
-
-    Lines that are not JSON, such as a torn last line, are skipped.
-    """
-    rows: list[dict[str, float]] = []
-    about: dict[str, object] = {}
-    with path.open(errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if not isinstance(row, dict):
-                continue
-            if isinstance(row.get("step"), int):
-                rows.append(
-                    {
-                        key: math.nan if value is None else float(value)
-                        for key, value in row.items()
-                        if value is None or isinstance(value, (int, float))
-                    }
-                )
-            elif not rows:
-                about |= row
-    return _Metrics(rows, about) if rows else None
+def _read_rank_metrics(path: Path) -> tuple[int, MetricRows] | None:
+    number = path.stem.removeprefix("rank")
+    rows = read_metrics(path) if number.isdecimal() else None
+    return None if rows is None else (int(number), rows)
 
 
 def _read_tail(path: Path) -> LogTail | None:

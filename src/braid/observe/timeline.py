@@ -32,12 +32,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from braid.events import EventRing
+from braid.observe.averagings import derived_steps
 from braid.observe.intervals import Cover, Interval
 
 __all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
 
 COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
 # roles of events which show that the rank itself did something
+START_UP = "init("  # what `braid.init` does before the program goes on
 WORK = frozenset({"step", "phase", "bucket", "collective"})
 BUCKET = re.compile(r"bucket \d+ of \d+")
 
@@ -128,9 +130,12 @@ class RankTimeline:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """Base of shares: finished steps, else unfinished ones, else the whole recording."""
+        """Base of shares: finished steps, else unfinished ones, else the recording after `init`."""
         finished = [(s.start_ns, s.end_ns) for s in self.steps if not s.open]
-        return finished or [(s.start_ns, s.end_ns) for s in self.steps] or [self.span_ns]
+        start_ns, end_ns = self.span_ns
+        joined_ns = [i.end_ns for i in self.intervals if i.name.startswith(START_UP)]
+        rest = (min(max(joined_ns, default=start_ns), end_ns), end_ns)
+        return finished or [(s.start_ns, s.end_ns) for s in self.steps] or [rest]
 
 
 def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple[RankTimeline, ...]:
@@ -151,7 +156,7 @@ def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple
         ),
         default=0,
     )
-    timelines = []
+    recordings: dict[int, tuple[EventRing, list[Interval]]] = {}
     for ring, events, offset in tails:
         name = ring.name
         intervals = []
@@ -173,8 +178,17 @@ def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple
                     event.group,
                 )
             )
-        timelines.append(_timeline(ring, intervals, failed=failed))
-    return tuple(sorted(timelines, key=lambda timeline: timeline.rank))
+        recordings[ring.rank] = (ring, sorted(intervals, key=_by_begin))
+    if not any(i.role == "step" for _, intervals in recordings.values() for i in intervals):
+        complete = {rank: ring.written <= ring.capacity for rank, (ring, _) in recordings.items()}
+        rows = {rank: intervals for rank, (_, intervals) in recordings.items()}
+        for rank, steps in derived_steps(rows, complete, failed=failed).items():
+            rows[rank] += steps
+            rows[rank].sort(key=_by_begin)
+    return tuple(
+        _timeline(ring, intervals, failed=failed)
+        for _, (ring, intervals) in sorted(recordings.items())
+    )
 
 
 def shares(timeline: RankTimeline) -> Shares:
@@ -210,13 +224,18 @@ def _role(kind: str, *, instant: bool) -> str:
         return "instant"
     if kind in {"step", "wait"}:
         return kind
+    if kind.startswith(START_UP):
+        return "phase"
     if COLLECTIVE.fullmatch(kind):
         return "collective"
     return "bucket" if BUCKET.fullmatch(kind) else "phase"
 
 
+def _by_begin(interval: Interval) -> tuple[int, int]:
+    return interval.start_ns, -interval.end_ns
+
+
 def _timeline(ring: EventRing, intervals: list[Interval], *, failed: bool) -> RankTimeline:
-    intervals.sort(key=lambda i: (i.start_ns, -i.end_ns))
     inside = foreground(intervals)
     if failed and (last := [i for i in intervals if i.role in WORK][-1:]) and inside:
         # the last collective of a failed rank ended by an error, which records no wait

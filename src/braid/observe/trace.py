@@ -25,7 +25,7 @@ from typing import BinaryIO, cast
 from braid._version import __version__
 from braid.observe.intervals import Interval, lanes
 from braid.observe.run_directory import Run
-from braid.observe.timeline import RankTimeline, read_timelines
+from braid.observe.timeline import RankTimeline
 from braid.trace_format import Event, complete, metadata, write
 
 __all__ = ["trace_events", "write_trace"]
@@ -55,7 +55,7 @@ def write_trace(run: Run, path: Path) -> Path:
     Raises:
         OSError: The file cannot be written.
     """
-    timelines = read_timelines(run.rings)
+    timelines = run.timelines
     if sum(len(timeline.intervals) for timeline in timelines) > LARGE:
         path = path.with_name(path.name + ".gz")
     part = path.with_name(path.name + ".part")

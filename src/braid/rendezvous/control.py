@@ -7,7 +7,7 @@ Idea: a few small messages over one authenticated connection per rank. The launc
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
 is not an error here: the kernel kills the ranks of a dead launcher.
 
-    rank -> launcher   Hello  Saved  Failed  Left
+    rank -> launcher   Hello  Saved  Logged  Failed  Left
     launcher -> rank   RankLost  Stop
 """
 
@@ -28,6 +28,7 @@ __all__ = [
     "FromRank",
     "Hello",
     "Left",
+    "Logged",
     "RankLost",
     "Saved",
     "Stop",
@@ -51,6 +52,12 @@ class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
     step: int
     path: str
     sha256_ok: bool
+
+
+class Logged(msgspec.Struct, tag_field="kind", tag="logged", frozen=True):
+    """Numbers that the rank has logged for one step; see `braid.metrics`."""
+
+    row: dict[str, int | float | None]
 
 
 class Failed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
@@ -86,10 +93,10 @@ class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
     reason: str
 
 
-FromRank: TypeAlias = Hello | Saved | Failed | Left
+FromRank: TypeAlias = Hello | Saved | Logged | Failed | Left
 FromLauncher: TypeAlias = RankLost | Stop
 
-_FROM_RANK = msgspec.json.Decoder(Hello | Saved | Failed | Left)
+_FROM_RANK = msgspec.json.Decoder(Hello | Saved | Logged | Failed | Left)
 _FROM_LAUNCHER = msgspec.json.Decoder(RankLost | Stop)
 
 

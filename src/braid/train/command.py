@@ -77,7 +77,8 @@ def launch(
         log_dir=config.log_dir,
         threads=threads,
         resume=resume,
-        resume_command=_resume_line(config, num_ranks, threads),
+        title=_command_line(config, num_ranks, threads),
+        resume_command=_command_line(config, num_ranks, threads, "--resume", "auto"),
     )
     return Supervisor(console).run(job)
 
@@ -106,9 +107,9 @@ def last_run(runs: Path) -> str:
     return f".{os.sep}{max(runs_by_time)[1]}" if runs_by_time else ""
 
 
-def _resume_line(config: TrainConfig, num_ranks: int, threads: int | None) -> str:
-    """Command that continues from the last checkpoint, without options at their default value."""
-    words = ["braid", "train", "--resume", "auto", "-n", str(num_ranks)]
+def _command_line(config: TrainConfig, num_ranks: int, threads: int | None, *first: str) -> str:
+    """Return the command of a training, without options at their default value."""
+    words = ["braid", "train", *first, "-n", str(num_ranks)]
     default = TrainConfig()
     for name in TrainConfig.__dataclass_fields__:
         value = getattr(config, name)

@@ -61,6 +61,7 @@ class JobSpec:
         where: Command-line options for hosts and numbers of ranks; `-n` alone when empty.
         resume_command: Command that resumes from a checkpoint; `braid run` with this job when
             empty.
+        title: Command line that a user would type, where `command` is internal.
         environ: Environment that ranks inherit.
     """
 
@@ -78,6 +79,7 @@ class JobSpec:
     resume: str = ""
     where: tuple[str, ...] = ()
     resume_command: str = ""
+    title: str = ""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
     def __post_init__(self) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import secrets
+import subprocess
+from contextlib import suppress
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -12,7 +16,18 @@ from braid.diagnose import RunRecord
 from braid.errors import ConfigError
 from braid.launch.process.job import JobSpec
 
-__all__ = ["make_log_dir", "write_record"]
+__all__ = ["git_commit", "make_log_dir", "package_versions", "write_record"]
+
+GIT_LIMIT_S = 2.0
+PACKAGES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "timm",
+    "datasets",
+)
 
 
 def make_log_dir(job: JobSpec) -> str:
@@ -44,3 +59,32 @@ def write_record(log_dir: Path, record: RunRecord) -> None:
     part = log_dir / "run.json.part"
     part.write_bytes(text + b"\n")
     part.replace(log_dir / "run.json")
+
+
+def git_commit() -> str:
+    """Return the commit of the working directory, with `+changes` if files differ from it.
+
+    Empty outside of a repository, or where git is missing or slow.
+    """
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "-uno"]
+    try:
+        status = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    lines = status.stdout.splitlines()
+    commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "")
+    if status.returncode or not commit or commit == "(initial)":
+        return ""
+    changed = any(not line.startswith("#") for line in lines)
+    return commit + "+changes" * changed
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of those packages of `PACKAGES` that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

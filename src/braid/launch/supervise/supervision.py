@@ -36,7 +36,12 @@ from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.supervise.backend import RankBackend, RankSpec
 from braid.launch.supervise.hang_monitor import HangMonitor
 from braid.launch.supervise.rank import Rank
-from braid.launch.supervise.run_record import make_log_dir, write_record
+from braid.launch.supervise.run_record import (
+    git_commit,
+    make_log_dir,
+    package_versions,
+    write_record,
+)
 from braid.launch.supervise.supervisor_state import (
     Continued,
     Event,
@@ -54,7 +59,8 @@ from braid.launch.supervise.supervisor_state import (
     Tick,
     Warn,
 )
-from braid.rendezvous import Failed, FromRank, Hello, JobEnvironment, Left, Saved
+from braid.metrics import MetricsFiles
+from braid.rendezvous import Failed, FromRank, Hello, JobEnvironment, Left, Logged, Saved
 from braid.rendezvous.control import CONTROL_ROLE
 from braid.store import STORE_LIMITS, STORE_ROLE, StoreServer
 from braid.wire import Identity, Listener
@@ -106,6 +112,7 @@ class _Run:
         self._state = SupervisorState(job.num_ranks, _limits(job), self._start_ns)
         self._saved: SavedCheckpoint | None = None
         self._announced = False
+        self._unwritten: set[str] = set()
         self._log_dir = make_log_dir(job)
         self._record = RunRecord(
             braid=__version__,
@@ -116,6 +123,8 @@ class _Run:
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             threads=backend.threads,
             hosts=backend.hosts,
+            title=job.title,
+            git=git_commit(),
         )
         self._keep(partial(write_record, Path(self._log_dir), self._record))
         plural = "s" if job.num_ranks > 1 else ""
@@ -145,6 +154,7 @@ class _Run:
             )
             self._store = stack.enter_context(StoreServer(clock=clock))
             self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._metrics = stack.enter_context(MetricsFiles(Path(self._log_dir)))
             stack.callback(self._end_ranks)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
@@ -202,7 +212,12 @@ class _Run:
             self._hangs.all_ended_well()
         for process in self.ranks.values():
             self._keep(partial(process.box.write_to, Path(self._log_dir)))
-        record = replace(self._record, outcome=outcome, hangs=tuple(self._hangs.reports))
+        record = replace(
+            self._record,
+            outcome=outcome,
+            hangs=tuple(self._hangs.reports),
+            packages=package_versions(),
+        )
         self._keep(partial(write_record, Path(self._log_dir), record))
         return outcome
 
@@ -323,6 +338,8 @@ class _Run:
             process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved):
             self._note_saved(message)
+        elif isinstance(message, Logged):
+            self._keep(partial(self._metrics.append, process.rank, message.row))
         elif isinstance(message, Failed):
             process.failure = message
             end = RankEnd(
@@ -402,11 +419,14 @@ class _Run:
         return replace(end, last_events=text)
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """Call `write`; if it fails, notify the user and go on."""
+        """Call `write`; if it fails, notify the user once for each reason and go on."""
         try:
             write()
         except OSError as exc:
-            self._console.notice(f"cannot write to {self._log_dir}: {exc.strerror}")
+            text = f"cannot write to {self._log_dir}: {exc.strerror}"
+            if text not in self._unwritten:
+                self._unwritten.add(text)
+                self._console.notice(text)
 
     def _end_ranks(self) -> None:
         """Kill all ranks that still live, and release their resources."""

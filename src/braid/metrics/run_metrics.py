@@ -1,0 +1,119 @@
+"""What one rank logs during a run, and where it goes.
+
+Under `braid run` a row is a message to the launcher, which has the run's directory, on whichever
+host the rank is. Under another launcher, or alone, the rank makes a directory of its own below
+`./runs`, which `braid report` reads as well.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from braid._version import __version__
+from braid.clock import Clock
+from braid.diagnose import RunRecord
+from braid.errors import ConfigError
+from braid.events import Recorder
+from braid.metrics.files import MetricsFiles
+from braid.metrics.rows import row_of
+from braid.rendezvous import ControlClient, JobEnvironment, Logged
+
+__all__ = ["RunMetrics"]
+
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
+
+
+class RunMetrics:
+    """Logs the numbers of one rank.
+
+    Args:
+        environment: The rank, and its launcher.
+        control: Connection to braid's launcher; None without it.
+        clock: Clock of the rank.
+        events: Recorder of the rank, which gets an event for each row.
+        measure: Returns further measured numbers, such as the memory of a GPU.
+    """
+
+    def __init__(
+        self,
+        environment: JobEnvironment,
+        control: ControlClient | None,
+        clock: Clock,
+        events: Recorder,
+        measure: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._environment = environment
+        self._control = control
+        self._clock = clock
+        self._events = events
+        self._measure = measure
+        self._begin_ns = clock.now_ns()
+        self._process = psutil.Process()
+        self._files: MetricsFiles | None = None
+        self._last_step = -1
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Log numbers of one step.
+
+        Args:
+            step: Number of the step; the one after the last logged when None.
+            values: Numbers, or tensors of one element.
+
+        Raises:
+            ConfigError: A value is not a number, or the directory cannot be written.
+        """
+        measured = {
+            "time_s": round((self._clock.now_ns() - self._begin_ns) / 1e9, 6),
+            "unix_s": round(time.time(), 3),
+            "rss_bytes": self._process.memory_info().rss,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
+            **self._measure(),
+        }
+        row = row_of(self._last_step + 1 if step is None else step, values, measured)
+        self._last_step = int(row["step"] or 0)
+        self._events.instant("log", seq=self._last_step)
+        if self._control is not None:
+            self._control.send(Logged(row))
+            return
+        try:
+            if self._files is None:
+                self._files = MetricsFiles(self._own_directory())
+            self._files.append(self._environment.rank, row)
+        except OSError as exc:
+            msg = f"cannot write numbers to {exc.filename}: {exc.strerror}"
+            raise ConfigError(msg) from exc
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        if self._files is not None:
+            self._files.close()
+
+    def _own_directory(self) -> Path:
+        """Make the directory of a run without braid's launcher; ranks of one host share it."""
+        environment, now = self._environment, datetime.now().astimezone()
+        alone = environment.world_size == 1
+        # the ranks of a host are children of one launcher
+        suffix = secrets.token_hex(2)[:3] if alone else f"{environment.launched_by}-{os.getppid()}"
+        directory = Path("runs") / f"{now.date().isoformat()}_{suffix}"
+        directory.mkdir(parents=True, exist_ok=True)
+        if environment.local_rank == 0:
+            record = RunRecord(
+                braid=__version__,
+                command=tuple(sys.argv),
+                num_ranks=environment.world_size,
+                run_id=environment.run_id,
+                started=now.isoformat(timespec="seconds"),
+            )
+            (directory / "run.json").write_bytes(msgspec.json.encode(record) + b"\n")
+        return directory

@@ -1,0 +1,121 @@
+"""Logged numbers: what a row takes, what is refused by name, and what readers make of the files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from braid.clock import VirtualClock
+from braid.errors import ConfigError
+from braid.events import Recorder
+from braid.metrics import MetricsFiles, RunMetrics, average_rows, read_metrics, row_of
+from braid.observe import read_run
+from braid.rendezvous import JobEnvironment
+
+
+def test_numbers_of_python_numpy_and_torch_become_a_row():
+    values = {
+        "loss": torch.tensor([0.5], requires_grad=True),
+        "count": np.int64(3),
+        "bf16": torch.tensor(2.0, dtype=torch.bfloat16),
+        "flag": True,
+        "nan": math.nan,
+        "inf": torch.tensor(math.inf),
+    }
+    assert row_of(np.int32(7), values, {"time_s": 1.5}) == {
+        "step": 7, "time_s": 1.5, "loss": 0.5, "count": 3, "bf16": 2.0, "flag": True, "nan": None, "inf": None,
+    }  # fmt: skip
+
+
+def test_all_that_is_wrong_with_a_row_is_named_at_once():
+    values = {
+        "losses": torch.ones(2, 3),
+        "name": "adam",
+        "none": None,
+        "rss_bytes": 1,
+        "a\nb": 1,
+        "many": [1, 2],
+    }
+    with pytest.raises(ConfigError) as caught:
+        row_of(-1, values, {})
+    assert str(caught.value) == (
+        "cannot log: step must be an integer of at least 0, got -1; "
+        "losses must be one number, got a Tensor of shape (2, 3): log its mean or sum; "
+        "name must be one number, got 'adam'; none must be one number, got None; "
+        "rss_bytes is measured by braid: choose another name; "
+        "'a\\nb' is no name of 1 to 80 printable characters; many must be one number, got [1, 2]"
+    )
+
+
+@pytest.mark.parametrize("step", [True, 1.0, "3", torch.tensor(1.5), 1 << 60])
+def test_a_step_that_is_no_integer_is_refused(step):
+    with pytest.raises(ConfigError, match="step must be an integer of at least 0"):
+        row_of(step, {}, {})
+
+
+def test_too_many_values_are_refused():
+    with pytest.raises(ConfigError, match="201 values are more than a row takes: 200"):
+        row_of(0, {f"x{i}": i for i in range(201)}, {})
+
+
+def test_averages_are_over_the_ranks_that_have_logged_a_value(tmp_path):
+    with MetricsFiles(tmp_path) as files:
+        files.append(0, {"step": 1, "loss": 1.0})
+        files.append(1, {"step": 1, "loss": 3.0, "only": 5.0})
+        files.append(0, {"step": 0, "loss": 8.0})
+        files.append(1, {"step": 2, "loss": None})
+        files.append(0, {"step": 2, "loss": 1.0})
+        files.append(0, {"step": 1, "loss": 2.0})  # a step that was done again
+    read = [read_metrics(tmp_path / "metrics" / f"rank{rank}.jsonl") for rank in (0, 1)]
+    rows = average_rows(file for file in read if file is not None)
+    assert rows[:2] == ({"step": 0, "loss": 8.0}, {"step": 1, "loss": 2.5, "only": 5.0})
+    assert math.isnan(rows[2]["loss"])
+
+
+def test_torn_lines_and_files_without_steps_are_passed_over(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"model": "tiny"}\n{"step": 1, "loss": 2}\n\xff\xfe\n[1]\n{"step": 2, "lo')
+    rows = read_metrics(path)
+    assert rows is not None
+    assert (rows.rows, rows.about) == (({"step": 1, "loss": 2},), {"model": "tiny"})
+    path.write_text("{}\n")
+    assert read_metrics(path) is None
+
+
+def _metrics(environment: JobEnvironment) -> RunMetrics:
+    clock = VirtualClock(0)
+    return RunMetrics(environment, None, clock, Recorder(clock=clock))
+
+
+def test_a_rank_without_launcher_has_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    metrics = _metrics(JobEnvironment())
+    metrics.log(None, {"loss": 2})
+    metrics.log(None, {"loss": 1})
+    metrics.log(9, {"loss": 0.5})
+    metrics.close()
+    (directory,) = (tmp_path / "runs").iterdir()
+    run = read_run(directory)
+    assert [(row["step"], row["loss"]) for row in run.metrics] == [(0, 2), (1, 1), (9, 0.5)]
+    assert run.record.num_ranks == 1
+    line = (directory / "metrics" / "rank0.jsonl").read_text().splitlines()[0]
+    assert list(json.loads(line)) == [
+        "step",
+        "time_s",
+        "unix_s",
+        "rss_bytes",
+        "peak_rss_bytes",
+        "loss",
+    ]
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").write_text("a file")
+    with pytest.raises(ConfigError, match="cannot write numbers to runs"):
+        _metrics(JobEnvironment()).log(0, {"loss": 1})
