@@ -375,7 +375,7 @@ def report(
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     others: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="RUN", help_behavior_hint=TOLD),
+        tyro.conf.arg(metavar="RUN", help_behavior_hint=NO_DEFAULT),
     ] = (),
     *,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = None,
