@@ -223,7 +223,7 @@ class EventRing:
 
     @property
     def clock_offset_ns(self) -> int:
-        """What to add to `t_ns` to get the launcher's clock; 0 on the launcher's own host."""
+        """Nanoseconds to add to `t_ns` for the launcher's clock; 0 on the launcher's own host."""
         raw = int(self.header[_CLOCK_OFFSET])
         return raw - (1 << 64) if raw >> 63 else raw
 

@@ -34,7 +34,7 @@ class TensorSpec(NamedTuple):
 
 
 class OpDesc(NamedTuple):
-    """What one rank asks of a collective; every rank of the group must ask for the same.
+    """Description of a collective, which must be equal on all ranks of the group.
 
     Attributes:
         kind: Name of the operation, such as `all_reduce`.

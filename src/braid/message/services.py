@@ -66,7 +66,7 @@ class _Call:
 
     @property
     def lost(self) -> str:
-        """How the life of the peer that received the request was lost, empty if it was not.
+        """Reason why the peer's life that received the request was lost; empty if it lives.
 
         The notice of an earlier life's loss may come late.
         """

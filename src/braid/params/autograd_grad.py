@@ -27,7 +27,7 @@ def is_in_backward() -> bool:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have `call` called in this thread when the whole backward that is under way has ended."""
+    """Call `call` in this thread when the whole backward that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001
 
 

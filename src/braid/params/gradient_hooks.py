@@ -104,7 +104,7 @@ class GradientHooks:
                 self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
-        """Have `on_output` called when a backward reaches an output; False if none can tell."""
+        """Call `on_output` when a backward reaches an output; return whether it can."""
         hook = partial(_on_output, self._listener, forward)
         inner = [output for output in outputs if not output.is_leaf]
         for output in inner:  # a hook on a parameter that is returned would stay for ever

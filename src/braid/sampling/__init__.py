@@ -1,4 +1,4 @@
-"""Which samples belong to which step and rank, computed and never stored; see README.md."""
+"""Orders of samples by step and rank, computed and never stored; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks are connected: hosts, switches and their links; see README.md."""
+"""Connections of ranks: hosts, switches and their links; see README.md."""
 
 from braid.topology.cluster import Cluster, Level, flat
 from braid.topology.cluster_file import from_toml, to_toml

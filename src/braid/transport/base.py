@@ -1,4 +1,4 @@
-"""What a rank has to communicate through memory: an arena, doorbells, and access to peers' memory.
+"""The memory transport of a rank: an arena, doorbells, and access to peers' memory.
 
 Processes and threads differ only in how peers' memory is found (`PeerMemory`): `shm` opens it
 through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what ranks of

@@ -54,7 +54,7 @@ class Witness(Protocol):
 
 
 class Health:
-    """What this rank knows about the life of the other ranks.
+    """Knowledge of one rank about the life of the others.
 
     Args:
         rank: This rank.

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet before they have anything in common but a store.
+"""Meeting of the ranks of a job, which have nothing in common but a store.
 
 Each rank tells which host it is on and how it can be reached. All ranks compare, and refuse what
 cannot work with the same words on every rank. A rank that waits here also listens to the launcher,

@@ -157,14 +157,14 @@ class MemoryFile:
 
 
 class Extent(NamedTuple):
-    """Where a peer finds one piece of memory: its owner's descriptor of it, and its length."""
+    """Location of one piece of memory for peers: its owner's descriptor, and its length."""
 
     fd: int
     nbytes: int
 
 
 class RootAddress(NamedTuple):
-    """What a rank publishes in the store so that peers find its root.
+    """Location of a rank's root, which the rank publishes in the store.
 
     Attributes:
         pid: Process id.
@@ -229,7 +229,7 @@ class Root:
 
 
 class PeerMemory(Protocol):
-    """How this rank reaches its peers' memory: as processes, as threads, or through mirrors."""
+    """Access of a rank to its peers' memory: of processes, of threads, or through mirrors."""
 
     def root(self, rank: int) -> Root:
         """Return the root of `rank`, which may be this rank."""

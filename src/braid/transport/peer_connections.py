@@ -37,7 +37,7 @@ OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way th
 
 
 class Network(NamedTuple):
-    """How ranks of other hosts reach this rank.
+    """Addresses at which ranks of other hosts reach this rank, and the trust in their network.
 
     Attributes:
         listen: Address to listen on; when empty, the one from which this host reaches `towards`.
@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 
 class _Endpoint(NamedTuple):
-    """What one rank has told the others about itself."""
+    """Process id, host and address that a rank has published for the others."""
 
     pid: int
     host: str

@@ -1,4 +1,4 @@
-"""Which host can reach which, asked before anything waits.
+"""Reachability of each host from each other, probed before any connection is waited for.
 
 Problem: a firewall, a wrong interface or an address of another network shows itself as a timeout of
 some rank, minutes later, and the message says nothing about the others.

@@ -38,7 +38,7 @@ SHARED_MEMORY = "shared memory"
 
 
 class Shared(NamedTuple):
-    """What a rank has in common with the others of its host.
+    """Memory and doorbells that the ranks of one host share.
 
     Attributes:
         root: This rank's root.

@@ -48,7 +48,7 @@ yield_core = ctypes.CDLL(None).sched_yield
 
 
 class Wait(NamedTuple):
-    """What a collective waits for: that the counter of `peer` on `channel` reaches `value`.
+    """Condition of a wait: the counter of `peer` on `channel` reaches `value`.
 
     Attributes:
         peer: Group rank.
@@ -62,7 +62,7 @@ class Wait(NamedTuple):
 
 
 class WaitAny(NamedTuple):
-    """What a collective waits for: that at least one of several counters reaches its value.
+    """Condition of a wait: at least one of several counters reaches its value.
 
     Attributes:
         waits: The alternatives.

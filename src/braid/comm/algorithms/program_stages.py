@@ -56,7 +56,7 @@ class Move(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What one rank does in one turn.
+    """The messages and copies of one rank in one turn.
 
     Attributes:
         sends: Messages out.

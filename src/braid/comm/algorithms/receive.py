@@ -230,8 +230,8 @@ class _Line:
             raise Disagreement(ch.index, value, pair, own=(receipt.digest, receipt.site))
         data = receipt.out if receipt is not None else _bytes(envelope.nbytes)
         message = _Message(envelope.tag, digest, data)
-        if envelope.place:
-            remote_at(ch, source, envelope.place, data.numel(), torch.uint8).read(0, data)
+        if envelope.address:
+            remote_at(ch, source, envelope.address, data.numel(), torch.uint8).read(0, data)
         else:
             first = data[:CHUNK_BYTES]
             ch.value = value

@@ -29,22 +29,22 @@ __all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
 
 EAGER_BYTES = 256 << 10  # messages up to here are not offered for reading in place
 ENVELOPE_BYTES = 64
-_TAG, _NBYTES, _PLACE = 0, 1, 2
+_TAG, _NBYTES, _ADDRESS = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
 
 
 class Envelope(NamedTuple):
-    """What the first step of a message tells about it.
+    """Description of a message, which its first step carries.
 
     Attributes:
         tag: Tag, which tells it from other messages of this pair.
         nbytes: Size in bytes.
-        place: Address where the receiver can read it; 0 if it is behind the envelope.
+        address: Address at which the receiver can read it; 0 if it is behind the envelope.
     """
 
     tag: int
     nbytes: int
-    place: int
+    address: int
 
 
 def send(
@@ -61,14 +61,14 @@ def send(
         private: Whether the receiver may read private memory.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
-    place = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
-    first = x[:0] if place else x[:CHUNK_BYTES]
+    address = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
+    first = x[:0] if address else x[:CHUNK_BYTES]
     slot = ch.own.slot(ENVELOPE_BYTES + first.numel(), torch.uint8)
     envelope = ch.own.words(3)
-    envelope[_TAG], envelope[_NBYTES], envelope[_PLACE] = tag + TAG_BIAS, x.numel(), place
+    envelope[_TAG], envelope[_NBYTES], envelope[_ADDRESS] = tag + TAG_BIAS, x.numel(), address
     slot[ENVELOPE_BYTES:].copy_(first)
     value = ch.publish()
-    if place:
+    if address:
         yield from acks.await_step(to, value)  # the receiver has read it
         return
     for part in pieces(x[CHUNK_BYTES:], CHUNK_BYTES) if x.numel() > CHUNK_BYTES else ():
@@ -80,4 +80,4 @@ def send(
 def read_envelope(ch: Channel, source: int, value: int) -> Envelope:
     """Return the envelope that `source` published in step `value` of its line."""
     words = ch.read_words(source, value, 3)
-    return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_PLACE])
+    return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_ADDRESS])

@@ -1,1 +1,1 @@
-"""What users call on a group: collectives, messages, objects, batches and persistent requests."""
+"""The public calls of a group: collectives, messages, objects, batches and persistent requests."""

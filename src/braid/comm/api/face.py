@@ -1,4 +1,4 @@
-"""What the faces of collectives have in common: they turn arguments into a `Collective`.
+"""Base of the classes that turn the arguments of public calls into a `Collective`.
 
 `Reductions`, `Movements` and `PointToPoint` check arguments and make records. A `Group` is all
 three and carries the records out, a `Batch` collects them, and a `Starter` starts them without

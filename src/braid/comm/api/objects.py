@@ -191,12 +191,12 @@ class Objects:
 
 
 class _Packed(NamedTuple):
-    """What a member sends.
+    """Encoded object of a member, or the reason why it cannot be sent.
 
     Attributes:
         data: Length and bytes, padded to a power of two: few different shapes, so few different
             descriptions.
-        error: Why they are not those of its object.
+        error: Error that was encoded in place of the object; None if the object was.
     """
 
     data: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a rank publishes with the next step of a channel: a slot that it has filled, or an address.
+"""Staging: slots and addresses that a rank publishes with the next step of a channel.
 
 There are two slots, used in turn; `channel` explains why that is enough. Slots grow as needed and
 are kept, as are the tensors that view them: a small collective spends most of its time on those.

@@ -1,1 +1,1 @@
-"""How a group carries out a collective: in shared memory, or through a process group of torch."""
+"""Engines that carry out collectives: in shared memory, or through a process group of torch."""

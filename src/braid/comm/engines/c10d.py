@@ -120,7 +120,7 @@ class C10dEngine:
         return False
 
     def tune(self, timeout_s: float) -> None:
-        """Nothing: the backend chooses by itself."""
+        """Do nothing: the backend chooses its algorithms itself."""
 
     def explain(self) -> str:
         """Say that the backend chooses its algorithms."""
@@ -154,7 +154,7 @@ class C10dEngine:
         return torch.empty(tuple(shape), dtype=dtype, device=kind)
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Nothing: there is no faster memory."""
+        """Do nothing: the backend has no faster memory."""
 
     def token(self) -> int:
         """Return the number of the new group among those that this rank has taken part in."""
@@ -162,7 +162,7 @@ class C10dEngine:
         return self._num_subsets << 20 | self._context.rank
 
     def forget(self, token: int) -> None:
-        """Nothing."""
+        """Do nothing: a token reserves no memory here."""
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> C10dEngine:
         """Return the engine of a new group of some members, with a process group of its own."""
@@ -177,7 +177,7 @@ class C10dEngine:
         )
 
     def hand_over_to(self, engine: C10dEngine) -> None:
-        """Nothing: every process group is its engine's own."""
+        """Do nothing: engines share no process group."""
 
     def stop(self, reason: str) -> None:
         """End the process group; the members' calls fail or time out, and then read `reason`."""
@@ -317,10 +317,10 @@ class C10dRequest:
         return self._engine.start(collective, steps_by)
 
     def residual(self) -> None:
-        """Nothing is left out: numbers are sent as they are."""
+        """Return None: the backend sends numbers as they are, without residuals."""
 
     def reset_residual(self) -> None:
-        """Nothing to forget."""
+        """Do nothing: there are no residuals."""
 
 
 class _Operation:
@@ -364,7 +364,7 @@ class _Operation:
             raise self.error
 
     def on_done(self, call: Callable[[], None]) -> None:
-        """Have `call` called when the collective ends."""
+        """Call `call` when the collective ends."""
         if self.done:
             call()
         else:

@@ -18,7 +18,7 @@ __all__ = ["Asked", "asked", "mismatch_table", "timeout_text"]
 
 
 class Asked(NamedTuple):
-    """What one member asked for.
+    """Description of the operation that one member asked for.
 
     Attributes:
         rank: Global rank.

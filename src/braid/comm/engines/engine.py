@@ -21,7 +21,7 @@ __all__ = ["Capabilities", "Engine", "EngineRequest", "Statistics"]
 
 
 class Capabilities(NamedTuple):
-    """What an engine does beyond moving data; the conformance suite asks for it.
+    """Abilities of an engine beyond moving data; the conformance suite tests those it claims.
 
     Attributes:
         rank_order: Whether sums are taken in the order of ranks, those of 16-bit floats in 32 bits.

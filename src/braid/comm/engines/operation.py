@@ -325,9 +325,9 @@ class Operation:
         return mismatch_table(answers, step=exc.value)
 
     def on_done(self, call: Callable[[], None]) -> None:
-        """Have `call` called when this ends, well or badly, in the thread that ends it.
+        """Call `call` when the operation has succeeded or failed, in the thread that ends it.
 
-        It is called at once if this has ended.
+        It is called at once if the operation has ended.
         """
         with self._lock:
             if not self.done:

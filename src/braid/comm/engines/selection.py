@@ -58,7 +58,7 @@ Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
 
 
 class Costs(NamedTuple):
-    """What the primitives cost on this machine.
+    """Costs of the primitives on this machine.
 
     Attributes:
         sync_s: Seconds of one synchronisation of all ranks.

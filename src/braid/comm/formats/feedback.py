@@ -32,10 +32,10 @@ __all__ = ["ErrorFeedback"]
 
 
 class ErrorFeedback:
-    """What was lost so far of one tensor.
+    """Residual that lossy sends of one tensor have left so far.
 
-    What is not finite is sent but not remembered: a step that overflowed leaves no trace in those
-    after it.
+    Numbers that are not finite are sent but leave no residual, so that a step that overflowed does
+    not affect later ones.
 
     Args:
         numel: Numbers in the tensor.

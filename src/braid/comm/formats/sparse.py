@@ -81,7 +81,7 @@ class TopK:
         return True
 
     def max_entries(self, numel: int) -> int:
-        """How many of `numel` numbers are sent at most."""
+        """Return the largest number of entries that are sent of `numel` numbers."""
         return min(numel, math.ceil(self.ratio * numel))
 
     def nbytes(self, numel: int) -> int:

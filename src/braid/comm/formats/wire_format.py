@@ -37,7 +37,7 @@ class WireFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """What `by_name` makes an equal format of."""
+        """Name from which `by_name` makes an equal format."""
 
     @property
     def lossy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which members of a group share a host, and which members of several hosts work on the same slice.
+"""Members of a group by host, and the slices of tensors that they work on.
 
 Members of one host are *local peers*. They divide a tensor into *slices*, one for each of as many
 local peers as every host has. Members that work on one slice, one per host, are *cross-node peers*:

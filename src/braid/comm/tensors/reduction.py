@@ -1,4 +1,4 @@
-"""How numbers are combined: always in the order of ranks, so that every rank gets the same bits.
+"""Reductions in the order of ranks, so that every rank gets the same bits.
 
 Floating-point addition is not associative. A sum whose order depends on arrival, on the algorithm
 or on the rank gives results that differ between ranks and between runs; ours is 0, 1, ..., n-1

@@ -1,4 +1,4 @@
-"""What a caller of `Van.send` knows of its message."""
+"""Handle on a message, which `Van.send` returns."""
 
 from __future__ import annotations
 
