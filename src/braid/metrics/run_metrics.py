@@ -1,4 +1,4 @@
-"""What one rank logs during a run, and where it goes.
+"""The metrics that one rank logs during a run, and their destinations.
 
 Under `braid run` a row is a message to the launcher, which has the run's directory, on whichever
 host the rank is. Under another launcher, or alone, the rank makes a directory of its own below
