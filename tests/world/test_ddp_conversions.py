@@ -1,10 +1,9 @@
-"""What is converted, moved, copied or pickled after wrapping stays right, or is refused with what to do."""
+"""What is converted or moved after wrapping stays right, or is refused with what to do."""
 
 from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -126,31 +125,6 @@ def test_what_is_the_same_again_goes_on_being_averaged(world, how, by_optimizer,
         for own, others in zip(found, expected, strict=True):
             for a, b in zip(own, others, strict=True):
                 torch.testing.assert_close(a, b)
-
-
-def _copied(group: Group, how: str) -> str:
-    wrapped = DistributedDataParallel(net(), process_group=group)
-    loss_of(wrapped, group.rank, 0, torch.float32).backward()
-    calls = {
-        "deepcopy": lambda: copy.deepcopy(wrapped),
-        "copy": lambda: copy.copy(wrapped),
-        "pickle": lambda: pickle.dumps(wrapped),
-        "save": lambda: torch.save(wrapped, io.BytesIO()),
-        "averaged": lambda: torch.optim.swa_utils.AveragedModel(wrapped),
-        "inside": lambda: copy.deepcopy({"model": wrapped}),
-    }
-    try:
-        calls[how]()
-    except ConfigError as error:
-        return str(error)
-    return "nothing happened"
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "copy", "pickle", "save", "averaged", "inside"])
-def test_copies_of_the_wrapper_are_refused_with_what_to_copy(world, how):
-    for text in world(2, _copied, how):
-        assert "DistributedDataParallel cannot be copied or pickled" in text
-        assert "copy.deepcopy(model.module)" in text
 
 
 def _averaged(group: Group) -> tuple[bool, bool]:

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from braid.comm import Group
 from braid.errors import ConfigError
 
-__all__ = ["group_of"]
+__all__ = ["group_of", "shown_group_of"]
 
 
 def group_of(process_group: Any, device_mesh: Any = None) -> Group:
@@ -47,6 +47,13 @@ def group_of(process_group: Any, device_mesh: Any = None) -> Group:
         )
         raise ConfigError(msg)
     return group
+
+
+def shown_group_of(process_group: Any, device_mesh: Any = None) -> Any:
+    """Return the group that a program sees as `process_group`: its own, or torch's default."""
+    if device_mesh is not None:
+        return device_mesh.get_group(mesh_dim=0)
+    return dist.group.WORLD if process_group is None else process_group
 
 
 def _behind(process_group: Any) -> Group | None:

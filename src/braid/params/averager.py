@@ -48,7 +48,6 @@ class Averager:
         policy: Decisions.
         listener: Learns of each averaging.
         buckets: Buckets of the parameters that require a gradient.
-        buffers_used: Whether the module has been used in training mode since buffers were equal.
         num_reductions: Number of averagings so far.
     """
 
@@ -71,9 +70,13 @@ class Averager:
         self.policy = ReducerPolicy(options)
         self.listener = listener
         self.buckets = self._cache.current
-        self.buffers_used = False
         self.num_reductions = 0
         self._times = ReadyTimes(group.context.clock.now_ns, self.buckets.layouts)
+
+    def use_options(self, options: ReducerOptions) -> None:
+        """Take other options, which leave buckets as they are."""
+        self._options = options
+        self.policy = ReducerPolicy(options)
 
     def use_hook(self, hook: StateHook) -> None:
         """Run a communication hook in all buckets, now and later."""
@@ -169,7 +172,7 @@ class Averager:
             num_forwards_without_backward=state.num_forwards_without_backward,
             weight=weight,
             is_weighted=state.is_weighted and own in OWN_GRADIENTS,
-            buffers_used=self.buffers_used and own is not RankState.JOINED,
+            buffers_used=state.buffers_used and own is not RankState.JOINED,
         )
         status = self._exchange.run(vector, self.listener.start_beside_status())
         differing = requires_grad_differs(status, self._records)
@@ -209,7 +212,7 @@ class Averager:
         differing = weights_differ(status)
         if differing is not None:
             raise MismatchError(differing)
-        self.buffers_used = False
+        self._state.buffers_used = False
         self.listener.on_averaged(Outcome(self.num_reductions, status, self._records))
         if raised is not None:
             raise raised

@@ -73,6 +73,7 @@ class BackwardState:
         averages_next: Whether the next backward averages, whichever number it has.
         failed: Whether an exception has ended a local backward.
         num_forwards_without_backward: Number of forward passes that no backward has reached.
+        buffers_used: Whether the module has been used in training mode since buffers were equal.
         weights: Loss weights of the forwards that the present backward has reached; one at most.
         total_weight: Sum of the weights of accumulated backwards.
         is_weighted: Whether the program has set a weight of one of them.
@@ -84,6 +85,7 @@ class BackwardState:
     averages_next: bool = False
     failed: bool = False
     num_forwards_without_backward: int = 0
+    buffers_used: bool = False
     weights: set[float | None] = field(default_factory=set)
     total_weight: float = 0.0
     is_weighted: bool = False

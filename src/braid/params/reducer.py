@@ -24,7 +24,8 @@ ranks, and the division by their number happens once, at the end (`data_parallel
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch._compile import _disable_dynamo
@@ -46,6 +47,7 @@ from braid.params.gradient_hooks import ForwardPass, GradientHooks, GradientList
 from braid.params.hook_schedule import StateHook
 from braid.params.local_steps import LocalSteps
 from braid.params.reducer_options import ReducerListener, ReducerOptions
+from braid.params.reducer_policy import ReducerPolicy
 from braid.params.table import ParamTable
 
 __all__ = ["GradientReducer"]
@@ -61,11 +63,15 @@ class GradientReducer(GradientListener):
         listener: Learns of each averaging.
         registers_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
             backward begins with the first part of a gradient that is computed.
+        agree: Makes the reducer wait with its memory and its channels until a backward averages
+            for the first time. Called then, before they are made; a collective. Copies of a model
+            need none as long as they are not trained, and one rank alone may make them.
 
     Attributes:
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
         loss_weight: Weight of the gradients of forwards that begin now; every backward counts one
             when None.
+        is_set_up: Whether there are memory and channels already; see the argument `agree`.
         needs_average: Whether nested backwards have left gradients that `finish` has to average.
     """
 
@@ -77,31 +83,57 @@ class GradientReducer(GradientListener):
         listener: ReducerListener | None = None,
         *,
         registers_outputs: bool = True,
+        agree: Callable[[], None] | None = None,
     ) -> None:
+        self._group = group
         self._records = table.records
         self._options = options or ReducerOptions()
+        self._policy = ReducerPolicy(self._options)
+        self._listener = listener or ReducerListener()
         self._registers_outputs = registers_outputs
+        self._agree = agree
         self._state = BackwardState()
-        self._averager = Averager(
-            group, self._records, self._options, listener or ReducerListener(), self._state
-        )
         self._local_steps = LocalSteps()
-        self._has_hook = False
+        self._hook: StateHook | None = None
+        self._early_residuals: Mapping[str, torch.Tensor] = {}
         self._hooks = GradientHooks(self._records, self, partial_grads=not registers_outputs)
-        self._hooks.attach(self.buckets.positions)
+        self.is_set_up = False
+        if agree is None:
+            self._set_up()
+        self._hooks.attach(self._positions())
         self.synchronizes = True
         self.loss_weight: float | None = None
         self.needs_average = False
 
+    def _set_up(self) -> None:
+        """Make the part with memory and channels, at the same point on all ranks."""
+        if self.is_set_up:
+            return
+        if self._agree is not None:
+            self._agree()
+        averager = Averager(self._group, self._records, self._options, self._listener, self._state)
+        if self._hook is not None:
+            averager.use_hook(self._hook)
+        if self._early_residuals:
+            averager.buckets.add_residuals(self._early_residuals)
+        self._averager = averager
+        self.is_set_up = True
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward through the model is under way in this thread."""
+        return self._state.phase is not Phase.IDLE and is_in_backward()
+
     @property
     def buckets(self) -> Buckets:
-        """Buckets of the parameters that require a gradient."""
+        """Buckets of the parameters that require a gradient; a collective if not set up."""
+        self._set_up()
         return self._averager.buckets
 
     @property
     def num_reductions(self) -> int:
         """Number of averagings so far."""
-        return self._averager.num_reductions
+        return self._averager.num_reductions if self.is_set_up else 0
 
     @property
     def accumulates(self) -> bool:
@@ -137,14 +169,43 @@ class GradientReducer(GradientListener):
         Raises:
             ConfigError: A backward is under way, or there is a hook already.
         """
-        if self._has_hook:
+        if self._hook is not None:
             msg = "a communication hook has been registered before: a model takes one"
             raise ConfigError(msg)
         if self._state.phase is not Phase.IDLE:
             msg = "a backward is under way: register communication hooks between two steps"
             raise ConfigError(msg)
-        self._has_hook = True
-        self._averager.use_hook(hook)
+        self._hook = hook
+        if self.is_set_up:
+            self._averager.use_hook(hook)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return what lossy formats have left out on this rank, by parameter name."""
+        return self.buckets.residuals() if self.is_set_up else dict(self._early_residuals)
+
+    def add_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Replace what has been left out so far; see `Buckets.add_residuals`."""
+        if self.is_set_up:
+            self.buckets.add_residuals(residuals)
+        else:
+            self._early_residuals = residuals
+
+    def use_static_graph(self) -> None:
+        """Expect from now on that every backward uses the same parameters, equally often.
+
+        Raises:
+            ConfigError: Gradients have been averaged, or a backward is under way.
+        """
+        if self.num_reductions or self._state.phase is not Phase.IDLE:
+            msg = (
+                f"static_graph was set after {self.num_reductions} averagings: pass "
+                "static_graph=True to the constructor, or set it before the first backward"
+            )
+            raise ConfigError(msg)
+        self._options = replace(self._options, static_graph=True)
+        self._policy = ReducerPolicy(self._options)
+        if self.is_set_up:
+            self._averager.use_options(self._options)
 
     def set_loss_weight(self, weight: float | None) -> None:
         """Set the loss weight of the forwards that follow; gradients are scaled by the weight."""
@@ -163,7 +224,9 @@ class GradientReducer(GradientListener):
             self._abandon_backward()
         if self._state.num_accumulated and all(r.param.grad is None for r in self._records):
             self.restart()
-        if self._averager.refresh():
+        if not self.is_set_up:
+            self._hooks.attach(self._positions())
+        elif self._averager.refresh():
             self._hooks.attach(self.buckets.positions)
         else:
             self._hooks.refresh()
@@ -191,8 +254,8 @@ class GradientReducer(GradientListener):
             outputs: Tensors that autograd follows.
             buffers_used: Whether the forward may have changed buffers that are kept equal.
         """
-        self._averager.buffers_used |= buffers_used
-        opened = None if is_in_backward() else self._averager.num_reductions
+        self._state.buffers_used |= buffers_used
+        opened = None if is_in_backward() else self.num_reductions
         forward = ForwardPass(self.loss_weight, opened)
         if not self._hooks.register_outputs(outputs, forward):
             self._close_forward(forward)  # no backward will reach it
@@ -206,16 +269,19 @@ class GradientReducer(GradientListener):
             weight: Weight of this rank in the average when it has no gradients.
         """
         self._local_steps.forget()
+        self._set_up()
         return self._averager.shadow(weight)
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
         self.needs_average = False
         self._local_steps.forget()
+        self._set_up()
         self._averager.average()
 
     def bucket_times(self) -> BucketTimes:
         """Return when the buckets of the last averaging were ready, on all ranks; a collective."""
+        self._set_up()
         return self._averager.bucket_times()
 
     def close(self) -> None:
@@ -259,15 +325,19 @@ class GradientReducer(GradientListener):
         if not state.has_gradient:
             state.has_gradient = True
             if state.phase is Phase.AVERAGING:
-                self._averager.listener.on_averaging_begins()
+                self._listener.on_averaging_begins()
+        if state.phase is not Phase.AVERAGING:
+            return
+        if not self.is_set_up:
+            self._set_up()
         averager = self._averager
         buckets = averager.buckets
         bucket = buckets.of.get(position)
-        if bucket is None or state.phase is not Phase.AVERAGING:
+        if bucket is None:
             return
         if not buckets.is_learnt:
             buckets.arrivals.setdefault(position)
-        if bucket.mark_ready(position) and averager.policy.launches_early(
+        if bucket.mark_ready(position) and self._policy.launches_early(
             bucket.layout, is_learnt=buckets.is_learnt
         ):
             averager.launch(bucket)
@@ -278,14 +348,12 @@ class GradientReducer(GradientListener):
 
     def _backward_begins(self, phase: Phase | None = None) -> None:
         state = self._state
-        state.begin(
-            phase or self._averager.policy.next_phase(state, synchronizes=self.synchronizes)
-        )
+        state.begin(phase or self._policy.next_phase(state, synchronizes=self.synchronizes))
         at_end_of_backward(self._backward_ended)
 
     def _close_forward(self, forward: ForwardPass) -> None:
         """Note that a backward has reached a forward."""
-        if forward.open == self._averager.num_reductions:
+        if forward.open == self.num_reductions:
             self._state.num_forwards_without_backward -= 1
         forward.open = None
 
@@ -306,7 +374,11 @@ class GradientReducer(GradientListener):
         if self._state.end(Event.ABANDON) is not Action.REPORT:
             return
         if not is_announced:
-            self._averager.listener.on_averaging_begins()
+            self._listener.on_averaging_begins()
         self.needs_average = False
         self._local_steps.forget()
+        self._set_up()
         self._averager.abandon()
+
+    def _positions(self) -> list[int]:
+        return [p for p, record in enumerate(self._records) if record.param.requires_grad]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,27 +34,29 @@ from braid.data_parallel.ddp.arguments import (
     trigger_of,
 )
 from braid.data_parallel.ddp.averaging_listener import AveragingListener, MakeOptimizer
+from braid.data_parallel.ddp.copies import CopyableWrapper
+from braid.data_parallel.ddp.introspection import IGNORED, TorchNames
 from braid.data_parallel.ddp.join import Join, Joinable, JoinHook, syncs_in_forward
 from braid.data_parallel.ddp.mixed_precision import precision_of
 from braid.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.data_parallel.ddp.once_warnings import OnceWarnings
 from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
+from braid.data_parallel.ddp.settings import WrapperSettings
 from braid.data_parallel.finite import NonfiniteHandler, nonfinite_handler
-from braid.data_parallel.groups import group_of
+from braid.data_parallel.groups import group_of, shown_group_of
 from braid.data_parallel.hooks.catalogue import hook_of
 from braid.data_parallel.replicas.data_parallel import DataParallel
 from braid.errors import ConfigError
-from braid.params import GradientReducer, Hook, ReducerOptions
+from braid.params import GradientReducer, Hook, ParamTable
 from braid.params.bucket_times import BucketTimes
 from braid.params.lost_requests import reclaim_lost_requests
 
 __all__ = ["DistributedDataParallel"]
 
-IGNORED = "_ddp_params_and_buffers_to_ignore"
 ONE_HOOK = "a communication hook has been registered before: a model takes one"
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, CopyableWrapper):
     """Wraps a module so that backward leaves the same averaged gradients on every rank.
 
     Names, order and defaults up to `forward_sync_buffers` are those of torch's class. Attributes of
@@ -150,20 +153,43 @@ class DistributedDataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         del check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         group = group_of(process_group, device_mesh)
-        ignored = frozenset(getattr(module, IGNORED, ()))
-        self._table = table = table_of(module, ignored)
+        table = table_of(module, frozenset(getattr(module, IGNORED, ())))
         self.module = module
-        self.process_group = group
+        self.process_group = shown_group_of(process_group, device_mesh)
+        self.device_mesh = device_mesh
         self.device_ids = None if device_ids is None else list(device_ids)
-        several = self.device_ids is not None and len(self.device_ids) > 1
-        # in a tuple: a submodule would give every parameter a second name
-        self._replicas = (DataParallel(module, device_ids, output_device, dim),) if several else ()
+        self.output_device = output_device
         self.dim = dim
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers)
         self.mixed_precision = mixed_precision
+        delayed = delay_all_reduce_named_params
+        self._settings = WrapperSettings(
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers is not False,
+            caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
+            delayed=frozenset(name for name, _ in delayed or ()),
+            delayed_after=trigger_of(table, param_to_hook_all_reduce, delayed),
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            nonfinite=nonfinite,
+            check_all=check_all,
+            hash_every=checked_hash_every(hash_every),
+            hook=hook,
+        )
+        self._set_up(group, is_copy=False)
+
+    def _set_up(self, group: Group, *, is_copy: bool) -> None:
+        """Make what belongs to the group; all ranks at the same time unless it is a copy."""
+        module, settings = self.module, self._settings
+        ignored = frozenset(getattr(module, IGNORED, ()))
+        self._group = group
+        self._table = table = ParamTable.of(module, ignored)
+        several = self.device_ids is not None and len(self.device_ids) > 1
+        devices = self.device_ids, self.output_device, self.dim
+        # in a tuple: a submodule would give every parameter a second name
+        self._replicas = (DataParallel(module, *devices),) if several else ()
         self._snapshot = ParamSnapshot(module.parameters())
         buffers = ModuleBuffers(group, module, ignored)
         self._has_buffers = buffers.any()
@@ -172,40 +198,35 @@ class DistributedDataParallel(nn.Module, Joinable):
             group=group,
             table=table,
             buffers=buffers,
-            handler=nonfinite_handler(nonfinite, [record.param for record in table]),
-            hash_every=checked_hash_every(hash_every),
+            handler=nonfinite_handler(settings.nonfinite, [record.param for record in table]),
+            hash_every=settings.hash_every,
             warnings=OnceWarnings(
                 type(module).__name__,
                 group.ranks,
                 is_speaker=group.rank == 0,
-                names_unused=not find_unused_parameters,
+                names_unused=not self.find_unused_parameters,
             ),
         )
-        self._precision = precision_of(mixed_precision, module)
-        wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
-        options = ReducerOptions(
-            caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
-            wire=wire or self._precision.wire,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            static_graph=static_graph,
-            delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
-            delayed_after=trigger_of(
-                table, param_to_hook_all_reduce, delay_all_reduce_named_params
-            ),
-            check_all=check_all,
+        self._precision = precision_of(self.mixed_precision, module)
+        name = settings.hook
+        wire, self._comm_hook = (None, None) if name is None else hook_of(name, group, table)
+        options = settings.options(wire or self._precision.wire, static_graph=self.static_graph)
+        common = arguments_in_common(
+            options,
+            settings.nonfinite,
+            buffers=self.forward_sync_buffers,
+            hash_every=settings.hash_every,
+            hook=name,
         )
-        if init_sync:
-            others = {"buffers": self.forward_sync_buffers, "hash_every": hash_every, "hook": hook}
-            common = arguments_in_common(options, nonfinite, **others)
+        if settings.init_sync and not is_copy:
             table.make_equal(group, common)
             reclaim_lost_requests(group)
-            if broadcast_buffers is not False:
+            if settings.broadcast_buffers:
                 buffers.broadcast()
-        self._reducer = GradientReducer(group, table, options, self._listener)
-        self._comm_hook = comm_hook
-        self._hook_name = hook
-        if comm_hook is not None:
-            self._reducer.use_hook((None, comm_hook))
+        agree = partial(_agree, group, table, common) if is_copy else None
+        self._reducer = GradientReducer(group, table, options, self._listener, agree=agree)
+        if self._comm_hook is not None:
+            self._reducer.use_hook((None, self._comm_hook))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
@@ -272,7 +293,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             # for callers without a type checker
             msg = f"a communication hook must be callable, got {type(hook).__name__}"  # type: ignore[unreachable]
             raise ConfigError(msg)
-        if self._comm_hook is not None or self._hook_name is not None:
+        if self._comm_hook is not None or self._settings.hook is not None:
             raise ConfigError(ONE_HOOK)
         self._reducer.use_hook((state, hook))
         self._comm_hook = hook
@@ -305,7 +326,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         read = getattr(self._comm_hook, "state_dict", None)
         return {
-            "residuals": self._reducer.buckets.residuals(),
+            "residuals": self._reducer.residuals(),
             "hook": {} if read is None else read(),
         }
 
@@ -328,7 +349,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise ConfigError(msg)
         names = {record.name for record in self._table}
         own = {name: left for name, left in state["residuals"].items() if name in names}
-        self._reducer.buckets.add_residuals(own)
+        self._reducer.add_residuals(own)
         if load is not None and state["hook"]:
             load(state["hook"])
 
@@ -372,7 +393,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def join_process_group(self) -> Group:
         """Group in which the wrapper communicates."""
-        return self.process_group
+        return self._group
 
     def bucket_times(self) -> BucketTimes:
         """Return when each bucket of the last step was full on each rank; a collective.
@@ -381,33 +402,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         return self._reducer.bucket_times()
 
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets, each of which is reduced once a step."""
-        return len(self._reducer.buckets)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module that the wrapper does not have itself."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
-
-    def __getstate__(self) -> Any:
-        """Refuse copy and pickle, which would share the memory and the hooks of gradients.
-
-        Raises:
-            ConfigError: Always.
-        """
-        msg = (
-            "DistributedDataParallel cannot be copied or pickled: it holds memory and hooks of its "
-            "group. Use copy.deepcopy(model.module), such as for averaged weights; or "
-            "torch.save(model.state_dict()), and wrap anew where it is loaded"
-        )
-        raise ConfigError(msg)
-
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
@@ -415,30 +409,15 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Leave parameters and buffers with these names to each rank; call before wrapping."""
         setattr(module, IGNORED, checked_names(params_and_buffers_to_ignore))
 
-    def _set_static_graph(self) -> None:
-        msg = "static_graph cannot be set after wrapping: pass static_graph=True to the constructor"
-        raise ConfigError(msg)
 
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return figures under torch's names."""
-        buckets = self._reducer.buckets
-        return {
-            "world_size": self.process_group.size,
-            "rank": self.process_group.rank,
-            "module_name": type(self.module).__name__,
-            "num_parameter_tensors": len(self._table),
-            "total_parameter_size_bytes": sum(
-                r.param.numel() * r.param.element_size() for r in self._table
-            ),
-            "bucket_sizes": ", ".join(str(n) for n in buckets.sizes_bytes),
-            "num_buckets_reduced": self.num_buckets,
-            "iteration": self._reducer.num_reductions,
-            "find_unused_parameters": self.find_unused_parameters,
-            "gradient_as_bucket_view": True,
-            "static_graph": self.static_graph,
-            "forward_sync_buffers": self.forward_sync_buffers,
-            "backend_name": "braid",
-        }
+# as torch's class is asked for by frameworks, checkpoints and pipelines
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
+def _agree(group: Group, table: ParamTable, arguments: Mapping[str, object]) -> None:
+    """Compare a copy with the other ranks' when it averages for the first time; a collective."""
+    table.compare(group, arguments)
+    reclaim_lost_requests(group)
 
 
 class _Shadow(JoinHook):
@@ -462,7 +441,7 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - who worked last is known
         """Copy the model of a rank that has taken the last steps to those that joined earlier."""
-        wrapper, group = self._wrapper, self._wrapper.process_group
+        wrapper, group = self._wrapper, self._wrapper._group  # noqa: SLF001 - its continuation
         listener = wrapper._listener  # noqa: SLF001 - its continuation
         root = listener.active_ranks[0]
         with torch.no_grad():
