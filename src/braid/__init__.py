@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from braid._version import __version__
 
 if TYPE_CHECKING:
-    from braid.checkpoint import load, save
     from braid.comm import Group, Request, Work
     from braid.context import init, log, shutdown, world
     from braid.data_parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
         StaleError,
     )
     from braid.launch import spawn
+    from braid.resume import load, save
 
 _ROOT_NAMES = {
     "BraidError": "errors",
@@ -48,9 +48,9 @@ _ROOT_NAMES = {
     "SyncBatchNorm": "data_parallel",
     "Work": "comm",
     "init": "context",
-    "load": "checkpoint",
+    "load": "resume",
     "log": "context",
-    "save": "checkpoint",
+    "save": "resume",
     "shutdown": "context",
     "spawn": "launch",
     "world": "context",

@@ -371,6 +371,31 @@ def checkpoint_verify(
     return 1 if bad else 0
 
 
+def checkpoint_export(
+    where: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
+) -> int:
+    """Write the model of a checkpoint as one safetensors file, for any other program.
+
+    Args:
+        where: Checkpoint, directory of checkpoints, or run, of which the last one is taken.
+        out: File to write, such as model.safetensors; it must not exist.
+    """
+    from pathlib import Path
+
+    from braid.checkpoint import export_model
+    from braid.errors import CheckpointError
+
+    inner = Path(where) / "checkpoints"
+    try:
+        count = export_model(inner if inner.is_dir() else where, out)
+    except CheckpointError as exc:
+        print_error("nothing was written", str(exc))
+        return 1
+    print(f"{out}: {count} tensors")
+    return 0
+
+
 def report(
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     others: Annotated[
@@ -380,6 +405,9 @@ def report(
     *,
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = None,
     show: Annotated[bool, tyro.conf.arg(name="open")] = False,
+    to: Annotated[str, tyro.conf.arg(metavar="TRACKER", help_behavior_hint=NO_DEFAULT)] = "",
+    place: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
+    follow: bool = False,
 ) -> int:
     """Write a run's report (one HTML file) and its trace, or a page that compares runs.
 
@@ -391,14 +419,25 @@ def report(
         out: File to write the report to; the trace lies beside it (default: RUN/report.html, or
             compare.html in the directory of the last of several runs).
         show: Open the report in a browser.
+        to: Send the run's numbers to tensorboard, mlflow, wandb or trackio instead.
+        place: Directory (tensorboard), experiment (mlflow) or project to send to (default: braid).
+        follow: With --to, go on until the run has ended.
     """
     import webbrowser
     from pathlib import Path
 
     from rich.console import Console
 
+    from braid.clock import MonotonicClock
     from braid.observe import print_comparison, print_summary, publish, publish_comparison
+    from braid.observe.trackers import open_tracker, send_run
 
+    if to:
+        clock = MonotonicClock()
+        for path in (run_directory, *others):
+            count = send_run(Path(path), open_tracker(to, place), follow=follow, clock=clock)
+            print(f"braid: {count:,} steps of {path} sent to {to}, {place or 'braid'}")
+        return 0
     if others:
         paths = [Path(run_directory), *map(Path, others)]
         comparison, page = publish_comparison(paths, Path(out) if out else None)
@@ -458,4 +497,5 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "doctor": doctor,
     "checkpoint ls": checkpoint_ls,
     "checkpoint verify": checkpoint_verify,
+    "checkpoint export": checkpoint_export,
 }

@@ -7,6 +7,7 @@ only place that remembers it; everything below gets its group as an argument.
 from __future__ import annotations
 
 import atexit
+import logging
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from braid.rendezvous import JobEnvironment
 from braid.rendezvous.membership import Membership, join_job
 
 __all__ = ["init", "log", "membership", "shutdown", "world"]
+
+LOG = logging.getLogger(__name__)
 
 
 class _Default:
@@ -60,6 +63,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         group = Group.world(member.context, member.transport, sum_order=sum_order)
         _tune(group, member.transport.hosts, timeout_s)
         if _have_own_gpus(group, member.transport.hosts):
+            LOG.info("CUDA tensors go to NCCL: every rank has a GPU of its own")
             group.attach(
                 C10dEngine(
                     member.context,
@@ -70,6 +74,9 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
                 )
             )
         torch_backend.share(group)
+        LOG.info(
+            "rank %d of %d, started by %s", group.rank, group.size, member.environment.launched_by
+        )
         _DEFAULT.group = group
         _DEFAULT.metrics = RunMetrics(
             member.environment,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from braid.checkpoint.exporting import export_model
 from braid.checkpoint.inspection import Comparison, Listed, compare, ls
 from braid.checkpoint.loading import Checkpoint, Skipped, load, read_manifest, verify
 from braid.checkpoint.manifest import FileEntry, Manifest, Origin, Piece, TensorEntry
+from braid.checkpoint.plain_values import from_plain, to_plain
 from braid.checkpoint.saving import OnSaved, save
 from braid.checkpoint.snapshot import ReplicatedSnapshot, Slice, Snapshot
 from braid.checkpoint.training_state import restore_training, training_numbers, training_tensors
@@ -24,11 +26,14 @@ __all__ = [
     "Snapshot",
     "TensorEntry",
     "compare",
+    "export_model",
+    "from_plain",
     "load",
     "ls",
     "read_manifest",
     "restore_training",
     "save",
+    "to_plain",
     "training_numbers",
     "training_tensors",
     "verify",

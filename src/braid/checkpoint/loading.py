@@ -7,6 +7,7 @@ number of ranks that wrote it does not matter.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ from braid.errors import CheckpointError, ConfigError
 from braid.types import TensorSpec
 
 __all__ = ["Checkpoint", "Skipped", "load", "read_manifest", "verify"]
+
+LOG = logging.getLogger(__name__)
 
 MAX_ROWS = 10  # of the table of differences
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -225,7 +228,10 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
     choice = exchange(group, choice)[0]
     if choice.problem:
         raise CheckpointError(choice.problem)
+    for skipped in choice.skipped:
+        LOG.info("passed over %s: %s", skipped.path, skipped.reason)
     path = Path(choice.path)
+    LOG.info("opened %s", path)
     manifest = read_manifest(path)
     num_owners = _num_owners(manifest)
     if own_of is None and num_owners == group.size:

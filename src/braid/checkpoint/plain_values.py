@@ -48,7 +48,7 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     kind = type(value).__name__ + " with keys other than text" * isinstance(value, dict)
     kind = "a second tensor of this name" if isinstance(value, torch.Tensor) else kind
     msg = (
-        f"optimizer's state has {kind} as {name!r}, which a checkpoint cannot hold: let "
+        f"a state has {kind} as {name!r}, which a checkpoint cannot hold: let "
         "state_dict() return tensors, numbers, text, lists, tuples and dicts with text as "
         "keys, or leave it out there"
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,6 +40,8 @@ from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 
 __all__ = ["OnSaved", "save"]
+
+LOG = logging.getLogger(__name__)
 
 OnSaved = Callable[[int, Path, bool], object]
 MANIFEST_RESERVE_BYTES = 1 << 20
@@ -122,6 +125,7 @@ def save(
         raise
     if group.rank == 0:
         home.prune(keep, step)
+    LOG.info("saved %s, %d bytes of this rank", home.final(step), plans[group.rank].need)
     if on_saved is not None:
         on_saved(step, home.final(step), True)
     return home.final(step)

@@ -7,6 +7,7 @@ host the rank is. Under another launcher, or alone, the rank makes a directory o
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import secrets
@@ -30,6 +31,8 @@ from braid.metrics.rows import row_of
 from braid.rendezvous import ControlClient, JobEnvironment, Logged
 
 __all__ = ["RunMetrics"]
+
+LOG = logging.getLogger(__name__)
 
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
 
@@ -107,6 +110,7 @@ class RunMetrics:
         suffix = secrets.token_hex(2)[:3] if alone else f"{environment.launched_by}-{os.getppid()}"
         directory = Path("runs") / f"{now.date().isoformat()}_{suffix}"
         directory.mkdir(parents=True, exist_ok=True)
+        LOG.info("numbers go to %s, as there is no launcher of braid", directory)
         if environment.local_rank == 0:
             record = RunRecord(
                 braid=__version__,

@@ -15,6 +15,7 @@ back. Nobody else sees that, so its buckets and its channels must be those of be
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from operator import or_
@@ -29,6 +30,8 @@ from braid.params.reducer_options import ReducerOptions
 from braid.params.table import ParamRecord
 
 __all__ = ["BucketLayoutCache"]
+
+LOG = logging.getLogger(__name__)
 
 REBUILD_GAIN = 0.9  # new buckets pay when at most this share of the waiting cost is left
 MAX_KEPT = 4  # patterns of programs that alternate
@@ -114,7 +117,13 @@ class BucketLayoutCache:
         order: list[int] = agreed.tolist()
         cost = waiting_cost(old.layouts, old.specs, order)
         better = waiting_cost(old.plan(order), old.specs, order)
-        if not old.has_delayed and better < REBUILD_GAIN * cost:
+        pays = not old.has_delayed and better < REBUILD_GAIN * cost
+        LOG.info(
+            "buckets %s: in the order of gradients, ranks would wait %.0f %% as long",
+            "are filled anew" if pays else "stay",
+            100 * better / cost if cost else 100.0,
+        )
+        if pays:
             residuals = old.residuals()
             self.current = self._agreed = self._make(old.requires_grad, order)
             self.current.add_residuals(residuals)
@@ -123,6 +132,7 @@ class BucketLayoutCache:
 
     def _make(self, pattern: tuple[bool, ...], order: Sequence[int] = ()) -> Buckets:
         buckets = Buckets(self._group, self._records, pattern, self._options, order)
+        LOG.info("gradients are averaged in buckets of %s bytes", buckets.sizes_bytes)
         if self._hook is not None:
             buckets.use_hook(self._hook)
         return buckets

@@ -11,6 +11,7 @@ left on purpose is not lost: only who still needs something from it fails.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
@@ -21,6 +22,8 @@ from braid.clock import Clock
 from braid.errors import PeerLostError
 
 __all__ = ["Health", "Loss", "Witness"]
+
+LOG = logging.getLogger(__name__)
 
 REASON_GRACE_S = 0.1  # how long a pidfd's verdict waits for the launcher to name the cause
 CONFIRM_S = 1.0  # how long a process may take from losing its memory to its end
@@ -115,6 +118,7 @@ class Health:
         if loss.rank == self.rank or loss.rank in self.lost:
             return
         self.lost[loss.rank] = loss
+        LOG.info("rank %d %s", loss.rank, loss.reason)
         self.epoch += 1
         for wake in self._on_loss:
             wake()

@@ -8,6 +8,7 @@ sockets         between hosts, elsewhere, and on request: ranks send each other 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from braid.transport.wait import Doorbells
 from braid.wire import Secret
 
 __all__ = ["PORTABLE", "connect"]
+
+LOG = logging.getLogger(__name__)
 
 PORTABLE = "portable (BRAID_PORTABLE, or a system without what shared memory needs)"
 
@@ -78,6 +81,12 @@ def connect(
         here, hosts = hosts.count(hosts[rank]), tuple(range(world_size))
     else:
         here = hosts.count(hosts[rank])
+    LOG.info(
+        "ranks %s of %d are on this host; %s",
+        [r for r in range(world_size) if hosts[r] == hosts[rank]],
+        world_size,
+        "copies over sockets, as this is " + PORTABLE if apart else SHARED_MEMORY,
+    )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     crowded = here > (cores or 1)
     local = [r for r in range(world_size) if hosts[r] == hosts[rank]]

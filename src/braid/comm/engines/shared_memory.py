@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -39,6 +40,8 @@ from braid.events import Recorder
 from braid.transport import Block, MemoryTransport, Steps
 
 __all__ = ["SharedMemoryEngine"]
+
+LOG = logging.getLogger(__name__)
 
 
 class SharedMemoryEngine:
@@ -128,6 +131,8 @@ class SharedMemoryEngine:
         call_s = self._call_s(measuring, outputs[0].sync_s)
         self._costs[self.shares] = outputs[0]._replace(call_s=call_s)
         self.selection = self._select()
+        if LOG.isEnabledFor(logging.DEBUG):
+            LOG.debug("%s", self.explain())
 
     def _call_s(self, barrier: Collective, sync_s: float) -> float:
         """Return the seconds that a call takes besides its steps, of which a barrier has one.

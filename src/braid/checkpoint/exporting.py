@@ -1,0 +1,69 @@
+"""Writes the model of a checkpoint as one safetensors file, which other programs read.
+
+A checkpoint has one file per rank, in which tensors are cut at rows. Other programs expect a file
+with whole tensors under the model's own names: `safetensors.torch.load_file`, then
+`model.load_state_dict`, or `from_pretrained` of Hugging Face with the model's `config.json` beside
+the file as `model.safetensors`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import torch
+
+from braid.checkpoint.directory import CheckpointDirectory
+from braid.checkpoint.loading import Checkpoint, verify
+from braid.checkpoint.tensor_file import write_tensor_file
+from braid.errors import CheckpointError
+
+__all__ = ["export_model"]
+
+ROOT = "model/"
+
+
+def export_model(where: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
+    """Write the model's parameters and buffers to one file, and return their number.
+
+    Args:
+        where: A checkpoint, or a directory of checkpoints, of which the last one is taken.
+        out: File to write, such as `model.safetensors`; it must not exist.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or has no model, or the file cannot be written;
+            then no part of it is left.
+
+    Cost: one pass over the checkpoint to verify it, one over the model; the model is in memory.
+    """
+    path, target = Path(where), Path(out)
+    steps = CheckpointDirectory(path).steps()
+    if steps:
+        path = CheckpointDirectory(path).locate(steps[-1])
+    checkpoint = Checkpoint(path, verify(path))
+    names = [name for name in checkpoint.names() if name.startswith(ROOT)]
+    if not names:
+        msg = f"{path} has no model, but {len(checkpoint.names())} other tensors"
+        raise CheckpointError(msg)
+    tensors = {name.removeprefix(ROOT): checkpoint.read(name) for name in names}
+    part = target.with_name(f"{target.name}.part")
+    try:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "the file exists; choose another name")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        write_tensor_file(part, dict(sorted(tensors.items(), key=_wide_first)))
+        part.replace(target)
+    except OSError as exc:
+        msg = f"cannot write {target}: {exc.strerror}"
+        raise CheckpointError(msg) from exc
+    finally:
+        part.unlink(missing_ok=True)
+    return len(tensors)
+
+
+def _wide_first(item: tuple[str, torch.Tensor]) -> tuple[int, str]:
+    """Order by element size, so that every value is aligned."""
+    name, tensor = item
+    return -tensor.element_size(), name

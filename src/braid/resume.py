@@ -1,0 +1,247 @@
+"""Saves and loads the training of one's own loop, in one line each.
+
+    start = braid.load("checkpoints", model=model, optimizer=optimizer)
+    for step in range(start, num_steps):
+        ...
+        if step % 100 == 99:
+            braid.save("checkpoints", model=model, optimizer=optimizer, step=step)
+
+Stored are parameters and buffers by name, the optimizer's state by parameter name, anything else
+with `state_dict()` (a learning rate scheduler, a gradient scaler, a sampler), and the states of the
+global random number generators of every rank. `braid.checkpoint` has the parts, for engines whose
+ranks own shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from braid import checkpoint
+from braid.checkpoint import (
+    Checkpoint,
+    ReplicatedSnapshot,
+    from_plain,
+    restore_training,
+    to_plain,
+    training_numbers,
+    training_tensors,
+)
+from braid.checkpoint.snapshot import OWN
+from braid.comm import Group
+from braid.context import membership, world
+from braid.errors import CheckpointError, ConfigError, StaleError
+from braid.rendezvous import ControlClient, Saved
+
+__all__ = ["load", "save"]
+
+LOG = logging.getLogger(__name__)
+
+PARTS = "parts"
+RANDOM = "random"  # states of a rank's generators
+INNER = ("module", "_orig_mod")  # of wrappers for data parallelism, and of torch.compile
+
+
+def save(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: int,
+    group: Group | None = None,
+    keep: int = 3,
+    **parts: Any,
+) -> Path:
+    """Save a training after a step; all ranks call it.
+
+    The checkpoint is complete or not there: a crash at any moment, or a full disk, leaves the
+    earlier ones as they are.
+
+    Args:
+        directory: Directory of the checkpoints, on a file system that all ranks see.
+        model: Model, which may be wrapped or compiled; it is the same on all ranks.
+        optimizer: Its optimizer.
+        step: Number of the step that was done last.
+        group: Ranks that train together; all ranks when None.
+        keep: Number of checkpoints to keep, this one included.
+        parts: Further objects with `state_dict()`, such as `scheduler=scheduler`; the same on all
+            ranks.
+
+    Returns:
+        Path of the checkpoint, `directory/step-00000200`.
+
+    Raises:
+        ConfigError: An object has no `state_dict()`, or it holds what cannot be stored.
+        CheckpointError: Saving failed, with the same message on every rank.
+
+    Cost: one pass over the bytes, of which each rank writes its share.
+    """
+    group = world() if group is None else group
+    _check_parts(parts, "state_dict")
+    plain = _unwrapped(model)
+    tensors = training_tensors(plain, optimizer)
+    kept = {
+        name: to_plain(part.state_dict(), f"{PARTS}/{name}", tensors)
+        for name, part in parts.items()
+    }
+    tensors |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
+
+    def tell_launcher(saved_step: int, path: Path, sha256_ok: bool) -> None:
+        control = _launcher()
+        if control is not None and group.rank == 0:
+            control.send(Saved(saved_step, str(path), sha256_ok))
+
+    return checkpoint.save(
+        directory,
+        ReplicatedSnapshot(tensors, rank=group.rank, size=group.size),
+        step=step,
+        group=group,
+        state={**training_numbers(plain, optimizer), PARTS: kept},
+        keep=keep,
+        on_saved=tell_launcher,
+    )
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: Group | None = None,
+    **parts: Any,
+) -> int:
+    """Load the last complete checkpoint, and return the number of the step to go on with.
+
+    All ranks call it. A directory without any checkpoint is a new training: nothing is changed.
+    `braid run --resume PATH` loads that checkpoint instead.
+
+    Args:
+        directory: Directory of the checkpoints, or one checkpoint.
+        model: Model into which parameters and buffers are loaded.
+        optimizer: Optimizer into which its state is loaded.
+        group: Ranks that train together; all ranks when None.
+        parts: Further objects with `load_state_dict()`, under the names with which they were saved.
+
+    Returns:
+        The step after the one that was saved; 0 if there is no checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, optimizer or other parts, or no
+            checkpoint is complete. The same on all ranks; nothing has been changed.
+        ConfigError: An object has no `load_state_dict()`.
+    """
+    group = world() if group is None else group
+    _check_parts(parts, "load_state_dict")
+    wanted = _asked_for()
+    where = Path(wanted if wanted not in {"", "auto"} else directory)
+    inner = where / "checkpoints"
+    where = inner if inner.is_dir() else where
+    named = where != Path(directory) or where.name.startswith("step-")
+    if not named and not group.objects.broadcast(_has_checkpoints(where)):
+        LOG.info("%s has no checkpoint yet: a new training", where)
+        return 0
+    loaded = checkpoint.load(where, group=group)
+    kept = loaded.manifest.state.get(PARTS, {})
+    if missing := sorted(set(parts) - set(kept)):
+        msg = (
+            f"{loaded.path} has no state of {', '.join(missing)}, but of "
+            f"{', '.join(sorted(kept)) or 'model and optimizer only'}: load what was saved"
+        )
+        raise CheckpointError(msg)
+    restore_training(loaded, _unwrapped(model), optimizer)
+    for name, part in parts.items():
+        part.load_state_dict(from_plain(kept[name], loaded.read))
+    _restore_random(loaded)
+    return loaded.manifest.step + 1
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own module, so that checkpoints fit however it is wrapped."""
+    while True:
+        own = dict(model.named_children())
+        inner = next((own[name] for name in INNER if list(own) == [name]), None)
+        if inner is None or list(model.parameters(recurse=False)):
+            return model
+        model = inner
+
+
+def _check_parts(parts: Mapping[str, Any], method: str) -> None:
+    without = [name for name, part in parts.items() if not callable(getattr(part, method, None))]
+    if without:
+        msg = (
+            f"{', '.join(without)} have no {method}(): pass objects such as a scheduler, a scaler "
+            "or a sampler"
+        )
+        raise ConfigError(msg)
+
+
+def _launcher() -> ControlClient | None:
+    """Return the connection to braid's launcher; None without it, or for a group made by hand."""
+    try:
+        return membership().control
+    except StaleError:
+        return None
+
+
+def _asked_for() -> str:
+    """Return what `braid run --resume` says; empty without it."""
+    try:
+        return membership().environment.resume
+    except StaleError:
+        return ""
+
+
+def _has_checkpoints(where: Path) -> bool:
+    return where.is_dir() and bool(checkpoint.ls(where))
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    """Return the states of Python's, numpy's and torch's global generators."""
+    version, python, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    states = {
+        "python": torch.tensor([version, *python], dtype=torch.int64),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*map(int, keys), int(position), int(has_gauss)], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random(loaded: Checkpoint) -> None:
+    """Restore this rank's generators; nothing if another number of ranks saved them."""
+    names = loaded.names()
+    states: dict[str, torch.Tensor] = {
+        name: loaded.read(f"{RANDOM}/{name}") for name in _kept(names)
+    }
+    if "torch" not in states:
+        LOG.info("%s was saved by another number of ranks: random numbers start anew", loaded.path)
+        return
+    version, *python = states["python"].tolist()
+    gauss = states["python_gauss"].tolist()
+    random.setstate((version, tuple(python), gauss[0] if gauss else None))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    np.random.set_state(
+        ("MT19937", np.array(keys, np.uint32), position, has_gauss, states["numpy_gauss"].item())
+    )
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _kept(names: Mapping[str, str]) -> Iterator[str]:
+    for name in names:
+        root, _, rest = name.partition("/")
+        if root == RANDOM:
+            yield rest

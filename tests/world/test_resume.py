@@ -1,0 +1,135 @@
+"""`braid.save` and `braid.load`: a loop of one's own goes on to the bit, whatever wraps the model."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import braid
+from braid import DistributedDataParallel, cli, resume
+from braid.comm import Group
+from braid.errors import CheckpointError, ConfigError
+
+
+class Loop:
+    """A training with dropout, momentum, a scheduler and numbers from three generators."""
+
+    def __init__(self, group: Group, *, wrap: bool = True) -> None:
+        random.seed(group.rank)
+        np.random.seed(group.rank)
+        torch.manual_seed(0)
+        self.group = group
+        self.plain = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        torch.manual_seed(group.rank)
+        self.model = (
+            DistributedDataParallel(self.plain, process_group=group) if wrap else self.plain
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+
+    def parts(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+    def train(self, begin: int, end: int) -> None:
+        for _ in range(begin, end):
+            x = torch.randn(4, 6) * random.random() + float(np.random.rand())
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def values(self) -> list[torch.Tensor]:
+        own = [torch.tensor([random.random(), np.random.rand()]), torch.rand(2)]
+        return [p.detach().clone() for p in self.plain.parameters()] + own
+
+
+def _whole(group: Group, directory: str) -> list[torch.Tensor]:
+    loop = Loop(group)
+    assert resume.load(directory, group=group, **loop.parts()) == 0
+    loop.train(0, 3)
+    resume.save(directory, group=group, step=2, **loop.parts())
+    loop.train(3, 6)
+    return loop.values()
+
+
+def _second_half(group: Group, directory: str) -> list[torch.Tensor]:
+    loop = Loop(group)
+    loop.train(0, 1)  # which the checkpoint undoes
+    begin = resume.load(directory, group=group, **loop.parts())
+    assert begin == 3
+    loop.train(begin, 6)
+    return loop.values()
+
+
+@pytest.mark.procs
+def test_a_resumed_loop_ends_with_the_same_bits_and_random_numbers(procs, tmp_path):
+    for size in (1, 3):
+        directory = str(tmp_path / str(size))
+        whole = procs(size, _whole, directory)
+        resumed = procs(size, _second_half, directory)
+        for mine, theirs in zip(whole, resumed, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def _model_only(group: Group, directory: str) -> list[torch.Tensor]:
+    loop = Loop(group, wrap=False)
+    assert resume.load(directory, group=group, model=loop.plain) == 3
+    return [p.detach() for p in loop.plain.parameters()]
+
+
+@pytest.mark.procs
+def test_another_number_of_ranks_and_an_unwrapped_model_load_the_same_weights(procs, tmp_path):
+    procs(2, _whole, str(tmp_path))
+    (one,) = procs(1, _model_only, str(tmp_path))
+    three = procs(3, _model_only, str(tmp_path))
+    assert all(torch.equal(a, b) for values in three for a, b in zip(one, values, strict=True))
+
+
+def _save_plain(group: Group, directory: str, **parts: object) -> Path:
+    return resume.save(directory, group=group, model=_linear(), step=7, **parts)
+
+
+def _linear(rows: int = 3) -> nn.Module:
+    layer = nn.Linear(2, rows, bias=False)
+    nn.init.constant_(layer.weight, 0.5)
+    return layer
+
+
+@pytest.mark.procs
+def test_what_does_not_fit_is_refused_by_name_on_all_ranks(procs, tmp_path):
+    procs(2, _refusals, str(tmp_path))
+
+
+def _refusals(group: Group, directory: str) -> None:
+    _save_plain(group, directory)
+    with pytest.raises(ConfigError, match=r"sampler have no state_dict\(\): pass objects"):
+        _save_plain(group, directory, sampler=3)
+    parts = {"scheduler": torch.optim.SGD(_linear().parameters())}
+    with pytest.raises(CheckpointError, match="has no state of scheduler, but of model and"):
+        resume.load(directory, group=group, model=_linear(), **parts)
+    with pytest.raises(CheckpointError, match="model/weight"):
+        resume.load(directory, group=group, model=_linear(4))
+    with pytest.raises(CheckpointError, match="holds no readable checkpoint"):
+        resume.load(f"{directory}/step-00000008", group=group, model=_linear())
+
+
+@pytest.mark.procs
+def test_the_model_is_exported_for_other_programs(procs, tmp_path, capsys):
+    procs(2, _save_plain, str(tmp_path / "checkpoints"))
+    out = tmp_path / "elsewhere" / "model.safetensors"
+    assert cli.main(["checkpoint", "export", str(tmp_path), str(out)]) == 0
+    assert {name: t.tolist() for name, t in load_file(out).items()} == {"weight": [[0.5, 0.5]] * 3}
+    capsys.readouterr()
+    assert cli.main(["checkpoint", "export", str(tmp_path), str(out)]) == 1
+    assert "the file exists; choose another name" in capsys.readouterr().err
+    assert cli.main(["checkpoint", "export", str(tmp_path / "none"), str(out)]) == 1
+
+
+def test_the_root_names_are_these():
+    assert (braid.save, braid.load) == (resume.save, resume.load)
