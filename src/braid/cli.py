@@ -19,6 +19,7 @@ from braid._version import __version__
 from braid.commands import NO_DEFAULT, Directory
 from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_horovod, bench_net
 from braid.commands.host_options import HostOptions
+from braid.commands.overview import family_text, overview
 from braid.commands.probe import probe
 from braid.commands.prove import prove
 from braid.commands.schedule import (
@@ -35,6 +36,7 @@ __all__ = ["main"]
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+HELP_OPTIONS = ("-h", "--help")
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
 
@@ -67,38 +69,40 @@ def _answer(given: list[str]) -> int:
 
 
 def _dispatch(given: list[str]) -> int:
-    """Run the command that `given` names, or show those that begin with its first word."""
+    """Run the command that `given` names, or list those that begin with its first word."""
     for words in (2, 1):
         name = " ".join(given[:words])
         if name in COMMANDS:
             prog, rest = f"braid {name}", given[words:]
             return tyro.cli(COMMANDS[name], prog=prog, args=rest, config=TYRO_CONFIG)
-    family = given[0] if given else ""
-    if family and not family.startswith("-"):
-        _check_command(family)
-    parts = [(*name.split(" "), "")[:2] for name in COMMANDS]
-    inside = {
-        last: COMMANDS[f"{first} {last}"] for first, last in parts if last and first == family
-    }
-    chosen: int = tyro.extras.subcommand_cli_from_dict(
-        inside or dict(COMMANDS),
-        prog=f"braid {family}" if inside else "braid",
-        description="Train PyTorch models in parallel, on one communication core (braid "
-        f"{__version__}).",
-        args=given[1:] if inside else given,
-        config=TYRO_CONFIG,
-    )
-    return chosen
+    family, *rest = given or [""]
+    asked = not rest or rest[0] in HELP_OPTIONS
+    if family in HELP_OPTIONS:
+        print(overview(COMMANDS, __version__))
+        return 0
+    if not family:
+        print(overview(COMMANDS, __version__), file=sys.stderr)
+        return USAGE_EXIT_CODE
+    _check_command(family, rest)
+    text = family_text(family, COMMANDS)
+    print(text, file=sys.stdout if rest and asked else sys.stderr)
+    return 0 if rest and asked else USAGE_EXIT_CODE
 
 
-def _check_command(name: str) -> None:
+def _check_command(first: str, rest: Sequence[str]) -> None:
     """Refuse a command that does not exist, and name the one that may be meant."""
-    known = {word for command in COMMANDS for word in (command, command.split(" ")[0])}
-    if name not in known:
-        similar = difflib.get_close_matches(name, sorted(known), 1)
-        hint = f"did you mean {similar[0]}?" if similar else f"choose one of {', '.join(COMMANDS)}"
-        msg = f"there is no command {name}: {hint}"
-        raise ConfigError(msg)
+    families = {command.split(" ")[0] for command in COMMANDS}
+    name, known = first, {*families, *COMMANDS}
+    if first in families:
+        if not rest or rest[0].startswith("-"):
+            return
+        name = f"{first} {rest[0]}"
+        known = {command for command in COMMANDS if command.startswith(f"{first} ")}
+    near = difflib.get_close_matches(name, sorted(known), 1)
+    choices = [command for command in COMMANDS if command in known]
+    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+    msg = f"there is no command {name}: {hint}"
+    raise ConfigError(msg)
 
 
 def separate_command(arguments: Sequence[str]) -> list[str]:

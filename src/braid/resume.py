@@ -94,7 +94,7 @@ def save(
     }
     tensors |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
 
-    def tell_launcher(saved_step: int, path: Path, sha256_ok: bool) -> None:
+    def notify_launcher(saved_step: int, path: Path, sha256_ok: bool) -> None:
         control = _launcher()
         if control is not None and group.rank == 0:
             control.send(Saved(saved_step, str(path), sha256_ok))
@@ -106,7 +106,7 @@ def save(
         group=group,
         state={**training_numbers(plain, optimizer), PARTS: kept},
         keep=keep,
-        on_saved=tell_launcher,
+        on_saved=notify_launcher,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from braid.cli import COMMANDS, main
+from braid.commands.overview import GROUPS
 
 
 def exit_and_output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -29,14 +30,38 @@ def test_help_is_that_of_the_command_and_tells_each_default_once(command, capsys
 
 def test_a_family_of_commands_lists_its_own_only(capsys):
     code, text = exit_and_output(["checkpoint", "--help"], capsys)
-    assert (code, text.split("\n")[0]) == (0, "usage: braid checkpoint [-h] {ls,verify}")
+    assert (code, text.split("\n")[0]) == (
+        0,
+        "usage: braid checkpoint {ls,verify,export} [OPTIONS ...]",
+    )
+    assert "Look at checkpoints" in text
+    assert "bench" not in text
 
 
-@pytest.mark.parametrize("arguments", [[], ["nope"]])
-def test_without_a_known_command_all_are_listed(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"), [([], 2), (["qqq"], 2), (["--help"], 0), (["-h"], 0)]
+)
+def test_without_a_known_command_all_are_listed(arguments, exit_code, capsys):
     code, text = exit_and_output(arguments, capsys)
-    flat = " ".join(text.replace("│", " ").split())
-    assert (code, all(command in flat for command in COMMANDS)) == (2, True)
+    assert (code, all(command in text for command in COMMANDS)) == (exit_code, True)
+
+
+def test_every_command_is_in_one_group_of_the_help(capsys):
+    _, text = exit_and_output(["--help"], capsys)
+    assert [text.count(f"\n  {command} ") for command in COMMANDS] == [1] * len(COMMANDS)
+    assert sorted({command.split()[0] for command in COMMANDS}) == sorted(sum(GROUPS.values(), ()))
+    assert "--version" in text
+    assert max(map(len, text.split("\n"))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [(["runn"], "did you mean run?"), (["bench", "com"], "did you mean bench comm?"),
+     (["bench", "qqq"], "there is no command bench qqq: choose one of bench ")],
+)  # fmt: skip
+def test_a_misspelt_command_is_answered_with_the_one_that_may_be_meant(arguments, hint, capsys):
+    code, text = exit_and_output(arguments, capsys)
+    assert (code, hint in " ".join(text.split())) == (2, True)
 
 
 def test_an_unknown_option_points_at_the_help_of_its_command(capsys):
