@@ -98,9 +98,9 @@ def _check_command(first: str, rest: Sequence[str]) -> None:
             return
         name = f"{first} {rest[0]}"
         known = {command for command in COMMANDS if command.startswith(f"{first} ")}
-    near = difflib.get_close_matches(name, sorted(known), 1)
+    similar = difflib.get_close_matches(name, sorted(known), 1)
     choices = [command for command in COMMANDS if command in known]
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}"
+    hint = f"did you mean {similar[0]}?" if similar else f"choose one of {', '.join(choices)}"
     msg = f"there is no command {name}: {hint}"
     raise ConfigError(msg)
 
