@@ -92,16 +92,16 @@ def _dispatch(given: list[str]) -> int:
 def _check_command(first: str, rest: Sequence[str]) -> None:
     """Refuse a command that does not exist, and name the one that may be meant."""
     families = {command.split(" ")[0] for command in COMMANDS}
-    name, known = first, {*families, *COMMANDS}
+    prefix, word = "", first
     if first in families:
         if not rest or rest[0].startswith("-"):
             return
-        name = f"{first} {rest[0]}"
-        known = {command for command in COMMANDS if command.startswith(f"{first} ")}
-    similar = difflib.get_close_matches(name, sorted(known), 1)
-    choices = [command for command in COMMANDS if command in known]
-    hint = f"did you mean {similar[0]}?" if similar else f"choose one of {', '.join(choices)}"
-    msg = f"there is no command {name}: {hint}"
+        prefix, word = f"{first} ", rest[0]
+    choices = [command for command in COMMANDS if command.startswith(prefix)]
+    known = {command.removeprefix(prefix) for command in choices} | (set() if prefix else families)
+    similar = difflib.get_close_matches(word, sorted(known), 1)
+    hint = f"did you mean {prefix}{similar[0]}?" if similar else f"choose {', '.join(choices)}"
+    msg = f"there is no command {prefix}{word}: {hint}"
     raise ConfigError(msg)
 
 

@@ -57,11 +57,11 @@ def test_every_command_is_in_one_group_of_the_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [(["runn"], "did you mean run?"), (["bench", "com"], "did you mean bench comm?"),
-     (["bench", "qqq"], "there is no command bench qqq: choose one of bench")],
+     (["bench", "qqq"], "choose bench comm, bench ddp")],
 )  # fmt: skip
 def test_a_misspelt_command_is_answered_with_the_one_that_may_be_meant(arguments, hint, capsys):
     code, text = exit_and_output(arguments, capsys)
-    assert (code, hint.split(": ")[-1] in " ".join(text.split())) == (2, True)
+    assert (code, hint in " ".join(text.split())) == (2, True)
 
 
 def test_an_unknown_option_points_at_the_help_of_its_command(capsys):
