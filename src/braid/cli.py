@@ -100,7 +100,9 @@ def _check_command(first: str, rest: Sequence[str]) -> None:
     choices = [command for command in COMMANDS if command.startswith(prefix)]
     known = {command.removeprefix(prefix) for command in choices} | (set() if prefix else families)
     similar = difflib.get_close_matches(word, sorted(known), 1)
-    hint = f"did you mean {prefix}{similar[0]}?" if similar else f"choose {', '.join(choices)}"
+    hint = (
+        f"did you mean {prefix}{similar[0]}?" if similar else f"choose one of {', '.join(choices)}"
+    )
     msg = f"there is no command {prefix}{word}: {hint}"
     raise ConfigError(msg)
 

@@ -57,7 +57,7 @@ def test_every_command_is_in_one_group_of_the_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [(["runn"], "did you mean run?"), (["bench", "com"], "did you mean bench comm?"),
-     (["bench", "qqq"], "choose bench comm, bench ddp")],
+     (["bench", "qqq"], "choose one of bench comm, bench ddp")],
 )  # fmt: skip
 def test_a_misspelt_command_is_answered_with_the_one_that_may_be_meant(arguments, hint, capsys):
     code, text = exit_and_output(arguments, capsys)
