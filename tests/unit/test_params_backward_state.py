@@ -92,7 +92,7 @@ def test_buckets_are_launched_early_unless_they_wait_for_something(
 
 
 def status(present, states, weight=2.0):
-    return Status(present, [0, 0], [2, 2], states, [0, 0], weight, 0, 0)
+    return Status(present, [0, 0], [2, 2], states, [0, 0], [0, 0], weight, 0, 0)
 
 
 def test_a_bucket_is_needed_if_a_rank_has_a_gradient_or_has_failed():

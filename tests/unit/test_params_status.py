@@ -15,6 +15,7 @@ rank = st.fixed_dictionaries(
         "requires_grad": flags,
         "state": st.sampled_from(RankState),
         "num_forwards_without_backward": st.integers(0, 1 << 30),
+        "has_hook": st.booleans(),
         "weight": st.integers(0, 1 << 30).map(float),
         "is_weighted": st.booleans(),
         "buffers_used": st.booleans(),
@@ -34,6 +35,7 @@ def test_the_sum_of_what_ranks_say_says_what_each_said(ranks):
     assert heard.states == [one["state"] for one in ranks]
     forwards = [one["num_forwards_without_backward"] for one in ranks]
     assert heard.num_forwards_without_backward == forwards
+    assert heard.has_hook == [one["has_hook"] for one in ranks]
     assert heard.weight == sum(one["weight"] for one in ranks)
     assert heard.num_weighted == sum(one["is_weighted"] for one in ranks)
     assert heard.num_buffers_used == sum(one["buffers_used"] for one in ranks)

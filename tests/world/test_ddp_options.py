@@ -511,14 +511,3 @@ def test_gradients_of_tensors_that_stand_in_for_parameters_are_the_callers(world
     for _, found in told[1:]:
         for mine, first in zip(found, told[0][1], strict=True):
             assert_same(mine, first)
-
-
-def _graph_of_gradients(group: Group) -> str:
-    wrapped = DistributedDataParallel(Net(), process_group=group)
-    loss = loss_of(wrapped(batch(0, 0)))
-    return said_by(lambda: loss.backward(create_graph=True), ConfigError)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-def test_gradients_with_a_graph_of_their_own_are_refused(world):
-    assert "create_graph=True" in world(1, _graph_of_gradients)[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 from braid.comm import Group
-from braid.errors import CommError, MismatchError
+from braid.errors import CommError, ConfigError, MismatchError
 from braid.params.backward_state import BackwardState
 from braid.params.bucket import Bucket
 from braid.params.bucket_layout_cache import BucketLayoutCache
@@ -20,9 +20,11 @@ from braid.params.bucket_times import BucketTimes, ReadyTimes
 from braid.params.disagreements import (
     OWN_GRADIENTS,
     failed_ranks,
+    hooks_differ,
     requires_grad_differs,
     weights_differ,
 )
+from braid.params.grad_view import averaged_with_graph
 from braid.params.hook_schedule import StateHook
 from braid.params.reducer_options import Outcome, ReducerListener, ReducerOptions
 from braid.params.reducer_policy import ReducerPolicy
@@ -32,6 +34,12 @@ from braid.params.status_exchange import StatusExchange
 from braid.params.table import ParamRecord
 
 __all__ = ["Averager"]
+
+WEIGHTED_GRAPH = (
+    "gradient of {!r} has a graph of its own (create_graph=True) and a loss weight, which the "
+    "second backward would count twice: call set_loss_weight(None) for such losses, and multiply "
+    "the loss itself"
+)
 
 
 class Averager:
@@ -66,6 +74,7 @@ class Averager:
         self._exchange = StatusExchange(group, len(records))
         self._cache = BucketLayoutCache(group, records, options)
         self._nonfinite: set[int] = set()
+        self._has_hook = False
         self._raised: Exception | None = None  # by the listener, while buckets were under way
         self.policy = ReducerPolicy(options)
         self.listener = listener
@@ -80,6 +89,7 @@ class Averager:
 
     def use_hook(self, hook: StateHook) -> None:
         """Run a communication hook in all buckets, now and later."""
+        self._has_hook = True
         self._cache.use_hook(hook)
 
     def refresh(self) -> bool:
@@ -93,6 +103,12 @@ class Averager:
         self._nonfinite.update(bucket.find_nonfinite(check_all=self._options.check_all))
         self._times.bucket_is_ready(bucket.index)
         bucket.launch()
+
+    def launch_delayed(self) -> None:
+        """Launch the delayed buckets that are complete."""
+        for bucket in self.buckets:
+            if bucket.layout.delayed and bucket.is_ready and not bucket.is_launched:
+                self.launch(bucket)
 
     def average(self) -> None:
         """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
@@ -135,6 +151,7 @@ class Averager:
         status = self._exchange_status(RankState.FAILED, 1.0, present=False)
         self._launch_needed(status)
         self.buckets.wait()  # averages come, and may come over zeros of the program
+        self._group.objects.all_gather(self._state.failure)
         self.buckets.zero()
         self._end_step()
 
@@ -170,12 +187,15 @@ class Averager:
             requires_grad=required,
             state=own,
             num_forwards_without_backward=state.num_forwards_without_backward,
+            has_hook=self._has_hook,
             weight=weight,
             is_weighted=state.is_weighted and own in OWN_GRADIENTS,
             buffers_used=state.buffers_used and own is not RankState.JOINED,
         )
         status = self._exchange.run(vector, self.listener.start_beside_status())
-        differing = requires_grad_differs(status, self._records)
+        differing = requires_grad_differs(status, self._records) or hooks_differ(
+            status, self._group.ranks
+        )
         if differing is not None:
             self._group.abort(differing)  # buckets under way will never be matched
             raise MismatchError(differing)
@@ -190,13 +210,13 @@ class Averager:
 
     def _conclude(self, status: Status, own: RankState, *, has_gradients: bool) -> None:
         """Wait for the averages, and report the outcome."""
-        failed = failed_ranks(status, self._group.ranks)
-        if failed is not None:
+        if RankState.FAILED in status.states:
             self.buckets.wait()
+            reasons = self._group.objects.all_gather(self._state.failure)
             self._end_step()
             if own is RankState.JOINED:
                 return
-            raise CommError(failed)
+            raise CommError(failed_ranks(status, self._group.ranks, reasons))
         mean_weight = self.policy.mean_weight(status)
         self.buckets.wait(partial(self._bucket_averaged, status, mean_weight))
         for position in self.buckets.sparse:
@@ -235,8 +255,13 @@ class Averager:
             present = tuple(p for p in present if status.present[p])
         records = list(map(self._records.__getitem__, present))
         for record, position in zip(records, present, strict=True):
-            if record.param.grad is None:  # another rank has used it
+            grad = record.param.grad
+            if grad is None:  # another rank has used it
                 record.param.grad = bucket.views[position].detach()
+            elif grad.requires_grad:
+                if status.num_weighted and self._raised is None:
+                    self._raised = ConfigError(WEIGHTED_GRAPH.format(record.name))
+                record.param.grad = averaged_with_graph(grad, bucket.views[position])
         is_usable = not any(status.nonfinite) and self._raised is None
         try:
             self.listener.on_bucket_averaged(records, is_usable=is_usable)

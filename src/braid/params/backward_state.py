@@ -72,6 +72,7 @@ class BackwardState:
         num_accumulated: Number of local backwards whose gradients wait to be averaged.
         averages_next: Whether the next backward averages, whichever number it has.
         failed: Whether an exception has ended a local backward.
+        failure: Error of the reducer that has ended the present backward, for other ranks.
         num_forwards_without_backward: Number of forward passes that no backward has reached.
         buffers_used: Whether the module has been used in training mode since buffers were equal.
         weights: Loss weights of the forwards that the present backward has reached; one at most.
@@ -84,6 +85,7 @@ class BackwardState:
     num_accumulated: int = 0
     averages_next: bool = False
     failed: bool = False
+    failure: str = ""
     num_forwards_without_backward: int = 0
     buffers_used: bool = False
     weights: set[float | None] = field(default_factory=set)
@@ -143,4 +145,5 @@ class BackwardState:
         self.drop_accumulated()
         self.has_gradient = self.averages_next = self.failed = False
         self.num_forwards_without_backward = 0
+        self.failure = ""
         self.weights.clear()

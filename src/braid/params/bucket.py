@@ -26,8 +26,16 @@ from braid.params.bucket_layout import BucketLayout
 from braid.params.flat import FlatBuffer, alone, shaped
 from braid.params.grad_view import move_grad
 from braid.params.table import ParamRecord
+from braid.types import first_few
 
-__all__ = ["Awaited", "Bucket", "BucketOperation", "MakeOperation", "all_reduce"]
+__all__ = [
+    "Awaited",
+    "Bucket",
+    "BucketOperation",
+    "MakeOperation",
+    "all_reduce",
+    "dropped_text",
+]
 
 
 class Awaited(Protocol):
@@ -85,6 +93,7 @@ class Bucket:
         index, layout, buffer, operation, owner: As given.
         views: Gradient memory by position.
         is_launched: Whether the bucket has been launched in this backward.
+        counts: Number of times that gradients have come in this backward, by position.
         hook: Called by a launch in place of the operation's start, if there is one.
     """
 
@@ -118,7 +127,7 @@ class Bucket:
         self._span: Span | None = None
         self._work: Awaited | None = None
         self._expected: dict[int, int] = {}  # how often gradients come; once if not in it
-        self._counts: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
         self._num_missing = len(layout.members)
 
     @property
@@ -138,7 +147,7 @@ class Bucket:
         bucket is launched.
 
         Raises:
-            ConfigError: The bucket has been launched in this backward.
+            ConfigError: The bucket has been launched in this backward, or the gradient is gone.
         """
         if self.is_launched:
             msg = (
@@ -148,9 +157,10 @@ class Bucket:
                 "use_reentrant=False"
             )
             raise ConfigError(msg)
-        count = self._counts[position] = self._counts.get(position, 0) + 1
+        count = self.counts[position] = self.counts.get(position, 0) + 1
         if not move_grad(self._records[position].param, self.views[position]):
             _check_missing(self._records[position])
+            raise ConfigError(dropped_text([self._records[position].name]))
         if count != self._expected.get(position, 1):
             return False
         self._num_missing -= 1
@@ -160,7 +170,7 @@ class Bucket:
         """Move a gradient into the bucket; return False if the parameter has none.
 
         Raises:
-            ConfigError: The gradient is sparse, or has a graph of its own.
+            ConfigError: The gradient is sparse.
         """
         record = self._records[position]
         if move_grad(record.param, self.views[position]):
@@ -203,12 +213,12 @@ class Bucket:
     def reset(self) -> None:
         """Begin a new backward."""
         self.is_launched = False
-        self._counts.clear()
+        self.counts.clear()
         self._num_missing = len(self.views)
 
     def learn(self) -> None:
         """Expect every gradient as often as in this backward from now on."""
-        self._expected = dict(self._counts)
+        self._expected = dict(self.counts)
 
     def find_nonfinite(self, *, check_all: bool) -> list[int]:
         """Return the positions whose gradients are NaN or infinite.
@@ -265,15 +275,21 @@ def _check_missing(record: ParamRecord) -> None:
     grad = record.param.grad
     if grad is None:
         return
-    if grad.requires_grad:
-        msg = (
-            f"gradient of {record.name!r} has a grad_fn (create_graph=True): averaged gradients "
-            "cannot be differentiated again. Use torch.autograd.grad on inputs, or model.module"
-        )
-    else:
-        msg = (
-            f"gradient of {record.name!r} has layout {grad.layout}, which cannot be averaged in a "
-            "bucket. Use nn.Embedding(sparse=True) under DistributedDataParallel, whose gradients "
-            "are known to be sparse, or make the gradient dense"
-        )
+    msg = (
+        f"gradient of {record.name!r} has layout {grad.layout}, which cannot be averaged in a "
+        "bucket. Use nn.Embedding(sparse=True) under DistributedDataParallel, whose gradients "
+        "are known to be sparse, or make the gradient dense"
+    )
     raise ConfigError(msg)
+
+
+def dropped_text(names: Sequence[str]) -> str:
+    """Return the message about gradients that were dropped inside of backward."""
+    one = len(names) == 1
+    return (
+        f"{'gradient' if one else 'gradients'} of {first_few(map(repr, names))} "
+        f"{'was' if one else 'were'} set to None inside of backward, before the average over ranks "
+        "was there. If a hook on the parameter takes an optimizer's step, each rank has stepped "
+        "with gradients of its own: remove the hook, wrap again and use "
+        "model.step_in_backward(lambda params: torch.optim.SGD(params, lr=...))"
+    )

@@ -13,7 +13,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.params.bucket import Bucket, MakeOperation, all_reduce
+from braid.params.bucket import Bucket, MakeOperation, all_reduce, dropped_text
 from braid.params.bucket_layout import BucketLayout, plan_buckets
 from braid.params.flat import FlatBuffer
 from braid.params.hook_schedule import HookSchedule, StateHook
@@ -138,6 +138,28 @@ class Buckets:
         finally:
             if self._schedule is not None:
                 self._schedule.reset()
+
+    def check_gradients(self) -> None:
+        """Check that gradients which came in this backward can be averaged.
+
+        Raises:
+            ConfigError: A hook has dropped some, or a sparse one has a graph of its own.
+        """
+        dropped = []
+        for bucket in self._all:  # no comprehension, and no call: this is in every backward
+            for position in bucket.counts:
+                if self._records[position].param.grad is None:
+                    dropped.append(self._records[position].name)  # noqa: PERF401
+        if dropped:
+            raise ConfigError(dropped_text(dropped))
+        for position in self.sparse:
+            record = self._records[position]
+            if record.param.grad is not None and record.param.grad.requires_grad:
+                msg = (
+                    f"gradient of {record.name!r} is sparse and has a graph of its own "
+                    "(create_graph=True), which cannot be averaged: use sparse=False"
+                )
+                raise ConfigError(msg)
 
     def reset(self) -> None:
         """Begin a new backward."""

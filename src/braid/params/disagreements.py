@@ -8,7 +8,13 @@ from braid.params.status import RankState, Status
 from braid.params.table import ParamRecord
 from braid.types import first_few
 
-__all__ = ["OWN_GRADIENTS", "failed_ranks", "requires_grad_differs", "weights_differ"]
+__all__ = [
+    "OWN_GRADIENTS",
+    "failed_ranks",
+    "hooks_differ",
+    "requires_grad_differs",
+    "weights_differ",
+]
 
 OWN_GRADIENTS = (RankState.ACTIVE, RankState.NONFINITE)  # ranks that bring those of a whole step
 
@@ -29,6 +35,19 @@ def requires_grad_differs(status: Status, records: Sequence[ParamRecord]) -> str
     )
 
 
+def hooks_differ(status: Status, ranks: Sequence[int]) -> str | None:
+    """Describe ranks without the communication hook of the others; None if all or none have one."""
+    if len(set(status.has_hook)) == 1:
+        return None
+    having = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if has]
+    lacking = [rank for rank, has in zip(ranks, status.has_hook, strict=True) if not has]
+    return (
+        f"a communication hook is registered on {_ranks_text(having)} and none on "
+        f"{_ranks_text(lacking)}, so buckets do not meet: call register_comm_hook with the same "
+        "hook on every rank, before the first backward"
+    )
+
+
 def weights_differ(status: Status) -> str | None:
     """Describe loss weights that only some ranks have set; None if all or none have."""
     if not status.num_weighted:
@@ -43,13 +62,23 @@ def weights_differ(status: Status) -> str | None:
     )
 
 
-def failed_ranks(status: Status, ranks: Sequence[int]) -> str | None:
-    """Describe ranks whose backward raised an exception; None if there are none."""
-    if RankState.FAILED not in status.states:
-        return None
+def failed_ranks(status: Status, ranks: Sequence[int], reasons: Sequence[str]) -> str:
+    """Describe ranks whose backward raised an exception.
+
+    Args:
+        status: Status with at least one such rank.
+        ranks: Global ranks of the group.
+        reasons: Errors by rank, where they are the reducer's own; else empty.
+    """
+    known = "; ".join(filter(None, reasons))
+    if known:
+        return f"{known}. Gradients of this step are meaningless on every rank"
     failed = [ranks[rank] for rank in status.ranks(RankState.FAILED)]
-    named = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
     return (
-        f"an exception ended the backward of {named} (see there), so gradients of this step are "
-        "meaningless on every rank. Zero them and go on with the next batch, or stop"
+        f"an exception ended the backward of {_ranks_text(failed)} (see there), so gradients of "
+        "this step are meaningless on every rank. Zero them and go on with the next batch, or stop"
     )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -2,26 +2,60 @@
 
 A gradient is copied into its view once. From then on there is one copy of it: what later backwards
 add to `.grad` goes into the buffer by itself, and what is reduced there is in `.grad` at once.
+
+A gradient with a graph of its own (`create_graph=True`) stays outside and is copied. Its average
+takes the place of its values, and keeps the graph of this rank's part:
+
+    g = mean over ranks of g_r      loss' = f(g), the same on all ranks
+    d loss'/dw = f'(g) mean(dg_r/dw) = mean over ranks of f'(g) dg_r/dw
+
+So the average of what the ranks' own graphs give in the second backward is the derivative of the
+average, and the second backward needs no communication but its averaging.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-__all__ = ["move_grad"]
+__all__ = ["averaged_with_graph", "move_grad"]
 
 
 def move_grad(param: torch.Tensor, view: torch.Tensor) -> bool:
     """Move the gradient of `param` into `view`, which becomes its `.grad`.
 
+    A gradient with a graph of its own is copied there and stays `.grad`.
+
     Returns:
-        False if there is no gradient, or one that is sparse or has a graph of its own.
+        False if there is no gradient, or one that is sparse.
     """
     grad = param.grad
-    if grad is None or grad.layout != torch.strided or grad.requires_grad:
+    if grad is None or grad.layout != torch.strided:
         return False
-    if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+    if grad.requires_grad:
+        view.copy_(grad.detach())
+    elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
         view.copy_(grad)
         # not `view` itself: a conversion of the module replaces the memory of this very object
         param.grad = view.detach()
     return True
+
+
+class _Averaged(torch.autograd.Function):
+    """Values of the average with the graph of this rank's gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, _own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+        return average.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def averaged_with_graph(own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `average` that is differentiated as this rank's gradient `own`."""
+    with torch.enable_grad():
+        averaged: torch.Tensor = _Averaged.apply(own, average)  # type: ignore[no-untyped-call]
+    return averaged

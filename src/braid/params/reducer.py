@@ -337,14 +337,14 @@ class GradientReducer(GradientListener):
             return
         if not buckets.is_learnt:
             buckets.arrivals.setdefault(position)
-        if bucket.mark_ready(position) and self._policy.launches_early(
-            bucket.layout, is_learnt=buckets.is_learnt
-        ):
+        try:
+            is_full = bucket.mark_ready(position)
+        except ConfigError as error:
+            raise self._failed(error) from None
+        if is_full and self._policy.launches_early(bucket.layout, is_learnt=buckets.is_learnt):
             averager.launch(bucket)
         if position == buckets.trigger:
-            for delayed in buckets:
-                if delayed.layout.delayed and delayed.is_ready and not delayed.is_launched:
-                    averager.launch(delayed)
+            averager.launch_delayed()
 
     def _backward_begins(self, phase: Phase | None = None) -> None:
         state = self._state
@@ -358,6 +358,11 @@ class GradientReducer(GradientListener):
         forward.open = None
 
     def _backward_ended(self) -> None:
+        if self._state.phase is Phase.AVERAGING and self.is_set_up:
+            try:
+                self._averager.buckets.check_gradients()
+            except ConfigError as error:
+                raise self._failed(error) from None
         action = self._state.end(Event.END)
         if action is Action.NOTHING:
             refuse_grad(self._records)
@@ -379,6 +384,11 @@ class GradientReducer(GradientListener):
         self._local_steps.forget()
         self._set_up()
         self._averager.abandon()
+
+    def _failed(self, error: ConfigError) -> ConfigError:
+        """Return an error of this rank's backward with its rank, and keep it for other ranks."""
+        self._state.failure = f"rank {self._group.ranks[self._group.rank]}: {error}"
+        return ConfigError(self._state.failure)
 
     def _positions(self) -> list[int]:
         return [p for p, record in enumerate(self._records) if record.param.requires_grad]

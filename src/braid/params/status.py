@@ -7,7 +7,7 @@ elsewhere, or a place in every bucket, where a compressed format would spoil it.
 Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has elements of its
 own, to which the others add zeros.
 
-    | per parameter: present, nonfinite, requires_grad | per rank: state, forwards |
+    | per parameter: present, nonfinite, requires_grad | per rank: state, forwards, hook |
     | loss weight | ranks with a weight | ranks with changed buffers |
 
 It begins when the last gradient of this rank is there, beside buckets that are on their way, and
@@ -45,6 +45,7 @@ class Status(NamedTuple):
         states: States of the ranks.
         num_forwards_without_backward: Number of forward passes since the last averaging that no
             backward has reached, by rank.
+        has_hook: Whether a communication hook is registered, by rank.
         weight: Sum of the loss weights.
         num_weighted: Number of ranks whose loss weight was set by the program.
         num_buffers_used: Number of ranks that have used the module in training mode since its
@@ -56,6 +57,7 @@ class Status(NamedTuple):
     requires_grad: Sequence[int]
     states: Sequence[RankState]
     num_forwards_without_backward: Sequence[int]
+    has_hook: Sequence[int]
     weight: float
     num_weighted: int
     num_buffers_used: int
@@ -79,7 +81,7 @@ class StatusLayout(NamedTuple):
     @property
     def length(self) -> int:
         """Length of the status vector."""
-        return 3 * self.num_params + 2 * self.size + 3
+        return 3 * self.num_params + 3 * self.size + 3
 
     def encode(
         self,
@@ -90,6 +92,7 @@ class StatusLayout(NamedTuple):
         requires_grad: Sequence[bool],
         state: RankState,
         num_forwards_without_backward: int,
+        has_hook: bool,
         weight: float,
         is_weighted: bool,
         buffers_used: bool,
@@ -103,14 +106,17 @@ class StatusLayout(NamedTuple):
         ...     requires_grad=[True],
         ...     state=RankState.JOINED,
         ...     num_forwards_without_backward=2,
+        ...     has_hook=True,
         ...     weight=4.0,
         ...     is_weighted=True,
         ...     buffers_used=False,
         ... )
-        [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 1.0, 0.0]
+        [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 0.0, 1.0, 4.0, 1.0, 0.0]
         """
-        own = [0.0] * (2 * self.size)
-        own[rank], own[self.size + rank] = float(state), float(num_forwards_without_backward)
+        size = self.size
+        own = [0.0] * (3 * size)
+        own[rank], own[size + rank] = float(state), float(num_forwards_without_backward)
+        own[2 * size + rank] = float(has_hook)
         flags = map(float, (*present, *nonfinite, *requires_grad))
         return [*flags, *own, weight, float(is_weighted), float(buffers_used)]
 
@@ -125,6 +131,7 @@ class StatusLayout(NamedTuple):
             requires_grad=counts[2 * n : 3 * n],
             states=list(map(STATES.__getitem__, counts[3 * n : 3 * n + size])),
             num_forwards_without_backward=counts[3 * n + size : 3 * n + 2 * size],
+            has_hook=counts[3 * n + 2 * size :],
             weight=weight,
             num_weighted=round(num_weighted),
             num_buffers_used=round(num_buffers_used),

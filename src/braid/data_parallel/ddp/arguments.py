@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import fields
 
@@ -9,12 +10,13 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from braid.errors import ConfigError
-from braid.params import Caps, ParamTable, ReducerOptions
+from braid.params import Caps, Hook, ParamTable, ReducerOptions
 
 __all__ = [
     "arguments_in_common",
     "caps_of",
     "checked_hash_every",
+    "checked_hook",
     "checked_names",
     "checked_weight",
     "first_given",
@@ -83,6 +85,34 @@ def checked_hash_every(steps: int) -> int:
         msg = f"hash_every must be a number of steps, or 0, got {steps!r}"
         raise ConfigError(msg)
     return steps
+
+
+def checked_hook(state: object, hook: object) -> Hook:
+    """Return a communication hook.
+
+    Raises:
+        ConfigError: The hook cannot be called with a state and a bucket.
+    """
+    if not callable(hook):
+        swapped = ": the state comes first" if callable(state) else ""
+        msg = (
+            f"a communication hook must be a function hook(state, bucket), got the "
+            f"{type(hook).__name__} {hook!r}: call register_comm_hook(state, hook){swapped}"
+        )
+        raise ConfigError(msg)
+    try:
+        inspect.signature(hook).bind(state, None)
+    except TypeError as error:
+        name = getattr(hook, "__qualname__", repr(hook))
+        msg = (
+            f"a communication hook is called as hook(state, bucket), and "
+            f"{name}{inspect.signature(hook)} cannot be: {error}"
+        )
+        raise ConfigError(msg) from None
+    except ValueError:  # written in C: nobody knows before it is called
+        pass
+    known: Hook = hook
+    return known
 
 
 def checked_weight(weight: object) -> float | None:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from braid.comm import Group, Work
+from braid.data_parallel.ddp.in_backward import adopt_optimizers, optimizers_of
 from braid.data_parallel.ddp.join import Join, Joinable
 from braid.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.data_parallel.ddp.once_warnings import OnceWarnings
 from braid.data_parallel.finite import NonfiniteHandler, handle_nonfinite
+from braid.errors import ConfigError
 from braid.params import Outcome, ParamRecord, ParamTable, RankState, ReducerListener
 from braid.params.hashing import compare_values
 
@@ -54,14 +56,29 @@ class AveragingListener(ReducerListener):
     active_ranks: list[int] = field(init=False)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     _make_optimizer: MakeOptimizer | None = None
+    _has_adopted: bool = False
     _join_notice: Work | None = None
 
     def __post_init__(self) -> None:
         self.active_ranks = list(range(self.group.size))
         self._has_buffers = self.buffers.any()
 
+    def adopt_optimizers(self) -> None:
+        """Take the steps of optimizers in backward that are on the parameters themselves."""
+        self._has_adopted = adopt_optimizers(self.table) or self._has_adopted
+
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
-        """Take steps inside of backward from now on; see `DistributedDataParallel`."""
+        """Take steps inside of backward from now on; see `DistributedDataParallel`.
+
+        Raises:
+            ConfigError: Parameters have optimizers of their own already.
+        """
+        if self._has_adopted:
+            msg = (
+                "parameters have optimizers in backward from _apply_optimizer_in_backward already, "
+                "and would be stepped twice: use one of both"
+            )
+            raise ConfigError(msg)
         self._make_optimizer = make_optimizer
         for record in self.table.requires_grad:
             if not record.sparse:
@@ -82,6 +99,8 @@ class AveragingListener(ReducerListener):
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
         """Take the steps of parameters whose averages are there, and drop their gradients."""
+        if self._has_adopted:
+            _step_adopted(records, is_usable=is_usable)
         if self._make_optimizer is None:
             return
         for record in records:
@@ -110,3 +129,13 @@ class AveragingListener(ReducerListener):
             compare_values(self.group, self.table.records, when)
         handle_nonfinite(outcome, self.group.ranks, self.handler)
         self.warnings.check(outcome)  # last: the program may turn it into an error, on one rank
+
+
+def _step_adopted(records: Sequence[ParamRecord], *, is_usable: bool) -> None:
+    for record in records:
+        optimizers = optimizers_of(record.param)
+        if is_usable:
+            for optimizer in optimizers:
+                optimizer.step()
+        if optimizers:
+            record.param.grad = None

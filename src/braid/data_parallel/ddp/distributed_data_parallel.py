@@ -27,6 +27,7 @@ from braid.data_parallel.ddp.arguments import (
     arguments_in_common,
     caps_of,
     checked_hash_every,
+    checked_hook,
     checked_names,
     checked_weight,
     first_given,
@@ -108,7 +109,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
     Cost:
         A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each
         rank reads and writes 2 l / n, most of it while backward computes. And one message of 24
-        bytes per parameter and 16 per rank.
+        bytes per parameter and 24 per rank.
 
     On failure:
         A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An
@@ -235,6 +236,8 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         present = self.module.parameters(), self.module.named_parameters()
         has_backward = torch.is_grad_enabled() and self._snapshot.check(*present)
         if has_backward:
+            if not self._reducer.num_reductions:
+                self._listener.adopt_optimizers()
             self._reducer.forward_begins()
         called = self._replicas[0] if self._replicas else self.module
         outputs = self._precision.call(called, args, kwargs)
@@ -289,10 +292,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         Raises:
             ConfigError: The hook cannot be called, or there is one already.
         """
-        if not callable(hook):
-            # for callers without a type checker
-            msg = f"a communication hook must be callable, got {type(hook).__name__}"  # type: ignore[unreachable]
-            raise ConfigError(msg)
+        hook = checked_hook(state, hook)
         if self._comm_hook is not None or self._settings.hook is not None:
             raise ConfigError(ONE_HOOK)
         self._reducer.use_hook((state, hook))
