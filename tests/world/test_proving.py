@@ -28,7 +28,7 @@ def model():
     return found
 
 def loss(model, rank, size, step):
-    x = torch.randn(6 * size, 8, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
     return model(x[rank::size]).square().mean()
 
 def optimizer(params):
@@ -93,6 +93,32 @@ def test_the_command_proves_equal_bits(tmp_path, capsys):
     told = ["prove", str(file), "-n", "2", "--steps", "3", "--log-dir", str(tmp_path / "logs")]
     assert main(told) == 0
     assert "proved 3 steps on 2 ranks" in " ".join(capsys.readouterr().out.split())
+
+
+WRONG_SHARES = {
+    "x[rank:]": "in step 1 the mean of the shares' losses is",
+    "x[rank::size].repeat_interleave(2 - rank, 0)[: 7 - rank]": "of the whole batch is",
+    "x[: 12 // size]": "wrong shares",
+}
+
+
+@pytest.mark.parametrize("share", WRONG_SHARES)
+def test_wrong_shares_are_found_though_every_bit_is_equal(proved, share):
+    out = proved(2, TASK.replace("x[rank::size]", share))
+    assert "wrong shares in step 1" in out
+    assert WRONG_SHARES[share] in out
+    assert "equal bits 3 steps on 2 ranks" in out
+    assert "proved" not in out
+
+
+def test_a_sum_is_not_the_mean_of_its_shares(proved):
+    out = proved(3, TASK.replace(".mean()", ".sum()"))
+    assert "wrong shares in step 1" in out
+
+
+def test_a_model_that_cannot_be_evaluated_is_compared_bit_by_bit_only(proved):
+    task = TASK.replace("    x = torch", "    assert model.training\n    x = torch")
+    assert "proved 3 steps" in proved(2, task)
 
 
 DRIFTS = {

@@ -4,7 +4,9 @@ The ranks train as they would. The first rank also runs the shares of all ranks,
 other, in one process with the same number of threads (`data_parallel.accumulate`). After each step
 it compares the parameters bit by bit. So the proof names the first step, and the first parameter
 in the order of the module, at which the two runs differ, and by how much. Parameters that differ
-among ranks are reported in the same way.
+among ranks are reported in the same way. `shares` checks that the shares make up the whole batch,
+which both runs would get wrong alike.
+
 Memory: two models and their optimizers' state on the first rank.
 """
 
@@ -22,6 +24,7 @@ from braid.errors import ConfigError, MismatchError
 from braid.params import ParamRecord, ParamTable
 from braid.params.hashing import compare_values
 from braid.prove.compare import Difference, difference, difference_of_ranks
+from braid.prove.shares import ShareGap, share_gap
 from braid.prove.task import Task
 
 __all__ = ["Proof", "prove"]
@@ -39,6 +42,7 @@ class Proof(NamedTuple):
         difference: Difference of the first such parameter of the module.
         others: Names of further parameters that differ after this step.
         losses: Losses of the first rank's share (parallel run, one process), by step, as text.
+        gap: First shares whose mean is not the loss of the whole batch; None if there are none.
     """
 
     ranks: int
@@ -49,11 +53,12 @@ class Proof(NamedTuple):
     difference: Difference | None = None
     others: tuple[str, ...] = ()
     losses: tuple[tuple[str, str], ...] = ()
+    gap: ShareGap | None = None
 
     @property
     def holds(self) -> bool:
-        """Whether all numbers were the same after every step."""
-        return self.difference is None
+        """Whether all numbers were the same after every step, and shares make up the whole."""
+        return self.difference is None and self.gap is None
 
 
 def prove(group: Group, task: Task, steps: int) -> Proof | None:
@@ -80,6 +85,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
     table = ParamTable.of(model)
     losses: list[tuple[str, str]] = []
     differ: list[Difference] = []
+    gap: ShareGap | None = None
     step = 0
     while step < steps and not differ:
         optimizer.zero_grad()
@@ -89,6 +95,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         step += 1
         drifted = _drifted(group, table.records, step)
         if alone is not None:
+            gap = gap or share_gap(task, alone.model, group.size, step - 1)
             expected = alone.step(step - 1)
             losses.append((f"{loss.item():.9g}", f"{expected:.9g}"))
             differ = drifted or alone.compare(model)
@@ -109,32 +116,37 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         first,
         tuple(one.parameter for one in differ[1:]),
         tuple(losses),
+        gap,
     )
 
 
 class _Alone:
-    """The run in one process, which begins with the same parameters as the ranks."""
+    """The run in one process, which begins with the same parameters as the ranks.
+
+    Attributes:
+        model: Model of this run.
+    """
 
     def __init__(self, task: Task, size: int, begin: nn.Module) -> None:
         self._task = task
         self._size = size
-        self._model = task.model()
-        self._model.load_state_dict(begin.state_dict())
-        self._optimizer = task.optimizer(self._model.parameters())
+        self.model = task.model()
+        self.model.load_state_dict(begin.state_dict())
+        self._optimizer = task.optimizer(self.model.parameters())
 
     def step(self, number: int) -> float:
         """Take one step; returns the loss of the first share."""
         shares = [
-            lambda rank=rank: _seeded(self._task, self._model, rank, self._size, number)
+            lambda rank=rank: _seeded(self._task, self.model, rank, self._size, number)
             for rank in range(self._size)
         ]
-        losses = accumulate(self._model, shares)
+        losses = accumulate(self.model, shares)
         self._optimizer.step()
         return losses[0].item()
 
     def compare(self, model: nn.Module) -> list[Difference]:
         """Return the parameters that differ, in the order of the module."""
-        pairs = zip(model.named_parameters(), self._model.parameters(), strict=True)
+        pairs = zip(model.named_parameters(), self.model.parameters(), strict=True)
         differences = (difference(name, param, expected) for (name, param), expected in pairs)
         return [one for one in differences if one is not None]
 

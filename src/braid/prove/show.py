@@ -23,11 +23,20 @@ def show(proof: Proof, console: Console | None = None) -> None:
         same = step != proof.step
         grid.add_row(str(step), parallel, alone, "the same bits" if same else "[red]differ[/red]")
     console.print(grid)
-    if proof.difference is None:
+    if proof.gap is not None:
+        console.print(f"[bold red]wrong shares[/bold red]  {proof.gap}", soft_wrap=True)
         console.print(
-            f"[bold]proved[/bold]  {proof.steps} steps on {proof.ranks} ranks: all "
-            f"{proof.num_params:,} parameters ({proof.numel:,} numbers) have the "
-            "bits of one process after every step",
+            "         the ranks and one process run the same shares, so their bits cannot show it: "
+            "shares must be equally large, cover the batch once (x[rank::size], not x[rank:]), "
+            "come from a batch that does not depend on size, and the loss must be their mean",
+            soft_wrap=True,
+        )
+    if proof.difference is None:
+        verdict = "proved" if proof.gap is None else "equal bits"
+        console.print(
+            f"[bold]{verdict}[/bold]  {proof.steps} steps on {proof.ranks} ranks: all "
+            f"{proof.num_params:,} parameters ({proof.numel:,} numbers) have the bits of one "
+            "process after every step",
             soft_wrap=True,
         )
         return
