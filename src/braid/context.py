@@ -27,9 +27,14 @@ LOG = logging.getLogger(__name__)
 
 
 class _Default:
-    """Holder of the default membership and its group."""
+    """Holder of the default membership and its group.
+
+    Attributes:
+        has_joined: Whether this process has ever been a rank.
+    """
 
     def __init__(self) -> None:
+        self.has_joined = False
         self.membership: Membership | None = None
         self.group: Group | None = None
         self.metrics: RunMetrics | None = None
@@ -86,6 +91,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
             _gpu_memory,
         )
         _DEFAULT.membership = member
+        _DEFAULT.has_joined = True
         atexit.register(shutdown)  # runs before the interpreter ends threads and frees memory
     return world()
 

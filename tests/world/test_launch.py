@@ -393,3 +393,21 @@ def test_a_kill_for_memory_is_told_from_other_kills(tmp_path):
         group.rmdir()
     assert found.returncode == 137
     assert "killed by the kernel for memory (cgroup limit 101 MB, peak 101 MB)" in found.stderr
+
+
+GLOO = "import torch.distributed as d; d.init_process_group('gloo'); d.destroy_process_group()"
+
+
+@pytest.mark.parametrize(
+    ("program", "is_told"),
+    [("import torch", True), ("import torch; raise ValueError", False), (GLOO, False)],
+    ids=["alone", "raises", "gloo"],
+)
+def test_ranks_that_never_communicate_are_one_line(tmp_path, console, program, is_told):
+    script = tmp_path / "train.py"
+    script.write_text(program + "\n")
+    job = JobSpec(command=(str(script),), num_ranks=2, log_dir=str(tmp_path / "run"))
+    Supervisor(console).run(job)
+    logs = [(tmp_path / "run" / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    line = "braid: 2 ranks have run this program alike and never communicated"
+    assert [line in text for text in logs] == [is_told, False]

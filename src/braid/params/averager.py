@@ -102,6 +102,8 @@ class Averager:
         """Launch a bucket, and note gradients in the bucket that are not finite."""
         self._nonfinite.update(bucket.find_nonfinite(check_all=self._options.check_all))
         self._times.bucket_is_ready(bucket.index)
+        if not self.num_reductions:
+            self.listener.on_first_launch(bucket)
         bucket.launch()
 
     def launch_delayed(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from braid.comm import Work
 from braid.errors import ConfigError
+from braid.params.bucket import Bucket
 from braid.params.bucket_layout import Caps
 from braid.params.status import Status
 from braid.params.table import ParamRecord
@@ -81,6 +82,9 @@ class ReducerListener:
 
     def on_averaging_begins(self) -> None:
         """Called before anything is sent."""
+
+    def on_first_launch(self, bucket: Bucket) -> None:
+        """Called in the first averaging before a bucket with this rank's gradients is launched."""
 
     def start_beside_status(self) -> Sequence[Work]:
         """Start what travels beside the status; called on all ranks, whatever their state."""

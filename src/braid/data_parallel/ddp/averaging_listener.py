@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from braid.comm import Group, Work
+from braid.data_parallel.ddp.first_batch import FirstBatch
 from braid.data_parallel.ddp.in_backward import adopt_optimizers, optimizers_of
 from braid.data_parallel.ddp.join import Join, Joinable
 from braid.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.data_parallel.ddp.once_warnings import OnceWarnings
 from braid.data_parallel.finite import NonfiniteHandler, handle_nonfinite
 from braid.errors import ConfigError
-from braid.params import Outcome, ParamRecord, ParamTable, RankState, ReducerListener
+from braid.params import Bucket, Outcome, ParamRecord, ParamTable, RankState, ReducerListener
 from braid.params.hashing import compare_values
 
 __all__ = ["AveragingListener", "MakeOptimizer"]
@@ -42,6 +43,7 @@ class AveragingListener(ReducerListener):
         handler: Called about gradients that are not finite.
         hash_every: Number of averagings from one comparison of parameters to the next; 0 for none.
         warnings: Warnings about steps that are probably unintended.
+        first_batch: Checks of the first batch; None when it has been checked.
         active_ranks: Group ranks that had input in the last step.
         optimizers: Optimizers of single parameters by name, for steps inside of backward.
     """
@@ -53,6 +55,7 @@ class AveragingListener(ReducerListener):
     handler: NonfiniteHandler
     hash_every: int
     warnings: OnceWarnings
+    first_batch: FirstBatch | None
     active_ranks: list[int] = field(init=False)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     _make_optimizer: MakeOptimizer | None = None
@@ -91,6 +94,11 @@ class AveragingListener(ReducerListener):
         if joinable is not None and join is not None and not join.throws:
             self._join_notice = Join.notify_join_context(joinable)
 
+    def on_first_launch(self, bucket: Bucket) -> None:
+        """Note this rank's first gradients."""
+        if self.first_batch is not None:
+            self.first_batch.note_gradients(bucket)
+
     def start_beside_status(self) -> Sequence[Work]:
         """Send the module's buffers, if they changed in the last step."""
         notice, self._join_notice = self._join_notice, None
@@ -128,6 +136,9 @@ class AveragingListener(ReducerListener):
             when = f"before the optimizer's step {outcome.number}"
             compare_values(self.group, self.table.records, when)
         handle_nonfinite(outcome, self.group.ranks, self.handler)
+        if self.first_batch is not None:
+            first, self.first_batch = self.first_batch, None
+            first.report(is_weighted=outcome.status.num_weighted > 0)
         self.warnings.check(outcome)  # last: the program may turn it into an error, on one rank
 
 

@@ -36,6 +36,7 @@ from braid.data_parallel.ddp.arguments import (
 )
 from braid.data_parallel.ddp.averaging_listener import AveragingListener, MakeOptimizer
 from braid.data_parallel.ddp.copies import CopyableWrapper
+from braid.data_parallel.ddp.first_batch import FirstBatch
 from braid.data_parallel.ddp.introspection import IGNORED, TorchNames
 from braid.data_parallel.ddp.join import Join, Joinable, JoinHook, syncs_in_forward
 from braid.data_parallel.ddp.mixed_precision import precision_of
@@ -207,6 +208,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
                 is_speaker=group.rank == 0,
                 names_unused=not self.find_unused_parameters,
             ),
+            first_batch=FirstBatch(type(module).__name__, group),
         )
         self._precision = precision_of(self.mixed_precision, module)
         name = settings.hook
@@ -239,6 +241,9 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
             if not self._reducer.num_reductions:
                 self._listener.adopt_optimizers()
             self._reducer.forward_begins()
+            first = self._listener.first_batch
+            if first is not None and not first.is_known:
+                first.note_input(args, kwargs)
         called = self._replicas[0] if self._replicas else self.module
         outputs = self._precision.call(called, args, kwargs)
         if has_backward:
