@@ -6,7 +6,7 @@ WORKERS ?= 2
 BUDGET_S := 300
 READY := $(VENV)/.ready
 
-.PHONY: demo test proof check bench clean
+.PHONY: demo test proof check bench docs clean
 
 demo: $(READY)
 	$(BIN)/braid demo
@@ -26,6 +26,13 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python tests/pages.py
+	$(BIN)/python tests/handbook_pictures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open site/index.html"
+
 bench: $(READY)
 	$(BIN)/braid bench comm
 
@@ -35,4 +42,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) runs dist build
+	rm -rf $(VENV) runs dist build site

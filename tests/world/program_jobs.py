@@ -24,7 +24,9 @@ import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 
 
-def _run(group: Group, path: str, words: tuple[str, ...], environ: dict[str, str]) -> str:
+def _run(
+    group: Group, path: str, words: tuple[str, ...], environ: dict[str, str], directory: str
+) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = group.objects.broadcast(probe.getsockname()[1], 0)
@@ -47,9 +49,12 @@ def _run(group: Group, path: str, words: tuple[str, ...], environ: dict[str, str
         patch.object(sys, "excepthook", sys.excepthook),
         contextlib.redirect_stdout(out),
     ):
+        before = Path.cwd()
+        os.chdir(directory)
         try:
             runpy.run_path(path, run_name="__main__")
         finally:
+            os.chdir(before)
             hvd.shutdown()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
@@ -61,7 +66,12 @@ def _run(group: Group, path: str, words: tuple[str, ...], environ: dict[str, str
 
 
 def run_program(
-    procs: Callable[..., list[Any]], size: int, path: Path, *words: str, **environ: str
+    procs: Callable[..., list[Any]],
+    size: int,
+    path: Path,
+    *words: str,
+    directory: str | Path = ".",
+    **environ: str,
 ) -> list[str]:
     """Run a program on `size` processes of the pool and return what each printed."""
-    return procs(size, _run, str(path), words, environ)
+    return procs(size, _run, str(path), words, environ, str(directory))

@@ -1,0 +1,88 @@
+"""What `mkdocs build` needs of braid: pages of the reference, and links that leave `docs/`.
+
+The reference has one page per room, made from the names that the room exports. Pages of `docs/`
+are read in the repository, too, so they link to source files; in the site such a link is the path
+as text.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# rooms with a face that programs use, in the order of the reference
+ROOMS = (
+    "braid",
+    "braid.comm",
+    "braid.data_parallel",
+    "braid.autograd",
+    "braid.fusion",
+    "braid.checkpoint",
+    "braid.metrics",
+    "braid.launch",
+    "braid.prove",
+    "braid.observe",
+    "braid.schedule",
+    "braid.topology",
+    "braid.cost",
+    "braid.message",
+    "braid.store",
+    "braid.data",
+    "braid.errors",
+    "braid.testing.worlds",
+    "braid.testing.faults",
+)
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Add the pages of the handbook, of the collectives and of the reference to the menu."""
+    pages = {
+        name: sorted(f"{name}/{path.name}" for path in (ROOT / "docs" / name).glob("[0-9a-z]*.md"))
+        for name in ("handbook", "collectives")
+    }
+    pages["api"] = [{room: f"api/{room}.md"} for room in ROOMS]
+    for section in config.nav or []:
+        for entries in section.values():
+            if isinstance(entries, list) and isinstance(entries[0], str):
+                entries.extend(pages[entries[0].split("/")[0]])
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages of the reference, and the front page."""
+    rows = []
+    for room in ROOMS:
+        module = import_module(room)
+        names = [name for name in module.__all__ if not name.startswith("__")]
+        summary = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        page = f"# {room}\n\n{summary}\n\n" + "\n".join(f"::: {room}.{name}" for name in names)
+        uri = f"api/{room}.md"
+        files.append(File.generated(config, uri, content=page + "\n"))
+        rows.append(f"| [`{room}`]({room}.md) | {summary} |")
+    table = "\n".join(["# Reference", "", "| room | |", "|---|---|", *rows, ""])
+    files.append(File.generated(config, "api/index.md", content=table))
+    readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    files.append(File.generated(config, "index.md", content=readme))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str:
+    """Turn links to files outside of `docs/` into text."""
+    here = Path(page.file.src_uri).parent
+
+    def replaced(match: re.Match[str]) -> str:
+        text, target = match[1], match[2]
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        uri = (ROOT / "docs" / here / target).resolve()
+        inside = uri.is_relative_to(ROOT / "docs")
+        known = inside and files.get_file_from_path(str(uri.relative_to(ROOT / "docs")))
+        return match[0] if known else text
+
+    return LINK.sub(replaced, markdown)
