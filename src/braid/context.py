@@ -163,6 +163,7 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     torch_backend.share(None)
+    member.report_uncaught()
     if member.failed:
         group.abort(member.failure)
     group.close()

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.diagnose import ParsedError, Stack, parse_error, parse_stack, short_site
+from braid.diagnose import (
+    ParsedError,
+    Stack,
+    final_error,
+    parse_error,
+    parse_stack,
+    short_site,
+)
 from braid.diagnose.tracebacks import BRAID_ROOT
 
 PLAIN = """\
@@ -76,6 +83,24 @@ RuntimeError: cannot go on
         where="a.py:6 in h",
         chain=("KeyError: 'x'", "OSError: [Errno 5] gone"),
     )
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "signal", "after", "is_final"),
+    [
+        (1, None, "", True),
+        (1, None, "Exception ignored in: <function f>\n" + 50 * "noise\n", True),
+        (1, None, 50 * "INFO step\n", False),
+        (3, None, "", False),
+        (None, 9, "", False),
+        (None, 6, "", True),
+    ],
+)
+def test_a_printed_traceback_counts_if_the_process_can_have_ended_by_it(
+    exit_code, signal, after, is_final
+):
+    error = final_error(PLAIN + after, exit_code=exit_code, signal=signal)
+    assert (error is not None) == is_final
 
 
 def test_an_earlier_traceback_that_was_logged_is_no_cause():

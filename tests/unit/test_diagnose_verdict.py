@@ -99,6 +99,24 @@ def test_a_connection_error_is_judged_by_who_raised_it():
     assert verdict(lost, in_torch)[2] is False
 
 
+def test_an_error_that_was_being_handled_is_told_beside_the_code():
+    error = ParsedError(type="KeyError", message="'x'")
+    end = exited(1, 3, at=1, error=error, handled=True)
+    assert describe(end) == "exited with code 3 while handling KeyError: 'x'"
+    assert verdict(end, raised(0, "PeerLostError: rank 1 left", at=0)) == ("exit", [1], True)
+    lost = ParsedError(type="PeerLostError", message="rank 1 left")
+    caught = exited(0, 1, at=0, error=lost, handled=True)
+    assert verdict(caught, exited(1, 3, at=1)) == ("exit", [1], True)
+
+
+def test_a_rank_that_was_leaving_when_it_was_ended_is_the_cause_if_others_needed_it():
+    leaving = killed(1, 15, at=1, asked_to_stop=True, left=True)
+    lost = raised(0, "PeerLostError: rank 1 has already left", at=2)
+    assert verdict(leaving, lost) == ("left", [1], True)
+    assert describe(leaving) == "left early, and had not ended when braid ended it"
+    assert verdict(leaving, raised(0, "ValueError: x", at=2)) == ("exception", [0], True)
+
+
 def test_a_doubtful_error_is_no_cause_beside_an_ordinary_one():
     own = raised(0, "ConnectionResetError: x", at=1)
     assert verdict(own, raised(1, "ValueError: y", at=2)) == ("exception", [1], True)

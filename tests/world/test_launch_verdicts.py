@@ -1,4 +1,4 @@
-"""The right rank is named in programs that catch everything, speak of connections or leave too early."""
+"""The right rank is named in programs that catch everything, speak of connections, leave too early or exit slowly."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOB = """
-import os, socket, sys
+import atexit, os, socket, sys, threading, time, traceback
 import torch
 import braid
 
 mode = sys.argv[1]
+if mode.startswith("slow") and os.environ["RANK"] == "1":
+    atexit.register(time.sleep, 60)  # runs after that of braid.init
 
 def train():
     group = braid.init()
+    if mode == "slow hook":
+        sys.excepthook = lambda kind, exc, trace: None
+    try:
+        if mode == "handled":
+            raise KeyError("harmless")
+    except KeyError:
+        traceback.print_exc()
     for step in range(1000):
         group.all_reduce(torch.ones(4))
         if group.rank == 1 and step == 5:
@@ -27,8 +36,23 @@ def train():
                 socket.create_connection(("127.0.0.1", 9), timeout=5)  # nobody listens there
             if mode == "gone":
                 os._exit(0)
+            if mode == "handled":
+                os._exit(3)
+            if mode == "slow exit":
+                try:
+                    open("/no/such/file")
+                except OSError:
+                    print("the data is gone", file=sys.stderr)
+                    sys.exit(3)
+            if mode == "slow raise":
+                raise SystemExit(3)
+            if mode == "slow hook":
+                raise ValueError("shard-7 is missing")
+            if mode == "slow thread":
+                threading.Thread(target=time.sleep, args=(60,)).start()
+                exit("no more data")
 
-if mode == "connection":
+if mode != "caught" and mode != "gone":
     train()
 else:
     try:
@@ -42,16 +66,49 @@ else:
 def _run(tmp_path: Path, mode: str) -> Outcome:
     path = tmp_path / "job.py"
     path.write_text(JOB)
-    job = JobSpec(command=(str(path), mode), num_ranks=3, log_dir=str(tmp_path / "run"))
+    job = JobSpec(
+        command=(str(path), mode),
+        num_ranks=3 if mode == "caught" else 2,
+        log_dir=str(tmp_path / "run"),
+        grace_s=1.0,
+    )
     return Supervisor(QuietConsole()).run(job)
 
 
 @pytest.mark.parametrize(
     ("mode", "told", "code"),
     [
-        ("caught", "exited with code 1", 1),
-        ("connection", "ConnectionRefusedError: [Errno 111] Connection refused", 1),
+        (
+            "caught",
+            "while handling ValueError: shard-7 is missing      job.py:23 in train\n",
+            1,
+        ),
+        pytest.param(
+            "connection",
+            "ConnectionRefusedError: [Errno 111] Connection refused",
+            1,
+            marks=pytest.mark.proof,
+        ),
         ("gone", "left early with exit code 0", 1),
+        ("handled", "exited with code 3\n           last on stderr: KeyError: 'harmless'\n", 3),
+        (
+            "slow exit",
+            "'/no/such/file'      job.py:32 in train\n           the data is gone\n",
+            3,
+        ),
+        pytest.param(
+            "slow raise",
+            "left early, and had not ended when braid ended it",
+            1,
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            "slow hook",
+            "ValueError: shard-7 is missing      job.py:",
+            1,
+            marks=pytest.mark.proof,
+        ),
+        pytest.param("slow thread", "exited with code 1", 1, marks=pytest.mark.proof),
     ],
 )
 def test_the_rank_that_failed_first_is_the_cause(tmp_path, mode, told, code):

@@ -14,7 +14,14 @@ from braid.diagnose.hang_view import Process, RankView, SpanView
 from braid.diagnose.last_events import last_events, last_operation_end, last_step
 from braid.diagnose.reach_table import reach_table, why_unreachable
 from braid.diagnose.run_record import RunHost, RunRecord
-from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
+from braid.diagnose.tracebacks import (
+    ParsedError,
+    Stack,
+    final_error,
+    parse_error,
+    parse_stack,
+    short_site,
+)
 from braid.diagnose.verdict import (
     Ending,
     MemoryKill,
@@ -44,6 +51,7 @@ __all__ = [
     "clause",
     "describe",
     "error_block",
+    "final_error",
     "find_hang",
     "judge",
     "last_events",

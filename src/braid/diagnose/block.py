@@ -16,6 +16,7 @@ people and programs find the cause at once.
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ __all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_
 
 LABEL_WIDTH = 9
 WHERE_GAP = "      "
+OLD_LINE_S = 1.0  # a line of stderr that is older may have nothing to do with the end
+OF_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # of a traceback that is not the cause
 STATUS = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
 
 
@@ -146,11 +149,20 @@ def _cause(verdict: Verdict) -> list[str]:
         line += f"{WHERE_GAP}{where}"
     elif first.last_events:  # continues `killed by signal 9`, but is set apart from a message
         line += f"{WHERE_GAP if first.error is not None else ' '}{first.last_events}"
-    lines = [line, *(first.error.details if first.error is not None else [first.last_line])]
+    lines = [line, *(first.error.details if first.error is not None else ())]
+    if first.error is None or (first.handled and first.error.message not in first.last_line):
+        lines.append(_last_line(first))
     lines = [text for text in lines if text]
     if not verdict.certain:
         lines.append("uncertain: every rank failed because of another one; this is the likeliest")
     return ["\n".join(lines)]
+
+
+def _last_line(end: RankEnd) -> str:
+    """Return the last line that the rank wrote to stderr, and what it is if it may mean nothing."""
+    if end.last_line and end.last_line_s >= OLD_LINE_S:
+        return f"last on stderr, {_seconds(end.last_line_s)} before: {end.last_line}"
+    return f"last on stderr: {end.last_line}" if OF_ERROR.match(end.last_line) else end.last_line
 
 
 def _affected(verdict: Verdict) -> list[str]:

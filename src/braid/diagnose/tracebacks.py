@@ -18,11 +18,13 @@ prefix (`_distributed_excepthook` in `torch/distributed/distributed_c10d.py`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
+from signal import SIGABRT
 from typing import NamedTuple
 
-__all__ = ["ParsedError", "Stack", "parse_error", "parse_stack", "short_site"]
+__all__ = ["ParsedError", "Stack", "final_error", "parse_error", "parse_stack", "short_site"]
 
 BRAID_ROOT = str(PurePath(__file__).parents[1])
 MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; later output of the program does not
@@ -134,9 +136,7 @@ def parse_error(text: str) -> ParsedError | None:
     Returns:
         The error; None if the text contains none.
     """
-    lines = [RANK_PREFIX.sub("", STYLE.sub("", line)) for line in text.splitlines()]
-    if any("Exception Group Traceback" in line for line in lines):
-        lines = [GROUP_PREFIX.sub("", line) for line in lines]
+    lines = _plain_lines(text)
     return (
         _last_traceback(lines, threads=False)
         or _boxed_traceback(lines)
@@ -144,6 +144,30 @@ def parse_error(text: str) -> ParsedError | None:
         or _aborted(lines)
         or _last_traceback(lines, threads=True)
     )
+
+
+def final_error(text: str, *, exit_code: int | None, signal: int | None) -> ParsedError | None:
+    """Parse the error that ended a process, if its end agrees with what it has printed.
+
+    A program may print the traceback of an exception that it handles, and end much later for
+    another reason. An uncaught exception ends a process with exit code 1, or lets it abort while
+    it shuts down, and its traceback is the last thing but for remarks of the shutdown.
+
+    Args:
+        text: End of the process's stderr, cut anywhere.
+        exit_code: Exit code of the process; None if a signal ended it.
+        signal: Number of the signal that ended the process; None if it exited.
+
+    Returns:
+        The error; None if there is none, or if the process ended otherwise.
+    """
+    lines = _plain_lines(text)
+    if signal is not None and (fatal := _aborted(lines)) is not None:
+        return fatal
+    if exit_code != 1 and signal != SIGABRT:
+        return None
+    *_, (_, _, end) = [(0, None, len(lines)), *_tracebacks(lines)]
+    return parse_error(text) if _num_own_lines(lines[end:]) <= MAX_DETAIL_LINES else None
 
 
 def parse_stack(text: str) -> list[Stack]:
@@ -169,18 +193,38 @@ def short_site(site: str) -> str:
     return f"{PurePath(path).name}:{rest}" if rest else site
 
 
-def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
-    errors: list[str] = []
-    last: ParsedError | None = None
+def _plain_lines(text: str) -> list[str]:
+    """Return the lines of a text without colours and the prefixes of torch and of groups."""
+    lines = [RANK_PREFIX.sub("", STYLE.sub("", line)) for line in text.splitlines()]
+    if any("Exception Group Traceback" in line for line in lines):
+        lines = [GROUP_PREFIX.sub("", line) for line in lines]
+    return lines
+
+
+def _num_own_lines(lines: list[str]) -> int:
+    """Return the number of lines before those that an interpreter writes as it shuts down."""
+    return next((i for i, line in enumerate(lines) if FOREIGN.match(line)), len(lines))
+
+
+def _tracebacks(
+    lines: list[str], *, threads: bool = False
+) -> Iterator[tuple[int, ParsedError, int]]:
+    """Yield each error with the number of its first line and of the first line after it."""
     for start in (i for i, line in enumerate(lines) if HEADER.match(line)):
         before = lines[start - 1] if start else ""
         if before.startswith("Exception ignored "):
             continue
         if before.startswith("Exception in thread ") and not threads:
             continue
-        error = _error_at(lines, start + 1)
-        if error is None:
-            continue
+        parsed = _error_at(lines, start + 1)
+        if parsed is not None:
+            yield start, *parsed
+
+
+def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
+    errors: list[str] = []
+    last: ParsedError | None = None
+    for start, error, _ in _tracebacks(lines, threads=threads):
         linked = any(line in CHAINED for line in lines[max(0, start - 3) : start])
         in_group = "Group" in (last.type if last else "")
         errors = [*errors, str(last)] if last and (linked or in_group) else []
@@ -195,8 +239,11 @@ def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
     return last
 
 
-def _error_at(lines: list[str], start: int) -> ParsedError | None:
-    """Parse the error whose frames begin at line `start`; None if its last line is missing."""
+def _error_at(lines: list[str], start: int) -> tuple[ParsedError, int] | None:
+    """Parse the error whose frames begin at line `start`; None if its last line is missing.
+
+    The number is that of the line after the error's first one, where details begin.
+    """
     frames: list[_Frame] = []
     for index in range(start, len(lines)):
         line = lines[index]
@@ -207,7 +254,7 @@ def _error_at(lines: list[str], start: int) -> ParsedError | None:
             match = ERROR.match(line)
             if match is None or not frames:
                 return None
-            return _to_error(match, frames, lines[index + 1 :])
+            return _to_error(match, frames, lines[index + 1 :]), index + 1
     return None
 
 
@@ -241,7 +288,8 @@ def _syntax_error(lines: list[str]) -> ParsedError | None:
         if SYNTAX_ERROR.match(lines[index]):
             for start in range(index - 1, max(-1, index - 5), -1):
                 if FIRST_FRAME.match(lines[start]):
-                    return _error_at(lines, start)
+                    parsed = _error_at(lines, start)
+                    return parsed[0] if parsed is not None else None
     return None
 
 

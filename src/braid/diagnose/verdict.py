@@ -21,6 +21,7 @@ it is a cause unless another rank has an undoubted one.
     killed by the kernel for memory, or by a signal    | cause
     exited with code 0, then named by a PeerLostError  | cause: it left early
     exited with code 0 without leaving its groups      | cause if no other rank tells an error
+    left its groups, then ended by the launcher        | the same: it took long to exit
     exited with code 0                                 | suspect if there are only symptoms
     error of a lost peer, also in the exception chain  | symptom
     connection error that braid and torch did not raise| doubtful
@@ -101,13 +102,16 @@ class RankEnd:
         exit_code: Exit code; None if a signal ended the rank.
         signal: Number of the signal that ended the rank; None if the rank exited.
         unclosed: Whether the rank exited without leaving the groups that it had joined.
+        left: Whether the rank had left its groups before the launcher sent it a signal.
         asked_to_stop: Whether the launcher had sent the rank a signal before.
         stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
         stop_signal: Signal that stopped the rank.
         declared_dead: Whether the launcher killed the rank because it was stopped for too long.
         memory_kill: Facts about the kernel's out-of-memory kill; None if there was none.
         error: Error of the rank, from its control connection or its stderr.
+        handled: Whether the program was handling `error` when it called `sys.exit`.
         last_line: Last line of stderr, for programs that print no traceback.
+        last_line_s: Seconds between the last line of stderr and the end.
         last_events: Description of what the rank was doing; see `braid.diagnose.last_events`.
     """
 
@@ -118,13 +122,16 @@ class RankEnd:
     exit_code: int | None = None
     signal: int | None = None
     unclosed: bool = False
+    left: bool = False
     asked_to_stop: bool = False
     stopped_s: float | None = None
     stop_signal: int = int(signals.SIGSTOP)
     declared_dead: bool = False
     memory_kill: MemoryKill | None = None
     error: ParsedError | None = None
+    handled: bool = False
     last_line: str = ""
+    last_line_s: float = 0.0
     last_events: str = ""
 
     @property
@@ -196,7 +203,9 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
         causes += [
             end
             for end in by_rank
-            if _left_unclosed(end) and end.ended_ns <= max(failed_ns, default=-1)
+            if end not in causes
+            and _left_unclosed(end)
+            and end.ended_ns <= max(failed_ns, default=-1)
         ]
     if causes:
         first = min(causes, key=lambda end: end.ended_ns)
@@ -224,15 +233,18 @@ def describe(end: RankEnd) -> str:
         return f"killed by the kernel for memory{_memory(end.memory_kill)}"
     if _aborted_after(end):
         return f"aborted after {end.error}"
+    if end.asked_to_stop and end.left:
+        return "left early, and had not ended when braid ended it"
     if end.signal is not None:
         return f"killed by signal {end.signal} ({signal_name(end.signal)})"
     if end.exit_code == 0:
         return "left early with exit code 0"
-    if end.error is not None:
+    if end.error is not None and not end.handled:
         return f"raised {end.error}"
     code = end.exit_code or 0
     hint = f" (128 + {code - 128}, {signal_name(code - 128)})" if 128 < code < 160 else ""
-    return f"exited with code {code}{hint}"
+    context = f" while handling {end.error}" if end.error is not None else ""
+    return f"exited with code {code}{hint}{context}"
 
 
 def clause(end: RankEnd) -> str:
@@ -286,9 +298,11 @@ def _error_text(end: RankEnd) -> tuple[str, tuple[str, ...]]:
 def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> bool:
     """Whether a rank that finished was still needed by another rank.
 
-    A leaving rank takes a moment to end, so it may end after the rank that needed it.
+    A leaving rank takes a moment to end, so it may end after the rank that needed it. It may even
+    take so long that the launcher ends it.
     """
-    if end.ending is not Ending.FINISHED or end.rank not in named:
+    was_leaving = end.ending is Ending.STOPPED_BY_US and end.left
+    if not (end.ending is Ending.FINISHED or was_leaving) or end.rank not in named:
         return False
     accusers = [s for s in symptoms if end.rank in s.names]
     return any(s.ended_ns >= end.ended_ns or "has already left" in str(s.error) for s in accusers)
@@ -317,13 +331,17 @@ def _kind(end: RankEnd) -> str:
         return "stopped"
     if end.memory_kill is not None:
         return "memory"
+    if end.asked_to_stop and end.left:
+        return "left"
     if end.signal is not None and not _aborted_after(end):
         return "signal"
     if end.exit_code == 0:
         return "left"
     if end.error is None:
         return "exit"
-    return "mismatch" if end.error.type == "MismatchError" else "exception"
+    if end.error.type == "MismatchError":
+        return "mismatch"
+    return "exit" if end.handled else "exception"
 
 
 def _aborted_after(end: RankEnd) -> bool:

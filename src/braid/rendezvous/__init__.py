@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from braid.rendezvous.control import (
     ControlClient,
+    Exiting,
     Failed,
     FromLauncher,
     FromRank,
@@ -18,6 +19,7 @@ from braid.rendezvous.environment import JobEnvironment, wants_portable
 
 __all__ = [
     "ControlClient",
+    "Exiting",
     "Failed",
     "FromLauncher",
     "FromRank",

@@ -7,7 +7,7 @@ Idea: a few small messages over one authenticated connection per rank. The launc
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
 is not an error here: the kernel kills the ranks of a dead launcher.
 
-    rank -> launcher   Hello  Saved  Logged  Failed  Left
+    rank -> launcher   Hello  Saved  Logged  Failed  Exiting  Left
     launcher -> rank   RankLost  Stop
 """
 
@@ -23,6 +23,7 @@ from braid.wire import Connection, Identity, Secret, connect
 __all__ = [
     "CONTROL_ROLE",
     "ControlClient",
+    "Exiting",
     "Failed",
     "FromLauncher",
     "FromRank",
@@ -69,6 +70,24 @@ class Failed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
     traceback: str = ""
 
 
+class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
+    """`sys.exit` is about to end the rank, which may take long.
+
+    Attributes:
+        code: Exit code, from 1 to 255.
+        type: Exception that the program was handling when it called `sys.exit`; else empty.
+        message: Message of that exception.
+        where: Deepest frame of user code in its traceback.
+        traceback: Text of its traceback.
+    """
+
+    code: int
+    type: str = ""
+    message: str = ""
+    where: str = ""
+    traceback: str = ""
+
+
 class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
     """The rank has shut down on purpose."""
 
@@ -93,10 +112,10 @@ class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
     reason: str
 
 
-FromRank: TypeAlias = Hello | Saved | Logged | Failed | Left
+FromRank: TypeAlias = Hello | Saved | Logged | Failed | Exiting | Left
 FromLauncher: TypeAlias = RankLost | Stop
 
-_FROM_RANK = msgspec.json.Decoder(Hello | Saved | Logged | Failed | Left)
+_FROM_RANK = msgspec.json.Decoder(FromRank)
 _FROM_LAUNCHER = msgspec.json.Decoder(RankLost | Stop)
 
 

@@ -6,8 +6,8 @@ Under `braid run` the launcher serves the store and is informed of failures. Und
 launcher with the same variables) torch's store is wrapped. A single process is a world of one rank.
 
 A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
-ends by an exception has *failed*: the exception is sent to the launcher before the interpreter
-shuts down.
+ends by an exception or by `sys.exit` with a code other than 0 has *failed*: the launcher learns it
+before the interpreter shuts down, which may take long.
 """
 
 from __future__ import annotations
@@ -32,8 +32,17 @@ from braid.clock import Clock, MonotonicClock
 from braid.diagnose import parse_error
 from braid.errors import RendezvousError, encodable, message_of
 from braid.events import EventRing, Recorder
-from braid.rendezvous.control import ControlClient, Failed, Hello, Left, RankLost, Stop
+from braid.rendezvous.control import (
+    ControlClient,
+    Exiting,
+    Failed,
+    Hello,
+    Left,
+    RankLost,
+    Stop,
+)
 from braid.rendezvous.environment import JobEnvironment
+from braid.rendezvous.exit_hook import ExitHook
 from braid.rendezvous.network import network_of
 from braid.rendezvous.rank import JoinedRank, claim, join
 from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
@@ -89,8 +98,9 @@ class Membership:
         context: Context for all objects that communicate.
         transport: Transport between the ranks of the job.
         control: Control connection to braid's launcher; None without braid's launcher.
-        failed: Whether an exception is ending this process.
-        failure: The exception that is ending this process, as `type: message`; else empty.
+        failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
+        failure: The exception that is ending this process, as `type: message`, or its exit code;
+            else empty.
     """
 
     def __init__(
@@ -109,6 +119,8 @@ class Membership:
         self._closed = False
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
+        self._shown = getattr(sys, "last_value", None)
+        self._exit_hook = ExitHook(self._on_exit) if self.control is not None else None
         atexit.register(self.close)
 
     @property
@@ -124,8 +136,11 @@ class Membership:
         if self._closed:
             return
         self._closed = True
+        self.report_uncaught()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
+        if self._exit_hook is not None:
+            self._exit_hook.close()
         atexit.unregister(self.close)
         if not self.failed and not self.transport.forked:
             if self.control is not None:  # first, so that the launcher knows who left first
@@ -133,6 +148,16 @@ class Membership:
             self.transport.announce_end()
         self.transport.close()
         self._closers.close()
+
+    def report_uncaught(self) -> None:
+        """Report the exception that is ending this process, if the program replaced our hook."""
+        exc = getattr(sys, "last_value", None)  # set before any `sys.excepthook` is called
+        trace = getattr(sys, "last_traceback", None)
+        if self.failed or exc is None or exc is self._shown or trace is None:
+            return
+        frame = trace.tb_frame  # of the program's top level: debuggers and consoles set it, too
+        if frame.f_back is None and frame.f_globals.get("__name__") == "__main__":
+            self._report(exc, trace)
 
     def __enter__(self) -> Membership:
         return self
@@ -148,17 +173,39 @@ class Membership:
     def _on_exception(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        self.failed = True
-        message = message_of(value)
-        self.failure = f"{kind.__name__}: {message}"
         try:
-            if self.control is not None and not self.transport.forked:
-                text = encodable("".join(traceback.format_exception(kind, value, trace)))
-                parsed = parse_error(text)
-                where = parsed.where if parsed else ""
-                self.control.send(Failed(kind.__name__, message, where, text))
+            self._report(value, trace)
         finally:
             self._hook(kind, value, trace)
+
+    def _report(self, exc: BaseException, trace: TracebackType | None) -> None:
+        """Send the exception that is ending this process to the launcher."""
+        self.failed = True
+        self.failure = f"{type(exc).__name__}: {message_of(exc)}"
+        if self.control is not None and not self.transport.forked:
+            self.control.send(Failed(**_described(exc, trace)))
+
+    def _on_exit(self, code: int, handled: BaseException | None) -> None:
+        """Send the launcher the code with which `sys.exit` is ending this process."""
+        if code == 0 or self._closed or self.transport.forked:
+            return
+        self.failed = True
+        self.failure = f"exited with code {code}"
+        if self.control is not None:
+            described = _described(handled, handled.__traceback__) if handled is not None else {}
+            self.control.send(Exiting(code, **described))
+
+
+def _described(exc: BaseException, trace: TracebackType | None) -> dict[str, str]:
+    """Return type, message, place and traceback of an exception as text that can be encoded."""
+    text = encodable("".join(traceback.format_exception(type(exc), exc, trace)))
+    parsed = parse_error(text)
+    return {
+        "type": type(exc).__name__,
+        "message": message_of(exc),
+        "where": parsed.where if parsed else "",
+        "traceback": text,
+    }
 
 
 def join_job(

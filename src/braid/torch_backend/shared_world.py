@@ -198,6 +198,7 @@ class _LauncherJob:
         self.world = Group.world(self._member.context, self._member.transport)
 
     def close(self) -> None:
+        self._member.report_uncaught()
         if self._member.failed:
             self.world.abort(self._member.failure)
         self.world.close()

@@ -120,6 +120,7 @@ class RankOutput:
     Attributes:
         log_problem: Why the log is incomplete; empty if it is complete.
         num_omitted: Number of lines that the console did not get.
+        stderr_ns: Time at which the rank last wrote to stderr; 0 if it has not.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class RankOutput:
         self.log_path = log_path
         self.log_problem = ""
         self.num_omitted = 0
+        self.stderr_ns = 0
         self._log: BinaryIO = log_path.open("wb", buffering=0)
         self._console = console
         self._budget = budget
@@ -147,6 +149,7 @@ class RankOutput:
     def feed(self, stream: int, chunk: bytes, now_ns: int) -> None:
         """Process the bytes `chunk` that the rank wrote to stdout (1) or stderr (2)."""
         if stream == 2:
+            self.stderr_ns = now_ns
             self._stderr_tail = (self._stderr_tail + chunk)[-TAIL_BYTES:]
         self._accept(stream, self._splitters[stream].feed(chunk), now_ns)
 

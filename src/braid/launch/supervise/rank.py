@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from braid.clock import Clock
-from braid.diagnose import ParsedError, RankEnd, RankView, parse_error
+from braid.diagnose import ParsedError, RankEnd, RankView, final_error, parse_error
 from braid.errors import BraidError
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.supervise.supervisor_state import RankFacts
-from braid.rendezvous import Failed, FromLauncher, FromRank
+from braid.rendezvous import Exiting, Failed, FromLauncher, FromRank
 from braid.rendezvous.control import decode_from_rank, encode
 from braid.wire import SocketConnection
 
@@ -40,8 +40,10 @@ class Rank(ABC):
 
     Attributes:
         has_joined: Whether the rank has joined the job, and so dumps its stack on request.
-        left_ns: Time at which the rank left its groups (launcher's clock); None if it has not.
+        left_ns: Time at which the rank left its groups (launcher's clock), if no signal of the
+            launcher made it leave; None if it has not.
         failure: The failure that the rank has reported; None if it has not.
+        exiting: The `sys.exit` that the rank has reported; None if it has not.
         end: End of the rank; None while it lives.
     """
 
@@ -63,6 +65,7 @@ class Rank(ABC):
         self.has_joined = False
         self.left_ns: int | None = None
         self.failure: Failed | None = None
+        self.exiting: Exiting | None = None
         self.end: RankEnd | None = None
         self._control: SocketConnection | None = None
         self._has_connected = False
@@ -177,10 +180,16 @@ class Rank(ABC):
         stopped_s = (ended_ns - (facts.stopped_ns or 0)) / 1e9 if was_stopped else None
         if facts.failed_ns is not None:  # the rank failed then; the launcher may have ended it
             ended_ns = facts.failed_ns
-            exit_code, signum = (exit_code, signum) if not facts.signalled else (1, None)
-        elif exit_code and self.left_ns is not None:  # its peers lost it when it left its groups
+            reported_code = 1 if self.exiting is None else self.exiting.code
+            exit_code, signum = (reported_code, None) if facts.signalled else (exit_code, signum)
+        elif self.left_ns is not None and (exit_code or asked):
+            # its peers lost it when it left its groups
             ended_ns = min(ended_ns, self.left_ns)
         lines = self.output.stderr_tail.splitlines() if exit_code != 0 else []
+        error = self.error()
+        if error is None and exit_code != 0 and self.exiting is None:
+            error = final_error(self.output.stderr_tail, exit_code=exit_code, signal=signum)
+        age_ns = ended_ns - (self.output.stderr_ns or ended_ns)
         self.end = RankEnd(
             rank=self.rank,
             pid=self.pid,
@@ -189,21 +198,24 @@ class Rank(ABC):
             exit_code=exit_code,
             signal=signum,
             unclosed=exit_code == 0 and self.has_joined,
+            left=asked and self.left_ns is not None,
             asked_to_stop=asked,
             stopped_s=stopped_s,
             stop_signal=facts.stop_signal,
             declared_dead=facts.declared_dead,
             memory_kill=change.memory_kill,
-            error=None if exit_code == 0 else self.error(),
+            error=None if exit_code == 0 else error,
+            handled=self.exiting is not None,
             last_line=next((line for line in reversed(lines) if line.strip()), "")[:200],
+            last_line_s=max(0, age_ns) / 1e9,
         )
         return self.end
 
     def error(self) -> ParsedError | None:
-        """Return the rank's error: the one that it reported, else the one on its stderr."""
-        failure = self.failure
-        if failure is None:
-            return parse_error(self.output.stderr_tail)
+        """Return the error that the rank has reported, raised or being handled; None without."""
+        failure = self.failure or self.exiting
+        if failure is None or not failure.type:
+            return None
         written = parse_error(failure.traceback)
         message, *details = failure.message.split("\n")
         return ParsedError(

@@ -60,7 +60,16 @@ from braid.launch.supervise.supervisor_state import (
     Warn,
 )
 from braid.metrics import MetricsFiles
-from braid.rendezvous import Failed, FromRank, Hello, JobEnvironment, Left, Logged, Saved
+from braid.rendezvous import (
+    Exiting,
+    Failed,
+    FromRank,
+    Hello,
+    JobEnvironment,
+    Left,
+    Logged,
+    Saved,
+)
 from braid.rendezvous.control import CONTROL_ROLE
 from braid.store import STORE_LIMITS, STORE_ROLE, StoreServer
 from braid.wire import Identity, Listener
@@ -335,22 +344,34 @@ class _Run:
             process.has_joined = True
         elif isinstance(message, Left):
             process.has_joined = False  # the rank no longer dumps its stack
-            process.left_ns = self._clock.now_ns()
+            if not self._state.ranks[process.rank].signalled:
+                process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved):
             self._note_saved(message)
         elif isinstance(message, Logged):
             self._keep(partial(self._metrics.append, process.rank, message.row))
         elif isinstance(message, Failed):
             process.failure = message
-            end = RankEnd(
-                rank=process.rank,
-                pid=process.pid,
-                host=process.host,
-                exit_code=1,
-                error=process.error(),
-            )
-            self._announce(end)
-            self._handle(ReportedFailure(process.rank, clause(end)))
+            self._on_failure(process, exit_code=1)
+        elif isinstance(message, Exiting):
+            process.exiting = message
+            self._backend.reap()  # a rank that died before this one exited is the first to fail
+            self._on_failure(process, exit_code=message.code)
+
+    def _on_failure(self, process: Rank, *, exit_code: int) -> None:
+        """React to the report of a rank that it is about to end."""
+        if not process.alive:
+            return
+        end = RankEnd(
+            rank=process.rank,
+            pid=process.pid,
+            host=process.host,
+            exit_code=exit_code,
+            error=process.error(),
+            handled=process.exiting is not None,
+        )
+        self._announce(end)
+        self._handle(ReportedFailure(process.rank, clause(end)))
 
     def _note_saved(self, message: Saved) -> None:
         if self._saved is None or message.step >= self._saved.step:
@@ -451,7 +472,7 @@ def _exit_code(verdict: Verdict, signum: int) -> int:
     if not verdict.cause:
         return 0
     cause = verdict.cause[0]
-    if verdict.kind == "exception":  # also if the process then aborted during its teardown
+    if verdict.kind in {"exception", "left"}:  # also if a signal then ended the process
         return cause.exit_code or 1
     return 128 + cause.signal if cause.signal else cause.exit_code or 1
 
