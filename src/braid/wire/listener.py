@@ -7,6 +7,11 @@ Idea: the listener binds the loopback address unless told otherwise. It runs all
 in one selector, each with a deadline and all together with a limit. It has no thread: `accept()`
 waits, or an event loop polls `fileno()` and calls `accept_ready()`. On unix sockets the peer must
 also be the same user.
+
+Strangers keep nobody waiting. One turn accepts a bounded number of clients, however fast more of
+them come, so that an event loop gets on with its other work. Clients of one address that send
+nothing have a small share of the room. Where there is no room, the oldest client of the address
+with the most clients goes, and silent ones before others: an honest client is soon done.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import os
 import selectors
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +33,19 @@ from braid.wire.frames import FrameLimits
 from braid.wire.handshake import NONCE_BYTES, Established, Handshake, Identity, Refused, Send
 from braid.wire.secret import Secret
 
-__all__ = ["HANDSHAKE_LIMIT_S", "MAX_HALF_OPEN", "Listener", "connect"]
+__all__ = [
+    "HANDSHAKE_LIMIT_S",
+    "MAX_ACCEPTS",
+    "MAX_HALF_OPEN",
+    "MAX_SILENT",
+    "Listener",
+    "connect",
+]
 
 HANDSHAKE_LIMIT_S = 5.0
 MAX_HALF_OPEN = 64
+MAX_SILENT = 16  # of one address that have not sent anything yet
+MAX_ACCEPTS = 64  # in one turn of an event loop: about a millisecond
 _BACKLOG = 4096  # all hosts of a job may connect at once; the system may allow less
 _PAUSE_NS = 100_000_000  # without descriptors; the clients wait in the backlog meanwhile
 _KEPT_REFUSALS = 16
@@ -46,6 +60,7 @@ class _HalfOpen(NamedTuple):
     handshake: Handshake
     deadline_ns: int
     origin: str
+    host: str
 
 
 class Listener:
@@ -190,7 +205,7 @@ class Listener:
     def _admit(self) -> None:
         if self._is_pausing():
             return
-        while True:
+        for _ in range(MAX_ACCEPTS):  # the rest wait for the next turn
             try:
                 sock, origin = self._socket.accept()
             except BlockingIOError:
@@ -202,22 +217,43 @@ class Listener:
                 return
             where = str(origin or "this host")
             problem = _same_user_problem(sock)
-            if problem is None and len(self._half_open) >= MAX_HALF_OPEN:
-                problem = f"{MAX_HALF_OPEN} clients are in their handshake already"
             if problem is not None:
                 self._refusals.append(f"{where}: {problem}")
-                sock.close()  # an honest client tries again until its deadline
+                sock.close()
                 continue
-            sock.setblocking(False)
-            nonce = os.urandom(NONCE_BYTES)
-            handshake = Handshake("server", self._secret, self._identity, nonce)
-            handshake.start()
-            deadline_ns = self._clock.now_ns() + round(HANDSHAKE_LIMIT_S * 1e9)
-            half = _HalfOpen(sock, handshake, deadline_ns, where)
-            self._half_open[sock.fileno()] = half
-            self._silent.add(sock.fileno())
-            self._selector.register(sock, selectors.EVENT_READ)
-            self._read(half)  # often its first frame is already here
+            if len(self._half_open) >= MAX_HALF_OPEN:
+                self._make_room()
+            host = origin[0] if isinstance(origin, tuple) else "this host"
+            self._begin(sock, where, host)
+
+    def _begin(self, sock: socket.socket, where: str, host: str) -> None:
+        """Begin the handshake with a client."""
+        sock.setblocking(False)
+        nonce = os.urandom(NONCE_BYTES)
+        handshake = Handshake("server", self._secret, self._identity, nonce)
+        handshake.start()
+        deadline_ns = self._clock.now_ns() + round(HANDSHAKE_LIMIT_S * 1e9)
+        half = _HalfOpen(sock, handshake, deadline_ns, where, host)
+        fd = sock.fileno()
+        self._half_open[fd] = half
+        self._silent.add(fd)
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._read(half)  # often its first frame is already here
+        silent = [h for h in self._half_open.values() if h.host == host and self._is_silent(h)]
+        if len(silent) > MAX_SILENT:
+            self._drop(silent[0], f"{MAX_SILENT} later clients of {host} were silent, too")
+
+    def _make_room(self) -> None:
+        """Drop the oldest client of the address with the most clients; silent ones first."""
+        clients = list(self._half_open.values())  # oldest first
+        num = Counter(half.host for half in clients)
+        crowd = [half for half in clients if num[half.host] == max(num.values())]
+        oldest = next(filter(self._is_silent, crowd), crowd[0])
+        # an honest client tries again until its deadline
+        self._drop(oldest, f"{MAX_HALF_OPEN} clients were in their handshake at once")
+
+    def _is_silent(self, half: _HalfOpen) -> bool:
+        return half.sock.fileno() in self._silent
 
     def _pause(self, exc: OSError) -> None:
         """Do not poll the socket for a moment: it stays readable, and polling it would spin."""
@@ -241,7 +277,7 @@ class Listener:
                 data = half.sock.recv(half.handshake.needs)
                 if not data:
                     # A silent client only probed whether it can reach this address.
-                    is_probe = half.sock.fileno() in self._silent
+                    is_probe = self._is_silent(half)
                     reason = "it closed the connection during the handshake"
                     self._drop(half, None if is_probe else reason)
                     return
@@ -267,6 +303,7 @@ class Listener:
     def _forget(self, half: _HalfOpen) -> None:
         self._selector.unregister(half.sock)
         del self._half_open[half.sock.fileno()]
+        self._silent.discard(half.sock.fileno())
 
     def _drop(self, half: _HalfOpen, why: str | None) -> None:
         self._forget(half)
