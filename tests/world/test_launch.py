@@ -83,10 +83,11 @@ def test_the_rank_that_fails_is_the_cause(run, how, reason, exit_code):
     assert "  affected ranks 0,2 ended by braid (SIGTERM)\n" in str(outcome)
 
 
-def test_survivors_are_told_who_died_and_why_at_once(run, console):
+def test_survivors_are_told_who_died_and_why_at_once(run, console, tmp_path):
     outcome = run("train", "kill", "6", grace_s=30.0)
     victim = [line for line in lines(console, 0) if line.startswith("braid.errors")]
-    assert victim == ["braid.errors.PeerLostError: rank 1 was killed by signal 9 (SIGKILL)"]
+    error = "braid.errors.PeerLostError: rank 1 was killed by signal 9 (SIGKILL)"
+    assert victim == [f"{error}  (traceback in {tmp_path}/run/rank0.log)"]
     assert re.sub(r"pid \d+|after [\d.]+ s|:\d+ in \w+", "*", str(outcome)).split("\n")[:5] == [
         "braid: run stopped at step 6 * (exit 137)",
         "  cause    rank 1 (*): killed by signal 9 (SIGKILL) in backward, bucket 1 of 2, at step 6",

@@ -95,7 +95,8 @@ def test_survivors_on_other_hosts_are_told_who_died_and_the_dead_with_last_event
 ):
     outcome = run("train", "kill", "6", grace_s=30.0)
     victim = [line for line in lines(console, 0) if line.startswith("braid.errors")]
-    assert victim == ["braid.errors.PeerLostError: rank 1 was killed by signal 9 (SIGKILL)"]
+    error = "braid.errors.PeerLostError: rank 1 was killed by signal 9 (SIGKILL)"
+    assert victim == [f"{error}  (traceback in {tmp_path}/run/rank0.log)"]
     block = re.sub(r"pid \d+|after [\d.]+ s|:\d+ in \w+", "*", str(outcome)).split("\n")
     assert block[:4] == [
         "braid: run stopped at step 6 * (exit 137)",

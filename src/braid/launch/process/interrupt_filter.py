@@ -20,7 +20,7 @@ BEGINS = re.compile(
     rb"(?:\[rank\d+\]: ?)?(?:Traceback \(most recent call last\)|Exception ignored )"
 )
 GOES_ON = re.compile(
-    rb"(?:\[rank\d+\]: ?)?(?:\s|$|During handling of the above |The above exception was )"
+    rb"(?:\[rank\d+\]:(?: |$))?(?:\s|$|During handling of the above |The above exception was )"
 )
 INTERRUPT = re.compile(rb"(?:\[rank\d+\]: ?)?KeyboardInterrupt(?::|$)")
 MAX_HELD = 1000  # lines; a traceback has fewer, and longer output should be shown

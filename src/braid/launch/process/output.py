@@ -5,7 +5,8 @@ hides all other ranks, and progress bars write `\r` a hundred times a second. A 
 reads blocks the training.
 
 Idea: each rank writes to two pipes, which the launcher drains at once. The log gets every byte. The
-console gets whole lines prefixed with the rank, and one state of a progress bar every half second.
+console gets whole lines prefixed with the rank, one state of a progress bar every half second, and
+tracebacks of several ranks once (see `traceback_filter`).
 A terminal gets them at a limited rate: omitted lines are counted, and the last ones of a rank are
 always shown. A file or a pipe gets all lines.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from braid.launch.process.interrupt_filter import InterruptFilter, Line
+from braid.launch.process.traceback_filter import SharedTracebacks, TracebackFilter
 
 __all__ = ["Console", "LineBudget", "LineSplitter", "RankOutput"]
 
@@ -116,6 +118,7 @@ class RankOutput:
         log_path: Path of the log file; an existing file is truncated.
         console: Console that shows the lines.
         budget: Rate limit of the console's limited streams; None shows everything.
+        tracebacks: Tracebacks of all ranks, of which equal ones are shown once; None shows all.
 
     Attributes:
         log_problem: Why the log is incomplete; empty if it is complete.
@@ -124,7 +127,12 @@ class RankOutput:
     """
 
     def __init__(
-        self, rank: int, log_path: Path, console: Console, budget: LineBudget | None
+        self,
+        rank: int,
+        log_path: Path,
+        console: Console,
+        budget: LineBudget | None,
+        tracebacks: SharedTracebacks | None = None,
     ) -> None:
         self.rank = rank
         self.log_path = log_path
@@ -140,6 +148,9 @@ class RankOutput:
         self._last: deque[tuple[int, Line]] = deque(maxlen=LAST_LINES)
         self._num_dropped = 0
         self._interrupt: InterruptFilter | None = None
+        self._tracebacks: TracebackFilter | None = None
+        if tracebacks is not None:
+            self._tracebacks = TracebackFilter(rank, str(log_path), tracebacks)
 
     @property
     def stderr_tail(self) -> str:
@@ -165,7 +176,9 @@ class RankOutput:
         for stream, splitter in self._splitters.items():
             self._accept(stream, splitter.flush(), now_ns)
         if self._interrupt is not None:
-            self._show(2, self._interrupt.flush(), now_ns)
+            self._show(2, self._without_tracebacks(self._interrupt.flush()), now_ns)
+        if self._tracebacks is not None:
+            self._show(2, self._tracebacks.flush(), now_ns)
         self._show_dropped(LAST_LINES)
         self._log.close()
 
@@ -175,7 +188,15 @@ class RankOutput:
         self._write(b"".join(text + end for text, end in lines))
         if stream == 2 and self._interrupt is not None:
             lines = [shown for line in lines for shown in self._interrupt.feed(line)]
+        if stream == 2:
+            lines = self._without_tracebacks(lines)
         self._show(stream, lines, now_ns)
+
+    def _without_tracebacks(self, lines: list[Line]) -> list[Line]:
+        """Return `lines` of stderr without tracebacks that say nothing new."""
+        if self._tracebacks is None:
+            return lines
+        return [shown for line in lines for shown in self._tracebacks.feed(line)]
 
     def _show(self, stream: int, lines: list[Line], now_ns: int) -> None:
         for text, end in lines:

@@ -26,6 +26,7 @@ from braid.diagnose import (
     Verdict,
     clause,
     judge,
+    rank_list,
     signal_name,
 )
 from braid.errors import ConfigError
@@ -33,6 +34,7 @@ from braid.launch.process.black_box import BlackBox
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
+from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
 from braid.launch.supervise.hang_monitor import HangMonitor
 from braid.launch.supervise.rank import Rank
@@ -122,6 +124,7 @@ class _Run:
         self._saved: SavedCheckpoint | None = None
         self._announced = False
         self._unwritten: set[str] = set()
+        self._tracebacks = SharedTracebacks()
         self._log_dir = make_log_dir(job)
         self._record = RunRecord(
             braid=__version__,
@@ -235,6 +238,10 @@ class _Run:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+        for (rank, same), errors in self._tracebacks.hidden().items():
+            self._console.notice(
+                f"{rank_list(same)} printed the same as rank {rank}: {'; '.join(errors)}"
+            )
         omitted = sum(process.output.num_omitted for process in self.ranks.values())
         if omitted:
             self._console.notice(
@@ -249,7 +256,8 @@ class _Run:
         try:
             with ExitStack() as stack:
                 box = stack.enter_context(BlackBox(rank))
-                output = RankOutput(rank, log_path, self._console, budget)
+                tracebacks = self._tracebacks if budget is not None else None
+                output = RankOutput(rank, log_path, self._console, budget, tracebacks)
                 stack.callback(output.close, self._clock.now_ns())
                 spec = RankSpec(
                     self._environment(rank),
