@@ -6,7 +6,7 @@ WORKERS ?= 2
 BUDGET_S := 300
 READY := $(VENV)/.ready
 
-.PHONY: demo test proof check bench docs clean
+.PHONY: demo test proof check bench docs frameworks clean
 
 demo: $(READY)
 	$(BIN)/braid demo
@@ -17,8 +17,18 @@ test: $(READY)
 	echo "make test took $$(($$(date +%s) - began)) s of $(BUDGET_S) s"; exit $$code
 
 proof: $(READY) check
-	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=proof
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not frameworks" --hypothesis-profile=proof
 	$(BIN)/python tests/proof.py
+	$(MAKE) frameworks
+
+# other people's libraries, in an environment of their own: they bring plugins for pytest
+frameworks: $(VENV)-frameworks/.ready
+	$(VENV)-frameworks/bin/python -m pytest tests/frameworks
+
+$(VENV)-frameworks/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)-frameworks
+	$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,frameworks]'
+	touch $@
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -42,4 +52,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) runs dist build site
+	rm -rf $(VENV) $(VENV)-frameworks runs dist build site

@@ -7,8 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 from braid.comm import Group
+from braid.torch_backend.base import BaseProcessGroup
+from braid.torch_backend.collectives import Collectives
+from braid.torch_backend.dynamo import skip_in_dynamo
 from braid.torch_backend.process_group import BraidProcessGroup
 from braid.torch_backend.shared_world import SharedWorlds
+from braid.torch_backend.work import FinishedWork, PendingWork
 
 __all__ = ["create", "register", "share"]
 
@@ -36,4 +40,5 @@ def share(world: Group | None) -> None:
 
 def register() -> None:
     """Make `init_process_group("braid")` and `new_group(backend="braid")` work. Idempotent."""
+    skip_in_dynamo(BaseProcessGroup, Collectives, BraidProcessGroup, FinishedWork, PendingWork)
     dist.Backend.register_backend("braid", create, extended_api=True, devices=["cpu", "cuda"])
