@@ -245,12 +245,58 @@ def test_pipelines_are_valid_for_any_stages_and_micro_batches(
 
 
 def test_work_twice_on_another_stage_or_beyond_the_micro_batches_is_said() -> None:
+    beyond = "is not of a stage below 1 and a micro-batch below 1"
     assert wrong(pipeline(1, "F0.0 F0.0 F1.0 F0.5 B0.0")) == [
         "work: rank 0, action 1: F of stage 0 in micro-batch 0 a second time",
-        "units: rank 0, action 2: F of stage 1 in micro-batch 0 is not of stage 0 and a micro-batch below 1",
-        "work: rank 0, action 2: F of stage 1 in micro-batch 0 a second time",
-        "units: rank 0, action 3: F of stage 0 in micro-batch 5 is not of stage 0 and a micro-batch below 1",
+        f"units: rank 0, action 2: F of stage 1 in micro-batch 0 {beyond}",
+        f"units: rank 0, action 3: F of stage 0 in micro-batch 5 {beyond}",
     ]
+
+
+def test_a_stage_on_two_ranks_and_one_on_none_are_said() -> None:
+    twice = "F0.0 B0.0", "F0.0 B0.0"
+    assert wrong(pipeline(1, *twice)) == [
+        "units: rank 1, action 0: F of stage 0 in micro-batch 0 is not on rank 0, which has that stage",
+        "units: rank 1, action 1: B of stage 0 in micro-batch 0 is not on rank 0, which has that stage",
+        "work: no rank does stage 1",
+    ]
+
+
+SPLIT = "F0.0 send_f0.0>1 recv_b0.0<1 I0.0 W0.0", "recv_f1.0<0 F1.0 I1.0 send_b1.0>0 W1.0"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (SPLIT, ""),
+        (("F0.0 send_f0.0>1 recv_b0.0<1 I0.0", SPLIT[1]), "work: rank 0, at the end: ends without W0.0"),
+        (("F0.0 send_f0.0>1 recv_b0.0<1 W0.0 I0.0", SPLIT[1]), "W of stage 0 in micro-batch 0 comes before I"),
+        (("F0.0 send_f0.0>1 recv_b0.0<1 I0.0 W0.0 B0.0", SPLIT[1]), "beside the same backward in another form"),
+        (("F0.0 send_f0.0>1 recv_b0.0<1 I0.0 W0.0", "recv_f1.0<0 F1.0 send_b1.0>0 I1.0 W1.0"),
+         "send_b of stage 1 in micro-batch 0 to rank 0 comes before I"),
+    ],
+)  # fmt: skip
+def test_a_backward_may_be_split_into_input_and_weights(ranks: tuple[str, ...], text: str) -> None:
+    found = wrong(pipeline(1, *ranks))
+    assert (found == []) if not text else (len(found) == 1 and text in found[0])
+
+
+def test_stages_that_follow_on_one_rank_need_no_message() -> None:
+    head = "program pipeline mine train units 2 indices 1\nrank 0\n"
+    assert wrong(from_text(head + "F0.0 F1.0 B1.0 B0.0", VOCABULARIES)) == []
+    early = wrong(from_text(head + "F0.0 F1.0 B0.0 B1.0", VOCABULARIES))
+    assert early == [
+        "data: rank 0, action 2: B of stage 0 in micro-batch 0 comes before I of stage 1"
+    ]
+
+
+def test_a_program_that_infers_has_forwards_only() -> None:
+    head = "program pipeline mine infer units 1 indices 1\nrank 0\n"
+    assert wrong(from_text(head + "F0.0", VOCABULARIES)) == []
+    assert (
+        "is no part of a program that infers"
+        in wrong(from_text(head + "F0.0 B0.0", VOCABULARIES))[0]
+    )
 
 
 def test_work_that_is_not_done_is_said() -> None:
@@ -348,9 +394,7 @@ def test_headers_that_no_program_can_have_are_said(head: str, text: str) -> None
 def test_pipelines_of_another_size_than_their_ranks_are_said() -> None:
     text = "program pipeline x dance units 5 indices 0 root 7\nrank 0\nrank 1\n"
     found = wrong(from_text(text, VOCABULARIES))
-    assert found[0].startswith(
-        "header: the header must say train, 2 units (one per rank) and no root"
-    )
+    assert found[0].startswith("header: the header must say train or infer and no root")
 
 
 def test_rounds_that_the_header_does_not_count_are_said() -> None:

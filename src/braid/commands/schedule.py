@@ -22,7 +22,6 @@ Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
 Explained = Annotated[str, tyro.conf.arg(help_behavior_hint=NO_DEFAULT)]
 NO_TERMINAL_WIDTH = 120
-PIPELINES = ("1f1b", "gpipe")
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
 KILO = {
     "": 1,
@@ -47,7 +46,7 @@ def schedule_show(
     microbatches: int = 8,
     table: bool = False,
 ) -> int:
-    """Print a program, such as ring, tree, hierarchical, 1f1b or gpipe.
+    """Print a program, such as ring, tree, hierarchical, 1f1b, interleaved or zbv.
 
     Args:
         name: Name of the algorithm.
@@ -55,7 +54,7 @@ def schedule_show(
         operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
         root: Rank that sends or receives everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical.
-        microbatches: Number of micro-batches, for 1f1b and gpipe.
+        microbatches: Number of micro-batches, for pipelines such as 1f1b.
         table: Draw a table of rounds instead.
     """
     from braid.schedule import to_text
@@ -118,13 +117,15 @@ def schedule_simulate(
         cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
         latency_us: Microseconds before the first byte.
         gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
-        microbatches: Number of micro-batches, for 1f1b and gpipe.
-        forward_ms: Milliseconds of the forward pass of a micro-batch on a stage.
-        backward_ms: Milliseconds of the backward pass of a micro-batch on a stage.
+        microbatches: Number of micro-batches, for pipelines such as 1f1b.
+        forward_ms: Milliseconds of the forward pass of a micro-batch on a rank.
+        backward_ms: Milliseconds of the backward pass of a micro-batch on a rank; half of them are
+            for the weights where a schedule splits it.
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
     from braid.schedule.collective import algorithm
+    from braid.schedule.pipeline import SCHEDULES
 
     for file in filter(None, (svg, trace)):
         _check_place(file)
@@ -142,7 +143,7 @@ def schedule_simulate(
             )
             raise ConfigError(msg)
         program = _valid(_from_file(name), name)
-    elif name in PIPELINES or ranks <= MOST_DRAWN:
+    elif name in SCHEDULES or ranks <= MOST_DRAWN:
         net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
         row = net.levels[0].size if row is None else row
         program = _program(name, ranks, operation, root, row, microbatches)
@@ -221,13 +222,13 @@ def _program(
     name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
 ) -> Program:
     from braid.schedule.collective import algorithm, program
-    from braid.schedule.pipeline import gpipe, one_f_one_b
+    from braid.schedule.pipeline import SCHEDULES
 
-    if name in PIPELINES:
+    if name in SCHEDULES:
         if operation or root is not None:
             msg = f"--operation and --root do not go with {name}, which trains: leave them out"
             raise ConfigError(msg)
-        return (one_f_one_b if name == "1f1b" else gpipe)(ranks, microbatches)
+        return SCHEDULES[name](ranks, microbatches)
     rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
     return program(rounds)
 
@@ -237,8 +238,9 @@ def _is_known(name: str) -> bool:
     from pathlib import Path
 
     from braid.schedule.collective import ALGORITHMS
+    from braid.schedule.pipeline import SCHEDULES
 
-    if name in PIPELINES or name in {known for known, _ in ALGORITHMS}:
+    if name in SCHEDULES or name in {known for known, _ in ALGORITHMS}:
         return True
     try:
         return not Path(name).is_file()
@@ -274,13 +276,14 @@ def _from_file(file: str) -> Program:
 
 def _main_operation(name: str) -> str:
     from braid.schedule.collective import ALGORITHMS
+    from braid.schedule.pipeline import SCHEDULES
 
     operations = [operation for known, operation in ALGORITHMS if known == name]
     if not operations:
         names = sorted({known for known, _ in ALGORITHMS})
         msg = (
             f"there is no algorithm and no file {name}: choose out of {', '.join(names)}, "
-            "1f1b, gpipe, or name a file"
+            f"{', '.join(SCHEDULES)}, or name a file"
         )
         raise ConfigError(msg)
     return "all_reduce" if "all_reduce" in operations else operations[0]
@@ -351,7 +354,10 @@ def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -
     from braid.schedule.collective import collective_costs
 
     if program.vocabulary.name == "pipeline":
-        work = {"F": forward_s, "B": backward_s}
+        share = program.num_ranks / program.header.num_units  # of a rank's work, for each stage
+        half_s = backward_s / 2
+        whole = {"F": forward_s, "B": backward_s, "I": half_s, "W": half_s}
+        work = {kind: seconds * share for kind, seconds in whole.items()}
         return Costs(lambda _r, _a: nbytes, lambda _r, action: work.get(action.kind, 0.0))
     return collective_costs(program, nbytes)
 
@@ -363,7 +369,8 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     from braid.schedule.bars import time_text
     from braid.schedule.plot import lanes, to_svg, to_trace
 
-    timeline = simulate(program, costs, net)
+    is_pipeline = program.vocabulary.name == "pipeline"  # whose sends wait for no receive
+    timeline = simulate(program, costs, net, buffered=is_pipeline)
     print(f"{program}: {time_text(timeline.seconds)}")
     for line in lanes(timeline, program.num_ranks):
         print(line)

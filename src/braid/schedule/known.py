@@ -14,5 +14,6 @@ __all__ = ["RULES", "VOCABULARIES"]
 VOCABULARIES: Mapping[str, Vocabulary] = {v.name: v for v in (COLLECTIVE, PIPELINE)}
 RULES: Mapping[str, Rules] = {
     COLLECTIVE.name: Rules(check_slots, check_contributions),
-    PIPELINE.name: Rules(check_work, check_data),
+    # sends of a pipeline do not wait for their receives: see the engine
+    PIPELINE.name: Rules(check_work, check_data, ("buffered",)),
 }

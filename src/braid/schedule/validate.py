@@ -35,28 +35,33 @@ class Rules(NamedTuple):
     Attributes:
         before: Checks actions alone.
         after: Checks a program that can be executed, in a possible order of its moments.
+        semantics: Semantics under which programs must not deadlock: those of what executes them.
     """
 
     before: Callable[[Program], list[Violation]]
     after: Callable[[Program, Matching, list[Moment]], list[Violation]]
+    semantics: tuple[str, ...] = SEMANTICS
 
 
 def validate(
     program: Program,
     rules: Mapping[str, Rules],
     *,
-    semantics: tuple[str, ...] = SEMANTICS,
+    semantics: tuple[str, ...] | None = None,
 ) -> list[Violation]:
     """Return the violations of `program`; empty when it is valid.
 
     Args:
         program: Any program.
         rules: Rules by name of the vocabulary.
-        semantics: Semantics under which the program must not deadlock.
+        semantics: Semantics under which the program must not deadlock; those of the rules when
+            None.
 
     Raises:
         ConfigError: There are no such semantics.
     """
+    own = rules[program.vocabulary.name]
+    semantics = own.semantics if semantics is None else semantics
     if not semantics or set(semantics) - set(SEMANTICS):
         msg = f"semantics must be some of {', '.join(SEMANTICS)}, got {semantics}"
         raise ConfigError(msg)
@@ -67,7 +72,6 @@ def validate(
             f"{header} on {program.num_ranks} ranks"
         )
         return [Violation("size", -1, -1, text)]
-    own = rules[program.vocabulary.name]
     violations = _check_peers(program) + own.before(program)
     if violations:
         return violations

@@ -1,6 +1,48 @@
 """Pipeline schedules, as data: see the README of `schedule`."""
 
-from braid.schedule.pipeline.one_f_one_b import gpipe, most_held, one_f_one_b
-from braid.schedule.pipeline.vocabulary import PIPELINE, check_data, check_work
+from __future__ import annotations
 
-__all__ = ["PIPELINE", "check_data", "check_work", "gpipe", "most_held", "one_f_one_b"]
+from collections.abc import Callable, Mapping
+
+from braid.schedule.pipeline.interleaved import breadth_first, interleaved
+from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
+from braid.schedule.pipeline.list_schedule import StageCosts, list_schedule
+from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
+from braid.schedule.pipeline.vocabulary import PIPELINE, check_data, check_work, stage_ranks
+from braid.schedule.pipeline.zero_bubble import zb_h1, zb_h2, zbv
+from braid.schedule.program import Program
+
+__all__ = [
+    "PIPELINE",
+    "SCHEDULES",
+    "StageCosts",
+    "Work",
+    "breadth_first",
+    "check_data",
+    "check_work",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "list_schedule",
+    "looped",
+    "most_held",
+    "one_f_one_b",
+    "pipeline_program",
+    "stage_ranks",
+    "vee",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]
+
+# name -> function of the numbers of ranks and micro-batches
+SCHEDULES: Mapping[str, Callable[[int, int], Program]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "breadth_first": breadth_first,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zbv": zbv,
+    "forward": forward_only,
+}

@@ -1,0 +1,139 @@
+"""Pipelines of a chain of stages: where stages live, and messages between them.
+
+A generator writes down who computes what, in order (`Work`). The rest follows: an output goes to
+the rank of the next stage right after it is made, and a gradient to the rank of the previous one.
+Messages from one rank to another arrive in the order in which they are sent, so receives are put in
+this order, too, each before the first work that needs it or a later one. A receive that stands
+before another therefore waits for nothing that the other would not wait for as well.
+
+    looped, 2 ranks, 4 stages     rank 0: stages 0, 2     rank 1: stages 1, 3
+    vee                           rank 0: stages 0, 3     rank 1: stages 1, 2
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.schedule.pipeline.vocabulary import PIPELINE, TRAIN
+from braid.schedule.program import Action, Header, Program
+
+__all__ = ["Work", "check_size", "looped", "most_held", "pipeline_program", "vee"]
+
+
+class Work(NamedTuple):
+    """Work of a rank: `F`, `B`, `I` or `W` of a stage on a micro-batch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
+    """Return the rank of each stage when stages go round over the ranks."""
+    return tuple(range(num_ranks)) * num_chunks
+
+
+def vee(num_ranks: int) -> tuple[int, ...]:
+    """Return the rank of each of 2 p stages that go to the last rank and back to the first."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def check_size(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> None:
+    """Raise ConfigError unless there is a rank, a micro-batch and a stage on each rank."""
+    if num_ranks < 1 or num_microbatches < 1:
+        msg = (
+            f"a pipeline needs at least 1 stage and 1 micro-batch, got {max(num_ranks, 0)} and "
+            f"{num_microbatches}"
+        )
+        raise ConfigError(msg)
+    if num_chunks < 1:
+        msg = f"each rank needs at least 1 stage, got {num_chunks}"
+        raise ConfigError(msg)
+
+
+def pipeline_program(
+    name: str,
+    work: Sequence[Sequence[Work]],
+    placement: Sequence[int],
+    num_microbatches: int,
+    *,
+    operation: str = TRAIN,
+) -> Program:
+    """Make a program of the work of each rank.
+
+    Args:
+        name: Name of the schedule.
+        work: Work of each rank, in order.
+        placement: Rank of each stage.
+        num_microbatches: Number of micro-batches.
+        operation: `train` or `infer`.
+    """
+    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for rank, items in enumerate(work):
+        for item in items:
+            for action in _sends(item, rank, placement):
+                sends[rank, action.peer].append(action)
+    ranks = tuple(
+        tuple(_with_messages(items, rank, placement, sends)) for rank, items in enumerate(work)
+    )
+    return Program(PIPELINE, Header(name, operation, len(placement), num_microbatches), ranks)
+
+
+def most_held(program: Program) -> list[int]:
+    """Return the largest number of forwards whose activations each rank holds at a time.
+
+    Activations of one stage and micro-batch are held from F to the end of its backward.
+    """
+    held_most = []
+    for actions in program.ranks:
+        held = most = 0
+        for action in actions:
+            held += (action.kind == "F") - (action.kind in {"B", "W"})
+            most = max(most, held)
+        held_most.append(most)
+    return held_most
+
+
+def _sends(item: Work, rank: int, placement: Sequence[int]) -> Iterable[Action]:
+    """Return the message that follows from work, if the neighbouring stage is on another rank."""
+    stage = item.stage
+    if item.kind == "F" and stage + 1 < len(placement) and placement[stage + 1] != rank:
+        yield Action("send_f", stage, item.microbatch, placement[stage + 1])
+    if item.kind in {"B", "I"} and stage and placement[stage - 1] != rank:
+        yield Action("send_b", stage, item.microbatch, placement[stage - 1])
+
+
+def _with_messages(
+    items: Sequence[Work],
+    rank: int,
+    placement: Sequence[int],
+    sends: dict[tuple[int, int], list[Action]],
+) -> list[Action]:
+    coming = {peer: list(reversed(sends[peer, rank])) for peer in set(placement) - {rank}}
+    received: set[Action] = set()
+    actions: list[Action] = []
+    for item in items:
+        needed = _needed(item, placement)
+        if needed is not None and placement[needed.unit] != rank:
+            while needed not in received:  # and those that were sent before it
+                sent = coming[placement[needed.unit]].pop()
+                received.add(sent._replace(peer=-1))
+                forward = sent.kind == "send_f"
+                stage = sent.unit + 1 if forward else sent.unit - 1
+                kind = "recv_f" if forward else "recv_b"
+                actions.append(Action(kind, stage, sent.index, placement[sent.unit]))
+        actions.append(Action(item.kind, item.stage, item.microbatch))
+        actions += _sends(item, rank, placement)
+    return actions
+
+
+def _needed(item: Work, placement: Sequence[int]) -> Action | None:
+    """Return the send, without its target, that brings what work needs."""
+    if item.kind == "F" and item.stage:
+        return Action("send_f", item.stage - 1, item.microbatch)
+    if item.kind in {"B", "I"} and item.stage + 1 < len(placement):
+        return Action("send_b", item.stage + 1, item.microbatch)
+    return None

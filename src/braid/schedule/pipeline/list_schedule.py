@@ -1,0 +1,150 @@
+"""Schedules made by costs: a rank that is free takes the most urgent work that is possible.
+
+Each rank takes, in this order: I (another rank waits for it), F (of the last stage that can, as its
+backward comes first) while it holds fewer activations than its limit, W (nobody waits for it, so it
+fills what would be idle). What this gives depends on the costs and on the limit alone:
+
+    costs f = i = w                       limit of rank r       bubble
+    vee, 2 stages per rank                2p stages             ZBV
+    one stage per rank                    2p - 1                ZB-H2: no rank is ever idle between
+                                                                its first and its last work
+Source: R. Graham, Bounds on multiprocessing timing anomalies, 1969 (list scheduling); P. Qi et al.,
+Zero bubble pipeline parallelism, ICLR 2024, and Pipeline parallelism with controllable memory,
+NeurIPS 2024.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.schedule.pipeline.linear import Work, check_size, pipeline_program
+from braid.schedule.program import Program
+
+__all__ = ["StageCosts", "list_schedule"]
+
+
+class StageCosts(NamedTuple):
+    """Seconds of the work of one stage on a micro-batch, and of a message to its neighbours."""
+
+    forward_s: float = 1.0
+    input_s: float = 1.0
+    weight_s: float = 1.0
+    message_s: float = 0.0
+
+
+def list_schedule(
+    placement: Sequence[int],
+    num_microbatches: int,
+    limits: Sequence[int],
+    costs: Sequence[StageCosts] | None = None,
+    *,
+    name: str = "list",
+) -> Program:
+    """Make a program with split backwards by list scheduling.
+
+    Args:
+        placement: Rank of each stage.
+        num_microbatches: Number of micro-batches.
+        limits: Largest number of activations (of one stage and micro-batch) on each rank.
+        costs: Seconds of each stage's work; all equal when None.
+        name: Name of the program.
+
+    Raises:
+        ConfigError: With these limits the ranks wait for each other for ever.
+    """
+    num_ranks = max(placement) + 1 if placement else 0
+    check_size(num_ranks, num_microbatches)
+    if len(limits) != num_ranks or min(limits) < 1:
+        msg = f"limits must be {num_ranks} numbers of at least 1, got {list(limits)}"
+        raise ConfigError(msg)
+    costs = [StageCosts()] * len(placement) if costs is None else costs
+    if len(costs) != len(placement):
+        msg = f"costs must be of {len(placement)} stages, got {len(costs)}"
+        raise ConfigError(msg)
+    work = _ListSchedule(placement, num_microbatches, limits, costs).run()
+    return pipeline_program(name, work, placement, num_microbatches)
+
+
+class _ListSchedule:
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        limits: Sequence[int],
+        costs: Sequence[StageCosts],
+    ) -> None:
+        self._placement = placement
+        self._num_microbatches = num_microbatches
+        self._limits = limits
+        self._costs = costs
+        self._last = len(placement) - 1
+        num_ranks = max(placement) + 1
+        self._stages = [
+            [s for s in range(len(placement)) if placement[s] == rank] for rank in range(num_ranks)
+        ]
+        self._done_s: dict[tuple[str, int, int], float] = {}
+        self._next = {kind: [0] * len(placement) for kind in "FIW"}
+        self._held = [0] * num_ranks
+        self._free_s = [0.0] * num_ranks
+        self._work: list[list[Work]] = [[] for _ in range(num_ranks)]
+        self._events = [0.0]
+
+    def run(self) -> list[list[Work]]:
+        left = 3 * len(self._placement) * self._num_microbatches
+        while self._events:
+            now_s = heapq.heappop(self._events)
+            for rank in range(len(self._stages)):
+                if self._free_s[rank] > now_s:
+                    continue
+                possible = [item for s in self._stages[rank] for item in self._possible(s, now_s)]
+                if possible:
+                    self._do(rank, min(possible)[-1], now_s)
+                    left -= 1
+        if left:
+            msg = (
+                f"with at most {list(self._limits)} activations the ranks wait for each other for "
+                "ever: raise the limits"
+            )
+            raise ConfigError(msg)
+        return self._work
+
+    def _possible(self, stage: int, now_s: float) -> list[tuple[int, int, int, Work]]:
+        """Return work of a stage that can begin now, with its urgency before it."""
+        rank, possible = self._placement[stage], []
+        i = self._next["I"][stage]
+        if self._has("F", stage, i, now_s) and (
+            stage == self._last or self._has("I", stage + 1, i, now_s, of=stage)
+        ):
+            possible.append((0, i, -stage, Work("I", stage, i)))
+        f = self._next["F"][stage]
+        may_hold = f < self._num_microbatches and self._held[rank] < self._limits[rank]
+        if may_hold and (stage == 0 or self._has("F", stage - 1, f, now_s, of=stage)):
+            possible.append((1, -stage, f, Work("F", stage, f)))
+        w = self._next["W"][stage]
+        if self._has("I", stage, w, now_s):
+            possible.append((2, w, stage, Work("W", stage, w)))
+        return possible
+
+    def _has(self, kind: str, stage: int, i: int, now_s: float, of: int | None = None) -> bool:
+        """Return whether work has ended, and its message has come to stage `of`."""
+        done_s = self._done_s.get((kind, stage, i))
+        if done_s is None:
+            return False
+        apart = of is not None and self._placement[of] != self._placement[stage]
+        return done_s + (self._costs[stage].message_s if apart else 0.0) <= now_s
+
+    def _do(self, rank: int, item: Work, now_s: float) -> None:
+        costs = self._costs[item.stage]
+        seconds = {"F": costs.forward_s, "I": costs.input_s, "W": costs.weight_s}[item.kind]
+        end_s = now_s + seconds
+        self._next[item.kind][item.stage] += 1
+        self._held[rank] += (item.kind == "F") - (item.kind == "W")
+        self._done_s[item.kind, item.stage, item.microbatch] = end_s
+        self._free_s[rank] = end_s
+        self._work[rank].append(item)
+        heapq.heappush(self._events, end_s)
+        if costs.message_s:
+            heapq.heappush(self._events, end_s + costs.message_s)

@@ -1,0 +1,130 @@
+"""Pipelines take the time and the memory that their closed forms say, for any ranks, micro-batches and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_schedule_plot import drawn, same_as_golden
+
+from braid.errors import ConfigError
+from braid.schedule import Costs, Program, Timeline, from_text, simulate, to_text, validate
+from braid.schedule.known import RULES, VOCABULARIES
+from braid.schedule.pipeline import (
+    SCHEDULES,
+    StageCosts,
+    breadth_first,
+    gpipe,
+    interleaved,
+    list_schedule,
+    looped,
+    most_held,
+    one_f_one_b,
+    vee,
+    zb_h1,
+    zb_h2,
+    zbv,
+)
+from braid.schedule.plot import lanes, table
+from braid.topology import flat
+
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def simulated(program: Program) -> Timeline:
+    work = Costs(lambda _, __: 0.0, lambda _, action: SECONDS.get(action.kind, 0.0))
+    return simulate(program, work, flat(program.num_ranks, 0.0, 1.0), buffered=True)
+
+
+def overhead(program: Program) -> float:
+    """Bubble over ideal compute, of equal costs f = i = w."""
+    header = program.header
+    ideal = 3 * header.num_indices * header.num_units / program.num_ranks
+    return (simulated(program).seconds - ideal) / ideal
+
+
+SIZES = [(p, m) for p in range(1, 6) for m in (1, 3, 5, 8, 10)]
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_one_stage_per_rank_has_a_bubble_of_p_minus_1_over_m(make: Callable[[int, int], Program]):
+    found = {(p, m): overhead(make(p, m)) for p, m in SIZES}
+    assert found == pytest.approx({(p, m): (p - 1) / m for p, m in SIZES})
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_v_stages_per_rank_divide_the_bubble_by_v(v: int):
+    sizes = [(p, m) for p in range(1, 6) for m in (p, 2 * p, 4 * p)]
+    expected = {(p, m): (p - 1) / (v * m) for p, m in sizes}
+    assert {(p, m): overhead(breadth_first(p, m, v)) for p, m in sizes} == pytest.approx(expected)
+    assert {(p, m): overhead(interleaved(p, m, v)) for p, m in sizes} == pytest.approx(expected)
+
+
+def test_interleaved_holds_what_its_first_rank_needs_and_breadth_first_everything():
+    for p, m, v in [(2, 8, 2), (4, 8, 2), (4, 16, 3)]:
+        assert max(most_held(interleaved(p, m, v))) == (v - 1) * p + 2 * (p - 1) + 1
+        assert most_held(breadth_first(p, m, v)) == [v * m] * p
+
+
+def test_zb_h1_has_a_third_of_the_bubble_for_the_memory_of_the_first_rank():
+    for p, m in [(2, 4), (3, 6), (4, 8), (5, 12)]:
+        assert overhead(zb_h1(p, m)) == pytest.approx(overhead(one_f_one_b(p, m)) / 3)
+        assert most_held(zb_h1(p, m)) == [p] * p
+
+
+def test_zb_h2_is_never_idle_between_a_ranks_first_and_last_work():
+    for p, m in [(2, 4), (3, 8), (4, 8), (5, 12)]:
+        program = zb_h2(p, m)
+        work = [i for i in simulated(program).intervals if not i.is_message]
+        for rank in range(p):
+            own = [i for i in work if i.rank == rank]
+            assert max(i.end_s for i in own) - min(i.start_s for i in own) == 3 * m
+        assert max(most_held(program)) == 2 * p - 1
+
+
+def test_zbv_has_the_published_bubble_and_holds_the_same_on_every_rank():
+    assert overhead(zbv(4, 8)) == pytest.approx(0.0625)
+    assert most_held(zbv(4, 8)) == [8] * 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@given(p=st.integers(1, 7), m=st.integers(1, 15))
+def test_any_schedule_of_any_size_is_valid_and_survives_its_text(name: str, p: int, m: int):
+    program = SCHEDULES[name](p, m)
+    assert validate(program, RULES) == []
+    assert from_text(to_text(program), VOCABULARIES) == program
+
+
+@given(data=st.data())
+def test_list_schedules_are_valid_for_any_costs_and_keep_their_limits(data: st.DataObject):
+    p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 10))
+    placement = data.draw(st.sampled_from([looped(p), looped(p, 2), vee(p)]))
+    seconds = st.floats(0.1, 5.0)
+    cost = st.builds(StageCosts, seconds, seconds, seconds, st.floats(0.0, 2.0))
+    costs = data.draw(st.lists(cost, min_size=len(placement), max_size=len(placement)))
+    limits = [2 * len(placement)] * p
+    program = list_schedule(placement, m, limits, costs)
+    assert validate(program, RULES) == []
+    assert all(held <= limit for held, limit in zip(most_held(program), limits, strict=True))
+
+
+def test_limits_with_which_nothing_can_go_on_are_refused():
+    with pytest.raises(ConfigError, match=r"with at most \[1, 1\] activations the ranks wait"):
+        list_schedule(vee(2), 3, [1, 1])
+    with pytest.raises(ConfigError, match=r"limits must be 2 numbers of at least 1, got \[1\]"):
+        list_schedule(looped(2), 3, [1])
+    with pytest.raises(ConfigError, match="costs must be of 2 stages, got 1"):
+        list_schedule(looped(2), 3, [2, 2], [StageCosts()])
+    with pytest.raises(ConfigError, match="each rank needs at least 1 stage, got 0"):
+        interleaved(2, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv"])
+def test_the_grid_of_a_schedule_is_the_golden_one(name: str):
+    program = SCHEDULES[name](3, 6)
+    width = 4 * round(simulated(program).seconds)
+    text = "\n".join(lanes(simulated(program), 3, width)) + "\n"
+    same_as_golden(f"{name}_lanes", text)
+    same_as_golden(f"{name}_table", drawn(table(SCHEDULES[name](2, 2))))
