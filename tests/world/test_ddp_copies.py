@@ -18,7 +18,7 @@ from torch_jobs import run
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, accumulate
+from braid.data_parallel import DistributedDataParallel, SyncBatchNorm, accumulate
 from braid.errors import ConfigError, MismatchError
 from braid.testing.pool import ProcessPool
 
@@ -251,6 +251,8 @@ def _saved(path: str) -> tuple[Any, Any, bytes]:
     torch.save(model, f"{path}/{rank}.pt")
     pickled = pickle.dumps(model)
     del model
+    norms = pickle.loads(pickle.dumps(SyncBatchNorm.convert_sync_batchnorm(net()))).train()
+    assert norms(torch.ones(3, 3)).shape == (3, 2)
     loaded = torch.load(f"{path}/{rank}.pt", weights_only=False)
     assert loaded.process_group is group
     assert grads(loaded) == [None] * 6

@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
         )
         if affine and not bias:
             self.register_parameter("bias", None)
-        self.process_group = group_of(process_group)
+        self.process_group: Group | None = group_of(process_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `x` by the statistics of all ranks' batches."""
@@ -134,18 +134,21 @@ class SyncBatchNorm(_BatchNorm):
 
     @_disable_dynamo  # messages are no part of a graph
     def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
-        moments = _moments(x, self.process_group)
+        if self.process_group is None:  # it has been pickled
+            self.process_group = group_of(None)
+        group = self.process_group
+        moments = _moments(x, group)
         if moments.num_values < 2:
             msg = (
                 "SyncBatchNorm needs more than 1 value per channel when training, got "
-                f"{moments.num_values} on ranks {list(self.process_group.ranks)} together "
-                f"(input shape {list(x.shape)} on rank {self.process_group.context.rank}): "
+                f"{moments.num_values} on ranks {list(group.ranks)} together "
+                f"(input shape {list(x.shape)} on rank {group.context.rank}): "
                 "leave the last, incomplete batch out, or call eval()"
             )
             raise ConfigError(msg)
         self._track(moments)
         y: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, _Batch(moments, self.eps, self.process_group)
+            x, self.weight, self.bias, _Batch(moments, self.eps, group)
         )
         return y
 
@@ -182,6 +185,15 @@ class SyncBatchNorm(_BatchNorm):
             for name, original in children.items():
                 children[name] = converted.get(id(original), original)
         return converted.get(id(module), module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled; where it is loaded, training joins the default group of torch."""
+        return {**vars(self), "process_group": None}
+
+    def __copy__(self) -> SyncBatchNorm:
+        twin = self.__class__.__new__(self.__class__)
+        vars(twin).update(vars(self))
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.process_group)] = self.process_group  # ranks cannot be copied
