@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
@@ -21,7 +22,10 @@ Steps = Mapping[StepKey, Mapping[int, StepTime]]
 
 LOSSES = ("loss", "eval_loss", "val_loss")
 RATES = {"samples": "samples per second", "tokens": "tokens per second"}
-NOT_DRAWN = frozenset({*MEASURED, *LOSSES, *RATES, "tokens_per_s", "mfu", "step_s", "elapsed_s"})
+# drawn above in other forms, or by `braid train` beside what the recording has
+NOT_DRAWN = frozenset(
+    {*MEASURED, *LOSSES, *RATES, "tokens_per_s", "mfu", "compute", "wait", "transfer"}
+)
 MEBI = 1 / (1 << 20)
 MAX_CHARTS = 60
 
@@ -52,10 +56,10 @@ def charts(run: Run, steps: Steps) -> tuple[tuple[str, Chart], ...]:
         ("Step time", _step_chart(run, steps)),
         ("Memory", _memory(run)),
     ]
-    names = dict.fromkeys(key for row in run.metrics for key in row)
-    drawn += [
-        (name, _curve(run, name)) for name in [n for n in names if n not in NOT_DRAWN][:MAX_CHARTS]
-    ]
+    counts = Counter(key for row in run.metrics for key in row)
+    least = min(2, len(run.metrics))  # a number that a long run has once is no curve
+    names = [name for name in counts if counts[name] >= least and name not in NOT_DRAWN]
+    drawn += [(name, _curve(run, name)) for name in names[:MAX_CHARTS]]
     return tuple((title, chart) for title, chart in drawn if chart is not None)
 
 
