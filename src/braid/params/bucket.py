@@ -129,6 +129,7 @@ class Bucket:
         self._expected: dict[int, int] = {}  # how often gradients come; once if not in it
         self.counts: dict[int, int] = {}
         self._num_missing = len(layout.members)
+        self._is_learnt = False
 
     @property
     def records(self) -> list[ParamRecord]:
@@ -150,13 +151,8 @@ class Bucket:
             ConfigError: The bucket has been launched in this backward, or the gradient is gone.
         """
         if self.is_launched:
-            msg = (
-                f"{self._records[position].name!r} got another gradient after its bucket was sent: "
-                "the parameter is used in graphs that are differentiated separately, such as by "
-                "re-entrant checkpointing. Pass static_graph=True, or checkpoint with "
-                "use_reentrant=False"
-            )
-            raise ConfigError(msg)
+            count = self._expected.get(position, 1)
+            raise ConfigError(_late_text(self._records[position].name, self._is_learnt, count))
         count = self.counts[position] = self.counts.get(position, 0) + 1
         if not move_grad(self._records[position].param, self.views[position]):
             _check_missing(self._records[position])
@@ -219,6 +215,7 @@ class Bucket:
     def learn(self) -> None:
         """Expect every gradient as often as in this backward from now on."""
         self._expected = dict(self.counts)
+        self._is_learnt = True
 
     def find_nonfinite(self, *, check_all: bool) -> list[int]:
         """Return the positions whose gradients are NaN or infinite.
@@ -281,6 +278,22 @@ def _check_missing(record: ParamRecord) -> None:
         "are known to be sparse, or make the gradient dense"
     )
     raise ConfigError(msg)
+
+
+def _late_text(name: str, is_static: bool, count: int) -> str:
+    """Return the message about a gradient that came after its bucket had been sent."""
+    if is_static:
+        times = "once" if count == 1 else f"{count} times"
+        return (
+            f"{name!r} got a gradient more often than in the first step ({times}), but "
+            "static_graph=True promises the same graph in every step. Leave static_graph=True out, "
+            "and checkpoint with use_reentrant=False"
+        )
+    return (
+        f"{name!r} got another gradient after its bucket was sent: the parameter is used in graphs "
+        "that are differentiated separately, such as by re-entrant checkpointing. Pass "
+        "static_graph=True, or checkpoint with use_reentrant=False"
+    )
 
 
 def dropped_text(names: Sequence[str]) -> str:
