@@ -15,6 +15,7 @@ from braid.schedule.collective import algorithm, collective_costs, program
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
 from braid.topology import flat
+from handbook_data_parallel import replicas
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
 WIDTH = 760  # pixels of a time axis
@@ -109,7 +110,7 @@ def _timeline(lane: int, start_s: float, timeline: Timeline) -> list[Bar]:
     ]
 
 
-PICTURES: tuple[Callable[[], str], ...] = (ways_of_training,)
+PICTURES: tuple[Callable[[], str], ...] = (ways_of_training, replicas)
 
 
 def main() -> None:

@@ -1,0 +1,156 @@
+"""Pictures of the pages on data parallel training, each drawn by the code that its page is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from braid.clock import VirtualClock
+from braid.data_parallel import DataParallel
+from braid.schedule.bars import COLOURS, Bar, draw
+
+WIDTH = 680  # pixels of a time axis; 760 with names of lanes
+
+# Replicas: a device touches memory at 100 GB/s; between devices go 20 GB/s.
+MEMORY_BYTES_PER_S, LINK_BYTES_PER_S = 100e9, 20e9
+NUM_DEVICES, SAMPLES, HIDDEN, CLASSES = 3, 768, 256, 4096
+
+
+def nbytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
+
+
+class _Touched(TorchDispatchMode):
+    """Advances the clock of the device that computes by the bytes that each operation touches."""
+
+    def __init__(self, clocks: Sequence[VirtualClock]) -> None:
+        super().__init__()
+        self.clocks = clocks
+        self.device = 0
+        self.summed_ns = 0  # by sums of gradients, which wait for those of all devices
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [x for x in [*args, *(kwargs or {}).values()] if isinstance(x, torch.Tensor)]
+        made = [x for x in (result if isinstance(result, tuple) else [result]) if x is not None]
+        made = [x for x in made if isinstance(x, torch.Tensor)]
+        if not func.is_view:
+            spent_ns = round(nbytes_of([*given, *made]) / MEMORY_BYTES_PER_S * 1e9)
+            if func is torch.ops.aten.add.out:
+                self.summed_ns += spent_ns
+            else:
+                self.clocks[self.device].advance(spent_ns)
+        return result
+
+
+class _Recorded(DataParallel):
+    """DataParallel whose "devices" are clocks: what its steps move and compute takes time there."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, ["cpu"] * NUM_DEVICES, **options)
+        self.clocks = [VirtualClock(0) for _ in self.device_ids]
+        self.touched = _Touched(self.clocks)
+        self.bars: list[tuple[int, int, int, str]] = []
+
+    @contextmanager
+    def spending(self, device: int, kind: str) -> Iterator[None]:
+        self.touched.device = device
+        begin_ns = self.clocks[device].now_ns()
+        with self.touched:
+            yield
+        self.bars.append((device, begin_ns, self.clocks[device].now_ns(), kind))
+
+    def send(self, nbytes: int, kind: str, *, to: int = 0, source: int = 0) -> None:
+        """Let bytes go over the link of the first device, whose other messages wait."""
+        first, other = self.clocks[0], self.clocks[to or source]
+        begin_ns = max(first.now_ns(), other.now_ns())
+        first.advance(begin_ns - first.now_ns() + round(nbytes / LINK_BYTES_PER_S * 1e9))
+        self.bars.append((0, begin_ns, first.now_ns(), kind))
+        other.advance(first.now_ns() - other.now_ns())
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        shares, options = super().scatter(inputs, kwargs, device_ids)
+        for device, share in enumerate(shares[1:], 1):
+            self.send(nbytes_of(share), "scatter", to=device)
+        return shares, options
+
+    def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
+        for device in range(1, len(device_ids)):
+            self.send(nbytes_of(list(module.parameters())), "replicate", to=device)
+        return super().replicate(module, device_ids)
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        outputs = []
+        for device, (replica, *given) in enumerate(zip(replicas, inputs, kwargs, strict=True)):
+            with self.spending(device, "forward"):
+                outputs.append(replica(*given[0], **given[1]))
+            own = outputs[-1] if isinstance(outputs[-1], torch.Tensor) else outputs[-1].total
+            own.register_hook(self._backward_reaches(device))
+        return outputs
+
+    def gather(self, outputs: Sequence[torch.Tensor], output_device: Any) -> torch.Tensor:
+        for device, output in enumerate(outputs[1:], 1):
+            self.send(output.nbytes, "gather", source=device)
+        with self.spending(0, "gather"):
+            return super().gather(outputs, output_device)
+
+    def _backward_reaches(self, device: int) -> Any:
+        """Return a hook of a replica's output: backward goes on where that is."""
+
+        def go_on(grad: torch.Tensor) -> None:
+            self.end_backward()
+            if device:
+                self.send(grad.nbytes, "gather", to=device)
+            self.touched.device = device
+            self.began_ns = self.clocks[device].now_ns()
+
+        return go_on
+
+    def end_backward(self) -> None:
+        device = self.touched.device
+        now_ns = self.clocks[device].now_ns()
+        self.bars.append((device, self.began_ns, now_ns, "backward"))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.touched.device, self.began_ns = 0, self.clocks[0].now_ns()
+        with self.touched:
+            loss.backward()
+        self.end_backward()
+        for device in range(1, NUM_DEVICES):
+            self.send(nbytes_of(list(self.module.parameters())), "add gradients", source=device)
+        begin_ns = self.clocks[0].now_ns()
+        self.clocks[0].advance(self.touched.summed_ns)
+        self.bars.append((0, begin_ns, self.clocks[0].now_ns(), "add gradients"))
+
+
+def replicas() -> str:
+    """One step on three devices: the loss on the first device, and the loss where outputs are."""
+    kinds = ("scatter", "replicate", "forward", "gather", "loss", "backward", "add gradients")
+    colours = dict(zip(kinds, COLOURS, strict=True))
+    x, y = torch.ones(SAMPLES, HIDDEN), torch.zeros(SAMPLES, dtype=torch.long)
+    ways = []
+    for criterion in (None, functional.cross_entropy):
+        layers = nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES)
+        model = _Recorded(nn.Sequential(*layers), criterion=criterion)
+        if criterion is None:
+            outputs = model(x)
+            with model.spending(0, "loss"):
+                loss = functional.cross_entropy(outputs, y)
+        else:
+            loss = model(x, target=y)
+        model.backward(loss)
+        ways.append(model)
+    bars = [
+        Bar(way * NUM_DEVICES + lane, begin * 1e-9, end * 1e-9, colours[kind], kind)
+        for way, model in enumerate(ways)
+        for lane, begin, end, kind in model.bars
+        if end > begin
+    ]
+    lanes = [f"{name} {device}" for name in ("gathered", "criterion") for device in range(3)]
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=colours, width=WIDTH)
