@@ -6,12 +6,20 @@ what this writes. A picture is a function without arguments that returns SVG; it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from braid.schedule import Costs, simulate
 from braid.schedule.bars import COLOURS, Bar, draw
 from braid.schedule.collective import algorithm, collective_costs, program
+from braid.schedule.collective.vocabulary import (
+    OPERATIONS,
+    ROOTED,
+    Held,
+    held_at_end,
+    held_at_start,
+    num_slots,
+)
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
 from braid.topology import flat
@@ -110,7 +118,66 @@ def _timeline(lane: int, start_s: float, timeline: Timeline) -> list[Bar]:
     ]
 
 
-PICTURES: tuple[Callable[[], str], ...] = (ways_of_training, replicas)
+CELL, NAME, GAP = 28, 56, 66  # pixels: a block, a rank's name, between before and after
+PANEL = 2 * NUM_RANKS * CELL + NAME + GAP
+
+
+def before_and_after() -> str:
+    """What each rank holds before and after every collective: a colour per rank, a number per block."""
+    high = 30 + NUM_RANKS * (CELL + 2)
+    size = f'width="{2 * PANEL + 50}" height="{len(OPERATIONS) // 2 * high}"'
+    text = 'font-family="sans-serif" font-size="12"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {text}>']
+    for number, operation in enumerate(OPERATIONS):
+        left, top = 4 + number % 2 * (PANEL + 40), number // 2 * high + 18
+        root = 0 if operation in ROOTED else -1
+        slots = num_slots(operation, NUM_RANKS, NUM_RANKS)
+        what = (operation, NUM_RANKS, slots if operation == "all_to_all" else NUM_RANKS, root)
+        title = operation if root < 0 else f"{operation}, root {root}"
+        parts.append(f'<text x="{left}" y="{top - 5}" font-weight="bold">{title}</text>')
+        sides = (held_at_start(*what), held_at_end(*what))
+        for rank in range(NUM_RANKS):
+            y = top + rank * (CELL + 2)
+            parts.append(f'<text x="{left}" y="{y + 18}">rank {rank}</text>')
+            for side, held in enumerate(sides):
+                x = left + NAME + side * (NUM_RANKS * CELL + GAP)
+                parts += _blocks(x, y, held[rank])
+            if rank == 1:
+                arrow = left + NAME + NUM_RANKS * CELL + GAP // 2
+                parts.append(f'<text x="{arrow}" y="{y + 34}" text-anchor="middle">becomes</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _blocks(x: int, y: int, held: Mapping[int, Held]) -> list[str]:
+    parts = []
+    for slot in range(NUM_RANKS):
+        place = x + slot * CELL
+        parts.append(
+            f'<rect x="{place}" y="{y}" width="{CELL}" height="{CELL}" fill="none" stroke="#bbbbbb"/>'
+        )
+        # an all-to-all receives into a second buffer
+        content = held.get(slot) or held.get(slot + NUM_RANKS)
+        if content is None:
+            continue
+        ranks = [rank for rank in range(NUM_RANKS) if content.ranks >> rank & 1]
+        wide = CELL / len(ranks)
+        for i, rank in enumerate(ranks):
+            parts.append(
+                f'<rect x="{place + i * wide:g}" y="{y}" width="{wide:g}" height="{CELL}" '
+                f'fill="{COLOURS[rank]}"><title>block {content.block} of ranks {ranks}</title></rect>'
+            )
+        parts.append(
+            f'<text x="{place + CELL // 2}" y="{y + 18}" text-anchor="middle" font-weight="bold" '
+            f'stroke="white" stroke-width="4" paint-order="stroke">{content.block % NUM_RANKS}</text>'
+        )
+    return parts
+
+
+PICTURES: tuple[Callable[[], str], ...] = (
+    ways_of_training,
+    replicas,
+    before_and_after,
+)
 
 
 def main() -> None:
