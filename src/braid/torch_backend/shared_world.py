@@ -23,7 +23,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections import Counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -99,7 +98,7 @@ class SharedWorld:
         self._owner = owner
         self._joining = joining
         self._groups: list[Group] = []
-        self._meetings: Counter[str] = Counter()
+        self._meetings: dict[str, tuple[int, str]] = {}  # of each set of ranks: number, last name
         self._pid = os.getpid()
         atexit.register(self.close)
 
@@ -114,9 +113,11 @@ class SharedWorld:
         ranks = [self.ranks.index(rank) for rank in meeting.ranks]
         # torch gives a name again when the group that had it is gone; what was said then is still
         # in the store
-        name = f"{meeting.name} of torch {'_'.join(map(str, ranks))}"
-        self._meetings[name] += 1
-        group = self.world.select(ranks, store, name=f"{name}, {self._meetings[name]}")
+        key = "_".join(map(str, ranks))
+        number, previous = self._meetings.get(key, (0, ""))
+        name = f"{meeting.name} of torch {key}, {number + 1}"
+        group = self.world.select(ranks, store, name=name, previous=previous)
+        self._meetings[key] = (number + 1, name)
         self._groups.append(group)
         return group
 

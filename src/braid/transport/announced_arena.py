@@ -28,6 +28,8 @@ class AnnouncedArena(Arena):
         announce: Called with the number of a new extent, before anything in it is given out.
     """
 
+    is_mirrored = True
+
     def __init__(
         self, rank: int, root: Root, peers: PeerMemory, announce: Callable[[int], None]
     ) -> None:

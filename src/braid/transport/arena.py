@@ -56,6 +56,12 @@ class Block(NamedTuple):
         """Address of the block in 64 bits; 0 stands for no block."""
         return self.extent << OFFSET_BITS | self.offset // LINE_BYTES
 
+    @classmethod
+    def at(cls, address: int, nbytes: int) -> Block:
+        """Return the block of `nbytes` bytes at an address."""
+        offset = (address & (1 << OFFSET_BITS) - 1) * LINE_BYTES
+        return cls(address >> OFFSET_BITS, offset, nbytes)
+
 
 class OwnExtent:
     """One memory file with its free list, `[(offset, nbytes)]` in order of offset.
@@ -112,7 +118,12 @@ class Arena:
         rank: Rank that owns the arena.
         root: Root of that rank, in whose directory new extents are entered.
         peers: Access to the memory of peers.
+
+    Attributes:
+        is_mirrored: Whether some peers have copies of this memory, which may be late.
     """
+
+    is_mirrored = False
 
     def __init__(self, rank: int, root: Root, peers: PeerMemory) -> None:
         self.rank = rank

@@ -279,7 +279,7 @@ class Group(Reductions, Movements, PointToPoint):
         order = [r for _, r in members]
         return self._subset(order, [answers[r][2:] for r in order])
 
-    def select(self, ranks: Sequence[int], store: Store, *, name: str) -> Group:
+    def select(self, ranks: Sequence[int], store: Store, *, name: str, previous: str = "") -> Group:
         """Return a new group of some members; only they call this, and they meet through `store`.
 
         Args:
@@ -287,6 +287,8 @@ class Group(Reductions, Movements, PointToPoint):
                 all.
             store: Store where the members meet.
             name: Name of the meeting, new for every group.
+            previous: Name of the last meeting of the same ranks, of which nothing is needed any
+                more once all of them have come to this one; its entries are deleted.
 
         Raises:
             ConfigError: Some of `ranks` are not members, or this rank is not among them.
@@ -304,6 +306,8 @@ class Group(Reductions, Movements, PointToPoint):
             _exchange(store, f"select/{name}/{i}", self.context.rank, ranks, engine.token())
             for i, engine in enumerate(self._engines())
         ]
+        for i in range(len(columns)) if previous else ():
+            store.delete_key(f"select/{previous}/{i}/{self.context.rank}")
         tokens = [list(row) for row in zip(*columns, strict=True)]
         return self._subset([self.ranks.index(rank) for rank in ranks], tokens)
 
@@ -382,7 +386,10 @@ class Group(Reductions, Movements, PointToPoint):
                 engine.stop(reason)
 
     def close(self) -> None:
-        """Free the group's memory, but for 4 KiB. Not a collective.
+        """Free the group's memory. Not a collective.
+
+        4 KiB stay for a later group once all members have closed this one; over several hosts, and
+        in the portable mode, they stay for good.
 
         Members that still need this rank raise PeerLostError; operations of this rank that are
         under way fail with StaleError.

@@ -3,13 +3,18 @@
 Control lines (see `channel`) lie in pages in the arena of their owner. Pages are added as needed:
 page k holds 64 * 4^k lines. Line 0 of page 0 is the directory:
 
-    word   0 .. 4                    5                  6       7
-           addresses of pages 0..4   state, channel<<8  value   digest of the reason
+    word   0 .. 4                    5                                  6       7
+           addresses of pages 0..4   state, channel<<8, generation<<32  value   digest of the reason
+
+Page 0 of a group that all members have closed serves a later group, with the next generation: a
+member of the old group that looks there again sees by the generation that the group is closed.
+Where peers keep mirrors of the memory, pages are never used again, since old words may arrive late.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import NamedTuple
 
 from braid.comm.channel.channel import LINE_WORDS, Channel
@@ -18,9 +23,11 @@ from braid.errors import StaleError
 from braid.transport import Block, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
-__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "State"]
+__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "RetiredPages", "State"]
 
 PAGE_LINES = 64
+NUM_RESTING = 16  # first pages that rest before the oldest serves another group
+GENERATION_SHIFT = 32
 MAX_PAGES = 5  # 64 + 256 + ... = 21,824 channels a group
 
 # directory words
@@ -45,6 +52,19 @@ class State(NamedTuple):
     reason: int
 
 
+class RetiredPages:
+    """Memory of the closed groups of one rank.
+
+    Attributes:
+        groups: Pages of closed groups whose memory a member may still read.
+        first_pages: First pages that no member of their group reads any more, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[ControlPages] = []
+        self.first_pages: deque[Block] = deque()
+
+
 class ControlPages:
     """A group's window on the transport: the pages of control lines of all members.
 
@@ -56,8 +76,7 @@ class ControlPages:
         ranks: Global ranks of the members.
         group_rank: Index of this rank among them.
         pages: Address of each member's page 0, in words of its arena.
-        retired: Closed pages of this rank whose memory a member may still read; shared by its
-            groups.
+        retired: Memory of closed groups of this rank; shared by its groups.
 
     Attributes:
         end_reason: Reason why this rank takes no further part; empty while it does.
@@ -75,17 +94,14 @@ class ControlPages:
         group_rank: int,
         pages: list[int],
         *,
-        retired: list[ControlPages] | None = None,
+        retired: RetiredPages | None = None,
     ) -> None:
         self.transport = transport
-        self.retired = [] if retired is None else retired
+        self.retired = RetiredPages() if retired is None else retired
         self.ranks = ranks
         self.shares = transport.shares_with(ranks)
         self.rank = group_rank
         self.size = len(ranks)
-        # for traces: equal on all members, another for every group, since no two first pages lie in
-        # one place
-        self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
         self.end_reason = ""  # why this rank takes no further part
         self.abort_reason = ""  # why the program has given the group up, whatever stopped it before
         self.windows = Windows(transport.arena)
@@ -99,14 +115,28 @@ class ControlPages:
         self._directories = [
             arena.words(ranks[member], pages[member], LINE_WORDS) for member in range(self.size)
         ]
+        self._healthy = [words[_STATE] & -1 << GENERATION_SHIFT for words in self._directories]
+        # for traces: equal on all members, another for every group, since no two first pages of one
+        # generation lie in one place
+        name = f"{ranks} {pages[0]} {self._healthy[0]}"
+        self.number = text_digest.__wrapped__(name) & 0xFFFFFFFF  # the cache would keep each name
         self._directories[group_rank][0] = pages[group_rank]
         self._blocks: list[Block] = []
+        self._is_reclaimed = False
         self._publish_directory()
 
     @staticmethod
-    def first_page(transport: MemoryTransport) -> Block:
+    def first_page(transport: MemoryTransport, retired: RetiredPages | None = None) -> Block:
         """Reserve and clear page 0 of a new group; the members exchange its `address`."""
-        return _new_page(transport, 0)
+        if retired is None or len(retired.first_pages) <= NUM_RESTING:
+            return _new_page(transport, 0)
+        block = retired.first_pages.popleft()
+        words = transport.arena.words(transport.rank, block.address, block.nbytes // 8)
+        generation = (words[_STATE] >> GENERATION_SHIFT) + 1 & 0xFFFFFFFF
+        words[_STATE] = generation << GENERATION_SHIFT  # first: it ends the old group for good
+        words[:_STATE] = memoryview(bytes(8 * _STATE)).cast("Q")
+        words[_VALUE:] = memoryview(bytes(8 * (len(words) - _VALUE))).cast("Q")
+        return block
 
     def channel(self, index: int) -> Channel:
         """Return the channel with this number; members give one number to one purpose."""
@@ -143,6 +173,9 @@ class ControlPages:
         """Return the address of this rank's control line of a channel; adds a page if necessary."""
         page, line = _place(index)
         directory = self._directories[self.rank]
+        if self._is_reclaimed:
+            msg = "the group has been closed by all of its members: make a new one"
+            raise StaleError(msg)
         if not directory[page]:
             block = _new_page(self.transport, page)
             self._blocks.append(block)
@@ -175,13 +208,15 @@ class ControlPages:
     def state(self, member: int) -> State:
         """Return whether a member still takes part, and if not, why."""
         words = self._directories[member]
-        code = words[_STATE]
+        code = words[_STATE] - self._healthy[member]
+        if not 0 <= code < 1 << GENERATION_SHIFT:  # the page serves another group
+            return State(CLOSED, 0, 0, 0)
         return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
 
     def ended_member(self) -> int | None:
         """Return a member that takes no further part, this rank included; None while all do."""
         for member, words in enumerate(self._directories):
-            if words[_STATE]:
+            if words[_STATE] != self._healthy[member]:
                 return member
         return None
 
@@ -193,11 +228,12 @@ class ControlPages:
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
         """Tell the members that this rank takes no further part; the first reason stands."""
         words = self._directories[self.rank]
-        if words[_STATE] or self.transport.forked:  # a forked child has no say for its parent
+        healthy = self._healthy[self.rank]
+        if words[_STATE] != healthy or self.transport.forked:  # a child has no say for its parent
             return
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
-        words[_STATE] = code | channel << 8
+        words[_STATE] = healthy | code | channel << 8
         self.end_reason = reason  # after the state, which says what kind of end it is
         self._publish_directory()
 
@@ -206,15 +242,12 @@ class ControlPages:
         return self.transport.names_of(self.ranks[member]).lookup(digest)
 
     def close(self) -> None:
-        """Tell the members; free slots and pages when nobody can read them any more.
-
-        Page 0 stays: members look there whether this one has closed the group.
-        """
+        """Tell the members; free slots and pages when nobody can read them any more."""
         self.stop(CLOSED)
-        self.retired.append(self)
-        for port in tuple(self.retired):
+        self.retired.groups.append(self)
+        for port in tuple(self.retired.groups):
             if port.unread() and not port.transport.backlog(port.ranks):
-                self.retired.remove(port)
+                self.retired.groups.remove(port)
                 port.reclaim()
 
     def unread(self) -> bool:
@@ -236,6 +269,22 @@ class ControlPages:
             self.transport.arena.free(block)
         self._blocks.clear()
         self.pinned.clear()
+        self._reclaim_first_page()
+
+    def _reclaim_first_page(self) -> None:
+        """Keep page 0 for another group if every member has closed this one.
+
+        After a failure the page stays, as members may still look there for the reason.
+        """
+        arena, lost = self.transport.arena, self.transport.health.lost
+        address = self._pages[self.rank]
+        closed = all(
+            rank in lost or self.state(member).code == CLOSED
+            for member, rank in enumerate(self.ranks)
+        )
+        if closed and not arena.is_mirrored and not self._is_reclaimed:
+            self._is_reclaimed = True
+            self.retired.first_pages.append(Block.at(address, PAGE_LINES * LINE_WORDS * 8))
 
     def _publish_directory(self, page: Block | None = None) -> None:
         """Publish the directory, and a new page before it, to all members."""

@@ -188,7 +188,7 @@ class SharedMemoryEngine:
 
     def token(self) -> int:
         """Return the address of the first control page for a new group."""
-        page = ControlPages.first_page(self.transport)
+        page = ControlPages.first_page(self.transport, self.pages.retired)
         self._first_pages[page.address] = page
         return page.address
 
