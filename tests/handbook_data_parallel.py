@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.clock import VirtualClock
 from braid.data_parallel import DataParallel
+from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
+from braid.params.bucket_layout_cache import REBUILD_GAIN
+from braid.params.status import StatusLayout
+from braid.schedule import simulate
 from braid.schedule.bars import COLOURS, Bar, draw
+from braid.schedule.collective import algorithm, collective_costs, program
+from braid.topology import flat
+from braid.types import TensorSpec
 
 WIDTH = 680  # pixels of a time axis; 760 with names of lanes
 
@@ -154,3 +162,97 @@ def replicas() -> str:
     ]
     lanes = [f"{name} {device}" for name in ("gathered", "criterion") for device in range(3)]
     return draw(lanes, bars, max(bar.end_s for bar in bars), legend=colours, width=WIDTH)
+
+
+# Buckets: a rank computes gradients of so many numbers in a second; two ranks on one network.
+NUMBERS_PER_S, NETWORK_S, NETWORK_BYTES_PER_S, ADDED_S = (1e9, 0.8e9), 10e-6, 4e9, 1e-11
+CAPS = Caps((256 << 10, 512 << 10))
+STATUS = COLOURS[-1]
+
+
+class _Levels(nn.Module):
+    """Levels of a layer down and a layer up; all layers down are used before those up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = ({"down": nn.Linear(256, 256), "up": nn.Linear(256, 256)} for _ in range(3))
+        self.levels = nn.ModuleList(nn.ModuleDict(pair) for pair in pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for level in self.levels:
+            x = level["down"](x)
+        for level in reversed(self.levels):
+            x = level["up"](x)
+        return x
+
+
+def all_reduce_s(nbytes: int) -> float:
+    """Seconds of a ring all-reduce of the two ranks."""
+    ring = program(algorithm("ring", "all_reduce", 2))
+    network = flat(2, NETWORK_S, NETWORK_BYTES_PER_S)
+    return simulate(ring, collective_costs(ring, nbytes, ADDED_S), network).seconds
+
+
+def backward_times(rank: int) -> tuple[list[int], list[float]]:
+    """Return the order of gradients of a real backward, and when each was there."""
+    model, clock = _Levels(), VirtualClock(0)
+    order, at_s = [], []
+    for position, param in enumerate(model.parameters()):
+
+        def arrived(param: torch.Tensor, position: int = position) -> None:
+            clock.advance(round(param.numel() / NUMBERS_PER_S[rank] * 1e9))
+            order.append(position)
+            at_s.append(clock.now_ns() * 1e-9)
+
+        param.register_post_accumulate_grad_hook(arrived)
+    model(torch.ones(1, 256)).sum().backward()
+    return order, at_s
+
+
+def _one_backward(layouts: tuple[BucketLayout, ...], first_lane: int) -> list[Bar]:
+    """Bars of both ranks' gradients, and of the averaging of buckets in the order of readiness."""
+    of = {p: index for index, layout in enumerate(layouts) for p in layout.members}
+    bars, ready_s, ends_s = [], [0.0] * len(layouts), []
+    for rank in range(2):
+        before = 0.0
+        order, at_s = backward_times(rank)
+        for position, end in zip(order, at_s, strict=True):
+            bucket = of[position]
+            title = f"gradient of parameter {position}, in bucket {bucket}"
+            colour, label = COLOURS[bucket], str(bucket)
+            bars.append(Bar(first_lane + rank, before, end, colour, title, label))
+            ready_s[bucket] = max(ready_s[bucket], end)  # on both ranks
+            before = end
+        ends_s.append(before)
+    specs = [TensorSpec(tuple(p.shape), "float32") for p in _Levels().parameters()]
+    free, lane = 0.0, first_lane + 2
+    for bucket in sorted(range(len(layouts)), key=ready_s.__getitem__):
+        nbytes = sum(4 * prod(specs[p].shape) for p in layouts[bucket].members)
+        begin = max(free, ready_s[bucket])
+        free = begin + all_reduce_s(nbytes)
+        title = f"average of bucket {bucket}: {nbytes} bytes"
+        bars.append(Bar(lane, begin, free, COLOURS[bucket], title, str(bucket)))
+    status_s = all_reduce_s(8 * StatusLayout(len(specs), 2).length)
+    end = max(ends_s)
+    bars.append(Bar(lane, end, end + status_s, STATUS, "status", part="lower"))
+    return bars
+
+
+def buckets() -> str:
+    """Gradients of two ranks and their averages: buckets before and after they are filled anew."""
+    specs = {
+        position: TensorSpec(tuple(param.shape), "float32")
+        for position, param in enumerate(_Levels().parameters())
+    }
+    planned = plan_buckets(specs, CAPS)
+    order, _ = backward_times(0)
+    anew = plan_buckets(specs, CAPS, order=order)
+    assert waiting_cost(anew, specs, order) < REBUILD_GAIN * waiting_cost(planned, specs, order)
+    bars = [*_one_backward(planned, 0), *_one_backward(anew, 3)]
+    lanes = ["rank 0", "rank 1", "network"] * 2
+    legend = {f"bucket {index}": COLOURS[index] for index in range(len(planned))}
+    legend["status"] = STATUS
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=WIDTH)
+
+
+DATA_PARALLEL = (replicas, buckets)

@@ -23,7 +23,7 @@ from braid.schedule.collective.vocabulary import (
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
 from braid.topology import flat
-from handbook_data_parallel import replicas
+from handbook_data_parallel import DATA_PARALLEL
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
 WIDTH = 760  # pixels of a time axis
@@ -175,7 +175,7 @@ def _blocks(x: int, y: int, held: Mapping[int, Held]) -> list[str]:
 
 PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
-    replicas,
+    *DATA_PARALLEL,
     before_and_after,
 )
 
