@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StaleError,
     )
     from braid.launch import spawn
+    from braid.pipeline import Pipeline
     from braid.resume import load, save
 
 _ROOT_NAMES = {
@@ -42,6 +43,7 @@ _ROOT_NAMES = {
     "InternalError": "errors",
     "MismatchError": "errors",
     "PeerLostError": "errors",
+    "Pipeline": "pipeline",
     "RendezvousError": "errors",
     "Request": "comm",
     "StaleError": "errors",
@@ -68,6 +70,7 @@ __all__ = [
     "InternalError",
     "MismatchError",
     "PeerLostError",
+    "Pipeline",
     "RendezvousError",
     "Request",
     "StaleError",

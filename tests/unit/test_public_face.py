@@ -22,6 +22,7 @@ ROOT_NAMES = [
     "InternalError",
     "MismatchError",
     "PeerLostError",
+    "Pipeline",
     "RendezvousError",
     "Request",
     "StaleError",

@@ -15,6 +15,8 @@ flushes) Memory-efficient pipeline-parallel DNN training, ICML 2021.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from braid.schedule.pipeline.linear import Work, check_size, looped, pipeline_program
 from braid.schedule.pipeline.vocabulary import INFER
 from braid.schedule.program import Program
@@ -50,9 +52,25 @@ def gpipe(num_stages: int, num_microbatches: int) -> Program:
     return pipeline_program("gpipe", work, looped(num_stages), num_microbatches)
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Program:
-    """Make a program for evaluation and inference: all forwards."""
-    check_size(num_stages, num_microbatches)
-    work = [[Work("F", s, i) for i in range(num_microbatches)] for s in range(num_stages)]
-    placement = looped(num_stages)
+def forward_only(
+    num_ranks: int, num_microbatches: int, placement: Sequence[int] | None = None
+) -> Program:
+    """Make a program for evaluation and inference: all forwards of a rank's first stage, then on.
+
+    Args:
+        num_ranks: Number of ranks.
+        num_microbatches: Number of micro-batches.
+        placement: Rank of each stage; one stage per rank when None.
+    """
+    check_size(num_ranks, num_microbatches)
+    placement = looped(num_ranks) if placement is None else placement
+    work = [
+        [
+            Work("F", stage, i)
+            for stage, home in enumerate(placement)
+            if home == rank
+            for i in range(num_microbatches)
+        ]
+        for rank in range(num_ranks)
+    ]
     return pipeline_program("forward", work, placement, num_microbatches, operation=INFER)

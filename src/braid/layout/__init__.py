@@ -1,0 +1,7 @@
+"""Arrangements of ranks along named axes, as data."""
+
+from __future__ import annotations
+
+from braid.layout.mesh import Mesh
+
+__all__ = ["Mesh"]

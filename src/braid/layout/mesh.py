@@ -1,0 +1,129 @@
+"""Named axes over the ranks of a job.
+
+Ranks are counted along the last axis first, as elements of an array of this shape. So ranks that
+differ along the last axis only are neighbours, which launchers put on the same host: name the axis
+with the most traffic last.
+
+Source: the mesh of N. Shazeer et al., Mesh-TensorFlow, NeurIPS 2018.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from braid.errors import ConfigError
+
+__all__ = ["Mesh"]
+
+NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """An arrangement of ranks along named axes.
+
+    Attributes:
+        axes: Number of ranks along each axis, by name; the last axis is counted first.
+
+    Raises:
+        ConfigError: There is no axis, or a name or number is wrong; all problems are named.
+
+    >>> mesh = Mesh({"pp": 2, "dp": 3})
+    >>> mesh.size, mesh.coordinates(4), mesh.peers(["dp"], 4), mesh.peers(["pp"], 4)
+    (6, {'pp': 1, 'dp': 1}, (3, 4, 5), (1, 4))
+    """
+
+    axes: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        problems = [f"{name!r} is no name of an axis" for name in self.axes if not _is_name(name)]
+        problems += [
+            f"axis {name} must have at least 1 rank, got {size!r}"
+            for name, size in self.axes.items()
+            if type(size) is not int or size < 1
+        ]
+        if not self.axes:
+            problems.append("a mesh needs at least one axis, such as dp=2")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Return the mesh of a text such as `pp=2,dp=4`.
+
+        Raises:
+            ConfigError: The text is something else.
+        """
+        axes: dict[str, int] = {}
+        for part in text.split(","):
+            name, equals, size = part.strip().partition("=")
+            if not equals or not size.strip().isdecimal() or name.strip() in axes:
+                msg = f"a mesh is written as pp=2,dp=4 (each axis once), got {text!r}"
+                raise ConfigError(msg)
+            axes[name.strip()] = int(size)
+        return cls(axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the index of a rank along each axis.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        if not 0 <= rank < self.size:
+            msg = f"rank {rank} is not in a mesh of {self.size} ranks ({self})"
+            raise ConfigError(msg)
+        indices = {}
+        for name, size in reversed(list(self.axes.items())):
+            rank, indices[name] = divmod(rank, size)
+        return {name: indices[name] for name in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Return the rank at some coordinates; an axis that is left out counts as 0.
+
+        Raises:
+            ConfigError: There are no such coordinates.
+        """
+        number = 0
+        self._check_axes(coordinates)
+        for name, size in self.axes.items():
+            index = coordinates.get(name, 0)
+            if not 0 <= index < size:
+                msg = f"axis {name} has indices 0 to {size - 1}, got {index}"
+                raise ConfigError(msg)
+            number = number * size + index
+        return number
+
+    def peers(self, axes: str | list[str] | tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """Return the ranks that differ from a rank along some axes only, with it, in order.
+
+        Raises:
+            ConfigError: There is no such axis or rank.
+        """
+        names = [axes] if isinstance(axes, str) else list(axes)
+        here = self.coordinates(rank)
+        self._check_axes(dict.fromkeys(names, 0))
+        along = [name for name in self.axes if name in names]
+        places = product(*(range(self.axes[name]) for name in along))
+        return tuple(self.rank({**here, **dict(zip(along, p, strict=True))}) for p in places)
+
+    def _check_axes(self, names: Mapping[str, int]) -> None:
+        unknown = [name for name in names if name not in self.axes]
+        if unknown:
+            msg = f"there is no axis {', '.join(unknown)} in {self}"
+            raise ConfigError(msg)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and NAME.fullmatch(name) is not None

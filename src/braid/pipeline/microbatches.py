@@ -1,0 +1,46 @@
+"""Cuts a batch into micro-batches along dim 0, whatever containers hold its tensors.
+
+Sizes differ by one row at most. The mean loss of a batch of N rows is the sum of the micro-batches'
+means, each times n_i / N: with these weights uneven micro-batches give the exact gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from braid.autograd.nested import flatten, unflatten
+from braid.errors import ConfigError
+
+__all__ = ["num_rows", "scatter", "sizes_of"]
+
+
+def num_rows(batch: Any) -> int:
+    """Return the rows of a batch: the length of dim 0 of its tensors.
+
+    Raises:
+        ConfigError: There is no tensor, or lengths differ.
+    """
+    _, tensors = flatten(batch)
+    lengths = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if len(lengths) != 1:
+        found = f"tensors of {sorted(lengths)} rows" if lengths else "no tensor with rows"
+        msg = f"a batch is cut along dim 0 of its tensors, which must be equally long, got {found}"
+        raise ConfigError(msg)
+    return int(lengths.pop())
+
+
+def sizes_of(rows: int, num_microbatches: int) -> list[int]:
+    """Return the sizes of at most `num_microbatches` micro-batches; none of them is empty."""
+    count = min(rows, num_microbatches)
+    return [rows // count + (i < rows % count) for i in range(count)] if count else []
+
+
+def scatter(batch: Any, sizes: list[int]) -> list[Any]:
+    """Cut a batch into micro-batches of these sizes; tensors without dims go to all of them."""
+    tree, tensors = flatten(batch)
+    parts = [
+        torch.split(tensor, sizes) if tensor.dim() else [tensor] * len(sizes) for tensor in tensors
+    ]
+    return [unflatten(tree, [part[i] for part in parts]) for i in range(len(sizes))]

@@ -1,0 +1,220 @@
+"""`Pipeline`: a model of layers in a row, trained over the stages of a group of ranks.
+
+    pipeline = braid.Pipeline(model, num_microbatches=8, schedule="1f1b", process_group=group)
+    optimizer = torch.optim.AdamW(pipeline.parameters())  # those of this rank's stages
+    for batch, target in batches:
+        loss = pipeline.step(batch, target, loss=nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Gradients have the bits of one process that runs the micro-batches in turn, adds their gradients in
+this order and weighs each loss by its share of the batch: every schedule runs the backwards of a
+stage in the order of micro-batches.
+
+Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.pipeline.executor import Executor
+from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.pipeline.stage import Layer, Stage
+from braid.schedule import Program
+from braid.schedule.pipeline import SCHEDULES, forward_only, stage_ranks
+
+__all__ = ["Pipeline"]
+
+Schedule = Callable[[int, int], Program]
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Pipeline(nn.Module):
+    """Trains layers in a row over the ranks of a group.
+
+    Every rank makes the whole model, alike, and keeps the layers of its stages; drop the model
+    afterwards to free the others. Parameters keep their names.
+
+    Args:
+        layers: The model: an `nn.Sequential`, or modules in a row. Each takes what the one before
+            returns: any containers of tensors.
+        num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
+        schedule: Name of a schedule of `braid.schedule.pipeline`, or a function of the numbers of
+            ranks and micro-batches that returns a program.
+        balance: Number of layers of each stage; as even as possible when None.
+        process_group: Ranks of the pipeline.
+
+    Attributes:
+        group: Ranks of the pipeline.
+        stages: Stages of this rank, by number.
+        balance: Number of layers of each stage.
+
+    Raises:
+        ConfigError: There are fewer layers than stages, `balance` does not fit, a parameter is
+            shared by stages, or the schedule is unknown. All problems are named.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module],
+        *,
+        num_microbatches: int,
+        schedule: str | Schedule = "1f1b",
+        balance: Sequence[int] | None = None,
+        process_group: Group,
+    ) -> None:
+        super().__init__()
+        self.group = process_group
+        self._make = _schedule_of(schedule)
+        self._num_microbatches = num_microbatches
+        self._programs: dict[tuple[bool, int], Executor] = {}
+        program = self._make(process_group.size, num_microbatches)
+        self._homes = stage_ranks(program)
+        num_stages = program.header.num_units
+        named = [Layer(*pair) for pair in _named(layers)]
+        self.balance = tuple(_balance(balance, len(named), num_stages))
+        ends = list(accumulate(self.balance))
+        parts = [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
+        _check_shared(parts)
+        self.stages = {
+            stage: Stage(stage, part)
+            for stage, part in enumerate(parts)
+            if self._homes[stage] == process_group.rank
+        }
+        for own in self.stages.values():
+            for layer in own.layers:
+                self.add_module(layer.name, layer.module)
+        self._executor(num_microbatches, trains=True)  # refuses what it cannot execute
+
+    def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
+        """Run forwards and backwards of a batch; gradients are added to `.grad`.
+
+        Args:
+            batch: Input of the model: containers of tensors that are cut along dim 0. All ranks
+                give it, as all need its length; only the first stage reads the rest.
+            target: What `loss` compares with, cut alike; only the last stage reads it.
+            loss: Function (output, target) that returns the mean loss over samples.
+
+        Returns:
+            Mean loss of the batch, on all ranks; without a graph.
+
+        Raises:
+            CommError: Another rank has failed; the message says in which layer and action.
+            ConfigError: The batch has no rows.
+
+        Cost: per stage and micro-batch two messages of a boundary's bytes; one broadcast.
+        """
+        losses = self._run(batch, target, loss, trains=True)
+        return self._sum_of(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
+        """Return the mean loss of a batch, on all ranks, without gradients."""
+        return self._sum_of(self._run(batch, target, loss, trains=False))
+
+    def _run(self, batch: Any, target: Any, loss: Loss, *, trains: bool) -> dict[int, Any]:
+        rows = num_rows(batch)
+        sizes = sizes_of(rows, self._num_microbatches)
+        if not sizes:
+            msg = "a batch of 0 rows cannot be cut into micro-batches: leave it out on all ranks"
+            raise ConfigError(msg)
+        targets = scatter(target, sizes) if self._is_last else []
+
+        def loss_of(output: Any, i: int) -> torch.Tensor:
+            return loss(output, targets[i]) * (sizes[i] / rows)
+
+        microbatches = scatter(batch, sizes) if 0 in self.stages else []
+        return self._executor(len(sizes), trains=trains).run(microbatches, loss_of)
+
+    def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
+        key = trains, num_microbatches
+        executor = self._programs.get(key)
+        if executor is None:
+            make = self._make if trains else self._make_forward
+            program = make(self.group.size, num_microbatches)
+            executor = self._programs[key] = Executor(program, self.group, self.stages)
+        return executor
+
+    def _make_forward(self, num_ranks: int, num_microbatches: int) -> Program:
+        placement = [self._homes[stage] for stage in range(len(self._homes))]
+        return forward_only(num_ranks, num_microbatches, placement)
+
+    def _sum_of(self, losses: dict[int, Any]) -> torch.Tensor:
+        """Return the sum of the weighted losses on all ranks, added in the order of the batch."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i in sorted(losses):
+            total += losses[i].double().cpu()
+        self.group.broadcast(total, self._homes[len(self._homes) - 1])
+        return total
+
+    @property
+    def _is_last(self) -> bool:
+        return len(self._homes) - 1 in self.stages
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: a pipeline runs forwards and backwards together."""
+        msg = "a Pipeline is not called: use pipeline.step(batch, target, loss=...) or evaluate"
+        raise ConfigError(msg)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows: stages and layers."""
+        return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
+
+
+def _schedule_of(schedule: str | Schedule) -> Schedule:
+    if callable(schedule):
+        return schedule
+    if schedule not in SCHEDULES or schedule == "forward":
+        names = ", ".join(name for name in SCHEDULES if name != "forward")
+        msg = f"there is no schedule {schedule!r}: choose one of {names}"
+        raise ConfigError(msg)
+    return SCHEDULES[schedule]
+
+
+def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(layers, nn.Module):
+        yield from layers.named_children()
+    else:
+        yield from ((str(i), layer) for i, layer in enumerate(layers))
+
+
+def _balance(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:
+    if num_layers < num_stages:
+        msg = f"{num_layers} layers are fewer than {num_stages} stages: use fewer ranks"
+        raise ConfigError(msg)
+    if balance is None:
+        return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
+    if len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
+        msg = (
+            f"balance must be {num_stages} numbers of at least 1 that add up to the {num_layers} "
+            f"layers, got {list(balance)}, which add up to {sum(balance)}"
+        )
+        raise ConfigError(msg)
+    return list(balance)
+
+
+def _check_shared(parts: Sequence[Sequence[Layer]]) -> None:
+    """Refuse a parameter that layers of several stages share."""
+    owners: Counter[torch.Tensor] = Counter()
+    names: dict[torch.Tensor, list[str]] = {}
+    for stage, part in enumerate(parts):
+        own = {p: f"{layer.name}.{n}" for layer in part for n, p in layer.module.named_parameters()}
+        for param, name in own.items():
+            owners[param] += 1
+            names.setdefault(param, []).append(f"{name} of stage {stage}")
+    shared = [" and ".join(names[param]) for param, count in owners.items() if count > 1]
+    if shared:
+        msg = (
+            f"{'; '.join(shared)} are one parameter, and stages that share parameters are not "
+            "there yet: give them to one stage by balance="
+        )
+        raise ConfigError(msg)

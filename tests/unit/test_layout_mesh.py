@@ -1,0 +1,64 @@
+"""A mesh counts ranks along its last axis first, and refuses what is none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.errors import ConfigError
+from braid.layout import Mesh
+
+AXES = st.dictionaries(
+    st.from_regex(r"[a-z]{1,3}", fullmatch=True), st.integers(1, 4), min_size=1, max_size=4
+)
+
+
+@given(axes=AXES)
+def test_coordinates_and_ranks_are_inverse(axes):
+    mesh = Mesh(axes)
+    assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(
+        range(mesh.size)
+    )
+    assert Mesh.parse(str(mesh)) == mesh
+
+
+@given(axes=AXES, data=st.data())
+def test_peers_along_axes_divide_the_ranks(axes, data):
+    mesh = Mesh(axes)
+    some = data.draw(st.lists(st.sampled_from(sorted(axes)), unique=True))
+    groups = {mesh.peers(some, rank) for rank in range(mesh.size)}
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    for group in groups:
+        here = mesh.coordinates(group[0])
+        rest = [name for name in axes if name not in some]
+        assert all(mesh.coordinates(r)[name] == here[name] for r in group for name in rest)
+
+
+def test_neighbours_differ_along_the_last_axis():
+    mesh = Mesh.parse("pp=2, dp=3")
+    assert (mesh.size, mesh.coordinates(4), mesh.rank({"pp": 1})) == (6, {"pp": 1, "dp": 1}, 3)
+    assert (mesh.peers("dp", 4), mesh.peers(["pp"], 4), mesh.peers([], 4)) == (
+        (3, 4, 5),
+        (1, 4),
+        (4,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Mesh({}), "a mesh needs at least one axis"),
+        (lambda: Mesh({"PP": 2, "dp": 0}), "'PP' is no name of an axis; axis dp must have at least 1 rank, got 0"),
+        (lambda: Mesh({"dp": True}), "got True"),
+        (lambda: Mesh.parse("pp=2,pp=3"), "each axis once"),
+        (lambda: Mesh.parse("pp"), "a mesh is written as pp=2,dp=4"),
+        (lambda: Mesh.parse("pp=-1"), "a mesh is written as"),
+        (lambda: Mesh({"dp": 2}).coordinates(2), "rank 2 is not in a mesh of 2 ranks"),
+        (lambda: Mesh({"dp": 2}).peers("tp", 0), "there is no axis tp in dp=2"),
+        (lambda: Mesh({"dp": 2}).rank({"dp": 2}), "axis dp has indices 0 to 1, got 2"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mesh_or_not_in_it_is_refused(make, text):
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        make()

@@ -1,0 +1,200 @@
+"""A pipeline has the gradients of one process that runs the micro-batches in turn, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import linear, said_by
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError
+from braid.pipeline import Pipeline
+from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+
+NUM_LAYERS = 8
+TRAINING = ["gpipe", "1f1b", "breadth_first", "interleaved"]
+
+
+class Layer(nn.Module):
+    """Takes and returns containers: a dict with activations, and rows that need no gradient."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.linear = linear(4, 4)
+        with torch.no_grad():
+            self.linear.weight.mul_(1 + index / 10)
+
+    def forward(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, torch.Tensor):
+            value = {"x": value, "rows": torch.arange(len(value)), "unused": value * 2}
+        x = torch.tanh(self.linear(value["x"])) + value["rows"].unsqueeze(1) / 8
+        return {"x": x, "rows": value["rows"] + 1, "unused": x * 3, "text": ("a", 1)}
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(Layer(i) for i in range(NUM_LAYERS)))
+
+
+def loss_of(output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
+    return (output["x"] - target).square().mean()
+
+
+def batch_of(rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rows + step)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def reference(
+    rows: Sequence[int], num_microbatches: int
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Gradients and losses of one process, over several batches without zeroing."""
+    model = layers()
+    losses = []
+    for step, count in enumerate(rows):
+        x, target = batch_of(count, step)
+        sizes, total = sizes_of(count, num_microbatches), torch.zeros((), dtype=torch.float64)
+        parts = zip(scatter(x, sizes), scatter(target, sizes), sizes, strict=True)
+        for part, wanted, size in parts:
+            loss = loss_of(model(part), wanted) * (size / count)
+            loss.backward()
+            total += loss.detach().double()
+        losses.append(total.item())
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, losses
+
+
+def _train(group: Group, schedule: str, rows: list[int], num_microbatches: int) -> Any:
+    pipeline = Pipeline(
+        layers(), num_microbatches=num_microbatches, schedule=schedule, process_group=group
+    )
+    losses = [
+        pipeline.step(*batch_of(count, step), loss=loss_of).item()
+        for step, count in enumerate(rows)
+    ]
+    return {name: p.grad for name, p in pipeline.named_parameters()}, losses
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize(
+    ("size", "rows", "num_microbatches"),
+    [(1, [6], 3), (2, [8, 8], 4), (2, [5, 9, 1], 4), (3, [7], 2), (4, [12, 3], 5)],
+)
+def test_gradients_have_the_bits_of_one_process(world, schedule, size, rows, num_microbatches):
+    expected, losses = reference(rows, num_microbatches)
+    found: dict[str, torch.Tensor] = {}
+    for grads, own_losses in world(size, _train, schedule, rows, num_microbatches):
+        found |= grads
+        assert own_losses == losses
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _evaluate(group: Group, schedule: str) -> tuple[float, bool]:
+    pipeline = Pipeline(layers(), num_microbatches=3, schedule=schedule, process_group=group)
+    value = pipeline.evaluate(*batch_of(7, 0), loss=loss_of).item()
+    return value, all(p.grad is None for p in pipeline.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_evaluation_gives_the_loss_and_no_gradients(world, schedule):
+    _, (expected,) = reference([7], 3)
+    assert world(2, _evaluate, schedule) == [(expected, True)] * 2
+
+
+class Breaks(nn.Module):
+    """Raises for its second micro-batch, in forward or in backward."""
+
+    def __init__(self, *, backward: bool) -> None:
+        super().__init__()
+        self.backward_breaks = backward
+        self.count = 0
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        self.count += 1
+        if self.count == 2 and self.backward_breaks:
+            value["x"].register_hook(self._fail)
+        elif self.count == 2:
+            self._fail(value["x"])
+        return value
+
+    @staticmethod
+    def _fail(_x: torch.Tensor) -> None:
+        msg = "shard 7 is missing"
+        raise FileNotFoundError(msg)
+
+
+def _break(group: Group, backward: bool) -> str:
+    model = layers()
+    model[5] = Breaks(backward=backward)
+    pipeline = Pipeline(model, num_microbatches=4, process_group=group)
+    try:
+        pipeline.step(*batch_of(8, 0), loss=loss_of)
+    except (FileNotFoundError, CommError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("backward", "where"),
+    [
+        (False, "layer 5 (Breaks), F of stage 1 in micro-batch 1"),
+        (True, "B of stage 1 in micro-batch 1"),
+    ],
+)
+def test_an_exception_is_named_on_all_ranks_with_layer_stage_micro_batch_and_action(
+    world, backward, where
+):
+    first, second = world(2, _break, backward)
+    assert second == "FileNotFoundError: shard 7 is missing"
+    assert first.startswith("CommError")
+    assert f"rank 1 failed in {where}: FileNotFoundError: shard 7 is missing" in first
+
+
+def _refusals(group: Group) -> list[str]:
+    def make(model: Any = None, **options: Any) -> str:
+        options = {"num_microbatches": 2, "process_group": group} | options
+        return said_by(
+            lambda: Pipeline(layers() if model is None else model, **options), ConfigError
+        )
+
+    shared = layers()
+    shared[7].linear = shared[0].linear
+    pipeline = Pipeline(layers(), num_microbatches=2, process_group=group)
+    x, target = batch_of(4, 0)
+    return [
+        make(balance=[3, 3]),
+        make(layers()[:1]),
+        make(num_microbatches=0),
+        make(schedule="2f2b"),
+        make(schedule="zb_h1"),
+        make(shared),
+        said_by(lambda: pipeline(x), ConfigError),
+        said_by(lambda: pipeline.step(x[:0], target[:0], loss=loss_of), ConfigError),
+        said_by(lambda: pipeline.step([x, x[:1]], target, loss=loss_of), ConfigError),
+    ]
+
+
+def test_what_cannot_be_a_pipeline_is_refused_by_name(world):
+    told = world(2, _refusals)
+    assert told[0] == told[1]
+    balance, few, none, unknown, split, shared, called, empty, ragged = told[0]
+    assert "add up to the 8 layers, got [3, 3], which add up to 6" in balance
+    assert "1 layers are fewer than 2 stages" in few
+    assert "at least 1 stage and 1 micro-batch, got 2 and 0" in none
+    assert "there is no schedule '2f2b': choose one of gpipe, 1f1b" in unknown
+    assert "splits backwards (I, W), which is not executed yet" in split
+    assert "0.linear.weight of stage 0 and 7.linear.weight of stage 1" in shared
+    assert "use pipeline.step(batch, target, loss=...)" in called
+    assert "a batch of 0 rows" in empty
+    assert "must be equally long, got tensors of [1, 4] rows" in ragged
+
+
+def test_rows_are_divided_evenly_and_the_rest_comes_first():
+    assert [sizes_of(7, 3), sizes_of(2, 5), sizes_of(0, 3)] == [[3, 2, 2], [1, 1], []]
+    assert num_rows({"a": torch.ones(3, 2), "b": [torch.ones(3), torch.tensor(1.0)]}) == 3
+    parts = scatter((torch.arange(5), torch.tensor(9)), [3, 2])
+    assert [(a.tolist(), b.item()) for a, b in parts] == [([0, 1, 2], 9), ([3, 4], 9)]
