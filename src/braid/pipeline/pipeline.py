@@ -101,7 +101,7 @@ class Pipeline(nn.Module):
         Args:
             batch: Input of the model: containers of tensors that are cut along dim 0. All ranks
                 give it, as all need its length; only the first stage reads the rest.
-            target: What `loss` compares with, cut alike; only the last stage reads it.
+            target: Targets of the loss, cut alike; only the last stage reads them.
             loss: Function (output, target) that returns the mean loss over samples.
 
         Returns:
