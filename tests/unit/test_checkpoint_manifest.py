@@ -149,11 +149,20 @@ def test_more_pieces_along_more_dims_than_can_be_checked_are_refused(monkeypatch
     assert "4 pieces along 2 dims, more than can be checked" in refusal((2, 2), boxes)
 
 
+@pytest.mark.parametrize("step", [10**18, 10**30, 10**300, -(10**30)])
+def test_a_step_that_no_directory_can_have_is_refused(step):
+    with pytest.raises(CheckpointError):
+        decode_manifest(sealed(plain(step=0)).replace(b'"step": 0', b'"step": %a' % step))
+    with pytest.raises(CheckpointError, match="step is not from 0 to"):
+        encode_manifest(manifest(step=step))
+
+
 def test_every_problem_is_reported_at_once():
     with pytest.raises(CheckpointError) as caught:
         encode_manifest(manifest(step=-1, files={"a": FileEntry(-1, "x"), "b": FILE}))
     assert str(caught.value) == (
-        "manifest.json is inconsistent: step is -1; file a has a length or digest that cannot be"
+        "manifest.json is inconsistent: step is not from 0 to 999,999,999,999,999,999; file a has "
+        "a length or digest that cannot be"
     )
 
 

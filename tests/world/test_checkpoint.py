@@ -21,6 +21,7 @@ from braid.checkpoint import (
     read_manifest,
     restore_training,
     save,
+    saving,
     tensor_file,
     training_numbers,
     training_tensors,
@@ -405,6 +406,91 @@ def test_another_optimizer_is_refused(tmp_path):
             restore_training(load(tmp_path, group=group), net, _groups(net))
 
     run_threads(1, main)
+
+
+def _forged(change: dict[str, object]) -> dict[str, object]:
+    """The state of a training in which some fields have other values."""
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    state = training_numbers(net, optimizer, generators={"data": torch.Generator()})
+    for field, value in change.items():
+        place, *keys = state, *field.split(".")
+        for key in keys[:-1]:
+            place = place[int(key) if isinstance(place, list) else key]
+        place[keys[-1]] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("optimizer", 3, "state.optimizer of .* cannot be loaded: Expected `object`, got `int`"),
+        ("optimizer", [], "state.optimizer of"),
+        ("optimizer.type", 5, "state.optimizer.type of"),
+        ("optimizer.groups", {}, "state.optimizer.groups of"),
+        ("optimizer.groups", ["a"], r"state.optimizer.groups\[0\] of"),
+        ("optimizer.groups.0.names", 7, r"state.optimizer.groups\[0\].names of"),
+        ("optimizer.groups.0.names", [[]], r"state.optimizer.groups\[0\].names of"),
+        ("optimizer.groups.0.lr", "high", r"groups\[0\].lr of .*: Expected a number, got 'high'"),
+        ("optimizer.groups.0.lr", {"x": 1}, "which is no tensor, float, tuple or dict"),
+        ("optimizer.numbers", {"nobody": {}}, "optimizer.numbers of .* has 'nobody'"),
+        ("optimizer.numbers", {"0.weight": {"step": "x"}}, "AdamW does not take state.optimizer"),
+        ("optimizer.rest", "x", "state.optimizer.rest of"),
+        ("generators", 1.5, "state.generators of"),
+        ("generators.data", 9, "state.generators.data of .*: it is no state of a generator"),
+        ("generators.data", "AAAA", "state.generators.data of .*: it is no state of a generator"),
+        ("generators.data", "&", "state.generators.data of .*: it is no state of a generator"),
+    ],
+)
+def test_a_state_that_was_forged_is_an_error_with_the_name_of_the_field(
+    tmp_path, field, value, told
+):
+    def main(group: Group) -> None:
+        with torch.random.fork_rng():
+            net, state = _net(), _forged({field: value})
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        tensors = training_tensors(net, optimizer)
+        save(tmp_path, ReplicatedSnapshot(tensors), step=3, state=state, group=group)
+        with pytest.raises(CheckpointError, match=told):
+            restore_training(
+                load(tmp_path, group=group), net, optimizer, generators={"data": torch.Generator()}
+            )
+
+    run_threads(1, main)
+
+
+def test_a_run_whose_directory_another_run_uses_names_it(tmp_path, monkeypatch):
+    """The other run's save removes what it takes for the remains of a crash."""
+    write = saving.write_tensor_file
+
+    def other_run(path: Path, tensors: dict[str, torch.Tensor]) -> object:
+        monkeypatch.setattr(saving, "write_tensor_file", write)
+        with monkeypatch.context() as other:
+            other.setattr(saving, "this_process", lambda: "pid 812 on host a")
+            run_threads(1, save_all, str(tmp_path), 5)
+        return write(path, tensors)
+
+    monkeypatch.setattr(saving, "write_tensor_file", other_run)
+    with pytest.raises(CheckpointError) as caught:
+        run_threads(1, save_all, str(tmp_path), 2)
+    assert str(caught.value).endswith(
+        "another run (pid 812 on host a) saves to this directory, too: give each run a directory "
+        "of its own. Earlier checkpoints are untouched"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    assert sorted(path.name for path in (tmp_path / "step-00000005").iterdir()) == [
+        "manifest.json",
+        "rank-00000.safetensors",
+    ]
+
+
+def test_a_checkpoint_of_another_step_than_its_name_is_passed_over(world, tmp_path):
+    world(2, save_all, str(tmp_path), 1)
+    world(2, save_all, str(tmp_path), 2)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000009")
+    for step, ((_, reason),) in world(2, _load_and_say, str(tmp_path)):
+        assert step == 1
+        assert reason == "manifest.json is of step 2, but the directory is named step-00000009"
 
 
 def test_checkpoints_are_compared_bit_by_bit(tmp_path):

@@ -22,6 +22,7 @@ from pathlib import Path
 __all__ = ["CheckpointDirectory", "sync_directory"]
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
+WRITER_NAME = "writer"  # in a hidden directory that is being written
 HIDDEN_NAME = re.compile(r"\.step-(\d{8,18})\.(partial|old|gone)")
 
 
@@ -60,8 +61,18 @@ class CheckpointDirectory:
         final, old = self.final(step), self._hidden(step, "old")
         return old if old.exists() and not final.exists() else final
 
-    def begin(self, step: int) -> Path:
+    @staticmethod
+    def step_of(path: Path) -> int | None:
+        """Return the step in the name of a checkpoint's directory; None in any other name."""
+        match = STEP_NAME.fullmatch(path.name) or HIDDEN_NAME.fullmatch(path.name)
+        return None if match is None else int(match[1])
+
+    def begin(self, step: int, writer: str = "") -> Path:
         """Make the hidden directory of a new checkpoint; remove what crashes have left.
+
+        Args:
+            step: Step of the checkpoint.
+            writer: Process that writes it, for another run that does the same.
 
         Raises:
             OSError: The directory cannot be made.
@@ -73,7 +84,18 @@ class CheckpointDirectory:
                 shutil.rmtree(entry.path)
         path = self.partial(step)
         path.mkdir()
+        if writer:
+            (path / WRITER_NAME).write_text(writer)
         return path
+
+    def writers(self) -> list[str]:
+        """Return the processes that are writing a checkpoint here, or have left a part of one."""
+        writers = []
+        for entry in self._entries():
+            if HIDDEN_NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError, ValueError):
+                    writers.append((self.path / entry.name / WRITER_NAME).read_text())
+        return writers
 
     def publish(self, step: int) -> Path:
         """Rename the hidden directory to its final name; from here on the checkpoint exists.
@@ -82,6 +104,7 @@ class CheckpointDirectory:
             OSError: The directory cannot be renamed.
         """
         final, partial = self.final(step), self.partial(step)
+        (partial / WRITER_NAME).unlink(missing_ok=True)
         sync_directory(partial)
         old = self._hidden(step, "old")
         if final.exists():

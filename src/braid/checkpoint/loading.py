@@ -253,6 +253,11 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     path = Path(path)
     manifest = read_manifest(path)
     problems = []
+    named = CheckpointDirectory.step_of(path)
+    if named is not None and named != manifest.step:
+        problems.append(
+            f"{MANIFEST_NAME} is of step {manifest.step}, but the directory is named {path.name}"
+        )
     for name, expected in sorted(manifest.files.items()):
         try:
             actual = hash_file(_file_in(path, name))

@@ -34,6 +34,7 @@ __all__ = [
     "FORMAT",
     "MANIFEST_NAME",
     "MAX_MANIFEST_BYTES",
+    "MAX_STEP",
     "FileEntry",
     "Manifest",
     "Origin",
@@ -46,6 +47,7 @@ __all__ = [
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20  # some 300,000 tensors
+MAX_STEP = 10**18 - 1  # names of directories have up to 18 digits
 MAX_DIMS = 16
 MAX_CORNERS = 1 << 20  # of all pieces of a tensor: 260,000 pieces in two dims
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
@@ -100,10 +102,12 @@ class Origin(msgspec.Struct, frozen=True):
     Attributes:
         version: Version of braid.
         format: Version of the format.
+        writer: Process that wrote the manifest, as `pid 812 on host a`; empty in older ones.
     """
 
     version: str = __version__
     format: int = FORMAT
+    writer: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -198,7 +202,8 @@ _MANIFEST = msgspec.json.Decoder(Manifest)
 
 def problems_of(manifest: Manifest) -> list[str]:
     """Return everything in a manifest that contradicts itself or could leave its directory."""
-    problems = [] if manifest.step >= 0 else [f"step is {manifest.step}"]
+    fits = 0 <= manifest.step <= MAX_STEP
+    problems = [] if fits else [f"step is not from 0 to {MAX_STEP:,}"]
     for name, file in manifest.files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
             problems.append(f"file name {name[:80]!r} is not allowed")

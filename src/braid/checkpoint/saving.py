@@ -17,6 +17,7 @@ import contextlib
 import errno
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ import torch
 
 from braid.checkpoint.agreement import Report, exchange, raise_problems
 from braid.checkpoint.directory import CheckpointDirectory
+from braid.checkpoint.loading import read_manifest
 from braid.checkpoint.manifest import (
     MANIFEST_NAME,
+    MAX_STEP,
     FileEntry,
     Manifest,
+    Origin,
     Piece,
     TensorEntry,
     encode_manifest,
@@ -44,6 +48,8 @@ __all__ = ["OnSaved", "save"]
 LOG = logging.getLogger(__name__)
 
 OnSaved = Callable[[int, Path, bool], object]
+# of files that have gone, or that another run puts there meanwhile
+OF_OTHERS = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY}
 MANIFEST_RESERVE_BYTES = 1 << 20
 REMEDY = "Earlier checkpoints are untouched"
 
@@ -51,6 +57,7 @@ REMEDY = "Earlier checkpoints are untouched"
 class _Plan(Report, frozen=True):
     need: int = 0
     free: int = 0
+    writer: str = ""
 
 
 class _Written(Report, frozen=True):
@@ -93,8 +100,10 @@ def save(
 
     Cost: one pass over the owned bytes (hash and write), six small all_gathers.
     """
-    if keep < 1 or step < 0:
-        msg = f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}"
+    if keep < 1 or not 0 <= step <= MAX_STEP:
+        msg = (
+            f"keep must be at least 1 and step from 0 to {MAX_STEP:,}, got keep={keep}, step={step}"
+        )
         raise ConfigError(msg)
     home = CheckpointDirectory(directory)
     action = f"cannot save checkpoint {home.final(step)}"
@@ -112,7 +121,7 @@ def save(
     try:
         raise_problems(action, [p.problem for p in plans], size=group.size, remedy=REMEDY)
         raise_problems(action, [space], size=1, remedy=REMEDY)
-        written = exchange(group, _write(home, pieces, step, group.rank))
+        written = exchange(group, _write(home, pieces, step, group.rank, plans[0].writer))
         raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
         done = Report()
         if group.rank == 0:
@@ -135,16 +144,19 @@ def _prepare(home: CheckpointDirectory, pieces: list[Slice], step: int, *, first
     try:
         need = tensor_file_bytes(_named(pieces))
         if first:
-            home.begin(step)
-            return _Plan(need=need, free=home.free_bytes())
+            writer = this_process()
+            home.begin(step, writer)
+            return _Plan(need=need, free=home.free_bytes(), writer=writer)
         return _Plan(need=need)
     except OSError as exc:
-        return _Plan(f"{exc.strerror or exc} ({home.path})")
+        return _Plan(f"{exc.strerror or exc} ({home.path}){_other_run(home, exc, this_process())}")
     except CheckpointError as exc:
         return _Plan(str(exc))
 
 
-def _write(home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int) -> _Written:
+def _write(
+    home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int, writer: str
+) -> _Written:
     tensors = _named(pieces)
     name = f"rank-{rank:05d}.safetensors"
     try:
@@ -159,7 +171,7 @@ def _write(home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int)
                 f", which needs {tensor_file_bytes(tensors):,} bytes; {free:,} are left on "
                 "this disk"
             )
-        return _Written(problem)
+        return _Written(problem + _other_run(home, exc, writer))
     entries: dict[str, TensorEntry] = {}
     for key, piece in zip(tensors, pieces, strict=True):
         dtype = str(piece.tensor.dtype).removeprefix("torch.")
@@ -190,7 +202,15 @@ def _publish(
                     f"{entry.dtype}{list(entry.shape)}"
                 )
             tensors[name] = TensorEntry(entry.shape, entry.dtype, (*known.pieces, *entry.pieces))
-    manifest = Manifest(step, dict(sorted(tensors.items())), files, dict(state), dict(numerics))
+    writer = this_process()
+    manifest = Manifest(
+        step,
+        dict(sorted(tensors.items())),
+        files,
+        dict(state),
+        dict(numerics),
+        Origin(writer=writer),
+    )
     try:
         data = encode_manifest(manifest)
         with (home.partial(step) / MANIFEST_NAME).open("xb") as file:
@@ -199,10 +219,34 @@ def _publish(
             os.fsync(file.fileno())
         home.publish(step)
     except OSError as exc:
-        return Report(f"{exc.strerror or exc} while writing {MANIFEST_NAME}")
+        problem = f"{exc.strerror or exc} while writing {MANIFEST_NAME}"
+        return Report(problem + _other_run(home, exc, writer))
     except CheckpointError as exc:
         return Report(str(exc))
     return Report()
+
+
+def this_process() -> str:
+    """Return the name of this process for other runs, such as `pid 812 on host a`."""
+    return f"pid {os.getpid()} on host {socket.gethostname()}"
+
+
+def _other_run(home: CheckpointDirectory, exc: OSError, writer: str) -> str:
+    """Return a clause that names the other run that uses this directory; empty if there is none."""
+    if exc.errno not in OF_OTHERS:
+        return ""
+    others = [other for other in home.writers() if other != writer]
+    for step in reversed(home.steps()) if not others else ():
+        with contextlib.suppress(CheckpointError):
+            others = [read_manifest(home.locate(step)).braid.writer]
+            break
+    others = [other for other in others if other not in {"", writer}]
+    if not others:
+        return ""
+    return (
+        f": another run ({others[0]}) saves to this directory, too: give each run a directory of "
+        "its own"
+    )
 
 
 def _named(pieces: list[Slice]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,8 @@ from torch import nn
 from braid.checkpoint.loading import Checkpoint
 from braid.checkpoint.plain_values import from_plain, to_plain
 from braid.checkpoint.snapshot import OWN
-from braid.errors import CheckpointError, ConfigError
+from braid.checkpoint.stored_state import generator_states, require_like, stored_optimizer
+from braid.errors import CheckpointError, ConfigError, message_of
 from braid.types import TensorSpec
 
 __all__ = ["restore_training", "training_numbers", "training_tensors"]
@@ -95,8 +96,9 @@ def restore_training(
 
     Raises:
         CheckpointError: The checkpoint is of another model or optimizer (the message has a table of
-            the differences), or ranks wrote tensors of their own and other numbers of ranks load.
-            Nothing has been changed.
+            the differences), ranks wrote tensors of their own and other numbers of ranks load, or a
+            field of its state cannot be (it is named). Nothing has been changed, unless the message
+            says so.
     """
     params = _model_tensors(model)
     checkpoint.require_own(["model", *ROOTS] if optimizer is not None else ["model"])
@@ -106,32 +108,36 @@ def restore_training(
             for name, t in params.items()
         }
     )
+    states = generator_states(checkpoint.path, checkpoint.manifest.state, generators or {})
     if optimizer is not None:
         loaded = _optimizer_state(checkpoint, model, optimizer)
-        optimizer.load_state_dict(loaded)
+        try:
+            optimizer.load_state_dict(loaded)
+        except (AttributeError, IndexError, LookupError, TypeError, ValueError) as exc:
+            msg = (
+                f"{type(optimizer).__name__} does not take state.optimizer of {checkpoint.path} "
+                f"({type(exc).__name__}: {message_of(exc)}) and may have taken a part of it: make "
+                "it anew, and use another checkpoint of this run"
+            )
+            raise CheckpointError(msg) from exc
     with torch.no_grad():
         for name, tensor in params.items():
             tensor.copy_(checkpoint.read(f"model/{name}"))
-    kept = checkpoint.manifest.state.get("generators", {})
     for name, generator in (generators or {}).items():
-        if name not in kept:
-            msg = f"{checkpoint.path} has no state of generator {name!r}, but of {sorted(kept)}"
-            raise CheckpointError(msg)
-        raw = bytearray(base64.b64decode(kept[name]))
-        generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
+        generator.set_state(states[name])
 
 
 def _optimizer_state(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Return the argument of `load_state_dict`, in the order of the optimizer that is here."""
-    kept = checkpoint.manifest.state.get("optimizer", {})
+    kept = stored_optimizer(checkpoint.path, checkpoint.manifest.state)
     names = _names_of(model, optimizer)
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    theirs = [group.get("names") for group in kept.get("groups", [])]
+    theirs = kept.names
     kind = type(optimizer).__name__
-    if kept.get("type") != kind or list(map(sorted, mine)) != [sorted(t or []) for t in theirs]:
-        saved = f"{kept.get('type', 'no optimizer')} with {[len(t or []) for t in theirs]}"
+    if kept.type != kind or list(map(sorted, mine)) != list(map(sorted, theirs)):
+        saved = f"{kept.type or 'no optimizer'} with {list(map(len, theirs))}"
         msg = (
             f"{checkpoint.path} holds the state of {saved}, not of {kind} with groups of "
             f"{[len(group) for group in mine]} parameters: use the optimizer and groups that "
@@ -139,9 +145,15 @@ def _optimizer_state(
         )
         raise CheckpointError(msg)
     order = {name: index for index, name in enumerate(n for group in mine for n in group)}
+    if strangers := sorted(kept.numbers.keys() - order.keys()):
+        msg = (
+            f"state.optimizer.numbers of {checkpoint.path} has {strangers[0]!r}, which is no "
+            f"parameter of {kind}: use another checkpoint of this run"
+        )
+        raise CheckpointError(msg)
     state: dict[int, dict[str, Any]] = {
         order[name]: {key: from_plain(value, checkpoint.read) for key, value in entries.items()}
-        for name, entries in kept.get("numbers", {}).items()
+        for name, entries in kept.numbers.items()
     }
     for full in checkpoint.names():
         root, _, tail = full.partition("/")
@@ -157,15 +169,19 @@ def _optimizer_state(
             },
             "params": [order[name] for name in members],
         }
-        for theirs_group, members in zip(kept["groups"], mine, strict=True)
+        for theirs_group, members in zip(kept.groups, mine, strict=True)
     ]
+    for number, (group, here) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for key in group.keys() & here.keys():
+            field = f"optimizer.groups[{number}].{key}"
+            require_like(checkpoint.path, field, group[key], here[key])
     in_order: list[str] = []
 
     def read(name: str) -> torch.Tensor:
         in_order.append(name)
         return checkpoint.read(name)
 
-    rest = {key: from_plain(x, read) for key, x in kept.get("rest", {}).items()}
+    rest = {key: from_plain(x, read) for key, x in kept.rest.items()}
     if in_order and mine != theirs:
         msg = (
             f"parameters of {kind} are in another order than in {checkpoint.path}, where "

@@ -129,6 +129,10 @@ class OrderedSampler:
         Raises:
             CheckpointError: The state is of another order of samples; lists every difference.
         """
+        given: object = state  # a file may hold anything
+        if not isinstance(given, Mapping):
+            msg = f"state.sampler of the checkpoint is {str(given)[:80]}, not that of a sampler"
+            raise CheckpointError(msg)
         mine = self.state_dict()
         differing = [
             f"{name} {state.get(name, 'missing')} (here {mine[name]})"
@@ -142,7 +146,8 @@ class OrderedSampler:
             )
             raise CheckpointError(msg)
         at = SamplerState(state.get("epoch", -1), state.get("step", -1))
-        if at.epoch < 0 or not 0 <= at.step < self.order.steps_per_epoch:
+        whole = type(at.epoch) is type(at.step) is int
+        if not whole or at.epoch < 0 or not 0 <= at.step < self.order.steps_per_epoch:
             msg = (
                 f"the checkpoint's sampler state {dict(state)} has no epoch and step of this "
                 f"order (steps 0..{self.order.steps_per_epoch - 1}): it is damaged, or not a "
