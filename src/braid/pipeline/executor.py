@@ -1,10 +1,11 @@
 """Executes the actions of one rank of a pipeline's program, one after the other.
 
 The program decides everything: what is computed when, and what is sent where. So one executor runs
-GPipe, 1F1B, interleaved and breadth-first programs, and programs that only infer.
+GPipe, 1F1B, interleaved, breadth-first and zero bubble programs, and programs that only infer.
 
     recv_f  F  send_f        value of the previous stage -> layers -> next stage
     recv_b  B  send_b        gradients of the outputs -> backward -> gradients of the inputs
+            I  send_b  W     the same in two parts: to the inputs, and later to the weights
 
 An exception on one rank ends the step on all: the group is aborted with layer, stage, micro-batch
 and action, which the waits of all other ranks raise.
@@ -47,14 +48,11 @@ class Executor:
 
     def __init__(self, program: Program, group: Group, stages: Mapping[int, Stage]) -> None:
         own = {stage for stage, rank in stage_ranks(program).items() if rank == group.rank}
-        unknown = {a.kind for a in program.ranks[group.rank]} & {"I", "W"}
         problems = []
         if program.num_ranks != group.size:
             problems.append(f"{program} is not for a group of {group.size} ranks")
         if own != set(stages):
             problems.append(f"{program} has stages {sorted(own)} here, got {sorted(stages)}")
-        if unknown:
-            problems.append(f"{program} splits backwards (I, W), which is not executed yet")
         if problems:
             raise ConfigError("; ".join(problems))
         self._program = program
@@ -76,6 +74,8 @@ class Executor:
             "send_f": self._send_f,
             "recv_b": self._recv_b,
             "B": self._backward,
+            "I": self._backward_to_inputs,
+            "W": self._backward_to_weights,
             "send_b": self._send_b,
         }
         self._batches: Sequence[Any] = ()
@@ -165,15 +165,24 @@ class Executor:
         self._grads[action.unit, action.index] = list(grads)
 
     def _backward(self, action: Action) -> None:
-        key = action.unit, action.index
-        grads = self._grads.pop(key)
-        own = self._stages[action.unit].backward(action.index, grads)
+        grads = self._grads.pop((action.unit, action.index))
+        self._hand_on(action, self._stages[action.unit].backward(action.index, grads))
+
+    def _backward_to_inputs(self, action: Action) -> None:
+        grads = self._grads.pop((action.unit, action.index))
+        self._hand_on(action, self._stages[action.unit].backward_to_inputs(action.index, grads))
+
+    def _backward_to_weights(self, action: Action) -> None:
+        self._stages[action.unit].backward_to_weights(action.index)
+
+    def _hand_on(self, action: Action, grads: Gradients) -> None:
+        """Keep the gradients of a stage's inputs for the previous stage."""
         if not action.unit:
             return
         if self._ranks[action.unit - 1] == self._group.rank:
-            self._grads[action.unit - 1, action.index] = own
+            self._grads[action.unit - 1, action.index] = grads
         else:
-            self._input_grads[key] = own
+            self._input_grads[action.unit, action.index] = grads
 
     def _send_b(self, action: Action) -> None:
         grads = self._input_grads.pop((action.unit, action.index))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from braid.autograd.nested import map_tensors, tensors_in
+from braid.pipeline.split_backward import SplitBackward
 
 __all__ = ["Layer", "Stage", "StageError"]
 
@@ -57,11 +58,12 @@ class Stage:
         self.index = index
         self.layers = tuple(layers)
         self._passes: dict[int, _Pass] = {}
+        self._split: dict[int, SplitBackward] = {}  # whose weights are still to come
 
     @property
     def num_held(self) -> int:
         """Number of micro-batches whose activations are held."""
-        return len(self._passes)
+        return len(self._passes) + len(self._split)
 
     def forward(self, microbatch: int, value: Any, *, keeps: bool) -> Any:
         """Run the layers on a micro-batch.
@@ -104,6 +106,19 @@ class Stage:
             torch.autograd.backward(own.outputs, list(grads))
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in own.inputs]
 
+    def backward_to_inputs(
+        self, microbatch: int, grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the gradients of a micro-batch's inputs; `backward_to_weights` does the rest."""
+        own = self._passes.pop(microbatch)
+        params = [p for layer in self.layers for p in layer.module.parameters() if p.requires_grad]
+        self._split[microbatch] = SplitBackward(own.outputs, own.inputs, params)
+        return self._split[microbatch].to_inputs(grads)
+
+    def backward_to_weights(self, microbatch: int) -> None:
+        """Add the gradients of the parameters for a micro-batch."""
+        self._split.pop(microbatch).to_weights()
+
     def gradients_like(self, microbatch: int) -> list[torch.Tensor]:
         """Return empty tensors for the gradients of a micro-batch's outputs."""
         return [torch.empty_like(x) for x in self._passes[microbatch].outputs]
@@ -111,6 +126,7 @@ class Stage:
     def clear(self) -> None:
         """Forget all forwards, after a failure."""
         self._passes.clear()
+        self._split.clear()
 
 
 def _with_grad(value: Any) -> list[torch.Tensor]:
