@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -50,10 +50,10 @@ def batch_of(rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(
-    rows: Sequence[int], num_microbatches: int
+    rows: Sequence[int], num_microbatches: int, make: Callable[[], nn.Sequential] = layers
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Gradients and losses of one process, over several batches without zeroing."""
-    model = layers()
+    model = make()
     losses = []
     for step, count in enumerate(rows):
         x, target = batch_of(count, step)
@@ -91,6 +91,41 @@ def test_gradients_have_the_bits_of_one_process(world, schedule, size, rows, num
         assert own_losses == losses
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def shared_layers() -> nn.Sequential:
+    """The first, the fourth and the last layer have one weight."""
+    model = layers()
+    model[3].linear.weight = model[7].linear.weight = model[0].linear.weight
+    return model
+
+
+def _train_shared(group: Group, schedule: str) -> tuple[dict[str, torch.Tensor], float, float]:
+    pipeline = Pipeline(shared_layers(), num_microbatches=4, schedule=schedule, process_group=group)
+    pipeline.step(*batch_of(6, 0), loss=loss_of)
+    before = {name: p.grad.clone() for name, p in pipeline.named_parameters()}
+    norm = pipeline.clip_grad_norm_(0.5).item()
+    return before, norm, pipeline.clip_grad_norm_(9.0).item()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shared_weights_have_the_sum_of_their_gradients_and_count_once_in_the_norm(
+    world, schedule, size
+):
+    expected, _ = reference([6], 4, shared_layers)
+    whole = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
+    holders = 0
+    for grads, norm, clipped in world(size, _train_shared, schedule):
+        for name, grad in grads.items():
+            known = name if name in expected else "0.linear.weight"
+            torch.testing.assert_close(grad, expected[known])
+            holders += known == "0.linear.weight"
+        assert (norm, clipped) == (
+            pytest.approx(whole.item(), rel=1e-5),
+            pytest.approx(0.5, rel=1e-4),
+        )
+    assert holders == {1: 1, 2: 2, 3: 3 if schedule == "1f1b" else 2}[size]
 
 
 def _evaluate(group: Group, schedule: str) -> tuple[float, bool]:
@@ -161,8 +196,6 @@ def _refusals(group: Group) -> list[str]:
             lambda: Pipeline(layers() if model is None else model, **options), ConfigError
         )
 
-    shared = layers()
-    shared[7].linear = shared[0].linear
     pipeline = Pipeline(layers(), num_microbatches=2, process_group=group)
     x, target = batch_of(4, 0)
     return [
@@ -170,7 +203,6 @@ def _refusals(group: Group) -> list[str]:
         make(layers()[:1]),
         make(num_microbatches=0),
         make(schedule="2f2b"),
-        make(shared),
         said_by(lambda: pipeline(x), ConfigError),
         said_by(lambda: pipeline.step(x[:0], target[:0], loss=loss_of), ConfigError),
         said_by(lambda: pipeline.step([x, x[:1]], target, loss=loss_of), ConfigError),
@@ -180,12 +212,11 @@ def _refusals(group: Group) -> list[str]:
 def test_what_cannot_be_a_pipeline_is_refused_by_name(world):
     told = world(2, _refusals)
     assert told[0] == told[1]
-    balance, few, none, unknown, shared, called, empty, ragged = told[0]
+    balance, few, none, unknown, called, empty, ragged = told[0]
     assert "add up to the 8 layers, got [3, 3], which add up to 6" in balance
     assert "1 layers are fewer than 2 stages" in few
     assert "at least 1 stage and 1 micro-batch, got 2 and 0" in none
     assert "there is no schedule '2f2b': choose one of gpipe, 1f1b" in unknown
-    assert "0.linear.weight of stage 0 and 7.linear.weight of stage 1" in shared
     assert "use pipeline.step(batch, target, loss=...)" in called
     assert "a batch of 0 rows" in empty
     assert "must be equally long, got tensors of [1, 4] rows" in ragged

@@ -1,0 +1,76 @@
+"""Parameters that stages on several ranks share, such as the token embedding of a language model.
+
+Each rank has a copy. After the last backward of a step the gradients of all copies are added, in
+the order of ranks, so that equal optimizers keep the copies equal. In a norm over all stages such a
+parameter counts once, on the first of its ranks. Stages of one rank share the parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.pipeline.stage import Layer
+
+__all__ = ["TiedParams"]
+
+
+class _Tied(NamedTuple):
+    """A parameter with copies on several ranks.
+
+    Attributes:
+        param: Copy of this rank.
+        group: Ranks that have a copy.
+    """
+
+    param: nn.Parameter
+    group: Group
+
+
+class TiedParams:
+    """Adds the gradients of copies.
+
+    Args:
+        parts: Layers of each stage of the whole model.
+        homes: Rank of each stage.
+        group: Ranks of the pipeline. Groups of the ranks that share are made from it, so this is a
+            collective.
+    """
+
+    def __init__(
+        self, parts: Sequence[Sequence[Layer]], homes: Mapping[int, int], group: Group
+    ) -> None:
+        ranks: dict[nn.Parameter, set[int]] = {}
+        for stage, part in enumerate(parts):
+            for layer in part:
+                for param in layer.module.parameters():
+                    ranks.setdefault(param, set()).add(homes[stage])
+        shared = {param: tuple(sorted(own)) for param, own in ranks.items() if len(own) > 1}
+        groups = {
+            own: group.split(0 if group.rank in own else None)
+            for own in sorted(set(shared.values()))
+        }
+        self._tied = [
+            _Tied(param, own_group)
+            for param, own in shared.items()
+            if (own_group := groups[own]) is not None and group.rank in own
+        ]
+
+    def add_up(self) -> None:
+        """Add the gradients of all copies; a collective of their ranks.
+
+        Cost: one all_reduce of each shared parameter.
+        """
+        for param, group in self._tied:
+            if param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                group.all_reduce(param.grad)
+
+    def counts_elsewhere(self, param: torch.Tensor) -> bool:
+        """Return whether another rank counts this parameter in a norm."""
+        return any(tied.param is param and tied.group.rank for tied in self._tied)
