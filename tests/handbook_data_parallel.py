@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.clock import VirtualClock
 from braid.data_parallel import DataParallel
+from braid.fusion.fusion_state import FusionState
+from braid.fusion.request import Request
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
 from braid.params.bucket_layout_cache import REBUILD_GAIN
 from braid.params.status import StatusLayout
@@ -255,4 +257,99 @@ def buckets() -> str:
     return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=WIDTH)
 
 
-DATA_PARALLEL = (replicas, buckets)
+# Negotiation: two ranks whose gradients come in orders and at speeds of their own.
+GRADIENTS = {"a": 64 << 10, "b": 256 << 10, "c": 512 << 10, "d": 128 << 10}  # name -> bytes
+ORDERS, GRADIENT_S = ("dcba", "cdab"), (60e-6, 80e-6)
+COLLECT_S = 70e-6  # for which requests are collected while nobody waits
+
+
+class _Engine:
+    """The thread of one rank: braid's machine of the agreement, and a clock."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.state = FusionState(rank, range(len(ORDERS)))
+        self.coming: list[tuple[float, str]] = []
+
+    def backward(self, start_s: float) -> None:
+        """Let the gradients of a step come one after the other."""
+        each = GRADIENT_S[self.rank]
+        times = [start_s + each * (i + 1) for i in range(len(GRADIENTS))]
+        self.coming = list(zip(times, ORDERS[self.rank], strict=True))
+
+    def open(self, now_s: float) -> tuple[float, bytes]:
+        """Enter an exchange as soon as there is something new; return when, and the bitmask."""
+        self.submit(now_s)
+        if not self.state.has_new and self.coming:
+            first, last = self.coming[0][0], self.coming[-1][0]
+            now_s = max(now_s, min(first + COLLECT_S, last))  # after the last, its caller waits
+            self.submit(now_s)
+        return now_s, self.state.open(now_s)
+
+    def submit(self, now_s: float) -> None:
+        while self.coming and self.coming[0][0] <= now_s:
+            at_s, name = self.coming.pop(0)
+            numbers = GRADIENTS[name] // 4
+            request = Request(name, "all_reduce", "float32", (numbers,), 4, "avg")
+            self.state.submit(request, at_s)
+
+
+def negotiation() -> str:
+    """Two steps of two ranks: what their threads agree on with lists, and then with bits."""
+    engines = [_Engine(rank) for rank in range(len(ORDERS))]
+    kinds = ("gradient", "waits", "exchange", "lists", "sum")
+    colours = dict(zip(kinds, (COLOURS[0], COLOURS[-1], *COLOURS[1:4]), strict=True))
+    bars: list[Bar] = []
+
+    def add(lane: int, begin: float, end: float, kind: str, label: str = "") -> None:
+        part = "lower" if kind == "waits" else "whole"
+        bars.append(Bar(lane, begin, end, colours[kind], f"{kind} {label}", label, part))
+
+    now_s = 0.0
+    for _ in range(2):
+        for engine in engines:
+            engine.backward(now_s)
+            for at_s, name in engine.coming:
+                begin = at_s - GRADIENT_S[engine.rank]
+                add(2 * engine.rank, begin, at_s, "gradient", name)
+        while any(engine.coming or engine.state.num_pending for engine in engines):
+            opened = [engine.open(now_s) for engine in engines]
+            begin = max(at_s for at_s, _ in opened)
+            for engine, (at_s, _) in zip(engines, opened, strict=True):
+                if at_s < begin:
+                    add(2 * engine.rank + 1, at_s, begin, "waits")
+            now_s = _one_cycle(engines, [bits for _, bits in opened], begin, add)
+    lanes = [name for rank in range(2) for name in (f"rank {rank}", f"thread {rank}")]
+    return draw(lanes, bars, now_s, legend=colours, width=WIDTH)
+
+
+def _one_cycle(
+    engines: Sequence[_Engine], bitmasks: Sequence[bytes], now_s: float, add: Callable[..., None]
+) -> float:
+    """Let all ranks agree and carry out what they have agreed on; return when that is done."""
+
+    def all_spend(seconds: float, kind: str, label: str = "") -> None:
+        nonlocal now_s
+        for engine in engines:
+            add(2 * engine.rank + 1, now_s, now_s + seconds, kind, label)
+        now_s += seconds
+
+    all_spend(all_reduce_s(len(bitmasks[0])), "exchange")
+    together = int.from_bytes(bitmasks[0], "little") & int.from_bytes(bitmasks[1], "little")
+    combined = together.to_bytes(len(bitmasks[0]), "little")
+    answer = None
+    has_news = {engine.state.combined(combined) for engine in engines}
+    if has_news == {True}:
+        lists = [engine.state.own_list(now_s) for engine in engines]
+        answer = engines[0].state.answer(lists, now_s)
+        nbytes = max(map(len, lists)) + len(answer)
+        all_spend(2 * NETWORK_S + nbytes / NETWORK_BYTES_PER_S, "lists")  # there and back
+    outcomes = [engine.state.conclude(answer) for engine in engines]
+    assert outcomes[0] == outcomes[1]
+    for batch in outcomes[0].batches:
+        names = "".join(response.name for response in batch.responses)
+        all_spend(all_reduce_s(batch.nbytes), "sum", names)
+    return now_s
+
+
+DATA_PARALLEL = (replicas, buckets, negotiation)
