@@ -58,7 +58,7 @@ _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _DECORATORS = tuple(f"{os.sep}{name}.py" for name in ("typing_extensions", "contextlib"))
 
 # header words
-_MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID = range(6)
+_MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID, _STACK_THREAD = range(7)
 
 
 class Event(NamedTuple):
@@ -215,6 +215,15 @@ class EventRing:
     @pid.setter
     def pid(self, value: int) -> None:
         self.header[_PID] = value
+
+    @property
+    def stack_thread(self) -> int:
+        """Number of the writer's thread that may receive a request for stacks; 0 without one."""
+        return int(self.header[_STACK_THREAD])
+
+    @stack_thread.setter
+    def stack_thread(self, value: int) -> None:
+        self.header[_STACK_THREAD] = value
 
     @property
     def written(self) -> int:

@@ -7,7 +7,8 @@ Idea: the stack tells. A thread that waits for other ranks has frames of braid's
 top. Any other thread is at a line of the user's code, perhaps inside of a library.
 
 Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): the innermost frame is first,
-and `Current thread` has received the signal: the main thread, unless it blocks signals.
+and `Current thread` has received the signal: the main thread, or a thread of braid. The main thread
+is then the last one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from braid.diagnose.tracebacks import BRAID_ROOT, FRAME, INSTALLED, STACK_HEADER
+from braid.diagnose.tracebacks import (
+    BRAID_ROOT,
+    FRAME,
+    INSTALLED,
+    SIGNAL_RECEIVER,
+    STACK_HEADER,
+)
 
 __all__ = ["Frame", "Thread", "main_thread", "parse_threads", "waits_for_peers"]
 
@@ -127,12 +134,17 @@ def parse_threads(text: str) -> tuple[Thread, ...]:
     for line in [*text.splitlines(), "Thread end (most recent call first):"]:
         header, frame = STACK_HEADER.match(line), FRAME.match(line)
         if header is not None:
-            if current is not None and frames:
+            if current is not None and frames and not _receives_signals(frames):
                 threads.append(Thread(current, tuple(frames)))
             current, frames = header["current"] is not None, []
         elif frame is not None and current is not None:
             frames.append(Frame(frame["file"], int(frame["line"][:9]), frame["name"] or ""))
     return tuple(threads)
+
+
+def _receives_signals(frames: Sequence[Frame]) -> bool:
+    """Whether the frames are those of braid's thread that only receives the signal."""
+    return any(frame.function == SIGNAL_RECEIVER for frame in frames)
 
 
 def main_thread(threads: Sequence[Thread]) -> Thread:

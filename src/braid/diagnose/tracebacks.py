@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 __all__ = ["ParsedError", "Stack", "final_error", "parse_error", "parse_stack", "short_site"]
 
+SIGNAL_RECEIVER = "_receive_signals"  # of a thread of braid; see rendezvous/stack_thread.py
 BRAID_ROOT = str(PurePath(__file__).parents[1])
 MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; later output of the program does not
 
@@ -87,7 +88,8 @@ class Stack(NamedTuple):
     """One thread of a stack dump.
 
     Attributes:
-        current: Whether the thread has received the signal.
+        current: Whether the thread has received the signal, or is the main thread where a thread of
+            braid has received it.
         where: Deepest frame of user code, such as `train.py:57 in load_shard`.
     """
 
@@ -181,10 +183,17 @@ def parse_stack(text: str) -> list[Stack]:
         if frame is not None and current is not None:
             frames.append(_to_frame(frame))
         elif header is not None:
-            if current is not None and frames:
+            if current is not None and frames and not _receives_signals(frames):
                 stacks.append(Stack(current, _shown_frame(frames[::-1])))
             current, frames = header["current"] is not None, []
+    if stacks and not any(stack.current for stack in stacks):
+        stacks[-1] = stacks[-1]._replace(current=True)
     return stacks
+
+
+def _receives_signals(frames: list[_Frame]) -> bool:
+    """Whether the frames are those of braid's thread that only receives the signal."""
+    return any(frame.name == SIGNAL_RECEIVER for frame in frames)
 
 
 def short_site(site: str) -> str:

@@ -45,6 +45,7 @@ from braid.rendezvous.environment import JobEnvironment
 from braid.rendezvous.exit_hook import ExitHook
 from braid.rendezvous.network import network_of
 from braid.rendezvous.rank import JoinedRank, claim, join
+from braid.rendezvous.stack_thread import StackThread
 from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
 from braid.store.torch_store import TorchStore
 from braid.transport import Health, Loss
@@ -281,6 +282,8 @@ def _from_launcher(
     ring.pid = os.getpid()
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     stack.callback(faulthandler.unregister, signal.SIGUSR1)
+    stack.callback(setattr, ring, "stack_thread", 0)
+    ring.stack_thread = stack.enter_context(StackThread(environment.rank)).native_id
     sockets = (connection, control)
     store, launcher = StoreClient(connection), _Launcher(control)
     return _Parts(secret, store, Recorder(ring), control, launcher, sockets, stack.pop_all())

@@ -153,6 +153,13 @@ def send_signal(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
+def send_signal_to_thread(pid: int, thread: int, signum: int) -> None:
+    """Send a signal to one thread of a process; to the process where the system cannot do that."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None) if sys.platform == "linux" else None
+    if tgkill is None or tgkill(pid, thread, int(signum)) != 0:
+        send_signal(pid, signum)
+
+
 def end_descendants(
     groups: Iterable[int], marker: Mapping[str, str], *, all_new: bool, known: frozenset[int]
 ) -> int:

@@ -11,7 +11,7 @@ from braid.events import Event, EventRing
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.process_facts import Sample, catches, process_between, sample
-from braid.launch.process.processes import send_signal
+from braid.launch.process.processes import send_signal, send_signal_to_thread
 
 __all__ = ["RankObserver"]
 
@@ -63,7 +63,14 @@ class RankObserver:
         """
         before = sample(self._pid) if alive else Sample()
         self._requested = _StackRequested(self._box.stacks_size, before, self._clock.now_ns())
-        if answers and alive and catches(before, SIGUSR1):  # it may have left the job since
+        if not (answers and alive and catches(before, SIGUSR1)):  # it may have left the job since
+            return
+        thread = self._box.ring.stack_thread
+        # a main thread that sleeps, but not in a collective, may do so in a call that a signal
+        # ends; one that runs, or waits in braid, has consistent frames only while it handles one
+        if thread and before.state in {"S", "D"} and not self.waits():
+            send_signal_to_thread(self._pid, thread, SIGUSR1)
+        else:
             send_signal(self._pid, SIGUSR1)
 
     def view(self, *, alive: bool, ended: str = "") -> RankView:
