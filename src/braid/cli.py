@@ -208,7 +208,12 @@ def run(
 
 def train(
     *,
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
+    n: Annotated[
+        int | None,
+        tyro.conf.arg(
+            name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=NO_DEFAULT
+        ),
+    ] = None,
     data: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint=NO_DEFAULT)
     ] = (),
@@ -232,13 +237,16 @@ def train(
     threads: Threads = None,
     reference_shards: int = 0,
     sample_bytes: int = 240,
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXES", help_behavior_hint=NO_DEFAULT)] = "",
+    schedule: str = "1f1b",
+    microbatches: int = 4,
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
     Ctrl-C and SIGTERM save a checkpoint at the next step and print the line that resumes from it.
 
     Args:
-        n: Number of ranks.
+        n: Number of ranks (default: those of --mesh, else 1).
         data: Text files; Python's own standard library when there are none.
         model: tiny, mini, small, medium, gpt2, gpt2-medium or gpt2-large.
         steps: Number of optimizer steps in all.
@@ -260,9 +268,13 @@ def train(
         reference_shards: Run this many shards in turn on one rank: the same bits as that many
             ranks.
         sample_bytes: Length of the text that is generated at the end.
+        mesh: Arrangement of the ranks: pp=2 for a pipeline (default: all data parallel).
+        schedule: Schedule of a pipeline, such as gpipe, 1f1b, interleaved or zbv.
+        microbatches: Micro-batches of a pipeline.
     """
     from rich.console import Console
 
+    from braid.layout import Mesh
     from braid.train import command
     from braid.train.config import TrainConfig
 
@@ -284,8 +296,14 @@ def train(
         log_dir=log_dir or command.choose_log_dir(resume),
         reference_shards=reference_shards,
         sample_bytes=sample_bytes,
+        mesh=mesh,
+        schedule=schedule,
+        microbatches=microbatches,
     )
-    outcome = command.train(config, num_ranks=n, out=Console(), resume=resume, threads=threads)
+    num_ranks = (Mesh.parse(mesh).size if mesh else 1) if n is None else n
+    outcome = command.train(
+        config, num_ranks=num_ranks, out=Console(), resume=resume, threads=threads
+    )
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
     return outcome.exit_code

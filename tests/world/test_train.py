@@ -104,6 +104,43 @@ def test_ranks_compute_the_same_bits_as_one_process_that_runs_their_shards(world
     assert (numerics["sum_order"], numerics["algorithms"]["all_reduce"][0][0]) == ("rank", 0)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(world, config, schedule):
+    piped = replace(config, mesh="pp=2", schedule=schedule, model="mini", steps=4)
+    alone = replace(piped, mesh="", log_dir=config.log_dir + "-alone")
+    (expected,) = world(1, train, alone)
+    curve, other = world(2, train, piped)
+    assert [step for step, _ in curve.losses] == [1, 2, 3, 4]
+    losses = [loss for _, loss in expected.losses]
+    assert [loss for _, loss in curve.losses] == pytest.approx(losses, rel=1e-4)
+    assert (curve.kinds, other.signum) == (["start", "eval", "checkpoint", "sample", "end"], 0)
+    more = replace(alone, steps=6)
+    (longer,) = world(1, train, more, last(alone))
+    begun = last(piped)
+    (without,) = world(1, train, replace(more, log_dir=config.log_dir + "-on"), begun)
+    resumed = world(2, train, replace(piped, steps=6), begun)[0]
+    for continued in (resumed, without):
+        assert [step for step, _ in continued.losses] == [5, 6]
+        for (_, loss), (_, wanted) in zip(continued.losses, longer.losses, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "text"),
+    [
+        ("pp=2", 3, "--mesh pp=2 has 2 ranks, got -n 3"),
+        ("pp=2,dp=2", 4, "--mesh pp=2,dp=2 is not there yet"),
+        ("tp=2", 2, "--mesh tp=2 is not there yet"),
+        ("pp", 2, "a mesh is written as pp=2,dp=4"),
+    ],
+)
+def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text):
+    with pytest.raises(ConfigError, match=text):
+        replace(config, mesh=mesh).check_ranks(ranks)
+    with pytest.raises(ConfigError, match="schedule must be one of gpipe, 1f1b"):
+        replace(config, schedule="nope")
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_training_that_was_stopped_in_mid_epoch_continues_to_the_bit(world, config, size):
     whole = replace(config, log_dir=config.log_dir + "-whole")

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from braid.errors import ConfigError
+from braid.layout import Mesh
 from braid.sampling import share_of
+from braid.schedule.pipeline import SCHEDULES
 
 __all__ = ["MODELS", "ModelSize", "TrainConfig"]
 
@@ -68,6 +70,9 @@ class TrainConfig:
         reference_shards: Number of shards that a single rank runs in rank order, as that many ranks
             would; 0 for as many shards as ranks.
         sample_bytes: Length of the text that is generated at the end.
+        mesh: Arrangement of the ranks, such as `pp=2`; all of them data parallel when empty.
+        schedule: Schedule of a pipeline.
+        microbatches: Number of micro-batches of a pipeline.
     """
 
     model: str = "tiny"
@@ -87,6 +92,9 @@ class TrainConfig:
     log_dir: str = "runs/train"
     reference_shards: int = 0
     sample_bytes: int = 240
+    mesh: str = ""
+    schedule: str = "1f1b"
+    microbatches: int = 4
 
     def __post_init__(self) -> None:
         problems = []
@@ -104,6 +112,7 @@ class TrainConfig:
             "reference_shards": 0,
             "sample_bytes": 0,
             "warmup": 0,
+            "microbatches": 1,
         }
         for name, low in least.items():
             value = getattr(self, name)
@@ -114,8 +123,28 @@ class TrainConfig:
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
                 f"{self.clip:g} and {self.weight_decay:g}"
             )
+        if self.schedule not in SCHEDULES or self.schedule == "forward":
+            names = ", ".join(name for name in SCHEDULES if name != "forward")
+            problems.append(f"schedule must be one of {names}, got {self.schedule!r}")
         if problems:
             raise ConfigError("; ".join(problems))
+
+    @property
+    def num_stage_ranks(self) -> int:
+        """Number of ranks of a pipeline; 1 without one.
+
+        Raises:
+            ConfigError: The mesh is not one of a pipeline alone.
+        """
+        axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
+        num_stage_ranks, others = axes.pop("pp", 1), {n: s for n, s in axes.items() if s > 1}
+        if others and (num_stage_ranks > 1 or set(others) != {"dp"}):
+            msg = (
+                f"--mesh {self.mesh} is not there yet: use pp=N for a pipeline, or dp=N for data "
+                "parallel training"
+            )
+            raise ConfigError(msg)
+        return num_stage_ranks
 
     def check_ranks(self, num_ranks: int) -> int:
         """Check that this many ranks can train, and return the number of shards of a batch.
@@ -133,7 +162,10 @@ class TrainConfig:
                 f"{num_ranks}: use -n 1"
             )
             raise ConfigError(msg)
-        shards = self.reference_shards or num_ranks
+        if self.mesh and Mesh.parse(self.mesh).size != num_ranks:
+            msg = f"--mesh {self.mesh} has {Mesh.parse(self.mesh).size} ranks, got -n {num_ranks}"
+            raise ConfigError(msg)
+        shards = self.reference_shards or num_ranks // self.num_stage_ranks
         share_of(range(self.batch), 0, shards)
         return shards
 

@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: N812 - as torch calls it
 from braid.train.config import ModelSize
 from braid.types import text_digest
 
-__all__ = ["GPT", "flops_per_token", "generate"]
+__all__ = ["GPT", "flops_per_token", "generate", "mean_loss"]
 
 VOCABULARY = 256
 
@@ -91,16 +91,54 @@ class GPT(nn.Module):
                 residual = name.endswith(("project.weight", "down.weight"))
                 param.normal_(0.0, residual_std if residual else std, generator=generator)
 
+    def layers(self) -> list[nn.Module]:
+        """Return the model as modules in a row, of the same parameters, for a pipeline.
+
+        The first one maps tokens to activations, the last one these to logits; both have the
+        embedding of tokens.
+        """
+        return [_Embed(self), *self.blocks, _Head(self)]
+
     def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         """Logits (B, T, V), or the mean loss in nats per byte when targets are given."""
-        positions = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
-        x_btd = self.token(tokens_bt) + self.position(positions)
+        x_btd = _embedded(self.token, self.position, tokens_bt)
         for block in self.blocks:
             x_btd = block(x_btd)
         logits_btv = F.linear(self.norm(x_btd), self.token.weight)
-        if targets_bt is None:
-            return logits_btv
-        return F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
+        return logits_btv if targets_bt is None else mean_loss(logits_btv, targets_bt)
+
+
+class _Embed(nn.Module):
+    """The first layer: tokens and positions become activations."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.token, self.position = model.token, model.position
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        return _embedded(self.token, self.position, tokens_bt)
+
+
+class _Head(nn.Module):
+    """The last layer: activations become logits."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.norm, self.token = model.norm, model.token
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return F.linear(self.norm(x_btd), self.token.weight)
+
+
+def mean_loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
+    """Return the mean loss in nats per byte."""
+    return F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
+
+
+def _embedded(token: nn.Embedding, position: nn.Embedding, tokens_bt: Tensor) -> Tensor:
+    positions = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+    x_btd: Tensor = token(tokens_bt) + position(positions)
+    return x_btd
 
 
 def flops_per_token(size: ModelSize, context: int) -> int:

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from braid.checkpoint import (
     Checkpoint,
     OnSaved,
-    ReplicatedSnapshot,
     restore_training,
     save,
     training_numbers,
@@ -43,6 +41,7 @@ from braid.train.reports import (
     Stepped,
 )
 from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
+from braid.train.stages import PipelineShards
 
 __all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
 
@@ -102,11 +101,7 @@ class Trainer:
         )
         self._model = GPT(MODELS[config.model], config.context, config.seed)
         self._optimizer = _adamw(self._model, config)
-        self._shards: Shards = (
-            ReferenceShards(self._model, train, group, self._num_shards)
-            if config.reference_shards
-            else ParallelShards(self._model, train, group)
-        )
+        self._shards = self._make_shards(train)
         self._flops_per_step = (
             flops_per_token(MODELS[config.model], config.context) * config.batch * config.context
         )
@@ -115,6 +110,20 @@ class Trainer:
         self._peak = 0.0
         self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
+
+    def _make_shards(self, windows: Windows) -> Shards:
+        config = self._config
+        if config.reference_shards:
+            return ReferenceShards(self._model, windows, self._group, self._num_shards)
+        if config.num_stage_ranks == 1:
+            return ParallelShards(self._model, windows, self._group)
+        return PipelineShards(
+            self._model,
+            windows,
+            self._group,
+            schedule=config.schedule,
+            num_microbatches=config.microbatches,
+        )
 
     def resume(self, loaded: Checkpoint) -> None:
         """Continue from a checkpoint.
@@ -210,7 +219,7 @@ class Trainer:
         answers = self._shards.backward(batch, stop=bool(self._stopping.signum))
         self._refuse_not_finite(answers)
         with events.span("optimizer"):
-            norm = nn.utils.clip_grad_norm_(self._model.parameters(), config.clip).item()
+            norm = self._shards.clip(config.clip)
             self._refuse_gradient(norm)
             self._optimizer.step()
         self._step += 1
@@ -278,9 +287,7 @@ class Trainer:
         if self._saved_step == self._step:
             return
         group = self._group
-        snapshot = ReplicatedSnapshot(
-            training_tensors(self._model, self._optimizer), rank=group.rank, size=group.size
-        )
+        snapshot = self._shards.snapshot(training_tensors(self._model, self._optimizer))
         state = {
             "sampler": self._sampler.state_dict(),
             "data": self._corpus.digest,
@@ -303,6 +310,7 @@ class Trainer:
         self._reporter.write(Checkpointed(step=self._step, path=str(path)))
 
     def _sample(self) -> None:
+        self._shards.share_weights()
         if self._group.rank == 0:
             text = generate(self._model, PROMPT, self._config.sample_bytes, seed=self._config.seed)
             self._reporter.write(Sampled(step=self._step, text=text))

@@ -7,11 +7,13 @@ things only: gradients and losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
+from braid.checkpoint import ReplicatedSnapshot, Snapshot
 from braid.comm import Group
 from braid.data import Windows
 from braid.data_parallel import DistributedDataParallel, accumulate
@@ -47,6 +49,18 @@ class Shards(Protocol):
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """Compute the mean loss without gradients."""
+        ...
+
+    def clip(self, max_norm: float) -> float:
+        """Scale gradients to at most this norm; returns the norm before."""
+        ...
+
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """Return the tensors of a checkpoint that this rank writes, of all by name."""
+        ...
+
+    def share_weights(self) -> None:
+        """Let rank 0 have all weights, to generate text with; a collective."""
         ...
 
 
@@ -89,6 +103,17 @@ class ParallelShards:
         losses = self._group.all_gather(loss).tolist()
         return float(sum(losses) / len(losses))
 
+    def clip(self, max_norm: float) -> float:
+        """See `Shards`."""
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
+
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """See `Shards`."""
+        return ReplicatedSnapshot(tensors, rank=self._group.rank, size=self._group.size)
+
+    def share_weights(self) -> None:
+        """See `Shards`: every rank has them."""
+
     def _share(self, indices: Sequence[int]) -> list[int]:
         return share_of(indices, self._group.rank, self._group.size)
 
@@ -123,6 +148,17 @@ class ReferenceShards:
                 self._loss_of(windows, indices, r)().double().item() for r in range(self._num)
             ]
         return sum(losses) / len(losses)
+
+    def clip(self, max_norm: float) -> float:
+        """See `Shards`."""
+        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
+
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """See `Shards`."""
+        return ReplicatedSnapshot(tensors, rank=0, size=1)
+
+    def share_weights(self) -> None:
+        """See `Shards`: this rank has them."""
 
     def _loss_of(
         self, windows: Windows, indices: Sequence[int], rank: int
