@@ -22,7 +22,7 @@ from braid.schedule.collective.vocabulary import (
 )
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
-from braid.topology import flat
+from braid.topology import Cluster, Level, flat
 from handbook_data_parallel import DATA_PARALLEL
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
@@ -173,10 +173,41 @@ def _blocks(x: int, y: int, held: Mapping[int, Held]) -> list[str]:
     return parts
 
 
+HOST = 4  # ranks of a host, which are a row of the mesh
+
+
+def groups_of_a_mesh() -> str:
+    """An all-reduce on two hosts of four ranks, a colour for each group that takes part in it."""
+    hosts = Cluster(
+        [
+            Level(name="host", size=HOST, latency_s=5e-6, bytes_per_s=10e9),
+            Level(name="network", size=2, latency_s=20e-6, bytes_per_s=10e9),
+        ]
+    )
+    made = program(algorithm("hierarchical", "all_reduce", hosts.num_ranks, row=HOST))
+    timeline = simulate(made, collective_costs(made, 1 << 22), hosts)
+    names = [f"row {row}" for row in range(2)] + [f"column {place}" for place in range(HOST)]
+    colours = dict(zip(names, COLOURS, strict=False))
+    bars = []
+    for interval in timeline.intervals:
+        rank, peer = interval.rank, interval.action.peer
+        if not interval.is_message:
+            continue
+        inside = rank // HOST == peer // HOST
+        name = f"row {rank // HOST}" if inside else f"column {rank % HOST}"
+        sends = interval.action.kind.startswith("send")
+        title = f"{name}: block {interval.action.unit} {'to' if sends else 'from'} rank {peer}"
+        part = "upper" if sends else "lower"
+        bars.append(Bar(rank, interval.start_s, interval.end_s, colours[name], title, part=part))
+    lanes = [f"rank {rank}" for rank in range(hosts.num_ranks)]
+    return draw(lanes, bars, timeline.seconds, legend=colours, width=WIDTH)
+
+
 PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
     before_and_after,
+    groups_of_a_mesh,
 )
 
 
