@@ -6,6 +6,7 @@ what this writes. A picture is a function without arguments that returns SVG; it
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from braid.schedule.collective.vocabulary import (
 )
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
+from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.topology import Cluster, Level, flat
 from handbook_data_parallel import DATA_PARALLEL
 
@@ -173,6 +175,12 @@ def _blocks(x: int, y: int, held: Mapping[int, Held]) -> list[str]:
     return parts
 
 
+STORE_COLOURS = {
+    "Set": COLOURS[0],
+    "Wait": COLOURS[6],
+    "MultiGet": COLOURS[2],
+    "missing": COLOURS[1],
+}
 HOST = 4  # ranks of a host, which are a row of the mesh
 
 
@@ -203,11 +211,62 @@ def groups_of_a_mesh() -> str:
     return draw(lanes, bars, timeline.seconds, legend=colours, width=WIDTH)
 
 
+COMES_MS = (0.0, 5.0, 9.0, 22.0)  # when each rank is started
+TRIP_MS, DEADLINE_MS = 1.5, 20.0  # of a message to the store or back; of a wait
+KILLED = 2  # rank that does not come to the second meeting
+
+
+def two_meetings() -> str:
+    """Four ranks meet through the state machine of a store, twice; the second time one is missing."""
+    state = StoreState()
+    everybody = {
+        topic: [f"{topic}/{rank}" for rank in range(NUM_RANKS)] for topic in ("names", "mapped")
+    }
+    left: list[list[Request]] = []
+    for rank in range(NUM_RANKS):
+        first = [Set(f"names/{rank}", b""), Wait(everybody["names"]), MultiGet(everybody["names"])]
+        second = [Set(f"mapped/{rank}", b""), Wait(everybody["mapped"])]
+        left.append(first if rank == KILLED else first + second)
+    arrivals = [(int((ms + TRIP_MS) * 1e6), rank) for rank, ms in enumerate(COMES_MS)]
+    trip_ns, deadline_ns = int(TRIP_MS * 1e6), int(DEADLINE_MS * 1e6)
+    sent = {rank: (now_ns - trip_ns, left[rank].pop(0)) for now_ns, rank in arrivals}
+    bars = []
+    heapq.heapify(arrivals)
+    while arrivals or state.num_waiting:
+        expires_ns = state.next_deadline_ns()
+        if arrivals and (expires_ns is None or arrivals[0][0] <= expires_ns):
+            now_ns, rank = heapq.heappop(arrivals)
+            due = state.request(rank, now_ns, sent[rank][1], now_ns=now_ns, timeout_ns=deadline_ns)
+        else:
+            now_ns = expires_ns or 0
+            due = state.expire(now_ns)
+        for delivery in due:
+            rank = delivery.client
+            begin_ns, request = sent[rank]
+            end_ns = now_ns + trip_ns
+            missing = isinstance(delivery.reply, Missing)
+            kind = type(request).__name__
+            colour = STORE_COLOURS["missing" if missing else kind]
+            label = (
+                f"missing: {', '.join(delivery.reply.keys)}"
+                if missing
+                else kind.removeprefix("Multi")
+            )
+            bars.append(Bar(rank, begin_ns / 1e9, end_ns / 1e9, colour, f"{request}", label))
+            if left[rank] and not missing:
+                sent[rank] = (end_ns, left[rank].pop(0))
+                heapq.heappush(arrivals, (end_ns + trip_ns, rank))
+    lanes = [f"rank {rank}" for rank in range(NUM_RANKS)]
+    seconds = max(bar.end_s for bar in bars)
+    return draw(lanes, bars, seconds, legend=STORE_COLOURS, width=WIDTH)
+
+
 PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
     before_and_after,
     groups_of_a_mesh,
+    two_meetings,
 )
 
 

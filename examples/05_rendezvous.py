@@ -1,0 +1,73 @@
+"""Meet by hand: the same exchange through a store over TCP, in a file, and among threads.
+
+braid run -n 2 examples/05_rendezvous.py
+"""
+
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import braid
+from braid.context import membership
+from braid.store import FileStore, HashStore, PrefixStore, Store, StoreClient, StoreServer, exchange
+from braid.wire import Identity, Secret, connect
+
+RUN, SETS = "handbook", 200
+
+
+def meet(store: Store, rank: int, size: int) -> list[object]:
+    """What a rank learns from the others: a value of each, a common counter, who was elected."""
+    values = exchange(store, "names", rank, range(size), f"rank {rank}".encode(), timeout_s=60)
+    store.add("counter", rank + 1)  # atomic: no sum is lost
+    store.append("arrived", b"x")
+    winner = store.compare_set("leader", b"", values[0])  # the first one decides for all
+    store.set(f"done/{rank}", b"")
+    store.wait([f"done/{other}" for other in range(size)])
+    return [values, store.get("counter"), store.get("arrived"), winner, store.check(["nobody"])]
+
+
+def microseconds(store: Store, rank: int) -> float:
+    start = time.perf_counter()
+    for _ in range(SETS):
+        store.set(f"time/{rank}", b"x")
+    return (time.perf_counter() - start) / SETS * 1e6
+
+
+group = braid.init()
+here = membership().environment
+print(
+    f"rank {here.rank} of {here.world_size}, host {here.node_rank}, started by {here.launched_by}"
+)
+
+# one process: a HashStore, and threads as ranks
+with ThreadPoolExecutor(group.size) as threads:
+    shared = HashStore()
+    alone = list(threads.map(lambda rank: meet(shared, rank, group.size), range(group.size)))
+
+with tempfile.TemporaryDirectory() as folder:
+    # what the ranks need to know beforehand: a path
+    path = group.objects.broadcast(str(Path(folder) / "store"))
+    with FileStore(path) as file:
+        assert meet(PrefixStore("a part", file), group.rank, group.size) == alone[group.rank]
+        file_us = microseconds(file, group.rank)
+        group.barrier()
+
+# or an address and a secret, which `braid run` passes on in an inherited file descriptor
+key = group.objects.broadcast(os.urandom(32).hex())
+secret = Secret(bytes.fromhex(key))
+server = StoreServer.listen("tcp://127.0.0.1:0", secret, RUN) if group.rank == 0 else None
+address = group.objects.broadcast(server.address if server else None)
+connection = connect(address, secret, Identity(RUN, "store", group.rank), timeout_s=60)
+with StoreClient(connection) as client:
+    assert meet(client, group.rank, group.size) == alone[group.rank]
+    tcp_us = microseconds(client, group.rank)
+    group.barrier()
+if server:
+    server.close()
+    hash_us = microseconds(HashStore(), 0)
+    print(
+        f"set takes {hash_us:.0f} us in memory, {file_us:.0f} us in a file, {tcp_us:.0f} us by TCP"
+    )
+    print("three stores taught every rank what one process knows, bit by bit")
