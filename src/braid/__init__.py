@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RendezvousError,
         StaleError,
     )
+    from braid.graph import capture
     from braid.launch import spawn
     from braid.pipeline import Pipeline
     from braid.resume import load, save
@@ -49,6 +50,7 @@ _ROOT_NAMES = {
     "StaleError": "errors",
     "SyncBatchNorm": "data_parallel",
     "Work": "comm",
+    "capture": "graph",
     "init": "context",
     "load": "resume",
     "log": "context",
@@ -77,6 +79,7 @@ __all__ = [
     "SyncBatchNorm",
     "Work",
     "__version__",
+    "capture",
     "init",
     "load",
     "log",

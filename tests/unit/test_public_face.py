@@ -29,6 +29,7 @@ ROOT_NAMES = [
     "SyncBatchNorm",
     "Work",
     "__version__",
+    "capture",
     "init",
     "load",
     "log",

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_graph import Model, tokens
 from torch import nn
 from training import linear, said_by
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
+from braid.graph import capture
 from braid.pipeline import Pipeline
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 
@@ -227,3 +229,49 @@ def test_rows_are_divided_evenly_and_the_rest_comes_first():
     assert num_rows({"a": torch.ones(3, 2), "b": [torch.ones(3), torch.tensor(1.0)]}) == 3
     parts = scatter((torch.arange(5), torch.tensor(9)), [3, 2])
     assert [(a.tolist(), b.item()) for a, b in parts] == [([0, 1, 2], 9), ([3, 4], 9)]
+
+
+def _train_captured(group: Group, schedule: str) -> tuple[dict[str, torch.Tensor], float]:
+    model = captured_model()
+    graph = capture(model, torch.zeros(2, 5, dtype=torch.int64))
+    pipeline = Pipeline(graph, num_microbatches=3, schedule=schedule, process_group=group)
+    loss = pipeline.step((tokens(7),), tokens(7), loss=captured_loss)
+    return {name: p.grad for name, p in pipeline.named_parameters()}, loss.item()
+
+
+def captured_model() -> nn.Module:
+    model = Model().eval()
+    for index, param in enumerate(model.parameters()):
+        with torch.no_grad():
+            param.copy_(
+                torch.randn(param.shape, generator=torch.Generator().manual_seed(index)) / 3
+            )
+    return model
+
+
+def captured_loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.procs  # dropout modules are made, and embeddings draw from the default generator
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_captured_model_with_tied_weights_has_the_bits_of_the_ordered_reference(procs, schedule):
+    model = captured_model()
+    model.head.weight = nn.Parameter(
+        model.token.weight.detach().clone()
+    )  # a copy, as on another rank
+    for part in torch.split(tokens(7), sizes_of(7, 3)):
+        (captured_loss(model(part), part) * (len(part) / 7)).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    tied = expected.pop("token.weight") + expected.pop("head.weight")
+    (first, loss), (second, other) = procs(2, _train_captured, schedule)
+    assert loss == other
+    for grads in (first, second):
+        for name, grad in grads.items():
+            if name not in {"token.weight", "head.weight"}:
+                assert torch.equal(grad, expected[name]), name
+            elif schedule == "1f1b":  # both copies are added in the end
+                assert torch.equal(grad, tied), name
+            else:  # one rank has both stages, and adds as their backwards come
+                torch.testing.assert_close(grad, tied)
+    assert {*first, *second} >= set(expected)

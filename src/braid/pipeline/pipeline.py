@@ -25,6 +25,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
+from braid.graph import CapturedGraph, Segment, segments
 from braid.pipeline.executor import Executor
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.stage import Layer, Stage
@@ -46,8 +47,9 @@ class Pipeline(nn.Module):
     copied to their ranks, and its gradients are added.
 
     Args:
-        layers: The model: an `nn.Sequential`, or modules in a row. Each takes what the one before
-            returns: any containers of tensors.
+        layers: The model: an `nn.Sequential`, modules in a row, or what `braid.graph.capture` has
+            made of any other model. Each module takes what the one before returns: any containers
+            of tensors.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
         schedule: Name of a schedule of `braid.schedule.pipeline`, or a function of the numbers of
             ranks and micro-batches that returns a program.
@@ -66,7 +68,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        layers: nn.Sequential | Sequence[nn.Module],
+        layers: nn.Sequential | Sequence[nn.Module] | CapturedGraph,
         *,
         num_microbatches: int,
         schedule: str | Schedule = "1f1b",
@@ -81,6 +83,8 @@ class Pipeline(nn.Module):
         program = self._make(process_group.size, num_microbatches)
         self._homes = stage_ranks(program)
         num_stages = program.header.num_units
+        if isinstance(layers, CapturedGraph):
+            layers = list(segments(layers, num_stages))
         named = [Layer(*pair) for pair in _named(layers)]
         self.balance = tuple(_balance(balance, len(named), num_stages))
         ends = list(accumulate(self.balance))
@@ -93,8 +97,17 @@ class Pipeline(nn.Module):
         }
         for own in self.stages.values():
             for layer in own.layers:
-                self.add_module(layer.name, layer.module)
+                self._register(layer)
         self._executor(num_microbatches, trains=True)  # refuses what it cannot execute
+
+    def _register(self, layer: Layer) -> None:
+        """Register a layer; modules of a captured model under their names there."""
+        if not isinstance(layer.module, Segment):
+            self.add_module(layer.name, layer.module)
+            return
+        self._modules.update(layer.module.named_children())
+        for name, param in layer.module.named_parameters(recurse=False):
+            self._parameters[name] = param
 
     def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Run forwards and backwards of a batch; gradients are added to `.grad`.

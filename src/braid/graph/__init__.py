@@ -1,0 +1,9 @@
+"""Models that are no row of layers: captured at module boundaries, and cut into stages."""
+
+from __future__ import annotations
+
+from braid.graph.captured import CapturedGraph, Node, Scaled
+from braid.graph.eager_capture import capture
+from braid.graph.segment import Segment, segments
+
+__all__ = ["CapturedGraph", "Node", "Scaled", "Segment", "capture", "segments"]

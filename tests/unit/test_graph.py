@@ -1,0 +1,164 @@
+"""A captured model is the model, for any rows; what would be frozen is refused with its line."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from braid.errors import ConfigError
+from braid.graph import CapturedGraph, Scaled, capture, segments
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return x + torch.tanh(self.inner(self.norm(x))) * mask * scale
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+    rows: torch.Tensor
+
+
+class Model(nn.Module):
+    """Has positions, a mask that skips over blocks, a weight in the glue, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens: torch.Tensor, *, keep: torch.Tensor | None = None) -> Output:
+        rows, length = tokens.shape
+        positions = torch.arange(length, device=tokens.device)
+        if positions.max() >= 6:  # a condition on shapes alone
+            raise ValueError(length)
+        mask = torch.ones(rows, length, 1) if keep is None else keep.unsqueeze(-1).float()
+        x = self.token(tokens) + self.position(positions).expand(rows, length, 8)
+        for block in self.blocks:
+            x = block(x, mask, scale=0.5)
+        x = self.drop(x * self.scale).view(rows * length, 8)
+        return Output(self.head(x).view(rows, length, -1), torch.full((rows,), rows))
+
+
+def tokens(rows: int) -> torch.Tensor:
+    return torch.randint(0, 11, (rows, 5), generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.fixture
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield Model().eval()
+
+
+def replay(graph: CapturedGraph, parts: int, *batch: torch.Tensor) -> Any:
+    value: Any = batch
+    for segment in segments(graph, parts):
+        value = segment(value)
+    return value
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 7])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_the_replay_in_any_parts_equals_the_model_for_any_rows(model, parts, rows):
+    graph = capture(model, tokens(4))
+    found, expected = replay(graph, parts, tokens(rows)), model(tokens(rows))
+    assert isinstance(found, Output)
+    assert all(map(torch.equal, found, expected))
+    keep = torch.rand(rows, 5, generator=torch.Generator().manual_seed(1)) > 0.3
+    masked = capture(model, tokens(4), keep=torch.ones(4, 5) > 0)
+    assert torch.equal(
+        replay(masked, parts, tokens(rows), keep).logits, model(tokens(rows), keep=keep).logits
+    )
+
+
+def test_modes_and_modules_stay_those_of_the_model(model):
+    graph = capture(model, tokens(4))
+    assert "forward" not in vars(model.blocks[0])
+    assert graph.modules["blocks.2"] is model.blocks[2]
+    model.train()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        expected = model(tokens(6)).logits
+        torch.manual_seed(3)
+        assert torch.equal(replay(graph, 2, tokens(6)).logits, expected)
+
+
+def test_parts_have_the_parameters_under_their_names_and_shared_ones_stay_shared(model):
+    first, *_, last = segments(capture(model, tokens(4)), 4)
+    names = {
+        name
+        for part in segments(capture(model, tokens(4)), 4)
+        for name, _ in part.named_parameters()
+    }
+    assert names == {name for name, _ in model.named_parameters()} | {"head.weight"}
+    assert first.get_parameter("token.weight") is last.get_parameter("head.weight")
+
+
+def test_values_that_skip_parts_cross_every_cut_between(model):
+    graph = capture(model, tokens(4))
+    crossing = [len(graph.crossing(cut)) for cut in graph.cuts(7)]
+    assert crossing[0] == 1
+    assert max(crossing) >= 3  # activations, mask, and the count of rows
+    assert any(
+        isinstance(x, Scaled)
+        for node in graph.nodes
+        for x in node.tree[0][1:]
+        + tuple(y for arg in node.tree[0] if isinstance(arg, (tuple, list)) for y in arg)
+    )
+
+
+class Conditional(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.how == "item":
+            return x * x.mean().item()
+        if self.how == "condition" and x.sum() > 0:
+            return -x
+        if self.how == "float":
+            return x * (1 / len(x))
+        if self.how == "rows" and len(x) % 2:
+            return functional.relu(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("item", r"item\(\) at .*test_graph.py:\d+ makes the model depend on data"),
+        ("condition", r"a condition at .*test_graph.py:\d+ makes the model depend on data"),
+        ("float", r"__mul__.*has|mul.*has the number 0.25 for 4 rows"),
+        ("rows", "for one row less the model makes 2 calls, for 4 rows 1"),
+    ],
+)
+def test_what_depends_on_data_or_takes_another_way_is_refused(how, text):
+    with pytest.raises(ConfigError, match=text):
+        capture(Conditional(how), torch.ones(4, 4))
+
+
+def test_one_row_and_more_parts_than_modules_are_refused(model):
+    with pytest.raises(ConfigError, match="an example needs at least 2 rows"):
+        capture(model, tokens(1))
+    graph = capture(model, tokens(4))
+    with pytest.raises(ConfigError, match="8 modules cannot be cut into 9 parts"):
+        segments(graph, 9)
+    with pytest.raises(ConfigError, match="cuts must be ascending positions"):
+        segments(graph, 2, [1, 3])
+    with pytest.raises(ConfigError, match="captured with 1 tensors, got 2"):
+        segments(graph, 1)[0]((tokens(2), tokens(2)))
