@@ -61,6 +61,19 @@ def meet() -> None:
         say("all " + " ".join(store.get(f"here/{r}").decode() for r in range(env.world_size)))
 
 
+def steps() -> None:
+    """Average numbers until the end of days."""
+    import torch
+
+    import braid
+
+    group = braid.init()
+    say("here")
+    while True:
+        group.all_reduce(torch.ones(1000))
+        time.sleep(0.02)
+
+
 def fail(how: str) -> None:
     """The last rank fails; the others would go on for ever."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -279,3 +279,33 @@ def test_a_node_whose_leader_has_no_name_or_is_not_there_says_so(lab, tmp_path, 
     assert "the host name 'nowhere.invalid' of node 0 is not resolvable" in nameless[2]
     assert "node 1 cannot reach node 0 yet (tcp://10.77.0.1:1: connection refused)" in nobody[2]
     assert (nameless[0], nobody[0]) == (2, 2)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("cut", "told"),
+    [
+        ("", r"hosts a and b do not hear each other since [\d.]+ s \(last from b: "),
+        ("ab", r"host b does not hear host a since [\d.]+ s \(last from b: "),
+        ("ba", r"host a does not hear host b since [\d.]+ s \(last from b: "),
+    ],
+    ids=["both ways", "a to b", "b to a"],
+)
+def test_a_link_that_breaks_is_the_cause(lab, tmp_path, cut, told):
+    hosts = lab(2)
+    words = ("-H", "a,b", "--hang-report", "5", JOBS, "steps")
+    run = hosts.braid("a", "--rsh", hosts.rsh, *words, cwd=tmp_path)
+    assert run.stdout is not None
+    for _ in range(2):
+        run.stdout.readline()
+    if cut:  # frames go to an address that nobody has
+        address = f"10.77.0.{'ab'.index(cut[1]) + 1}"
+        where = ("lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+        hosts.ip("-n", hosts.prefix + cut[0], "neigh", "replace", address, *where)
+    else:
+        hosts.ip("link", "set", hosts.port("b"), "down")
+    ((code, _, text),) = finish(run)
+    assert code == 1
+    assert len(re.findall(f"likely   {told}", text)) >= 1, text
+    assert re.search(f"cause    {told}", text), text
+    assert "affected ranks 0,1" in text or "affected rank 0" in text, text

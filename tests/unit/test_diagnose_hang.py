@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from braid.diagnose import Process, RankView, SpanView, find_hang
 from braid.diagnose.hang_causes import ADVICE
 from braid.diagnose.hang_stack import parse_threads, waits_for_peers
+from braid.diagnose.hang_view import LinkView
 from braid.diagnose.tracebacks import BRAID_ROOT
 from braid.events import OPEN
 
@@ -418,3 +419,41 @@ def test_a_rank_that_waits_is_never_missing_and_one_that_does_not_never_waits(vi
 def test_any_text_is_parsed_as_a_stack(text):
     threads = parse_threads(f"Current thread 0x1 (most recent call first):\n{text}\n{WAITS[5:]}")
     assert waits_for_peers(threads) in {True, False}
+
+
+def _connected(rank: int, last_s: float, num_repeats: int = 5) -> RankView:
+    """A rank in an operation, on host a or b, where something came from the other one last."""
+    addresses = ("10.0.0.1", "10.0.0.2")[:: 1 - 2 * rank]
+    links = (LinkView(*addresses, round((100 - last_s) * S), num_repeats),)
+    return RankView(rank, 7, (operation(8 + rank, 80),), SLEEPS, WAITS, links=links)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        (12, 12.2, "hosts a and b do not hear each other since 12 s (last from b: 12 s ago, "),
+        (
+            0.2,
+            12,
+            "host b does not hear host a since 12 s (last from b: 0.2 s ago, last from a: 12",
+        ),
+        (
+            18,
+            6.3,
+            "host a does not hear host b since 18 s (last from b: 18 s ago, last from a: 6.3",
+        ),
+        (12, None, "host a does not hear host b since 12 s, and what it sends there is not answer"),
+    ],
+)
+def test_hosts_that_do_not_hear_each_other_are_named_with_both_directions(a, b, told):
+    views = [_connected(0, a), _connected(1, b) if b else RankView(1, 8, (operation(9, 80),))]
+    names = {"10.0.0.1": "a", "10.0.0.2": "b"}
+    report = find_hang(views, now_ns=NOW, limit_ns=LIMIT, hosts=names)
+    assert (report.missing, [cause.kind for cause in report.causes]) == ((), ["link"])
+    assert told in str(report)
+
+
+def test_one_packet_that_was_lost_is_no_broken_link():
+    views = [_connected(rank, 12, num_repeats=1) for rank in (0, 1)]
+    report = find_hang(views, now_ns=NOW, limit_ns=LIMIT, hosts={})
+    assert "link" not in [cause.kind for cause in report.causes]

@@ -467,3 +467,19 @@ def test_the_last_words_stand_for_an_error_of_a_program_without_traceback():
 )
 def test_ranks_are_listed_shortly(ranks, text):
     assert rank_list(ranks) == text
+
+
+def test_a_broken_link_is_the_cause_where_no_rank_is():
+    ends = [raised(r, f"PeerLostError: rank {1 - r} cannot be reached", at=r) for r in (0, 1)]
+    report = StopReport(
+        verdict=judge(ends),
+        exit_code=1,
+        elapsed_s=35.0,
+        log_dir="runs/1",
+        links=("hosts a and b do not hear each other since 19 s",),
+    )
+    assert error_block(report)[1:] == [
+        ("cause", "hosts a and b do not hear each other since 19 s"),
+        ("affected", "ranks 0,1 stopped cleanly"),
+        ("logs", "runs/1/"),
+    ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import signal as signals
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from braid.diagnose.verdict import Ending, RankEnd, Verdict, describe, signal_name
 
@@ -27,6 +27,10 @@ __all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_
 
 LABEL_WIDTH = 9
 WHERE_GAP = "      "
+OUT_OF_BATCHES = (
+    "-> if it had fewer batches than the others: train inside of `with model.join():` "
+    "(braid.DistributedDataParallel.join)"
+)
 OLD_LINE_S = 1.0  # a line of stderr that is older may have nothing to do with the end
 OF_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # of a traceback that is not the cause
 STATUS = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
@@ -55,6 +59,7 @@ class StopReport:
         log_dir: Directory of logs, as the user wrote it; empty if there is none.
         has_timeline: Whether events were recorded, so that a timeline can be drawn.
         limit_s: Time limit in seconds, for a verdict of kind `timeout`.
+        links: Hosts that did not hear each other, in words, if no rank is known to be the cause.
     """
 
     verdict: Verdict
@@ -66,6 +71,7 @@ class StopReport:
     log_dir: str = ""
     has_timeline: bool = False
     limit_s: float | None = None
+    links: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -84,7 +90,11 @@ def error_block(report: StopReport) -> list[tuple[str, str]]:
     The first label is `braid:`; the label of a continuation is empty.
     """
     rows = [("braid:", _headline(report))]
-    rows += _labelled("cause", _cause(report.verdict))
+    if report.links:
+        ends = (*report.verdict.cause, *report.verdict.affected)
+        affected = tuple(sorted(ends, key=lambda end: end.rank))
+        report = replace(report, verdict=replace(report.verdict, cause=(), affected=affected))
+    rows += _labelled("cause", list(report.links) or _cause(report.verdict))
     if not report.ok:
         rows += _labelled("affected", _affected(report.verdict))
     if report.saved is not None:
@@ -153,6 +163,8 @@ def _cause(verdict: Verdict) -> list[str]:
     if first.error is None or (first.handled and first.error.message not in first.last_line):
         lines.append(_last_line(first))
     lines = [text for text in lines if text]
+    if verdict.kind == "left":
+        lines.append(OUT_OF_BATCHES)
     if not verdict.certain:
         lines.append("uncertain: every rank failed because of another one; this is the likeliest")
     return ["\n".join(lines)]

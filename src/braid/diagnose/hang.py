@@ -44,6 +44,7 @@ from braid.diagnose.hang_causes import (
     deadlock,
     format_seconds,
 )
+from braid.diagnose.hang_links import broken_links
 from braid.diagnose.hang_view import Process, RankView, SpanView
 from braid.diagnose.tracebacks import short_site
 
@@ -105,13 +106,20 @@ class HangReport:
         return render_block(rows)
 
 
-def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangReport | None:
+def find_hang(
+    views: Sequence[RankView],
+    *,
+    now_ns: int,
+    limit_ns: int,
+    hosts: Mapping[str, str] | None = None,
+) -> HangReport | None:
     """Determine which ranks hang, and which ranks they wait for.
 
     Args:
         views: Views of all ranks of the job, including those that have ended.
         now_ns: Current time on the clock of the spans.
         limit_ns: Longest wait of a rank that is not reported.
+        hosts: Names of the hosts by address, for connections between them.
 
     Returns:
         The report; None if no rank waits that long, or if data still moves.
@@ -128,7 +136,13 @@ def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangR
         if not missing:
             missing, certain = _strangers(involved, views), False
     involved.sort(key=lambda b: b.operation.t_ns)
-    if not missing and _moves(involved):
+    links = [
+        Cause("link", (), text, ADVICE["link"])
+        for text, _ in broken_links(views, hosts or {}, now_ns=now_ns)
+    ]
+    if links:  # of ranks on a host that cannot be reached nothing is known
+        missing = {r for r in missing if r in by_rank and (by_rank[r].ended or by_rank[r].stack)}
+    elif not missing and _moves(involved):
         return None
     cases = [
         Case(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
@@ -141,7 +155,7 @@ def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangR
         step=max(steps, default=None),
         waiting=_waiting_rows(involved, views),
         missing=tuple((case.view.rank, _missing_row(case)) for case in cases),
-        causes=_causes(cases) if cases else (_without_missing(involved),),
+        causes=(*links, *_causes(cases)) if cases or links else (_without_missing(involved),),
         certain=certain,
     )
 

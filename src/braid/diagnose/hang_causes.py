@@ -15,7 +15,8 @@ The cause for a missing rank is the first line that fits:
     unseen     no stack                                       look from outside
     elsewhere  none of these                                  look at the line
 
-For ranks that wait for each other, see `deadlock`.
+For ranks that wait for each other, see `deadlock`; for hosts that do not hear each other (`link`),
+see `hang_links`.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ ADVICE: Mapping[str, str] = {
     "io": "check that the disk or the network file system answers (dmesg, df)",
     "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck loader "
     "fail",
-    "batches": "give every rank as many batches (drop the last short one, braid.sampling)",
+    "batches": "give every rank as many batches (drop the last short one, braid.sampling), or "
+    "train inside of `with model.join():`",
     "slow": "give it less work, or more cores; see `braid report` for where its time goes",
     "busy": "make the computation shorter, or let all ranks do it; a call that holds the "
     "interpreter's lock also stops braid's threads",
@@ -175,6 +177,8 @@ ADVICE: Mapping[str, str] = {
     "unseen": "see its log; `py-spy dump --pid {pid}` or a debugger shows where it is",
     "elsewhere": "look at that line: has the rank run out of batches, taken another branch, or "
     "does it wait for something else?",
+    "link": "check the network between them (cable, switch, firewall); ranks end when a host has "
+    "been silent for 30 s",
     "inside": "see the stacks in the run's directory; please report this with hang-*.txt",
     "order": "make all ranks call the same operations in the same order",
     "groups": "let all ranks use their groups in the same order",

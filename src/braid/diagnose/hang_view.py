@@ -14,7 +14,7 @@ from typing import NamedTuple
 from braid.diagnose.hang_stack import Thread, main_thread, parse_threads, waits_for_peers
 from braid.events import OPEN
 
-__all__ = ["Process", "RankView", "SpanView"]
+__all__ = ["LinkView", "Process", "RankView", "SpanView"]
 
 PARTNER = re.compile(r"(?:to|from) rank (\d+)\)")
 MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; old turns do not matter
@@ -104,6 +104,22 @@ class Process(NamedTuple):
         return self.state in {"T", "t"}
 
 
+class LinkView(NamedTuple):
+    """Connections of a rank to one other host, as its own host sees them.
+
+    Attributes:
+        own: Address of the rank's host.
+        peer: Address of the other host.
+        received_ns: Time at which anything came from there last.
+        num_repeats: Number of times that something was sent again, or probed, without an answer.
+    """
+
+    own: str
+    peer: str
+    received_ns: int
+    num_repeats: int
+
+
 class RankView(NamedTuple):
     """One rank, as observed from outside.
 
@@ -114,6 +130,7 @@ class RankView(NamedTuple):
         process: State of the process.
         stack: Latest stack dump of `faulthandler`; empty if there is none.
         ended: Description of the rank's end; empty while it lives.
+        links: Connections to other hosts, one view for each host.
     """
 
     rank: int
@@ -122,6 +139,7 @@ class RankView(NamedTuple):
     process: Process = Process()
     stack: str = ""
     ended: str = ""
+    links: tuple[LinkView, ...] = ()
 
     @property
     def threads(self) -> tuple[Thread, ...]:

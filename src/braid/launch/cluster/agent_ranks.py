@@ -129,7 +129,8 @@ class AgentRanks:
         except OSError as exc:
             self._channel.send(NotStarted(rank, exc.strerror or str(exc)))
             return
-        self._ranks[rank] = _Kept(child, box, RankObserver(rank, child.pid, box, self._clock))
+        look = RankObserver(rank, child.pid, box, self._clock, with_links=True)
+        self._ranks[rank] = _Kept(child, box, look)
         self._channel.send(Started(rank, child.pid))
 
     def signal(self, message: Send) -> None:

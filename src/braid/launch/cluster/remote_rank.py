@@ -140,7 +140,8 @@ class RemoteRank(Rank):
             view = look.view(alive=False)
         shift_ns = self._agent.offset_ns
         spans = tuple(span._replace(t_ns=span.t_ns + shift_ns) for span in view.spans)
-        return view._replace(spans=spans, ended=ended)
+        links = tuple(x._replace(received_ns=x.received_ns + shift_ns) for x in view.links)
+        return view._replace(spans=spans, ended=ended, links=links)
 
     def lasted_ns(self, wait: OpenWait) -> int | None:
         """Return the duration of a wait; None while the rank lives, whose record is remote."""

@@ -10,12 +10,16 @@ from braid.diagnose import RankView, SpanView
 from braid.events import Event, EventRing
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.hang_state import OpenWait
+from braid.launch.process.links import LinkObserver
 from braid.launch.process.process_facts import Sample, catches, process_between, sample
 from braid.launch.process.processes import send_signal, send_signal_to_thread
 
 __all__ = ["RankObserver"]
 
 HISTORY = 4096  # number of a rank's last records that a report reads, in some 4 ms
+
+
+LINKS_NS = 1_000_000_000  # between two looks at connections, while a rank waits as long
 
 
 class _StackRequested(NamedTuple):
@@ -34,9 +38,14 @@ class RankObserver:
         pid: Process id of the rank.
         box: Black box of the rank; not owned.
         clock: Clock of the rank's events.
+        with_links: Whether to observe the rank's connections to other hosts, too.
     """
 
-    def __init__(self, rank: int, pid: int, box: BlackBox, clock: Clock) -> None:
+    def __init__(
+        self, rank: int, pid: int, box: BlackBox, clock: Clock, *, with_links: bool = False
+    ) -> None:
+        self._links = LinkObserver(pid) if with_links else None
+        self._links_ns = 0
         self._rank = rank
         self._pid = pid
         self._box = box
@@ -48,11 +57,17 @@ class RankObserver:
         if not self._box.has_events:
             return []
         ring = self._box.ring
-        return [
+        waits = [
             OpenWait(self._rank, event.site or event.kind, event.seq, event.t_ns)
             for event in self._box.open_spans()
             if event.group and "(" in ring.name(event.kind)
         ]
+        now_ns = self._clock.now_ns()
+        lasts = any(now_ns - wait.t_ns >= LINKS_NS for wait in waits)
+        if self._links is not None and lasts and now_ns - self._links_ns >= LINKS_NS:
+            self._links_ns = now_ns
+            self._links.look(now_ns)  # what comes in between two looks is a sign of life
+        return waits
 
     def request_stack(self, *, alive: bool, answers: bool) -> None:
         """Request a stack dump from the rank and sample the resource use of its process.
@@ -92,6 +107,7 @@ class RankObserver:
         return view._replace(
             process=process_between(requested.sample, sample(self._pid), elapsed_ns),
             stack=self._box.stacks(requested.stacks_from),
+            links=self._links.look(self._clock.now_ns()) if self._links is not None else (),
         )
 
     def lasted_ns(self, wait: OpenWait) -> int | None:

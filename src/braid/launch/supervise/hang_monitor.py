@@ -35,9 +35,11 @@ class HangMonitor:
         clock: Clock of the ranks' events.
         log_dir: Directory for the reports, `hang-<n>.txt`.
         notice: Shows a text to the user.
+        hosts: Names of the hosts by address.
 
     Attributes:
         reports: Texts of all reports so far.
+        links: Hosts that do not hear each other, in words, as the last report knew them.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class HangMonitor:
         clock: Clock,
         log_dir: Path,
         notice: Callable[[str], None],
+        hosts: Mapping[str, str],
     ) -> None:
         self.reports: list[str] = []
+        self.links: tuple[str, ...] = ()
+        self._hosts = hosts
         self._limit_ns = round(limit_s * 1e9)
         self._ranks = ranks
         self._clock = clock
@@ -93,6 +98,7 @@ class HangMonitor:
                 [rank.view() for rank in self._ranks.values()],
                 now_ns=now_ns,
                 limit_ns=self._limit_ns,
+                hosts=self._hosts,
             )
             self._state.reported(report.waiting_ranks if report else (), now_ns)
             if report is not None:
@@ -104,11 +110,13 @@ class HangMonitor:
     def _show(self, report: HangReport) -> None:
         text = str(report)
         self._last = report
+        self.links = tuple(cause.text for cause in report.causes if cause.kind == "link")
         self.reports.append(text)
         self._notice(text.removeprefix("braid: "))
         (self._log_dir / f"hang-{len(self.reports)}.txt").write_text(text + "\n")
 
     def _resume(self, over: Resume) -> None:
+        self.links = ()
         if self._last is None:
             return
         ranks = self._last.missing_ranks or self._last.waiting_ranks

@@ -152,6 +152,7 @@ class _Run:
             clock=clock,
             log_dir=Path(self._log_dir),
             notice=console.notice,
+            hosts={host.address: host.name for host in backend.hosts},
         )
         with ExitStack() as stack:
             self._listener = stack.enter_context(
@@ -219,6 +220,7 @@ class _Run:
             resume=(self._job.resume_command or _resume_command(self._job)) if self._saved else "",
             limit_s=self._job.timeout_s,
             has_timeline=has_timeline,
+            links=() if verdict.certain else self._hangs.links,
         )
         if outcome.ok:
             self._hangs.all_ended_well()
