@@ -44,13 +44,6 @@ def test_an_example_runs_on_as_many_ranks_as_its_docstring_says(procs, example):
     assert "bit by bit" in run_program(procs, _command(example), example)[0]
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_a_snippet_of_the_readme_runs(procs, snippet, tmp_path):
-    script = tmp_path / "snippet.py"
-    script.write_text(snippet)
-    run_program(procs, 2, script)
-
-
 def test_the_diff_of_the_readme_makes_a_loop_that_trains(procs, tmp_path):
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     loop = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))

@@ -27,8 +27,9 @@ class RanksMissingError(CommTimeout):
 
     def __init__(self, topic: str, ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
-            f"ranks {list(ranks)} have not come to {topic.rpartition('/')[2]!r} within "
-            f"{timeout_s:g} s: see their errors, or whether they were started"
+            f"ranks {list(ranks)} have not come to the meeting {topic!r} within {timeout_s:g} s: "
+            "see their errors, whether they were started, and whether all ranks make their groups "
+            "in the same order"
         )
         self.ranks = list(ranks)
 

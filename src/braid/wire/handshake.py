@@ -302,7 +302,7 @@ class Handshake:
 
     def _no_proof(self) -> str:
         return (
-            f"{self._peer!r} sent a wrong signature: it has another secret, or replays an old "
+            f"{self._peer} sent a wrong signature: it has another secret, or replays an old "
             "handshake"
         )
 
