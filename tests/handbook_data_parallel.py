@@ -13,7 +13,17 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.clock import VirtualClock
-from braid.data_parallel import DataParallel
+from braid.comm import Group
+from braid.data_parallel import (
+    DPSGD,
+    DataParallel,
+    DiLoCo,
+    DistributedDataParallel,
+    Mixing,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+)
+from braid.events import Recorder
 from braid.fusion.fusion_state import FusionState
 from braid.fusion.request import Request
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
@@ -22,6 +32,7 @@ from braid.params.status import StatusLayout
 from braid.schedule import simulate
 from braid.schedule.bars import COLOURS, Bar, draw
 from braid.schedule.collective import algorithm, collective_costs, program
+from braid.testing.worlds import run_threads
 from braid.topology import flat
 from braid.types import TensorSpec
 
@@ -188,10 +199,10 @@ class _Levels(nn.Module):
         return x
 
 
-def all_reduce_s(nbytes: int) -> float:
-    """Seconds of a ring all-reduce of the two ranks."""
-    ring = program(algorithm("ring", "all_reduce", 2))
-    network = flat(2, NETWORK_S, NETWORK_BYTES_PER_S)
+def all_reduce_s(nbytes: int, size: int = 2) -> float:
+    """Seconds of a ring all-reduce."""
+    ring = program(algorithm("ring", "all_reduce", size))
+    network = flat(size, NETWORK_S, NETWORK_BYTES_PER_S)
     return simulate(ring, collective_costs(ring, nbytes, ADDED_S), network).seconds
 
 
@@ -352,4 +363,75 @@ def _one_cycle(
     return now_s
 
 
-DATA_PARALLEL = (replicas, buckets, negotiation)
+# Optimizers: four ranks, eight steps; a backward takes as long as a step, whatever the way.
+BACKWARD_S, STEP_S, STEPS, PERIOD, RING_SIZE = 300e-6, 40e-6, 8, 4, 4
+WAYS = ("DDP", "DDP, 4", "local SGD", "DiLoCo", "D-PSGD")
+
+
+class _NotedSGD(torch.optim.SGD):
+    """SGD that records its steps among the rank's collectives."""
+
+    recorder: Recorder
+
+    def step(self, closure: Any = None) -> Any:
+        self.recorder.instant("step")
+        return super().step(closure)
+
+
+def _train(group: Group, way: str) -> list[list[tuple[str, int]]]:
+    """Train in one of the ways; return kind and bytes of what this rank did, by step."""
+    recorder = group.context.events
+    module: nn.Module = nn.utils.skip_init(nn.Linear, 256, 512)
+    nn.init.constant_(module.weight, 0.01), nn.init.constant_(module.bias, 0.0)
+    optimizer: Any = _NotedSGD(module.parameters(), lr=0.01)
+    optimizer.recorder = recorder
+    each = PERIOD if way == "DDP, 4" else 1
+    method = None
+    if way.startswith("DDP"):
+        module = DistributedDataParallel(
+            module, process_group=group, gradient_accumulation_steps=each
+        )
+    elif way == "local SGD":
+        averager = PeriodicModelAverager(PERIOD, warmup_steps=PERIOD - 1, process_group=group)
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
+    elif way == "DiLoCo":
+        optimizer = DiLoCo(optimizer, period=PERIOD, process_group=group)
+    else:
+        method = DPSGD(module.parameters(), Mixing.ring(group.size), group)
+    steps = []
+    for number in range(STEPS):
+        written = recorder.ring.written
+        module(torch.ones(2, 256) * (group.rank + 1)).sum().backward()
+        if (number + 1) % each == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if method is not None:
+            method.mix()
+        events = sorted(recorder.tail(recorder.ring.written - written))
+        steps.append([(recorder.ring.name(event.kind), event.nbytes) for event in events])
+    return steps
+
+
+def where_steps_are_taken() -> str:
+    """Rank 0 of four in five ways: backward, steps, and what it averages when."""
+    kinds = ("backward", "step", "averaging")
+    colours = dict(zip(kinds, (COLOURS[0], COLOURS[2], COLOURS[1]), strict=True))
+    bars = []
+    for lane, way in enumerate(WAYS):
+        now_s = 0.0
+        for steps in run_threads(RING_SIZE, _train, way)[0]:
+            spans = [("backward", BACKWARD_S)]
+            for name, nbytes in steps:
+                if name == "step":
+                    spans.append(("step", STEP_S))
+                elif name.startswith(("all_reduce", "all_gather", "broadcast")):
+                    spans.append(("averaging", all_reduce_s(nbytes, RING_SIZE)))
+                elif name.startswith("send"):  # while it receives
+                    spans.append(("averaging", NETWORK_S + nbytes / NETWORK_BYTES_PER_S))
+            for kind, seconds in spans:
+                bars.append(Bar(lane, now_s, now_s + seconds, colours[kind], kind))
+                now_s += seconds
+    return draw(WAYS, bars, max(bar.end_s for bar in bars), legend=colours, width=WIDTH)
+
+
+DATA_PARALLEL = (replicas, buckets, negotiation, where_steps_are_taken)
