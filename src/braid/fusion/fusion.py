@@ -10,7 +10,7 @@ then while something waits. Threads that wait for an exchange sleep as well.
 
     caller      submit a   submit b                         wait
     thread      ......>| agree | carry out [a b] | .....     ^ woken
-    affected    ..........>|  agree | carry out [a b] |
+    other rank  ..........>|  agree | carry out [a b] |
 
 Source: Sergeev & Del Balso 2018. There, threads exchange every millisecond, busy or idle.
 """

@@ -166,7 +166,8 @@ def _raise_named(
     assert error is not None
     if not isinstance(error, Exception):
         raise error
-    others = f" (replicas {', '.join(map(str, failed[1:]))} failed, too)" if failed[1:] else ""
+    more = ", ".join(map(str, failed[1:]))
+    others = f" (replica{'s' * (len(failed) > 2)} {more} failed, too)" if more else ""
     msg = f"replica {first} of {len(outcomes)} on {places[first]}: {error}{others}"
     try:
         named = type(error)(msg)
