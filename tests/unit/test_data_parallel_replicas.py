@@ -420,7 +420,7 @@ class Wrong(nn.Module):
 def test_an_exception_names_its_replica_and_keeps_its_type(error, kind, words):
     with pytest.raises(kind, match=words) as caught:
         DataParallel(Wrong(error), ["cpu"] * 3)(torch.tensor([0.0, 2.0, 2.0]))
-    assert "(replicas 2 failed, too)" in str(caught.value)
+    assert "(replica 2 failed, too)" in str(caught.value)
     assert caught.value.__cause__ is error
     assert not [t for t in threading.enumerate() if t.name.startswith("braid-data_parallel")]
 
