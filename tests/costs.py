@@ -23,13 +23,13 @@ BUDGETS_S = {
     "world/test_checkpoint": 10,
     "world/test_comm": 55,
     "world/test_data_parallel": 30,
-    "world/test_ddp": 25,
+    "world/test_ddp": 35,
     "world/test_demo": 20,
     "world/test_distributed_optimizer": 10,
     "world/test_fusion": 15,
     "world/test_horovod": 40,
     "world/test_hosts": 15,
-    "world/test_launch": 75,
+    "world/test_launch": 95,
     "world/test_leave_horovod": 10,
     "world/test_membership": 50,
     "world/test_message": 10,
@@ -41,8 +41,8 @@ BUDGETS_S = {
     "world/test_rebuild": 10,
     "world/test_store": 5,
     "world/test_sync_batch_norm": 10,
-    "world/test_torch_backend": 45,
-    "world/test_train": 22,
+    "world/test_torch_backend": 50,
+    "world/test_train": 28,
 }
 OTHERS_S = 5  # of each file that has no budget
 

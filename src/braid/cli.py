@@ -18,6 +18,7 @@ import tyro
 from braid._version import __version__
 from braid.commands import NO_DEFAULT, Directory
 from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_horovod, bench_net
+from braid.commands.checkpoint import checkpoint_export, checkpoint_ls, checkpoint_verify
 from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
 from braid.commands.probe import probe
@@ -331,93 +332,6 @@ def demo(
     from braid.train.command import choose_log_dir
 
     return show(Console(), num_ranks=n, log_dir=log_dir or choose_log_dir("", "demo-"))
-
-
-def checkpoint_ls(
-    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
-) -> int:
-    """List the checkpoints of a run.
-
-    Args:
-        directory: Directory of the run, or of its checkpoints.
-    """
-    from pathlib import Path
-
-    from braid.checkpoint import ls
-
-    if not Path(directory).is_dir():
-        msg = f"there is no directory of a run or of its checkpoints at {directory}"
-        raise ConfigError(msg)
-    inner = Path(directory) / "checkpoints"
-    checkpoints = ls(inner if inner.is_dir() else directory)
-    for line in checkpoints:
-        size = f"{line.num_tensors:>5} tensors {line.nbytes:>15,} bytes  {line.world_size} ranks"
-        print(f"step {line.step:>9}  {line.problem or size}  {line.path}")
-    if not checkpoints:
-        print(f"no checkpoints in {directory}", file=sys.stderr)
-    return 0 if checkpoints else 1
-
-
-def checkpoint_verify(
-    paths: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint=NO_DEFAULT),
-    ] = (),
-) -> int:
-    """Check every file of checkpoints against its sha256.
-
-    Args:
-        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs, whose
-            checkpoints are all checked.
-    """
-    from pathlib import Path
-
-    from braid.checkpoint import ls, verify
-    from braid.errors import CheckpointError
-
-    if not paths:
-        msg = "no checkpoints to verify: name directories such as step-00000200"
-        raise ConfigError(msg)
-    checkpoints: list[str] = []
-    for path in paths:
-        inner = Path(path) / "checkpoints"
-        checkpoints += [line.path for line in ls(inner if inner.is_dir() else path)] or [path]
-    bad = 0
-    for path in checkpoints:
-        try:
-            manifest = verify(path)
-        except CheckpointError as exc:
-            bad += 1
-            print(f"{path}: {exc}")
-        else:
-            print(f"{path}: ok, step {manifest.step}, {len(manifest.files)} files, sha256 ok")
-    return 1 if bad else 0
-
-
-def checkpoint_export(
-    where: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
-    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
-) -> int:
-    """Write the model of a checkpoint as one safetensors file, for any other program.
-
-    Args:
-        where: Checkpoint, directory of checkpoints, or run, of which the last one is taken.
-        out: File to write, such as model.safetensors; it must not exist.
-    """
-    from pathlib import Path
-
-    from braid.checkpoint import export_model
-    from braid.errors import CheckpointError
-
-    inner = Path(where) / "checkpoints"
-    try:
-        count = export_model(inner if inner.is_dir() else where, out)
-    except CheckpointError as exc:
-        print_error("nothing was written", str(exc))
-        return 1
-    print(f"{out}: {count} tensors")
-    return 0
 
 
 def report(

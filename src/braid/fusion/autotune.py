@@ -17,6 +17,7 @@ algorithm 2.1.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ import numpy.typing as npt
 from braid.errors import ConfigError
 
 __all__ = ["Autotuner", "Settings", "TuneOptions", "grid_around"]
+
+LOG = logging.getLogger(__name__)
 
 MIB = 1 << 20
 THRESHOLDS = (0, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
@@ -168,6 +171,7 @@ class Autotuner:
         self.samples.append((self._now, score))
         self.done = len(self.samples) >= self._options.max_samples
         before, self._now = self._now, self.best if self.done else self._next()
+        LOG.info("settings %s, after %d measured samples", self._now, len(self.samples))
         return None if self._now == before else self._now
 
     def _next(self) -> Settings:

@@ -18,7 +18,6 @@ Source: Sergeev & Del Balso 2018. There, threads exchange every millisecond, bus
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -42,8 +41,6 @@ from braid.fusion.streams import wait_for_points
 from braid.fusion.timeline import Timeline, write_timeline
 
 __all__ = ["Fusion"]
-
-LOG = logging.getLogger(__name__)
 
 # between exchanges of a rank that waits for something, and has nothing new; grows
 MIN_PAUSE_S = 0.001
@@ -432,7 +429,6 @@ class Fusion:
             names = [response.name for batch in outcome.batches for response in batch.responses]
             settings = self.tuner.note(names, nbytes, self._now_s())
             if settings is not None:
-                LOG.info("settings %s, by %d measured samples", settings, len(self.tuner.samples))
                 with self._lock:
                     self._state.propose(settings)
             if self.tuner.done:

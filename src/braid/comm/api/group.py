@@ -68,8 +68,7 @@ class Group(Reductions, Movements, PointToPoint):
         ranks: Global ranks of the members, in group order.
         names: Name table through which peers read descriptions.
         epoch: See the attribute.
-        name_prefix: Prefix of the names under which members of this group, and of no other one,
-            meet in the store.
+        name_prefix: Prefix of the names under which members meet in the store.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Group(Reductions, Movements, PointToPoint):
         self._deadline_s = FIRST_DEADLINE_S
         self._name_prefix = name_prefix
         self._successor: Group | None = None
-        self._tokens = ""  # of this rank, for the group that is rebuilt
+        self._tokens = ""  # of this rank, for a rebuilt group
         self.numbers = Numbers()
         self._closed = ""
         self._given_back = False
@@ -110,9 +109,8 @@ class Group(Reductions, Movements, PointToPoint):
         Args:
             context: Context of this rank.
             transport: Transport that reaches all ranks.
-            sum_order: Order of sums over several hosts. `rank` sums in the order of ranks, as
-                inside of a host, so that results do not depend on which ranks share one. `any` sums
-                inside of each host first, which sends less.
+            sum_order: Order of sums over several hosts: `rank`, so that results do not depend on
+                which ranks share a host, or `any`, which sums inside of each first and sends less.
         """
         if sum_order not in {"rank", "any"}:
             msg = f"sum_order is 'rank' or 'any', not {sum_order!r}"
@@ -229,8 +227,7 @@ class Group(Reductions, Movements, PointToPoint):
     def adopt(self, x: torch.Tensor) -> None:
         """Move the storage of `x` into memory that all members can read, in place.
 
-        This is not a collective. All tensors on that storage follow. Nothing happens where there is
-        no such memory (`engine.capabilities.adopts`).
+        Not a collective; all tensors on that storage follow. No-op where there is no such memory.
 
         Args:
             x: Tensor on the CPU.
@@ -283,12 +280,10 @@ class Group(Reductions, Movements, PointToPoint):
         """Return a new group of some members; only they call this, and they meet through `store`.
 
         Args:
-            ranks: Global ranks of the new group in its order, this rank among them; the same on
-                all.
+            ranks: Global ranks of the new group in its order, the same on all of them.
             store: Store where the members meet.
             name: Name of the meeting, new for every group.
-            previous: Name of the last meeting of the same ranks, of which nothing is needed any
-                more once all of them have come to this one; its entries are deleted.
+            previous: Last meeting of the same ranks; its entries are deleted.
 
         Raises:
             ConfigError: Some of `ranks` are not members, or this rank is not among them.
@@ -415,8 +410,6 @@ class Group(Reductions, Movements, PointToPoint):
     def __repr__(self) -> str:
         state = self._closed or f"{self._engine.statistics.num_operations} operations"
         return f"Group(rank {self.rank} of {self.size}, ranks {list(self.ranks)}, {state})"
-
-    # What the operations above share.
 
     def _submit(self, collective: Collective) -> Any:
         engine = self._prepare(collective)
