@@ -11,6 +11,7 @@ import torch
 from braid.comm import Group
 from braid.comm.algorithms import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
+from braid.store import RanksMissingError
 from braid.testing.claims import possible
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
@@ -571,3 +572,19 @@ def _num_mapped() -> int:
 def test_what_peers_have_dropped_is_unmapped(procs):
     for counts in procs(3, _adopts_and_drops):
         assert max(counts) == counts[0]
+
+
+def _apart(group: Group) -> str:
+    """Ranks make their groups in another order, so that they meet under other names."""
+    try:
+        group.select([0, 1], group.context.store, name=f"mine {group.rank}", timeout_s=0.2)
+    except RanksMissingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_that_other_ranks_make_in_another_order_is_given_up_in_time(world):
+    first, second = world(2, _apart)
+    assert "ranks [1] have not come to the meeting 'select/mine 0/0' within 0.2 s" in first
+    assert "ranks [0] have not come to the meeting 'select/mine 1/0'" in second
+    assert "whether all ranks make their groups in the same order" in second

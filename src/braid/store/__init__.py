@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from braid.store.client import StoreClient
-from braid.store.exchange import RanksMissingError, exchange, wait_for_ranks
+from braid.store.exchange import (
+    RanksMissingError,
+    exchange,
+    exchange_numbers,
+    wait_for_ranks,
+)
 from braid.store.file_store import FileStore
 from braid.store.hash_store import HashStore
 from braid.store.interface import PrefixStore, Store
@@ -21,5 +26,6 @@ __all__ = [
     "StoreClient",
     "StoreServer",
     "exchange",
+    "exchange_numbers",
     "wait_for_ranks",
 ]

@@ -8,7 +8,7 @@ from braid.clock import Clock, MonotonicClock
 from braid.errors import CommTimeout
 from braid.store.interface import Store
 
-__all__ = ["RanksMissingError", "exchange", "wait_for_ranks"]
+__all__ = ["RanksMissingError", "exchange", "exchange_numbers", "wait_for_ranks"]
 
 LOOK_S = 0.25  # pause between two calls of `check` while ranks are missing
 
@@ -63,6 +63,14 @@ def exchange(
     store.set(f"{topic}/{rank}", value)
     wait_for_ranks(store, topic, ranks, timeout_s=timeout_s, clock=clock, check=check)
     return store.multi_get([f"{topic}/{other}" for other in ranks])
+
+
+def exchange_numbers(
+    store: Store, topic: str, rank: int, ranks: Sequence[int], number: int, *, timeout_s: float
+) -> list[int]:
+    """Publish a number to `ranks` and return theirs, as `exchange` does."""
+    values = exchange(store, topic, rank, ranks, str(number).encode(), timeout_s=timeout_s)
+    return [int(value) for value in values]
 
 
 def wait_for_ranks(

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from braid.comm import Group
+from braid.comm.api.group import FIRST_DEADLINE_S
 from braid.comm.engines.background_poller import BackgroundPoller
 from braid.errors import ConfigError, message_of
 from braid.rendezvous import JobEnvironment, wants_portable
@@ -116,7 +117,8 @@ class SharedWorld:
         key = "_".join(map(str, ranks))
         number, previous = self._meetings.get(key, (0, ""))
         name = f"{meeting.name} of torch {key}, {number + 1}"
-        group = self.world.select(ranks, store, name=name, previous=previous)
+        timeout_s = min(meeting.timeout_s, FIRST_DEADLINE_S)
+        group = self.world.select(ranks, store, name=name, previous=previous, timeout_s=timeout_s)
         self._meetings[key] = (number + 1, name)
         self._groups.append(group)
         return group

@@ -39,7 +39,7 @@ from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.arguments import Data, check_movable, check_seconds, is_number
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
-from braid.store import Store, exchange
+from braid.store import Store, exchange_numbers
 from braid.transport import MemoryTransport, RankContext
 
 __all__ = ["Group"]
@@ -67,7 +67,6 @@ class Group(Reductions, Movements, PointToPoint):
         engine: Engine that moves data.
         ranks: Global ranks of the members, in group order.
         names: Name table through which peers read descriptions.
-        epoch: See the attribute.
         name_prefix: Prefix of the names under which members meet in the store.
     """
 
@@ -117,10 +116,11 @@ class Group(Reductions, Movements, PointToPoint):
             raise ConfigError(msg)
         page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))
-        first_pages = _exchange(context.store, "group/world", context.rank, ranks, page.address)
+        meet = partial(exchange_numbers, context.store, timeout_s=FIRST_DEADLINE_S)
+        first_pages = meet("group/world", context.rank, ranks, page.address)
         pages = ControlPages(transport, ranks, context.rank, first_pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
-        _exchange(context.store, "group/mapped", context.rank, ranks, 0)
+        meet("group/mapped", context.rank, ranks, 0)
         engine = SharedMemoryEngine(
             transport,
             pages,
@@ -276,14 +276,23 @@ class Group(Reductions, Movements, PointToPoint):
         order = [r for _, r in members]
         return self._subset(order, [answers[r][2:] for r in order])
 
-    def select(self, ranks: Sequence[int], store: Store, *, name: str, previous: str = "") -> Group:
+    def select(
+        self,
+        ranks: Sequence[int],
+        store: Store,
+        *,
+        name: str,
+        previous: str = "",
+        timeout_s: float = FIRST_DEADLINE_S,
+    ) -> Group:
         """Return a new group of some members; only they call this, and they meet through `store`.
 
         Args:
-            ranks: Global ranks of the new group in its order, the same on all of them.
-            store: Store where the members meet.
+            ranks: Global ranks of the new group in its order.
+            store: Store where they meet.
             name: Name of the meeting, new for every group.
-            previous: Last meeting of the same ranks; its entries are deleted.
+            previous: Last meeting of the same ranks, whose entries are deleted.
+            timeout_s: Seconds to wait for them.
 
         Raises:
             ConfigError: Some of `ranks` are not members, or this rank is not among them.
@@ -297,10 +306,9 @@ class Group(Reductions, Movements, PointToPoint):
                 f"{list(self.ranks)}: name each member once, and this rank among them"
             )
             raise ConfigError(msg)
-        columns = [
-            _exchange(store, f"select/{name}/{i}", self.context.rank, ranks, engine.token())
-            for i, engine in enumerate(self._engines())
-        ]
+        meet = partial(exchange_numbers, store, timeout_s=timeout_s)
+        mine = enumerate(engine.token() for engine in self._engines())
+        columns = [meet(f"select/{name}/{i}", self.context.rank, ranks, n) for i, n in mine]
         for i in range(len(columns)) if previous else ():
             store.delete_key(f"select/{previous}/{i}/{self.context.rank}")
         tokens = [list(row) for row in zip(*columns, strict=True)]
@@ -490,10 +498,3 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)  # after the transports have been told
-
-
-def _exchange(store: Store, topic: str, rank: int, ranks: Sequence[int], number: int) -> list[int]:
-    """Tell the ranks a number and return theirs, in their order."""
-    value = str(number).encode()
-    values = exchange(store, topic, rank, ranks, value, timeout_s=FIRST_DEADLINE_S)
-    return [int(value) for value in values]
