@@ -156,6 +156,9 @@ def load(
             f"{', '.join(sorted(kept)) or 'model and optimizer only'}: load what was saved"
         )
         raise CheckpointError(msg)
+    for skipped in loaded.skipped if group.rank == 0 else ():
+        LOG.warning("braid: passed over %s: %s", skipped.path, skipped.reason)
+    LOG.info("goes on after step %d of %s", loaded.manifest.step, loaded.path)
     restore_training(loaded, _unwrapped(model), optimizer)
     for name, part in parts.items():
         part.load_state_dict(from_plain(kept[name], loaded.read))

@@ -29,7 +29,7 @@ def test_numbers_differences_and_curves_of_two_runs(runs):
     comparison = compare_runs([read_run(run) for run in runs])
     rows = {row.name: (row.texts, row.changes, row.verdicts) for row in comparison.figures}
     assert rows["loss, last"] == (("1", "2"), ("", "+100%"), ("", "bad"))
-    assert rows["slowest step"] == (("20 ms", "12 ms"), ("", "-40%"), ("", "good"))
+    assert rows["slowest later step"] == (("20 ms", "12 ms"), ("", "-40%"), ("", "good"))
     assert rows["steps"] == (("6", "6"), ("", "="), ("", ""))
     assert comparison.differences == (
         ("command", ("braid run -n 2 train.py --lr 0.1", "braid run -n 2 train.py")),

@@ -93,7 +93,7 @@ def test_survivors_are_told_who_died_and_why_at_once(run, console, tmp_path):
         "  cause    rank 1 (*): killed by signal 9 (SIGKILL) in backward, bucket 1 of 2, at step 6",
         "  affected ranks 0,2 were waiting in barrier()#6 called at launch_jobs.py*, at step 6 - stopped cleanly",
         "  saved    checkpoint step 4 (sha256 ok), 2 steps not saved",
-        f"  resume   braid run --resume auto -n 3 {JOBS} train kill 6",
+        f"  resume   braid run --resume auto -n 3 --log-dir {tmp_path}/run {JOBS} train kill 6",
     ]
 
 

@@ -106,6 +106,7 @@ WRONG_SHARES = {
 def test_wrong_shares_are_found_though_every_bit_is_equal(proved, share):
     out = proved(2, TASK.replace("x[rank::size]", share))
     assert "wrong shares in step 1" in out
+    assert "cover the batch once (x[rank::size], not x[rank:])" in out
     assert WRONG_SHARES[share] in out
     assert "equal bits 3 steps on 2 ranks" in out
     assert "proved" not in out

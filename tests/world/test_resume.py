@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 
@@ -119,16 +120,43 @@ def _refusals(group: Group, directory: str) -> None:
         resume.load(f"{directory}/step-00000008", group=group, model=_linear())
 
 
+def _passes_over(group: Group, directory: str) -> tuple[int, list[str]]:
+    _save_plain(group, directory)
+    newest = resume.save(directory, group=group, model=_linear(), step=9)
+    if group.rank == 0:
+        (newest / "manifest.json").write_text("{}")
+    group.barrier()
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("braid.resume").addHandler(handler)
+    try:
+        return resume.load(directory, group=group, model=_linear()), texts
+    finally:
+        logging.getLogger("braid.resume").removeHandler(handler)
+
+
+@pytest.mark.procs
+def test_a_damaged_checkpoint_that_is_passed_over_is_one_line_on_rank_0(procs, tmp_path):
+    (begin, (text,)), (other, texts) = procs(2, _passes_over, str(tmp_path))
+    assert (begin, other, texts) == (8, 8, [])
+    assert text.startswith(f"braid: passed over {tmp_path / 'step-00000009'}: ")
+
+
 @pytest.mark.procs
 def test_the_model_is_exported_for_other_programs(procs, tmp_path, capsys):
     procs(2, _save_plain, str(tmp_path / "checkpoints"))
     out = tmp_path / "elsewhere" / "model.safetensors"
+    assert cli.main(["checkpoint", "export", str(tmp_path), str(out)]) == 1
+    assert f"cannot write {out}: No such file or directory" in capsys.readouterr().err
+    out.parent.mkdir()
     assert cli.main(["checkpoint", "export", str(tmp_path), str(out)]) == 0
     assert {name: t.tolist() for name, t in load_file(out).items()} == {"weight": [[0.5, 0.5]] * 3}
     capsys.readouterr()
     assert cli.main(["checkpoint", "export", str(tmp_path), str(out)]) == 1
     assert "the file exists; choose another name" in capsys.readouterr().err
     assert cli.main(["checkpoint", "export", str(tmp_path / "none"), str(out)]) == 1
+    assert f"no directory of checkpoints, at {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_the_root_names_are_these():

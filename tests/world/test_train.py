@@ -107,7 +107,7 @@ def test_ranks_compute_the_same_bits_as_one_process_that_runs_their_shards(world
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(world, config, schedule):
     piped = replace(config, mesh="pp=2", schedule=schedule, model="mini", steps=4)
-    alone = replace(piped, mesh="", log_dir=config.log_dir + "-alone")
+    alone = replace(piped, mesh="", schedule="1f1b", log_dir=config.log_dir + "-alone")
     (expected,) = world(1, train, alone)
     curve, other = world(2, train, piped)
     assert [step for step, _ in curve.losses] == [1, 2, 3, 4]
@@ -137,6 +137,10 @@ def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(world, co
 def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text):
     with pytest.raises(ConfigError, match=text):
         replace(config, mesh=mesh).check_ranks(ranks)
+    with pytest.raises(ConfigError, match="--schedule zbv is of a pipeline: add --mesh pp=2"):
+        replace(config, schedule="zbv").check_ranks(2)
+    with pytest.raises(ConfigError, match="zbv on 4 ranks has 8 stages, and tiny has 4 layers"):
+        replace(config, schedule="zbv", mesh="pp=4").check_ranks(4)
     with pytest.raises(ConfigError, match="schedule must be one of gpipe, 1f1b"):
         replace(config, schedule="nope")
 

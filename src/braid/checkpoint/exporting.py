@@ -38,6 +38,9 @@ def export_model(where: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     Cost: one pass over the checkpoint to verify it, one over the model; the model is in memory.
     """
     path, target = Path(where), Path(out)
+    if not path.is_dir():
+        msg = f"there is no checkpoint, and no directory of checkpoints, at {path}"
+        raise CheckpointError(msg)
     steps = CheckpointDirectory(path).steps()
     if steps:
         path = CheckpointDirectory(path).locate(steps[-1])
@@ -51,7 +54,6 @@ def export_model(where: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     try:
         if target.exists():
             raise FileExistsError(errno.EEXIST, "the file exists; choose another name")
-        target.parent.mkdir(parents=True, exist_ok=True)
         part.unlink(missing_ok=True)
         write_tensor_file(part, dict(sorted(tensors.items(), key=_wide_first)))
         part.replace(target)

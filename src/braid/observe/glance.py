@@ -75,7 +75,7 @@ def _step_times(run: Run, steps: Steps) -> Iterator[Figure]:
         for name, value in (
             ("first step", lasted[0]),
             ("median step", median(lasted[1:])),
-            ("slowest step", max(lasted[1:])),
+            ("slowest later step", max(lasted[1:])),
         ):
             yield Figure(name, value, duration_text(value), True)
     if lasted:

@@ -30,6 +30,7 @@ def show(proof: Proof, console: Console | None = None) -> None:
             "shares must be equally large, cover the batch once (x[rank::size], not x[rank:]), "
             "come from a batch that does not depend on size, and the loss must be their mean",
             soft_wrap=True,
+            markup=False,
         )
     if proof.difference is None:
         verdict = "proved" if proof.gap is None else "equal bits"

@@ -165,9 +165,27 @@ class TrainConfig:
         if self.mesh and Mesh.parse(self.mesh).size != num_ranks:
             msg = f"--mesh {self.mesh} has {Mesh.parse(self.mesh).size} ranks, got -n {num_ranks}"
             raise ConfigError(msg)
+        self._check_stages()
         shards = self.reference_shards or num_ranks // self.num_stage_ranks
         share_of(range(self.batch), 0, shards)
         return shards
+
+    def _check_stages(self) -> None:
+        """Check that the model has a layer for each stage, and a schedule a pipeline."""
+        num_ranks = self.num_stage_ranks
+        if num_ranks == 1:
+            if self.schedule != "1f1b":
+                msg = f"--schedule {self.schedule} is of a pipeline: add --mesh pp=2, or another"
+                raise ConfigError(msg)
+            return
+        stages = SCHEDULES[self.schedule](num_ranks, self.microbatches).header.num_units
+        layers = MODELS[self.model].layers + 2
+        if layers < stages:
+            msg = (
+                f"{self.schedule} on {num_ranks} ranks has {stages} stages, and {self.model} has "
+                f"{layers} layers: use fewer ranks, or a larger --model"
+            )
+            raise ConfigError(msg)
 
     @property
     def checkpoints(self) -> str:

@@ -8,6 +8,7 @@ import subprocess
 from contextlib import suppress
 from datetime import datetime
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,18 @@ from braid.launch.process.job import JobSpec
 __all__ = ["git_commit", "make_log_dir", "package_versions", "write_record"]
 
 GIT_LIMIT_S = 2.0
+# files of one run; what belongs to a training over several runs is not among them
+OF_RUN = (
+    "run.json",
+    "rank*.log",
+    "metrics",
+    "events",
+    "stacks",
+    "hang-*.txt",
+    "report.html",
+    "compare.html",
+    "trace.json*",
+)
 PACKAGES = (
     "torch",
     "numpy",
@@ -42,11 +55,28 @@ def make_log_dir(job: JobSpec) -> str:
         while not job.log_dir and Path(name).exists():
             name = f"./runs/{today.isoformat()}_{secrets.token_hex(2)[:3]}"
         Path(name).mkdir(parents=True, exist_ok=True)
+        _set_aside(Path(name))
         (Path(name) / "run.json").write_bytes(b"")
     except OSError as exc:
         msg = f"cannot write logs to {name}: {exc.strerror}; choose another --log-dir"
         raise ConfigError(msg) from exc
     return name
+
+
+def _set_aside(log_dir: Path) -> None:
+    """Move the files of an earlier run in this directory below it, so that runs are not mixed.
+
+    Checkpoints, and what the program itself has written, stay where they are.
+    """
+    record = log_dir / "run.json"
+    if not record.exists() or not record.stat().st_size:
+        return
+    number = next(n for n in count(1) if not (log_dir / f"earlier-{n}").exists())
+    aside = log_dir / f"earlier-{number}"
+    aside.mkdir()
+    for pattern in OF_RUN:
+        for path in log_dir.glob(pattern):
+            path.rename(aside / path.name)
 
 
 def write_record(log_dir: Path, record: RunRecord) -> None:

@@ -490,4 +490,5 @@ def _exit_code(verdict: Verdict, signum: int) -> int:
 def _resume_command(job: JobSpec) -> str:
     flag = {"script": [], "module": ["-m"], "program": ["--no-python"]}[job.kind]
     where = job.where or ("-n", str(job.num_ranks))
-    return shlex.join(["braid", "run", "--resume", "auto", *where, *flag, *job.command])
+    place = ("--log-dir", job.log_dir) if job.log_dir else ()
+    return shlex.join(["braid", "run", "--resume", "auto", *where, *place, *flag, *job.command])
