@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_graph import Model, tokens
 from torch import nn
 from training import linear, said_by
 
@@ -16,6 +15,7 @@ from braid.errors import CommError, ConfigError
 from braid.graph import capture
 from braid.pipeline import Pipeline
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from graph_model import Model, tokens
 
 NUM_LAYERS = 8
 TRAINING = ["gpipe", "1f1b", "breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv"]

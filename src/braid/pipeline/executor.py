@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from braid.comm import Group
-from braid.errors import BraidError, ConfigError
+from braid.errors import BraidError, CommError, ConfigError, StaleError
 from braid.pipeline.messages import Messages
 from braid.pipeline.stage import Stage, StageError
 from braid.schedule import Action, Program
@@ -108,6 +108,9 @@ class Executor:
         except StageError as exc:
             self._abort(f"layer {exc.layer}, {PIPELINE.describe(action)}", exc.error)
             raise exc.error from None
+        except StaleError as exc:  # a send under way has ended the group before this action
+            self._clear()
+            raise CommError(str(exc)) from exc
         except BraidError:
             self._clear()
             raise
