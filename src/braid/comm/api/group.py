@@ -246,11 +246,8 @@ class Group(Reductions, Movements, PointToPoint):
         Members of the new group are ordered by (key, rank).
 
         Args:
-            color: Number that is not negative; None to be in no new group.
+            color: Number that is not negative; None to be in no new group, and to get None.
             key: Order among members of the same color.
-
-        Returns:
-            The new group, or None for color None.
 
         Cost: one all_gather of 24 bytes a member.
         """
