@@ -135,16 +135,17 @@ def load(
 
     Raises:
         CheckpointError: The checkpoint is of another model, optimizer or other parts, or no
-            checkpoint is complete. The same on all ranks; nothing has been changed.
+            checkpoint is complete. The same on all ranks; nothing has been changed, unless an
+            object of `parts` itself refuses its state.
         ConfigError: An object has no `load_state_dict()`.
     """
     group = world() if group is None else group
     _check_parts(parts, "load_state_dict")
     wanted = _asked_for()
+    named = wanted not in {"", "auto"} or Path(directory).name.startswith("step-")
     where = Path(wanted if wanted not in {"", "auto"} else directory)
-    inner = where / "checkpoints"
-    where = inner if inner.is_dir() else where
-    named = where != Path(directory) or where.name.startswith("step-")
+    if wanted == str(where) and (where / "checkpoints").is_dir():  # a run's directory
+        where /= "checkpoints"
     if not named and not group.objects.broadcast(_has_checkpoints(where)):
         LOG.info("%s has no checkpoint yet: a new training", where)
         return 0
@@ -171,7 +172,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     while True:
         own = dict(model.named_children())
         inner = next((own[name] for name in INNER if list(own) == [name]), None)
-        if inner is None or list(model.parameters(recurse=False)):
+        own_tensors = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+        if inner is None or own_tensors:
             return model
         model = inner
 

@@ -89,6 +89,10 @@ class Conditional(nn.Module):
             return x * x.mean().item()
         if self.how == "condition" and x.sum() > 0:
             return -x
+        if self.how == "slice":
+            return x[: len(x) - 1]
+        if self.how == "half":
+            return x.expand(len(x), 4).narrow(0, 0, len(x) // 2)
         if self.how == "float":
             return x * (1 / len(x))
         if self.how == "rows" and len(x) % 2:
@@ -101,6 +105,8 @@ class Conditional(nn.Module):
     [
         ("item", r"item\(\) at .*test_graph.py:\d+ makes the model depend on data"),
         ("condition", r"a condition at .*test_graph.py:\d+ makes the model depend on data"),
+        ("slice", "takes a slice that depends on the number of rows"),
+        ("half", "depends on the number of rows in another way"),
         ("float", r"__mul__.*has|mul.*has the number 0.25 for 4 rows"),
         ("rows", "for one row less the model makes 2 calls, for 4 rows 1"),
     ],
@@ -111,8 +117,8 @@ def test_what_depends_on_data_or_takes_another_way_is_refused(how, text):
 
 
 def test_one_row_and_more_parts_than_modules_are_refused(model):
-    with pytest.raises(ConfigError, match="an example needs at least 2 rows"):
-        capture(model, tokens(1))
+    with pytest.raises(ConfigError, match="an example needs at least 3 rows"):
+        capture(model, tokens(2))
     graph = capture(model, tokens(4))
     with pytest.raises(ConfigError, match="8 modules cannot be cut into 9 parts"):
         segments(graph, 9)

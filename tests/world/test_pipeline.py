@@ -130,6 +130,20 @@ def test_shared_weights_have_the_sum_of_their_gradients_and_count_once_in_the_no
     assert holders == {1: 1, 2: 2, 3: 3 if schedule == "1f1b" else 2}[size]
 
 
+def _accumulate_shared(group: Group) -> list[torch.Tensor]:
+    pipeline = Pipeline(shared_layers(), num_microbatches=4, process_group=group)
+    for _ in range(2):
+        pipeline.step(*batch_of(6, 0), loss=loss_of)
+    twice = dict(pipeline.named_parameters())
+    return [p.grad for name, p in twice.items() if name.endswith("0.linear.weight")]
+
+
+def test_shared_weights_accumulate_over_steps(world):
+    expected, _ = reference([6], 4, shared_layers)
+    (grad,) = world(2, _accumulate_shared)[0]
+    torch.testing.assert_close(grad, 2 * expected["0.linear.weight"])
+
+
 def _evaluate(group: Group, schedule: str) -> tuple[float, bool]:
     pipeline = Pipeline(layers(), num_microbatches=3, schedule=schedule, process_group=group)
     value = pipeline.evaluate(*batch_of(7, 0), loss=loss_of).item()
@@ -233,7 +247,7 @@ def test_rows_are_divided_evenly_and_the_rest_comes_first():
 
 def _train_captured(group: Group, schedule: str) -> tuple[dict[str, torch.Tensor], float]:
     model = captured_model()
-    graph = capture(model, torch.zeros(2, 5, dtype=torch.int64))
+    graph = capture(model, torch.zeros(3, 5, dtype=torch.int64))
     pipeline = Pipeline(graph, num_microbatches=3, schedule=schedule, process_group=group)
     loss = pipeline.step((tokens(7),), tokens(7), loss=captured_loss)
     return {name: p.grad for name, p in pipeline.named_parameters()}, loss.item()

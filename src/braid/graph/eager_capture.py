@@ -5,8 +5,8 @@ what a model does in training and drops checkpointing. But a cut is needed betwe
 
 Idea: run the model once. The forwards of *atoms* (repeated layers, and modules without children)
 are recorded as one call each, and what happens inside stays the user's own module: dropout, hooks
-and checkpointing work as before. The few operations between atoms are recorded as functions. A
-second run with another number of rows shows which numbers depend on it.
+and checkpointing work as before. The few operations between atoms are recorded as functions.
+Runs with other numbers of rows show which numbers depend on them, and how.
 
 Python values that depend on data (`.item()`, `if x.any():`) would be frozen, so between atoms they
 are refused, with the line of the model. Those that depend on shapes only, such as a condition on
@@ -48,8 +48,8 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
     """Capture a model.
 
     Args:
-        model: Model; it is run twice, without gradients, in the mode that it is in.
-        args: Example arguments; tensors with at least two rows (dim 0).
+        model: Model; it is run three times, without gradients, in the mode that it is in.
+        args: Example arguments; tensors with at least three rows (dim 0).
         kwargs: Further example arguments.
 
     Returns:
@@ -57,21 +57,31 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
 
     Raises:
         ConfigError: The model turns data into Python values between modules, does something else
-            for another number of rows, or its input has less than two rows.
+            for another number of rows, or its input has less than three rows.
     """
     _, tensors = flatten((args, kwargs))
     rows = next((x.shape[0] for x in tensors if x.dim()), 0)
-    if rows < 2:
-        msg = f"an example needs at least 2 rows (dim 0) to find what depends on them, got {rows}"
+    if rows < 3:
+        msg = f"an example needs at least 3 rows (dim 0) to find what depends on them, got {rows}"
         raise ConfigError(msg)
-    whole = _run(model, args, kwargs)
-    less = partial(map_tensors, change=lambda x: x[: rows - 1] if _has(x, rows) else x)
-    part = _run(model, less(args), less(kwargs))
-    return _merged(whole, part, rows)
+    runs = []
+    for count in (rows, rows - 1, rows - 2):
+        cut = partial(map_tensors, change=partial(_first_rows, rows=rows, count=count))
+        runs.append(_run(model, cut(args), cut(kwargs)))
+    graph = _merged(runs[0], runs[1], rows)
+    again = _merged(runs[1], runs[2], rows - 1)
+    for one, other in zip(graph.nodes, again.nodes, strict=True):
+        if not _equal(one.tree, other.tree):
+            msg = (
+                f"{one} at {one.where} depends on the number of rows in another way than "
+                "factor * rows + offset: move it into a module"
+            )
+            raise ConfigError(msg)
+    return graph
 
 
-def _has(x: torch.Tensor, rows: int) -> bool:
-    return x.dim() > 0 and x.shape[0] == rows
+def _first_rows(x: torch.Tensor, rows: int, count: int) -> torch.Tensor:
+    return x[:count] if x.dim() and x.shape[0] == rows else x
 
 
 class _Recorder(TorchFunctionMode):
@@ -242,6 +252,12 @@ def _scaled(one: Any, other: Any, rows: int, node: Node) -> Any:
     if type(one) is int and type(other) is int and one != other:
         factor = one - other  # rows differ by one
         return Scaled(factor, one - factor * rows)
+    if isinstance(one, slice) and isinstance(other, slice) and one != other:
+        msg = (
+            f"{node} at {node.where} takes a slice that depends on the number of rows, {one}: move "
+            "it into a module"
+        )
+        raise ConfigError(msg)
     parts, others = parts_of(one), parts_of(other)
     if parts is None or others is None or parts.keys() != others.keys():
         return one
@@ -249,6 +265,16 @@ def _scaled(one: Any, other: Any, rows: int, node: Node) -> Any:
     if all(new[key] is parts[key] for key in parts):
         return one
     return tuple(new.values()) if isinstance(one, tuple) else rebuild(one, new)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether what depends on the rows depends on them alike in two trees."""
+    if isinstance(one, Scaled) or isinstance(other, Scaled):
+        return bool(one == other)
+    parts, others = parts_of(one), parts_of(other)
+    if parts is None or others is None:
+        return True
+    return all(_equal(value, others[key]) for key, value in parts.items() if key in others)
 
 
 def _line() -> str:

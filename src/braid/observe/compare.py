@@ -178,7 +178,7 @@ def _change(base: Figure | None, figure: Figure | None) -> tuple[str, str]:
     """Return the relative change, and whether it is good or bad."""
     if base is None or figure is None or not base.value or not math.isfinite(base.value):
         return "", ""
-    change = figure.value / base.value - 1
+    change = (figure.value - base.value) / abs(base.value)
     if abs(change) < 0.0005:
         return "=", ""
     text = f"{change:+.1%}" if abs(change) < 0.1 else f"{change:+.0%}"

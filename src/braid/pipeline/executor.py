@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from braid.comm import Group
-from braid.errors import BraidError, CommError, ConfigError, StaleError
+from braid.errors import CommError, ConfigError, StaleError
 from braid.pipeline.messages import Messages
 from braid.pipeline.stage import Stage, StageError
 from braid.schedule import Action, Program
@@ -111,7 +111,7 @@ class Executor:
         except StaleError as exc:  # a send under way has ended the group before this action
             self._clear()
             raise CommError(str(exc)) from exc
-        except BraidError:
+        except CommError:
             self._clear()
             raise
         except Exception as exc:

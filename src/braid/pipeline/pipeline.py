@@ -127,6 +127,7 @@ class Pipeline(nn.Module):
 
         Cost: per stage and micro-batch two messages of a boundary's bytes; one broadcast.
         """
+        self._tied.begin()
         losses = self._run(batch, target, loss, trains=True)
         self._tied.add_up()
         return self._sum_of(losses)
@@ -169,9 +170,11 @@ class Pipeline(nn.Module):
         if not sizes:
             msg = "a batch of 0 rows cannot be cut into micro-batches: leave it out on all ranks"
             raise ConfigError(msg)
-        targets = scatter(target, sizes) if self._is_last else []
+        targets: list[Any] = []
 
         def loss_of(output: Any, i: int) -> torch.Tensor:
+            if not targets:  # here, so that targets that do not fit are an error on all ranks
+                targets.extend(scatter(target, sizes))
             return loss(output, targets[i]) * (sizes[i] / rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
@@ -197,10 +200,6 @@ class Pipeline(nn.Module):
             total += losses[i].double().cpu()
         self.group.broadcast(total, self._homes[len(self._homes) - 1])
         return total
-
-    @property
-    def _is_last(self) -> bool:
-        return len(self._homes) - 1 in self.stages
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """Refuse: a pipeline runs forwards and backwards together."""

@@ -171,4 +171,4 @@ def _first_on_path(begin: Node, above: dict[Node, list[Node]], path: set[Node]) 
 def _add(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
     for param, grad in zip(params, grads, strict=True):
         if grad is not None:
-            param.grad = grad if param.grad is None else param.grad + grad
+            param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)

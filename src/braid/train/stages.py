@@ -77,7 +77,7 @@ class PipelineShards:
         own = {
             name: tensor
             for name, tensor in tensors.items()
-            if self._owners[_param_of(name)] == self._group.rank
+            if self._owners.get(_param_of(name), 0) == self._group.rank
         }
         return _OwnSnapshot(own)
 
