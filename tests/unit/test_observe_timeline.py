@@ -325,3 +325,33 @@ def test_what_follows_the_last_averaging_of_a_failed_run_is_an_open_step():
         (2, False),
         (3, True),
     ]
+
+
+@pytest.mark.parametrize("first_logged", [None, 20])
+@pytest.mark.parametrize("capacities", [(16, 4096), (16, 25), (4096, 16, 25), (10, 4096, 16)])
+def test_ranks_that_have_lost_different_numbers_of_events_number_steps_alike(
+    capacities, first_logged
+):
+    ranks = [RecordedRank(r, capacity=capacity) for r, capacity in enumerate(capacities)]
+    for rank in ranks:
+        _averages(rank, 9, first_logged=first_logged)
+    timelines = read_timelines([rank.ring for rank in ranks])
+    ends = [{s.end_ns: s.key.seq for s in timeline.steps} for timeline in timelines]
+    longest = max(ends, key=len)
+    assert sorted(longest.values()) == list(range(min(longest.values()), max(longest.values()) + 1))
+    assert all(seqs.items() <= longest.items() for seqs in ends)
+    if first_logged is not None:
+        assert [max(seqs.values()) for seqs in ends] == [28] * len(ranks)
+
+
+def test_groups_that_share_no_averaging_have_the_numbers_that_their_own_program_logs():
+    ranks = [RecordedRank(0), RecordedRank(1, capacity=16)]
+    for rank in ranks:
+        for step in range(9):
+            rank.work(8)
+            with rank.recorder.span("bucket 1 of 1", nbytes=4000):
+                rank.reduce(step + 1, wait_ms=0, transfer_ms=2, channel=5 + rank.ring.rank)
+            rank.recorder.instant("log", seq=step)
+    first, second = read_timelines([rank.ring for rank in ranks])
+    assert [s.key.seq for s in first.steps] == list(range(1, 9))
+    assert [s.key.seq for s in second.steps][-1] == 8

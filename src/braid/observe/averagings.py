@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from braid.observe.intervals import Interval
@@ -84,17 +85,7 @@ def derived_steps(
         failed: Whether the run has failed: what follows the last averaging is then an open step.
     """
     averagings = averagings_of(by_rank)
-    members: dict[int, list[int]] = {}
-    for rank, rows in averagings.items():
-        for row in rows:
-            members.setdefault(row.number, []).append(rank)
-    seqs: dict[int, int] = {}
-    seen: Counter[int] = Counter()  # by the first rank of the group
-    for number in sorted(members):
-        seqs[number] = seen[min(members[number])]
-        seen[min(members[number])] += 1
-    shift = _shift(by_rank, averagings, seqs)
-    seqs = {number: seq + shift for number, seq in seqs.items()}
+    seqs = _numbered(by_rank, averagings)
     steps: dict[int, list[Interval]] = {}
     for rank, rows in averagings.items():
         own = steps[rank] = []
@@ -113,26 +104,66 @@ def derived_steps(
     return steps
 
 
-def _shift(
+def _numbered(
+    by_rank: Mapping[int, Sequence[Interval]], averagings: Mapping[int, Sequence[AveragingOf]]
+) -> dict[int, int]:
+    """Return the number of the step that each averaging ends, by the index of the averaging.
+
+    Ranks that share averagings are numbered together, and start with the one that has recorded the
+    earliest of them. A number is one more than the largest before it on any of its ranks.
+    """
+    seqs = {row.number: 0 for rows in averagings.values() for row in rows}
+    for _ in averagings:  # each pass carries numbers over one more rank
+        before = dict(seqs)
+        for rows in averagings.values():
+            for row, later in pairwise(rows):
+                if later.number != row.number:
+                    seqs[later.number] = max(seqs[later.number], seqs[row.number] + 1)
+        if seqs == before:
+            break
+    shifts = _shifts(by_rank, averagings, seqs)
+    everywhere = sum(shifts.values(), Counter[int]())
+    shift_of = {
+        row.number: _most_common(shifts[rank] or everywhere)
+        for rank, rows in averagings.items()
+        for row in rows
+    }
+    return {number: seq + shift_of[number] for number, seq in seqs.items()}
+
+
+def _shifts(
     by_rank: Mapping[int, Sequence[Interval]],
     averagings: Mapping[int, Sequence[AveragingOf]],
     seqs: Mapping[int, int],
-) -> int:
-    """Return what the program's numbers of steps have more than these; see `braid.log`.
+) -> dict[int, Counter[int]]:
+    """Count, for each rank, by how much the program's numbers of steps differ from `seqs`.
 
-    A program logs a step after its averaging and before the next one.
+    Ranks that share averagings share a counter. A program logs a step after its averaging and
+    before the next one; see `braid.log`.
     """
-    shifts: Counter[int] = Counter()
+    shifts = {rank: Counter[int]() for rank in averagings}
+    first_rank: dict[int, int] = {}
     for rank, rows in averagings.items():
         if not rows:
             continue
+        own = shifts[rank]
+        for row in rows:
+            shared = shifts[first_rank.setdefault(row.number, rank)]
+            if shared is not own:
+                shared.update(own)
+                shifts |= {r: shared for r, counter in shifts.items() if counter is own}
+                own = shared
         logs = [i for i in by_rank[rank] if i.name == LOGGED]
         starts = [log.start_ns for log in logs]
         ends = [*(row.buckets[0].start_ns for row in rows[1:]), None]
         for row, end_ns in zip(rows, ends, strict=True):
             first = bisect_left(starts, row.end_ns)
             if first < len(logs) and (end_ns is None or starts[first] < end_ns):
-                shifts[logs[first].seq - seqs[row.number]] += 1
+                own[logs[first].seq - seqs[row.number]] += 1
+    return shifts
+
+
+def _most_common(shifts: Counter[int]) -> int:
     return shifts.most_common(1)[0][0] if shifts else 0
 
 
