@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from braid.diagnose import RunRecord
 from braid.launch import JobSpec
-from braid.launch.supervise.run_record import git_commit, make_log_dir, package_versions
+from braid.launch.supervise.run_record import (
+    git_commit,
+    make_log_dir,
+    package_versions,
+    write_record,
+)
+from braid.observe import read_run
 
 
 def test_files_of_an_earlier_run_are_set_aside(tmp_path):
@@ -26,6 +36,37 @@ def test_files_of_an_earlier_run_are_set_aside(tmp_path):
         assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith("earlier")) == [
             "metrics.jsonl", "run.json",
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_moved", range(5))
+def test_setting_aside_that_is_interrupted_leaves_a_readable_run_and_is_finished_by_the_next_one(
+    tmp_path, monkeypatch, num_moved
+):
+    job = JobSpec(command=("train.py",), log_dir=str(tmp_path))
+    record = RunRecord(braid="0.1.0", command=("train.py",), num_ranks=2)
+    write_record(tmp_path, record)
+    for name in ("rank0.log", "rank1.log", "report.html"):
+        (tmp_path / name).write_text(name)
+    rename, moved = Path.rename, []
+
+    def interrupted(path: Path, target: Path) -> Path:
+        if len(moved) == num_moved:
+            raise KeyboardInterrupt
+        moved.append(path)
+        return rename(path, target)
+
+    aside = tmp_path / "earlier-1"
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(Path, "rename", interrupted)
+        make_log_dir(job)
+    if num_moved < 4:
+        assert read_run(tmp_path).record == record
+    make_log_dir(job)
+    assert read_run(aside).record == record
+    assert sorted(path.name for path in aside.iterdir()) == [
+        "rank0.log", "rank1.log", "report.html", "run.json",
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["earlier-1", "run.json"]
 
 
 def test_the_commit_is_named_with_changes(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from braid.events import Recorder
 from braid.metrics import MetricsFiles, RunMetrics, average_rows, read_metrics, row_of
 from braid.observe import read_run
 from braid.rendezvous import JobEnvironment
+from braid.store import HashStore, Store
+from braid.transport import Health, RankContext
 
 
 def test_numbers_of_python_numpy_and_torch_become_a_row():
@@ -58,6 +61,36 @@ def test_a_step_that_is_no_integer_is_refused(step):
         row_of(step, {}, {})
 
 
+def test_a_number_beyond_those_of_floats_is_refused_by_name_and_a_large_one_is_a_float():
+    assert row_of(0, {"params": 1 << 70, "low": -(1 << 63)}, {}) == {
+        "step": 0,
+        "params": 2.0**70,
+        "low": -(2.0**63),
+    }
+    with pytest.raises(ConfigError) as caught:
+        row_of(0, {"huge": 10**400, "huger": Fraction(-(10**5000))}, {})
+    assert str(caught.value) == (
+        "cannot log: huge is beyond the largest float, 1.8e308: log its logarithm; "
+        "huger is beyond the largest float, 1.8e308: log its logarithm"
+    )
+
+
+def test_a_file_with_a_number_beyond_those_of_floats_is_read(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(
+        '{"step": 1, "loss": 1'
+        + "0" * 400
+        + "}\n"
+        + '{"step": 1, "loss": 1'
+        + "0" * 5000
+        + "}\n"
+        + '{"step": 2, "loss": 1}\n'
+    )
+    rows = read_metrics(path)
+    assert rows is not None
+    assert rows.rows == ({"step": 1, "loss": math.inf}, {"step": 2, "loss": 1})
+
+
 def test_too_many_values_are_refused():
     with pytest.raises(ConfigError, match="201 values are more than a row takes: 200"):
         row_of(0, {f"x{i}": i for i in range(201)}, {})
@@ -87,9 +120,45 @@ def test_torn_lines_and_files_without_steps_are_passed_over(tmp_path):
     assert read_metrics(path) is None
 
 
-def _metrics(environment: JobEnvironment) -> RunMetrics:
-    clock = VirtualClock(0)
-    return RunMetrics(environment, None, clock, Recorder(clock=clock))
+def _metrics(environment: JobEnvironment, store: Store | None = None) -> RunMetrics:
+    clock, rank = VirtualClock(0), environment.rank
+    health = Health(rank, clock)
+    context = RankContext(
+        rank, environment.world_size, clock, Recorder(clock=clock), health, store or HashStore()
+    )
+    return RunMetrics(environment, None, context)
+
+
+def _torchrun(rank: int) -> JobEnvironment:
+    """A rank of four on two hosts, whose parent process has a number that any container has."""
+    return JobEnvironment(
+        rank=rank,
+        world_size=4,
+        local_rank=rank % 2,
+        local_world_size=2,
+        run_id="none",
+        master_addr="localhost",
+        master_port=29500,
+        launched_by="torchrun",
+    )
+
+
+def test_ranks_of_a_run_without_launcher_share_a_directory_that_no_other_run_has(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    for loss in (1, 2):
+        store = HashStore()
+        for rank in (3, 1):  # neither is the first of its host
+            metrics = _metrics(_torchrun(rank), store)
+            metrics.log(0, {"loss": loss})
+            metrics.close()
+    runs = [read_run(path) for path in (tmp_path / "runs").iterdir()]
+    assert sorted(run.metrics[0]["loss"] for run in runs) == [1, 2]
+    assert [(run.record.num_ranks, sorted(run.rank_metrics)) for run in runs] == [(4, [1, 3])] * 2
+    assert [sorted(p.name for p in run.path.iterdir()) for run in runs] == [
+        ["metrics", "run.json"]
+    ] * 2
 
 
 def test_a_rank_without_launcher_has_a_directory_of_its_own(tmp_path, monkeypatch):

@@ -44,13 +44,13 @@ def read_metrics(path: Path) -> MetricRows | None:
         for line in file:
             try:
                 row = _DECODER.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError):
+            except (msgspec.MsgspecError, ValueError):  # not UTF-8, or thousands of digits
                 continue
             step = row.get("step")
             if isinstance(step, int) and not isinstance(step, bool):
                 by_step[step].update(
                     {
-                        key: math.nan if value is None else float(value)
+                        key: math.nan if value is None else _as_float(value)
                         for key, value in row.items()
                         if value is None or isinstance(value, (int, float))
                     }
@@ -60,6 +60,13 @@ def read_metrics(path: Path) -> MetricRows | None:
     if not by_step:
         return None
     return MetricRows(tuple(by_step[step] for step in sorted(by_step)), about)
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def average_rows(files: Iterable[MetricRows]) -> tuple[Mapping[str, float], ...]:

@@ -41,6 +41,7 @@ MEASURED = (
 )
 NAME = re.compile(r"[^\x00-\x1f\x7f]{1,80}")
 MAX_VALUES = 200
+EXACT = 1 << 53  # integers below it are exact as floats, which readers make of them
 
 
 def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float]) -> Row:
@@ -69,6 +70,8 @@ def row_of(step: object, values: Mapping[str, Any], measured: Mapping[str, float
         else:
             try:
                 row[name] = _number(value)
+            except OverflowError:
+                problems.append(f"{name} is beyond the largest float, 1.8e308: log its logarithm")
             except (TypeError, ValueError, RuntimeError):
                 problems.append(f"{name} must be one number, got {_described(value)}")
     if problems:
@@ -84,14 +87,14 @@ def _integer(value: object) -> int | None:
         number = int(value.__index__())
     except TypeError:
         return None
-    return number if 0 <= number < 1 << 53 else None
+    return number if 0 <= number < EXACT else None
 
 
 def _number(value: Any) -> int | float | None:
     if isinstance(value, (str, bytes)) or value is None:
         raise TypeError
     item = value.item() if hasattr(value, "item") else value  # tensors and numpy's scalars
-    number = item if isinstance(item, int) else float(item)
+    number = item if isinstance(item, int) and abs(item) < EXACT else float(item)
     return number if math.isfinite(number) else None
 
 

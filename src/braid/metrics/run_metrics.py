@@ -1,14 +1,13 @@
 """The metrics that one rank logs during a run, and their destinations.
 
 Under `braid run` a row is a message to the launcher, which has the run's directory, on whichever
-host the rank is. Under another launcher, or alone, the rank makes a directory of its own below
-`./runs`, which `braid report` reads as well.
+host the rank is. Under another launcher, or alone, ranks write to a directory below `./runs` on
+which they agree through the store by which they have met. `braid report` reads it as well.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import secrets
 import sys
@@ -22,18 +21,19 @@ import msgspec
 import psutil
 
 from braid._version import __version__
-from braid.clock import Clock
 from braid.diagnose import RunRecord
 from braid.errors import ConfigError
-from braid.events import Recorder
 from braid.metrics.files import MetricsFiles
 from braid.metrics.rows import row_of
 from braid.rendezvous import ControlClient, JobEnvironment, Logged
+from braid.store import Store
+from braid.transport import RankContext
 
 __all__ = ["RunMetrics"]
 
 LOG = logging.getLogger(__name__)
 
+DIRECTORY = "metrics/directory"  # key of the directory's name in the store
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
 
 
@@ -43,8 +43,7 @@ class RunMetrics:
     Args:
         environment: The rank, and its launcher.
         control: Connection to braid's launcher; None without it.
-        clock: Clock of the rank.
-        events: Recorder of the rank, which gets an event for each row.
+        context: Clock, recorder and store of the rank; the recorder gets an event for each row.
         measure: Returns further measured numbers, such as the memory of a GPU.
     """
 
@@ -52,16 +51,17 @@ class RunMetrics:
         self,
         environment: JobEnvironment,
         control: ControlClient | None,
-        clock: Clock,
-        events: Recorder,
+        context: RankContext,
         measure: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._environment = environment
         self._control = control
-        self._clock = clock
-        self._events = events
+        self._clock = context.clock
+        self._events = context.events
         self._measure = measure
-        self._begin_ns = clock.now_ns()
+        self._begin_ns = context.clock.now_ns()
+        # at once: the store may have ended when a rank logs for the first time
+        self._own_name = _agreed_name(context.store) if control is None else ""
         self._process = psutil.Process()
         self._files: MetricsFiles | None = None
         self._last_step = -1
@@ -103,21 +103,30 @@ class RunMetrics:
             self._files.close()
 
     def _own_directory(self) -> Path:
-        """Make the directory of a run without braid's launcher; ranks of one host share it."""
-        environment, now = self._environment, datetime.now().astimezone()
-        alone = environment.world_size == 1
-        # the ranks of a host are children of one launcher
-        suffix = secrets.token_hex(2)[:3] if alone else f"{environment.launched_by}-{os.getppid()}"
-        directory = Path("runs") / f"{now.date().isoformat()}_{suffix}"
+        """Make the directory of a run without braid's launcher; all ranks of the run share it."""
+        environment = self._environment
+        directory = Path("runs") / self._own_name
         directory.mkdir(parents=True, exist_ok=True)
         LOG.info("numbers go to %s, as there is no launcher of braid", directory)
-        if environment.local_rank == 0:
-            record = RunRecord(
-                braid=__version__,
-                command=tuple(sys.argv),
-                num_ranks=environment.world_size,
-                run_id=environment.run_id,
-                started=now.isoformat(timespec="seconds"),
+        record = directory / "run.json"
+        if not record.exists():  # by the rank that logs first; any other one writes the same
+            text = msgspec.json.encode(
+                RunRecord(
+                    braid=__version__,
+                    command=tuple(sys.argv),
+                    num_ranks=environment.world_size,
+                    run_id=environment.run_id,
+                    started=datetime.now().astimezone().isoformat(timespec="seconds"),
+                )
             )
-            (directory / "run.json").write_bytes(msgspec.json.encode(record) + b"\n")
+            part = directory / f"run.json.part{environment.rank}"
+            part.write_bytes(text + b"\n")
+            part.replace(record)
         return directory
+
+
+def _agreed_name(store: Store) -> str:
+    """Return the name of the run's directory, which the first of its ranks chooses for all."""
+    today = datetime.now().astimezone().date()
+    proposal = f"{today.isoformat()}_{secrets.token_hex(3)}"
+    return store.compare_set(DIRECTORY, b"", proposal.encode()).decode()

@@ -20,9 +20,8 @@ from braid.launch.process.job import JobSpec
 __all__ = ["git_commit", "make_log_dir", "package_versions", "write_record"]
 
 GIT_LIMIT_S = 2.0
-# files of one run; what belongs to a training over several runs is not among them
+# files of one run beside run.json; what belongs to a training over several runs is not among them
 OF_RUN = (
-    "run.json",
     "rank*.log",
     "metrics",
     "events",
@@ -66,15 +65,16 @@ def make_log_dir(job: JobSpec) -> str:
 def _set_aside(log_dir: Path) -> None:
     """Move the files of an earlier run in this directory below it, so that runs are not mixed.
 
-    Checkpoints, and what the program itself has written, stay where they are.
+    `run.json` is the last one: if this is interrupted, the next run moves what is left to the same
+    place. Checkpoints, and what the program itself has written, stay where they are.
     """
     record = log_dir / "run.json"
     if not record.exists() or not record.stat().st_size:
         return
-    number = next(n for n in count(1) if not (log_dir / f"earlier-{n}").exists())
+    number = next(n for n in count(1) if not (log_dir / f"earlier-{n}" / "run.json").exists())
     aside = log_dir / f"earlier-{number}"
-    aside.mkdir()
-    for pattern in OF_RUN:
+    aside.mkdir(exist_ok=True)
+    for pattern in (*OF_RUN, record.name):
         for path in log_dir.glob(pattern):
             path.rename(aside / path.name)
 
