@@ -145,11 +145,14 @@ def run(
     hang_report: float = 10.0,
     grace: float = 5.0,
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=NO_DEFAULT)] = "",
+    stdin: Annotated[
+        int | None, tyro.conf.arg(metavar="RANK", help_behavior_hint=NO_DEFAULT)
+    ] = None,
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Run a program on N ranks of one or several hosts, and name the rank that made it fail.
 
-    Programs written for torchrun run unchanged. Standard input is empty.
+    Programs written for torchrun run unchanged. Standard input is empty but for --stdin.
 
     Args:
         command: Script and its arguments: everything after SCRIPT belongs to it.
@@ -168,6 +171,8 @@ def run(
             never.
         grace: Seconds that the other ranks have to end by themselves after a failure.
         resume: Checkpoint to resume from; auto for the last complete one.
+        stdin: Rank that reads the standard input, for breakpoint() and input(): it has the
+            terminal, and hang reports and deadlines of collectives wait.
         on: Hosts to run on.
     """
     from braid.commands.several_hosts import choose_where, run_on
@@ -192,6 +197,7 @@ def run(
         hang_report_s=hang_report,
         grace_s=grace,
         resume=resume,
+        stdin_rank=stdin,
         where=options,
     )
     prefixed = where is not None or job.num_ranks > 1

@@ -57,6 +57,12 @@ def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, s
     """Run a job on the hosts of `choose_where`; return the exit code and the error block."""
     from braid.launch.cluster.several_hosts import HostsSupervisor
 
+    if job.stdin_rank is not None:
+        msg = (
+            f"--stdin {job.stdin_rank} needs a job on this host: the standard input of ranks on "
+            "several hosts is empty; leave it out, or run with -n alone"
+        )
+        raise ConfigError(msg)
     supervisor = HostsSupervisor(console)
     if isinstance(where, Nodes):
         return supervisor.meet(job, where)

@@ -36,7 +36,7 @@ REFUSED: Mapping[str, str] = {
 OWN_FLAGS = frozenset({"-m", "--module", "--no-python", "--insecure-network", "-h", "--help"})
 OWN = (
     "-n", "--num-ranks", "--log-dir", "--port", "--timeout", "--threads", "--stopped-limit",
-    "--hang-report", "--grace", "--resume", "-H", "--hosts", "--hostfile", "--rsh",
+    "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
     "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
     "--network-interface", "--listen",
 )  # fmt: skip

@@ -31,6 +31,8 @@ OUT_OF_BATCHES = (
     "-> if it had fewer batches than the others: train inside of `with model.join():` "
     "(braid.DistributedDataParallel.join)"
 )
+NO_TERMINAL = "-> to read the terminal in one rank, start with `braid run --stdin {rank}`"
+READERS = frozenset({"BdbQuit", "EOFError"})  # a prompt without a terminal ends with these
 OLD_LINE_S = 1.0  # a line of stderr that is older may have nothing to do with the end
 OF_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b")  # of a traceback that is not the cause
 STATUS = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
@@ -165,6 +167,8 @@ def _cause(verdict: Verdict) -> list[str]:
     lines = [text for text in lines if text]
     if verdict.kind == "left":
         lines.append(OUT_OF_BATCHES)
+    if first.error is not None and first.error.type in READERS:
+        lines.append(NO_TERMINAL.format(rank=first.rank))
     if not verdict.certain:
         lines.append("uncertain: every rank failed because of another one; this is the likeliest")
     return ["\n".join(lines)]

@@ -54,6 +54,7 @@ class JobEnvironment:
         secret_file: File with the job's secret (mode 0600, see `Secret.from_file`), for several
             hosts without braid's launcher; empty if not set.
         insecure_network: Whether ranks of several hosts accept any connection, without a secret.
+        debugged: Whether a person debugs one of the ranks, so that deadlines of collectives wait.
     """
 
     rank: int = 0
@@ -77,6 +78,7 @@ class JobEnvironment:
     listen: str = ""
     secret_file: str = ""
     insecure_network: bool = False
+    debugged: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -138,6 +140,7 @@ class JobEnvironment:
         master_port = reader.optional("MASTER_PORT", 0)
         portable = reader.switch("BRAID_PORTABLE")
         insecure_network = reader.switch("BRAID_INSECURE_NETWORK")
+        debugged = reader.switch("BRAID_DEBUGGED")
         _refuse(reader.problems)
         return cls(
             rank=rank,
@@ -159,6 +162,7 @@ class JobEnvironment:
             listen=environ.get("BRAID_LISTEN", ""),
             secret_file=environ.get("BRAID_SECRET_FILE", ""),
             insecure_network=insecure_network,
+            debugged=debugged,
         )
 
     @classmethod
@@ -196,6 +200,7 @@ class JobEnvironment:
             "BRAID_LISTEN": self.listen,
             "BRAID_SECRET_FILE": self.secret_file,
             "BRAID_INSECURE_NETWORK": "1" if self.insecure_network else "",
+            "BRAID_DEBUGGED": "1" if self.debugged else "",
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
 

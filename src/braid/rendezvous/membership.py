@@ -54,6 +54,8 @@ from braid.wire import connect as dial
 
 __all__ = ["Membership", "join_job"]
 
+DEBUGGING_S = 7 * 86400.0  # a person at a prompt comes back within a week
+
 
 class _Parts(NamedTuple):
     """Resources of a rank that depend on its launcher."""
@@ -225,11 +227,12 @@ def join_job(
         ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
     """
     clock = clock or MonotonicClock()
+    timeout_s = DEBUGGING_S if environment.debugged else timeout_s
     parts = _parts(environment, timeout_s)
     with contextlib.ExitStack() as undo:
         undo.callback(parts.closers.close)
         rank = environment.rank
-        health = Health(rank, clock)
+        health = Health(rank, clock, debugged=environment.debugged)
         if parts.launcher is not None:
             health.register(parts.launcher)
         secret, network = network_of(environment, parts.secret)

@@ -62,10 +62,12 @@ class Health:
     Args:
         rank: This rank.
         clock: Clock for waiting a moment until the launcher names the cause.
+        debugged: Whether waits for a living rank have no deadline, since a person debugs it.
     """
 
-    def __init__(self, rank: int, clock: Clock) -> None:
+    def __init__(self, rank: int, clock: Clock, *, debugged: bool = False) -> None:
         self.rank = rank
+        self.debugged = debugged
         self.epoch = 0
         self.lost: dict[int, Loss] = {}
         self._clock = clock

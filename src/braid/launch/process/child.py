@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from signal import SIGINT
 
+from braid.launch.process.launcher_input import LauncherInput
 from braid.launch.process.processes import Change, send_signal
 
 __all__ = ["Child"]
@@ -28,6 +30,7 @@ class Child:
         pass_fds: Descriptors that the process inherits.
         selector: Selector that polls the pipes; the data of a key is the function to call.
         on_output: Called with the stream (1 or 2) and the bytes that were written to it.
+        stdin: Standard input of the process; None for an empty one.
 
     Attributes:
         alive: Whether the process has not been reaped.
@@ -44,18 +47,21 @@ class Child:
         pass_fds: Sequence[int],
         selector: selectors.BaseSelector,
         on_output: Callable[[int, bytes], None],
+        stdin: LauncherInput | None = None,
     ) -> None:
         self.alive = True
+        self._terminal = stdin if stdin is not None and stdin.is_terminal else None
         self._selector = selector
         self._on_output = on_output
         self._paused = False
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         self._pipes = dict(zip(readers, (1, 2), strict=True))  # descriptor -> stream
+        group = "own" if self._terminal is None else "shared"
         try:
             self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", SHIM, str(os.getpid()), *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=writers[0],
+                [sys.executable, "-I", "-S", SHIM, group, str(os.getpid()), *argv],
+                stdin=subprocess.DEVNULL if stdin is None else stdin.fd,
+                stdout=writers[0] if self._terminal is None else self._terminal.out_fd,
                 stderr=writers[1],
                 env=dict(environ),
                 pass_fds=pass_fds,
@@ -77,8 +83,11 @@ class Child:
         return self._popen.pid
 
     def signal(self, signum: int) -> None:
-        """Send the process a signal, unless it has been reaped."""
-        if self.alive:
+        """Send the process a signal, unless it has been reaped.
+
+        Ctrl-C has reached a process with the terminal before the launcher, so SIGINT is not sent.
+        """
+        if self.alive and not (self._terminal is not None and signum == SIGINT):
             send_signal(self.pid, signum)
 
     def wait(self) -> None:
@@ -111,6 +120,8 @@ class Child:
 
     def close(self) -> None:
         """Read the remaining output and close the pipes; the process must be reaped. Idempotent."""
+        if self._terminal is not None:
+            self._terminal.restore()
         self.drain()
         for fd in list(self._pipes):
             self._close_pipe(fd)

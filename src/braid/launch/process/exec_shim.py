@@ -1,10 +1,12 @@
 """Ties the life of a rank to that of its launcher, then executes the rank's program.
 
-Run as `python -I -S exec_shim.py LAUNCHER_PID PROGRAM ARG...`. The shim imports nothing of braid,
-so it costs one bare start of the interpreter (some 15 ms). A `preexec_fn` would run Python between
-fork and exec of a process that has threads, which may deadlock.
+Run as `python -I -S exec_shim.py own|shared LAUNCHER_PID PROGRAM ARG...`. The shim imports nothing
+of braid, so it costs one bare start of the interpreter (some 15 ms). A `preexec_fn` would run
+Python between fork and exec of a process that has threads, which may deadlock.
 
-    setpgid                    Ctrl-C reaches the launcher alone, which forwards it once
+    setpgid                    Ctrl-C reaches the launcher alone, which forwards it once; a rank
+                               that reads the terminal shares the launcher's group, since only the
+                               group in the foreground may read it
     PR_SET_PDEATHSIG SIGKILL   no orphan remains when the launcher is killed; the kernel sends it
                                when the *thread* that spawned this process ends, so the launcher
                                spawns from its main thread; execv keeps it
@@ -25,9 +27,15 @@ CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
 
 
 def main(argv: list[str]) -> int:
-    """Execute `argv[1:]` as a child of process `argv[0]`; return the exit code if that fails."""
-    launcher, program = int(argv[0]), argv[1:]
-    os.setpgid(0, 0)
+    """Execute `argv[2:]` as a child of process `argv[1]`; return the exit code if that fails.
+
+    Args:
+        argv: Process group (`own` or `shared` with the launcher), process id of the launcher,
+            program and its arguments.
+    """
+    group, launcher, program = argv[0], int(argv[1]), argv[2:]
+    if group == "own":
+        os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != launcher:

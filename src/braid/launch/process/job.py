@@ -62,6 +62,8 @@ class JobSpec:
         resume_command: Command that resumes from a checkpoint; `braid run` with this job when
             empty.
         title: Command line that a user would type, where `command` is internal.
+        stdin_rank: Rank that has the launcher's standard input, and its terminal if there is one;
+            hang reports and deadlines of collectives then wait. None for no rank.
         environ: Environment that ranks inherit.
     """
 
@@ -80,6 +82,7 @@ class JobSpec:
     where: tuple[str, ...] = ()
     resume_command: str = ""
     title: str = ""
+    stdin_rank: int | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +97,10 @@ class JobSpec:
             problems.append(f"threads must be at least 1, got {self.threads}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             problems.append(f"timeout must be more than 0 s, got {self.timeout_s:g} s")
+        if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.num_ranks:
+            problems.append(
+                f"the rank of --stdin must be 0 to {self.num_ranks - 1}, got {self.stdin_rank}"
+            )
         limits = ("stopped_limit_s", "hang_report_s", "grace_s", "interrupt_limit_s")
         problems += [
             f"{name} must be 0 or more, got {getattr(self, name):g}"

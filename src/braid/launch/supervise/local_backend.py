@@ -16,6 +16,7 @@ import psutil
 from braid.diagnose import MemoryKill, RunHost
 from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import JobSpec, choose_threads, command_line, rank_environ
+from braid.launch.process.launcher_input import LauncherInput
 from braid.launch.process.oom import OomMonitor
 from braid.launch.process.processes import changes_of, end_descendants, subreaper
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
@@ -50,6 +51,7 @@ class LocalBackend:
         self._known = frozenset(child.pid for child in psutil.Process().children())
         self._memory = OomMonitor.of_this_process()
         self._threads, reason = choose_threads(job)
+        self._input = None if job.stdin_rank is None else LauncherInput()
         self.hosts = (RunHost(name=socket.gethostname(), address=ADDRESS, num_ranks=job.num_ranks),)
         self.threads = f"{self._threads} ({reason})"
         self._argv = command_line(job)
@@ -79,10 +81,15 @@ class LocalBackend:
         *,
         on_change: OnChange,
         on_signal: OnSignal,  # noqa: ARG002 - the launcher receives its own signals itself
-        notice: Callable[[str], None],  # noqa: ARG002 - this backend shows no notices
+        notice: Callable[[str], None],
     ) -> None:
         """Report state changes of ranks from now on."""
         self._on_change = on_change
+        if self._input is not None and self._input.is_terminal:
+            notice(
+                f"rank {self._job.stdin_rank} has the terminal, and its log has no stdout; hang "
+                "reports and deadlines of collectives wait"
+            )
 
     def detach(self) -> None:
         """Stop reporting state changes."""
@@ -100,6 +107,7 @@ class LocalBackend:
             secret_fd=self._secret_fd,
             events_fd=spec.box.events_fd,
             stacks_fd=spec.box.stacks_fd,
+            debugged=self._job.stdin_rank is not None,
         )
         rank = RankProcess(
             environment.rank,
@@ -111,6 +119,7 @@ class LocalBackend:
             selector=spec.selector,
             on_message=spec.on_message,
             clock=spec.clock,
+            stdin=self._input if environment.rank == self._job.stdin_rank else None,
         )
         self._ranks[environment.rank] = rank
         return rank

@@ -12,6 +12,7 @@ from braid.diagnose import RankEnd, RankView, clause
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child
 from braid.launch.process.hang_state import OpenWait
+from braid.launch.process.launcher_input import LauncherInput
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.process.rank_snapshot import RankObserver
@@ -36,6 +37,7 @@ class RankProcess(Rank):
             function to call.
         on_message: Called with each message from the rank.
         clock: Time source.
+        stdin: Standard input of the rank; None for an empty one.
 
     Raises:
         OSError: The system cannot start another process.
@@ -53,6 +55,7 @@ class RankProcess(Rank):
         selector: selectors.BaseSelector,
         on_message: Callable[[Rank, FromRank], None],
         clock: Clock,
+        stdin: LauncherInput | None = None,
     ) -> None:
         super().__init__(
             rank, box=box, output=output, selector=selector, on_message=on_message, clock=clock
@@ -63,6 +66,7 @@ class RankProcess(Rank):
             pass_fds=[*pass_fds, box.events_fd, box.stacks_fd],
             selector=selector,
             on_output=lambda stream, chunk: output.feed(stream, chunk, clock.now_ns()),
+            stdin=stdin,
         )
         self._observer = RankObserver(rank, self._child.pid, box, clock)
 

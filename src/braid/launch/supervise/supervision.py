@@ -147,7 +147,7 @@ class _Run:
             f"OMP_NUM_THREADS={backend.threads}"
         )
         self._hangs = HangMonitor(
-            job.hang_report_s,
+            job.hang_report_s if job.stdin_rank is None else 0.0,
             self.ranks,
             clock=clock,
             log_dir=Path(self._log_dir),
