@@ -14,7 +14,16 @@ import torch
 from braid.clock import VirtualClock
 from braid.errors import ConfigError
 from braid.events import Recorder
-from braid.metrics import MetricsFiles, RunMetrics, average_rows, read_metrics, row_of
+from braid.metrics import (
+    MetricRows,
+    MetricsFiles,
+    MetricsReader,
+    RunMetrics,
+    average_rows,
+    has_writer,
+    read_metrics,
+    row_of,
+)
 from braid.observe import read_run
 from braid.rendezvous import JobEnvironment
 from braid.store import HashStore, Store
@@ -118,6 +127,30 @@ def test_torn_lines_and_files_without_steps_are_passed_over(tmp_path):
     assert (rows.rows, rows.about) == (({"step": 1, "loss": 2},), {"model": "tiny"})
     path.write_text("{}\n")
     assert read_metrics(path) is None
+
+
+def test_a_growing_file_is_read_line_by_line(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"model": "tiny"}\n{"step": 1, "loss": 2}\n{"step": 2, "lo')
+    reader = MetricsReader(path)
+    reader.refresh()
+    assert reader.rows() == MetricRows(({"step": 1, "loss": 2},), {"model": "tiny"})
+    text = path.read_text()
+    path.write_text("#" * (len(text) - len('{"step": 2, "lo')) + '{"step": 2, "loss": 1}\n')
+    reader.refresh()  # of what was read before, nothing is read again
+    assert reader.rows(after=1) == MetricRows(({"step": 2, "loss": 1},), {"model": "tiny"})
+
+
+def test_a_file_has_a_writer_until_it_is_closed(tmp_path):
+    with MetricsFiles(tmp_path) as files, MetricsFiles(tmp_path) as more:
+        files.append(0, {"step": 1})
+        more.append(0, {"step": 2})
+        path = tmp_path / "metrics" / "rank0.jsonl"
+        assert has_writer(path)
+        files.close()
+        assert has_writer(path)
+    assert not has_writer(path)
+    assert has_writer(tmp_path / "missing")  # nobody can know it
 
 
 def _metrics(environment: JobEnvironment, store: Store | None = None) -> RunMetrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from observe_job import late_job, record_of, write_run
 from braid import cli
 from braid.clock import VirtualClock
 from braid.errors import ConfigError
+from braid.metrics import MetricsFiles
 from braid.observe.trackers import TRACKERS, open_tracker, send_run
 
 ROWS = [
@@ -109,6 +111,55 @@ def test_following_ends_with_the_run_and_keeps_the_last_step_until_a_later_one(t
         {"step": 1},
         {"step": 5},
     ]
+
+
+def test_following_a_run_without_launcher_ends_when_no_rank_writes_any_more(tmp_path, package):
+    calls = package("wandb", "init", "log", "finish")
+    path = write_run(tmp_path / "run", [], outcome=None)
+    ranks = [MetricsFiles(path), MetricsFiles(path)]
+    looks = []
+
+    class Clock(VirtualClock):
+        def sleep(self, duration_s: float) -> None:
+            del duration_s
+            looks.append([call[2]["step"] for call in calls if call[0] == "log"])
+            step = len(looks)
+            if step <= 3:
+                ranks[0].append(0, {"step": step, "loss": 1.0})
+            if step <= 2:
+                ranks[1].append(1, {"step": step, "loss": 3.0})
+            if step == 3:
+                ranks[1].close()
+            if step == 4:
+                ranks[0].close()
+
+    assert send_run(path, open_tracker("wandb", ""), follow=True, clock=Clock(0)) == 3
+    assert looks == [[], [], [1], [1, 2]]
+    losses = [call[1][0]["loss"] for call in calls if call[0] == "log"]
+    assert losses == [2.0, 2.0, 1.0]
+
+
+def test_following_reads_each_line_once_and_no_events(tmp_path, package, monkeypatch):
+    package("wandb", "init", "log", "finish")
+    path = write_run(tmp_path / "run", late_job(), metrics=ROWS, outcome=None)
+    opened: list[str] = []
+
+    class Clock(VirtualClock):
+        looks = 0
+
+        def sleep(self, duration_s: float) -> None:
+            del duration_s
+            self.looks += 1
+            if self.looks == 1:
+                inner = Path.open
+                monkeypatch.setattr(
+                    Path, "open", lambda p, *a, **k: opened.append(p.name) or inner(p, *a, **k)
+                )
+            if self.looks == 3:
+                (path / "run.json").write_bytes(msgspec.json.encode(record_of(1)))
+
+    assert send_run(path, open_tracker("wandb", ""), follow=True, clock=Clock(0)) == 3
+    assert set(opened) == {"metrics.jsonl", "run.json"}
 
 
 @pytest.mark.parametrize("name", TRACKERS)

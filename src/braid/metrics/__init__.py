@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from braid.metrics.files import FOLDER, MetricsFiles
-from braid.metrics.reading import MetricRows, average_rows, read_metrics
+from braid.metrics.files import FOLDER, MetricsFiles, has_writer
+from braid.metrics.reading import MetricRows, MetricsReader, average_rows, read_metrics
 from braid.metrics.rows import MEASURED, Row, row_of
 from braid.metrics.run_metrics import RunMetrics
 
@@ -12,9 +12,11 @@ __all__ = [
     "MEASURED",
     "MetricRows",
     "MetricsFiles",
+    "MetricsReader",
     "Row",
     "RunMetrics",
     "average_rows",
+    "has_writer",
     "read_metrics",
     "row_of",
 ]

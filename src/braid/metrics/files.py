@@ -2,11 +2,15 @@
 
 Every rank has a file of its own, so logging needs no communication: a rank that logs alone, or
 steps that only some ranks log, hold up nobody. Whoever reads the files takes the averages.
+
+Whoever writes a file holds a shared lock on it (`flock`), which the kernel releases however the
+process ends. So a reader knows whether more can come, with and without braid's launcher.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import fcntl
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -15,7 +19,7 @@ import msgspec
 
 from braid.metrics.rows import Row
 
-__all__ = ["FOLDER", "MetricsFiles"]
+__all__ = ["FOLDER", "MetricsFiles", "has_writer"]
 
 FOLDER = "metrics"
 
@@ -45,6 +49,8 @@ class MetricsFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank{rank}.jsonl"
             file = self._closers.enter_context(path.open("ab", buffering=0))
+            with suppress(OSError):  # file systems without locks
+                fcntl.flock(file, fcntl.LOCK_SH)
             self._files[rank] = file
         file.write(msgspec.json.encode(row) + b"\n")
 
@@ -63,3 +69,13 @@ class MetricsFiles:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def has_writer(path: Path) -> bool:
+    """Whether some process writes a file of `MetricsFiles`; True where nobody can know it."""
+    try:
+        with path.open("rb") as file:  # closing the file releases the lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False

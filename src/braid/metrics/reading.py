@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-__all__ = ["MetricRows", "average_rows", "read_metrics"]
+__all__ = ["MetricRows", "MetricsReader", "average_rows", "read_metrics"]
 
 _DECODER = msgspec.json.Decoder(dict[str, object])
 
@@ -32,34 +32,66 @@ class MetricRows(NamedTuple):
     about: Mapping[str, object]
 
 
+class MetricsReader:
+    """Reads a file of numbers that may still grow; every line that has ended is read once.
+
+    Args:
+        path: Path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._by_step: dict[float, dict[str, float]] = defaultdict(dict)
+        self._about: dict[str, object] = {}
+
+    def refresh(self) -> None:
+        """Read the lines that have been appended since the last call.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                self._add(line)
+                if line.endswith(b"\n"):
+                    self._offset += len(line)
+
+    def rows(self, *, after: float = -math.inf) -> MetricRows | None:
+        """Return what was read, without steps up to `after`; None if no line has a step."""
+        if not self._by_step:
+            return None
+        steps = sorted(step for step in self._by_step if step > after)
+        return MetricRows(tuple(self._by_step[step] for step in steps), self._about)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            row = _DECODER.decode(line)
+        except (msgspec.MsgspecError, ValueError):  # not UTF-8, or thousands of digits
+            return
+        step = row.get("step")
+        if isinstance(step, int) and not isinstance(step, bool):
+            self._by_step[step].update(
+                {
+                    key: math.nan if value is None else _as_float(value)
+                    for key, value in row.items()
+                    if value is None or isinstance(value, (int, float))
+                }
+            )
+        elif not self._by_step:
+            self._about |= row
+
+
 def read_metrics(path: Path) -> MetricRows | None:
     """Read a file of numbers; None if no line has an integer `step`.
 
     Raises:
         OSError: The file cannot be read.
     """
-    by_step: dict[float, dict[str, float]] = defaultdict(dict)
-    about: dict[str, object] = {}
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = _DECODER.decode(line)
-            except (msgspec.MsgspecError, ValueError):  # not UTF-8, or thousands of digits
-                continue
-            step = row.get("step")
-            if isinstance(step, int) and not isinstance(step, bool):
-                by_step[step].update(
-                    {
-                        key: math.nan if value is None else _as_float(value)
-                        for key, value in row.items()
-                        if value is None or isinstance(value, (int, float))
-                    }
-                )
-            elif not by_step:
-                about |= row
-    if not by_step:
-        return None
-    return MetricRows(tuple(by_step[step] for step in sorted(by_step)), about)
+    reader = MetricsReader(path)
+    reader.refresh()
+    return reader.rows()
 
 
 def _as_float(value: float) -> float:

@@ -25,7 +25,7 @@ from braid.events import HEADER_BYTES, EventRing
 from braid.metrics import FOLDER, MetricRows, average_rows, read_metrics
 from braid.observe.timeline import RankTimeline, read_timelines
 
-__all__ = ["LogTail", "Run", "read_run"]
+__all__ = ["LogTail", "Run", "read_record", "read_run"]
 
 TAIL_LINES = 20
 TAIL_BYTES = 16 << 10
@@ -93,7 +93,7 @@ def read_run(path: Path) -> Run:
     Raises:
         ConfigError: `path` is missing, is not the directory of a run, or is of a newer braid.
     """
-    record = _read_record(path)
+    record = read_record(path)
     notices: list[str] = []
     rings = _each(sorted((path / "events").glob("rank*.ring")), _read_ring, notices)
     metrics = _each(sorted(path.glob("*.jsonl")), read_metrics, notices)
@@ -112,7 +112,15 @@ def read_run(path: Path) -> Run:
     )
 
 
-def _read_record(path: Path) -> RunRecord:
+def read_record(path: Path) -> RunRecord:
+    """Read the record of a run.
+
+    Args:
+        path: Directory of the run.
+
+    Raises:
+        ConfigError: `path` is missing, is not the directory of a run, or is of a newer braid.
+    """
     file = path / "run.json"
     try:
         raw = file.read_bytes()

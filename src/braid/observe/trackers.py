@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from braid.clock import Clock
 from braid.errors import BraidError, ConfigError
-from braid.observe.run_directory import Run, read_run
+from braid.metrics import FOLDER, MetricRows, MetricsReader, average_rows, has_writer
+from braid.observe.run_directory import Run, read_record, read_run
 
 __all__ = ["TRACKERS", "Tracker", "open_tracker", "send_run"]
 
@@ -148,7 +150,8 @@ def send_run(path: Path, tracker: Tracker, *, follow: bool = False, clock: Clock
         path: Directory of the run.
         tracker: Receiver.
         follow: Go on until the run has ended. A step is then sent when a later one has been logged,
-            so that slower ranks are in its average.
+            so that slower ranks are in its average. A run ends with its outcome in `run.json`, or,
+            without braid's launcher or if that was killed, when no process writes its numbers.
         clock: Waits between two looks at the files.
 
     Raises:
@@ -163,7 +166,7 @@ def send_run(path: Path, tracker: Tracker, *, follow: bool = False, clock: Clock
     try:
         tracker.begin(path.resolve().name, _facts(run))
         try:
-            for row in _rows(path, run, follow=follow, clock=clock):
+            for row in _growing_rows(path, clock) if follow else run.metrics:
                 values = {k: v for k, v in row.items() if k not in HIDDEN and math.isfinite(v)}
                 tracker.log(int(row["step"]), row.get("unix_s"), values)
                 count += 1
@@ -180,18 +183,34 @@ def send_run(path: Path, tracker: Tracker, *, follow: bool = False, clock: Clock
     return count
 
 
-def _rows(path: Path, run: Run, *, follow: bool, clock: Clock) -> Iterator[Mapping[str, float]]:
+def _growing_rows(path: Path, clock: Clock) -> Iterator[Mapping[str, float]]:
+    """Yield the averages of each step of a run until it has ended; reads each line once."""
+    readers: dict[Path, MetricsReader] = {}
     last = -math.inf
     while True:
-        ended = not follow or run.record.outcome is not None
-        rows = [row for row in run.metrics if row["step"] > last]
+        ended = _has_ended(path)  # first, so that what was written before is read
+        for file in (*path.glob("*.jsonl"), *(path / FOLDER).glob("rank*.jsonl")):
+            with suppress(OSError):  # a file that cannot be read is left out, as by `read_run`
+                readers.setdefault(file, MetricsReader(file)).refresh()
+        # averages of ranks count as one file; see `read_run`
+        ranks, own = list[MetricRows](), list[MetricRows]()
+        for file, reader in readers.items():
+            if (new := reader.rows(after=last)) is not None:
+                (ranks if file.parent.name == FOLDER else own).append(new)
+        rows = average_rows((*own, MetricRows(average_rows(ranks), {})))
         for row in rows if ended else rows[:-1]:
             last = row["step"]
             yield row
         if ended:
             return
         clock.sleep(POLL_S)
-        run = read_run(path)
+
+
+def _has_ended(path: Path) -> bool:
+    if read_record(path).outcome is not None:
+        return True
+    files = [*(path / FOLDER).glob("rank*.jsonl")]
+    return bool(files) and not any(map(has_writer, files))
 
 
 def _facts(run: Run) -> dict[str, str]:
