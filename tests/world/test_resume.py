@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -157,6 +158,41 @@ def test_the_model_is_exported_for_other_programs(procs, tmp_path, capsys):
     assert "the file exists; choose another name" in capsys.readouterr().err
     assert cli.main(["checkpoint", "export", str(tmp_path / "none"), str(out)]) == 1
     assert f"no directory of checkpoints, at {tmp_path / 'none'}" in capsys.readouterr().err
+
+
+class _Tied(nn.Module):
+    """A head that is the embedding, and a norm under two names, with its buffers."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.token.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.norm
+        nn.init.constant_(self.token.weight, value)
+        self.norm.running_mean.fill_(value)
+
+
+def _save_tied(group: Group, directory: str) -> None:
+    resume.save(directory, group=group, step=1, model=_Tied(0.5))
+    other = _Tied(0.0)
+    resume.load(directory, group=group, model=other)
+    assert other.head.weight.eq(0.5).all()
+
+
+@pytest.mark.procs
+def test_tied_tensors_are_exported_under_each_of_their_names(procs, tmp_path):
+    procs(2, _save_tied, str(tmp_path / "checkpoints"))
+    out = tmp_path / "model.safetensors"
+    assert cli.main(["checkpoint", "export", str(tmp_path / "checkpoints"), str(out)]) == 0
+    plain = _Tied(0.0)
+    plain.load_state_dict(load_file(out))
+    assert plain.head.weight is plain.token.weight
+    assert plain.again.running_mean.eq(0.5).all()
+    assert plain.head.weight.eq(0.5).all()
+    with safe_open(out, "pt") as file:  # Hugging Face refuses a file without it
+        assert file.metadata() == {"format": "pt"}
 
 
 def test_the_root_names_are_these():

@@ -48,8 +48,15 @@ def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return len(_header(tensors)) + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
     """Write a new file and bring it to the disk.
+
+    Args:
+        path: Path of the file, which must not exist.
+        tensors: Tensors by name, in the order of the file.
+        metadata: Texts for the header; none when None.
 
     Raises:
         OSError: The file cannot be written; a part may be there.
@@ -58,7 +65,9 @@ def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEn
     digest = hashlib.sha256()
     nbytes = 0
     with path.open("xb", buffering=0) as file:
-        blocks = itertools.chain([memoryview(_header(tensors))], map(_bytes_of, tensors.values()))
+        blocks = itertools.chain(
+            [memoryview(_header(tensors, metadata))], map(_bytes_of, tensors.values())
+        )
         for block in blocks:
             for start in range(0, len(block), CHUNK_BYTES):
                 rest = block[start : start + CHUNK_BYTES]
@@ -120,8 +129,10 @@ def read_piece(
     return tensor
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    entries = {}
+def _header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for key, tensor in tensors.items():
         name = DTYPES.get(tensor.dtype)

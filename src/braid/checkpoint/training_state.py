@@ -13,6 +13,7 @@ name.
                           "numbers": {name: {...}},
                           "rest": {"diloco": {...}}}}
     state: {"generators": {name: base64 of its state}}
+    state: {"tied": {"head.weight": "token.weight"}}    further name of a tensor -> its stored name
 
 An optimizer whose ranks take steps alone has a method `is_own(name, tensor)`, which returns for one
 of these names whether the tensor is this rank's own.
@@ -34,11 +35,12 @@ from braid.checkpoint.stored_state import generator_states, require_like, stored
 from braid.errors import CheckpointError, ConfigError, message_of
 from braid.types import TensorSpec
 
-__all__ = ["restore_training", "training_numbers", "training_tensors"]
+__all__ = ["TIED", "restore_training", "training_numbers", "training_tensors"]
 
 Generators = Mapping[str, torch.Generator]
 REST = "optimizer_state_dict"
 ROOTS = ("optimizer", REST)
+TIED = "tied"
 
 
 def training_tensors(
@@ -75,6 +77,8 @@ def training_numbers(
         ConfigError: As for `training_tensors`.
     """
     numbers: dict[str, Any] = {}
+    if tied := _tied_names(model):
+        numbers[TIED] = tied
     if optimizer is not None:
         numbers["optimizer"] = _filed(model, optimizer)[1]
     if generators:
@@ -232,6 +236,17 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict().keys()
     tensors.update({name: b for name, b in model.named_buffers() if name in kept})
     return tensors
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Return further names of tensors in `state_dict`, with the names under which they are kept."""
+    kept = _model_tensors(model)
+    names = {id(tensor): name for name, tensor in reversed(kept.items())}
+    return {
+        name: names[id(tensor)]
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name not in kept and id(tensor) in names
+    }
 
 
 def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
