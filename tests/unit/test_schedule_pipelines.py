@@ -22,6 +22,8 @@ from braid.schedule.pipeline import (
     looped,
     most_held,
     one_f_one_b,
+    v_half,
+    v_min,
     vee,
     zb_h1,
     zb_h2,
@@ -89,6 +91,30 @@ def test_zbv_has_the_published_bubble_and_holds_the_same_on_every_rank():
     assert most_held(zbv(4, 8)) == [8] * 4
 
 
+def test_v_half_and_v_min_hold_a_half_and_a_third_for_a_half_and_two_thirds_of_the_bubble():
+    for p, m in [(2, 4), (3, 12), (4, 8), (5, 10), (6, 12), (7, 14), (8, 16), (9, 18), (12, 24)]:
+        bubble = overhead(one_f_one_b(p, m))
+        assert overhead(v_half(p, m)) <= bubble / 2
+        assert overhead(v_min(p, m)) <= bubble * 2 / 3
+        assert max(most_held(v_half(p, m))) == p + 2
+        assert max(most_held(v_min(p, m))) == 2 * ((p + 1) // 3) + 2
+
+
+def test_the_bubbles_of_v_half_and_v_min_are_those_in_their_docs():
+    sizes = [(4, 8), (4, 16), (8, 16)]
+    halves, mins = ([round(overhead(make(*s)), 3) for s in sizes] for make in (v_half, v_min))
+    assert halves == [0.104, 0.052, 0.198]
+    assert mins == [0.229, 0.115, 0.281]
+
+
+@given(p=st.integers(1, 14), m=st.integers(1, 20))
+def test_v_half_and_v_min_keep_their_limits_with_any_number_of_micro_batches(p: int, m: int):
+    for make, limit in ((v_half, p + 2), (v_min, 2 * ((p + 1) // 3) + 2)):
+        program = make(p, m)
+        assert validate(program, RULES) == []
+        assert max(most_held(program)) <= min(limit, 2 * m)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @given(p=st.integers(1, 7), m=st.integers(1, 15))
 def test_any_schedule_of_any_size_is_valid_and_survives_its_text(name: str, p: int, m: int):
@@ -100,20 +126,50 @@ def test_any_schedule_of_any_size_is_valid_and_survives_its_text(name: str, p: i
 @given(data=st.data())
 def test_list_schedules_are_valid_for_any_costs_and_keep_their_limits(data: st.DataObject):
     p, m = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 10))
-    placement = data.draw(st.sampled_from([looped(p), looped(p, 2), vee(p)]))
+    placement = data.draw(st.sampled_from([looped(p), looped(p, 2), looped(p, 3), vee(p)]))
     seconds = st.floats(0.1, 5.0)
     cost = st.builds(StageCosts, seconds, seconds, seconds, st.floats(0.0, 2.0))
     costs = data.draw(st.lists(cost, min_size=len(placement), max_size=len(placement)))
-    limits = [2 * len(placement)] * p
+    least = len(placement) // p
+    limit = st.integers(least, 2 * len(placement))
+    limits = data.draw(st.lists(limit, min_size=p, max_size=p))
     program = list_schedule(placement, m, limits, costs)
     assert validate(program, RULES) == []
     assert all(held <= limit for held, limit in zip(most_held(program), limits, strict=True))
 
 
-def test_limits_with_which_nothing_can_go_on_are_refused():
-    with pytest.raises(ConfigError, match=r"with at most \[1, 1\] activations the ranks wait"):
-        list_schedule(vee(2), 3, [1, 1])
-    with pytest.raises(ConfigError, match=r"limits must be 2 numbers of at least 1, got \[1\]"):
+@given(p=st.integers(1, 6), v=st.integers(1, 4), m=st.integers(1, 14))
+def test_any_number_of_stages_per_rank_is_valid_and_holds_no_more_than_its_form_says(
+    p: int, v: int, m: int
+):
+    first, second = breadth_first(p, m, v), interleaved(p, m, v)
+    assert validate(first, RULES) == validate(second, RULES) == []
+    assert most_held(first) == [v * m] * p
+    assert max(most_held(second)) <= min(v * m, (v - 1) * p + 2 * (p - 1) + 1)
+
+
+@pytest.mark.parametrize("limit", [2, 3, 4, 6])
+def test_the_first_stage_of_a_rank_leaves_memory_to_its_second_one(limit: int):
+    """Greedy forwards of stage 0 fill rank 0, and neither its stage 7 nor a backward can start."""
+    program = list_schedule(vee(4), 8, [limit] * 4)
+    assert validate(program, RULES) == []
+    assert max(most_held(program)) == limit
+
+
+def test_fewer_micro_batches_under_way_are_tried_where_memory_is_short():
+    found = [overhead(list_schedule(vee(4), 8, [limit] * 4)) for limit in (2, 4, 5, 6, 8)]
+    assert found == sorted(found, reverse=True)
+    assert found[1] == pytest.approx(0.2708, abs=1e-4)  # 0.65 with 4 micro-batches under way
+
+
+def test_limits_that_no_schedule_keeps_are_refused_with_the_least_ones():
+    least = r"limits \[1, 5\] are too small for any schedule: .* so the least limits are \[2, 2\]"
+    with pytest.raises(ConfigError, match=least):
+        list_schedule(vee(2), 3, [1, 5])
+    assert list_schedule(vee(2), 3, [2, 2]).header.num_units == 4
+    with pytest.raises(
+        ConfigError, match=r"limits must be 2 numbers, one for each rank, got \[1\]"
+    ):
         list_schedule(looped(2), 3, [1])
     with pytest.raises(ConfigError, match="costs must be of 2 stages, got 1"):
         list_schedule(looped(2), 3, [2, 2], [StageCosts()])
@@ -121,7 +177,9 @@ def test_limits_with_which_nothing_can_go_on_are_refused():
         interleaved(2, 2, 0)
 
 
-@pytest.mark.parametrize("name", ["breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv"])
+@pytest.mark.parametrize(
+    "name", ["breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half", "v_min"]
+)
 def test_the_grid_of_a_schedule_is_the_golden_one(name: str):
     program = SCHEDULES[name](3, 6)
     width = 4 * round(simulated(program).seconds)

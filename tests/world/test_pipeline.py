@@ -18,7 +18,17 @@ from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from graph_model import Model, tokens
 
 NUM_LAYERS = 8
-TRAINING = ["gpipe", "1f1b", "breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv"]
+TRAINING = [
+    "gpipe",
+    "1f1b",
+    "breadth_first",
+    "interleaved",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+    "v_half",
+    "v_min",
+]
 
 
 class Layer(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from braid.schedule.pipeline.controllable import v_half, v_min
 from braid.schedule.pipeline.interleaved import breadth_first, interleaved
 from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
 from braid.schedule.pipeline.list_schedule import StageCosts, list_schedule
@@ -29,6 +30,8 @@ __all__ = [
     "one_f_one_b",
     "pipeline_program",
     "stage_ranks",
+    "v_half",
+    "v_min",
     "vee",
     "zb_h1",
     "zb_h2",
@@ -44,5 +47,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], Program]] = {
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
     "zbv": zbv,
+    "v_half": v_half,
+    "v_min": v_min,
     "forward": forward_only,
 }
