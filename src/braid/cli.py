@@ -276,7 +276,8 @@ def train(
             ranks.
         sample_bytes: Length of the text that is generated at the end.
         mesh: Arrangement of the ranks: pp=2 for a pipeline (default: all data parallel).
-        schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half.
+        schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with
+            a program, also as CSV of torch's pipelining.
         microbatches: Micro-batches of a pipeline.
     """
     from rich.console import Console

@@ -45,6 +45,20 @@ def test_what_show_prints_is_valid(name, tmp_path, capsys):
     assert (code, checked[0], checked[1].startswith("valid: ")) == (0, 0, True)
 
 
+def test_csv_of_torch_is_shown_checked_and_simulated(tmp_path, capsys):
+    file = tmp_path / "plan.csv"
+    code, text = ends(capsys, "show", "v_half", "--ranks", "2", "--microbatches", "4", "--csv")
+    file.write_text(text)
+    assert (code, text.split("\n")[0][:23]) == (0, "0F0,0F1,0F2,3F0,3I0,3W0")
+    assert ends(capsys, "show", str(file), "--csv") == (0, text)
+    assert ends(capsys, "check", str(file))[1].startswith("valid: csv train on 2 ranks")
+    code, drawn = ends(capsys, "simulate", str(file))
+    assert (code, drawn.startswith("csv train on 2 ranks")) == (0, True)
+    file.write_text("0F0\n1F0,1B0")
+    code, text = ends(capsys, "check", str(file))
+    assert (code, "plan.csv, not a valid schedule: row 1: ends without B0.0" in text) == (2, True)
+
+
 def test_a_program_that_does_not_keep_its_promise_fails_the_check(tmp_path, capsys):
     (tmp_path / "program").write_text(BROKEN)
     assert ends(capsys, "check", str(tmp_path / "program")) == (
@@ -149,6 +163,9 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
     ("arguments", "words"),
     [
         (("show", "rong"), "no file rong"),
+        (("show", "1f1b", "--csv", "--table"), "--table and --csv are two forms"),
+        (("show", "ring", "--csv"), "only pipelines that train can be written as torch's CSV"),
+        (("show", "none.csv"), "none.csv cannot be read"),
         (("show", "ring", "--operation", "scatter"), "choose one of naive, tree"),
         (("show", "ring", "--ranks", "0"), "at least 1 rank is needed, got 0"),
         (("show", "hierarchical", "--ranks", "6", "--row", "4"), "rows of 4"),

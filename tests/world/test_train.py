@@ -21,6 +21,7 @@ from braid.cli import main
 from braid.comm import Group
 from braid.data import from_files
 from braid.errors import CheckpointError, ConfigError
+from braid.schedule.pipeline import to_csv, v_min
 from braid.train.config import TrainConfig
 from braid.train.loop import Stopping, Trainer, TrainingDivergedError
 from braid.train.reports import Reporter
@@ -104,8 +105,13 @@ def test_ranks_compute_the_same_bits_as_one_process_that_runs_their_shards(world
     assert (numerics["sum_order"], numerics["algorithms"]["all_reduce"][0][0]) == ("rank", 0)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(world, config, schedule):
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "plan.csv"])
+def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(
+    world, config, schedule, tmp_path
+):
+    if schedule == "plan.csv":
+        schedule = str(tmp_path / "plan.csv")
+        Path(schedule).write_text(to_csv(v_min(2, config.microbatches)))
     piped = replace(config, mesh="pp=2", schedule=schedule, model="mini", steps=4)
     alone = replace(piped, mesh="", schedule="1f1b", log_dir=config.log_dir + "-alone")
     (expected,) = world(1, train, alone)
@@ -134,7 +140,7 @@ def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(world, co
         ("pp", 2, "a mesh is written as pp=2,dp=4"),
     ],
 )
-def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text):
+def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
         replace(config, mesh=mesh).check_ranks(ranks)
     with pytest.raises(ConfigError, match="--schedule zbv is of a pipeline: add --mesh pp=2"):
@@ -143,6 +149,15 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text):
         replace(config, schedule="zbv", mesh="pp=4").check_ranks(4)
     with pytest.raises(ConfigError, match="schedule must be one of gpipe, 1f1b"):
         replace(config, schedule="nope")
+    file = tmp_path / "plan.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    piped = replace(config, schedule=str(file), mesh="pp=2")
+    with pytest.raises(ConfigError, match="is of 2 ranks and 1 micro-batches, got 2 and 4"):
+        piped.check_ranks(2)
+    assert replace(piped, microbatches=1).check_ranks(2) == 1
+    file.write_text("0F0\n1F0,1B0\n")
+    with pytest.raises(ConfigError, match=r"plan.csv, not a valid .*row 1: ends without B0.0"):
+        piped.check_ranks(2)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -45,22 +45,36 @@ def schedule_show(
     row: Number = None,
     microbatches: int = 8,
     table: bool = False,
+    csv: bool = False,
 ) -> int:
-    """Print a program, such as ring, tree, hierarchical, 1f1b, interleaved or zbv.
+    """Print a program, such as ring, tree, hierarchical, 1f1b, zbv or v_half.
 
     Args:
-        name: Name of the algorithm.
+        name: Name of the algorithm, or a file with a program.
         ranks: World size, or number of stages.
         operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
         root: Rank that sends or receives everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical.
         microbatches: Number of micro-batches, for pipelines such as 1f1b.
         table: Draw a table of rounds instead.
+        csv: Print CSV for torch's pipelining instead; `--schedule FILE.csv` of `braid train` reads
+            it, too.
     """
     from braid.schedule import to_text
+    from braid.schedule.files import read_program
+    from braid.schedule.pipeline import to_csv
 
-    program = _program(name, ranks, operation, root, row, microbatches)
-    if table:
+    if table and csv:
+        msg = "--table and --csv are two forms of the same program: choose one"
+        raise ConfigError(msg)
+    if _is_known(name):
+        program = _program(name, ranks, operation, root, row, microbatches)
+    else:
+        _check_no_options(name, operation, root, row)
+        program = read_program(name)
+    if csv:
+        print(to_csv(program), end="")
+    elif table:
         _print_table(_wide_console(), program)
     else:
         print(to_text(program), end="")
@@ -73,12 +87,13 @@ def schedule_check(
     """Validate a program: matching, deadlock, every contribution exactly once.
 
     Args:
-        file: Program, as `braid schedule show` prints it.
+        file: Program, as `braid schedule show` prints it, or CSV of torch's pipelining.
     """
     from braid.schedule import validate
+    from braid.schedule.files import read_program
     from braid.schedule.known import RULES
 
-    program = _from_file(file)
+    program = read_program(file)
     violations = validate(program, RULES)
     for violation in violations:
         print(violation)
@@ -107,7 +122,8 @@ def schedule_simulate(
     """Compute how long a program takes on a cluster, and draw its timeline.
 
     Args:
-        name: Name of the algorithm, or a file as `braid schedule show` prints it.
+        name: Name of the algorithm, or a file: a program as `braid schedule show` prints it, or
+            CSV of torch's pipelining.
         ranks: World size, or number of stages; a file has its own.
         operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
         root: Rank that sends or receives everything, for operations that have one (default: 0).
@@ -125,6 +141,7 @@ def schedule_simulate(
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
     from braid.schedule.collective import algorithm
+    from braid.schedule.files import valid_program
     from braid.schedule.pipeline import SCHEDULES
 
     for file in filter(None, (svg, trace)):
@@ -136,13 +153,8 @@ def schedule_simulate(
             raise ConfigError(msg)
     size = _bytes(nbytes)
     if not _is_known(name):
-        if operation or root is not None or row is not None:
-            msg = (
-                f"--operation, --root and --row do not go with the file {name}, which says "
-                "what it does: leave them out"
-            )
-            raise ConfigError(msg)
-        program = _valid(_from_file(name), name)
+        _check_no_options(name, operation, root, row)
+        program = valid_program(name)
     elif name in SCHEDULES or ranks <= MOST_DRAWN:
         net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
         row = net.levels[0].size if row is None else row
@@ -233,45 +245,24 @@ def _program(
     return program(rounds)
 
 
+def _check_no_options(file: str, operation: str, root: int | None, row: int | None) -> None:
+    if operation or root is not None or row is not None:
+        msg = (
+            f"--operation, --root and --row do not go with the file {file}, which says "
+            "what it does: leave them out"
+        )
+        raise ConfigError(msg)
+
+
 def _is_known(name: str) -> bool:
     """Whether `name` is the name of an algorithm; any other name is a file's, if there is one."""
-    from pathlib import Path
-
     from braid.schedule.collective import ALGORITHMS
+    from braid.schedule.files import is_file
     from braid.schedule.pipeline import SCHEDULES
 
     if name in SCHEDULES or name in {known for known, _ in ALGORITHMS}:
         return True
-    try:
-        return not Path(name).is_file()
-    except OSError:  # no name of a file
-        return True
-
-
-def _valid(program: Program, file: str) -> Program:
-    from braid.schedule import validate
-    from braid.schedule.known import RULES
-
-    violations = validate(program, RULES)
-    if violations:
-        msg = (
-            f"the program in {file} is not valid: {'; '.join(map(str, violations[:3]))}. See braid "
-            "schedule check"
-        )
-        raise ConfigError(msg)
-    return program
-
-
-def _from_file(file: str) -> Program:
-    from braid.schedule import from_text
-    from braid.schedule.known import VOCABULARIES
-
-    text = _read(file)
-    try:
-        return from_text(text, VOCABULARIES)
-    except ConfigError as exc:
-        msg = f"{file}, {exc}"
-        raise ConfigError(msg) from exc
+    return not is_file(name)
 
 
 def _main_operation(name: str) -> str:
@@ -290,24 +281,15 @@ def _main_operation(name: str) -> str:
 
 
 def _cluster(file: str, ranks: int, latency_us: float, gbytes_per_s: float) -> Cluster:
+    from braid.schedule.files import read_text
     from braid.topology import flat, from_toml
 
     if not file:
         return flat(ranks, latency_us * 1e-6, gbytes_per_s * 1e9)
     try:
-        return from_toml(_read(file))
+        return from_toml(read_text(file))
     except ConfigError as exc:
         msg = f"{file}: {exc}"
-        raise ConfigError(msg) from exc
-
-
-def _read(file: str) -> str:
-    from pathlib import Path
-
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        msg = f"the text file {file} cannot be read: {exc}"
         raise ConfigError(msg) from exc
 
 

@@ -8,8 +8,8 @@
         optimizer.zero_grad()
 
 Gradients have the bits of one process that runs the micro-batches in turn, adds their gradients in
-this order and weighs each loss by its share of the batch: every schedule runs the backwards of a
-stage in the order of micro-batches.
+this order and weighs each loss by its share of the batch: every schedule with a name runs the
+backwards of a stage in the order of micro-batches.
 
 Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
 """
@@ -31,7 +31,8 @@ from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.tied import TiedParams
 from braid.schedule import Program
-from braid.schedule.pipeline import SCHEDULES, forward_only, stage_ranks
+from braid.schedule.files import schedule_named
+from braid.schedule.pipeline import forward_only, stage_ranks
 
 __all__ = ["Pipeline"]
 
@@ -51,8 +52,9 @@ class Pipeline(nn.Module):
             made of any other model. Each module takes what the one before returns: any containers
             of tensors.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
-        schedule: Name of a schedule of `braid.schedule.pipeline`, or a function of the numbers of
-            ranks and micro-batches that returns a program.
+        schedule: Name of a schedule of `braid.schedule.pipeline`, a file with a program or with
+            torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
+            program.
         balance: Number of layers of each stage; as even as possible when None.
         process_group: Ranks of the pipeline.
 
@@ -77,7 +79,7 @@ class Pipeline(nn.Module):
     ) -> None:
         super().__init__()
         self.group = process_group
-        self._make = _schedule_of(schedule)
+        self._make = schedule if callable(schedule) else schedule_named(schedule)
         self._num_microbatches = num_microbatches
         self._programs: dict[tuple[bool, int], Executor] = {}
         program = self._make(process_group.size, num_microbatches)
@@ -209,16 +211,6 @@ class Pipeline(nn.Module):
     def extra_repr(self) -> str:
         """Return what `repr` shows: stages and layers."""
         return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
-
-
-def _schedule_of(schedule: str | Schedule) -> Schedule:
-    if callable(schedule):
-        return schedule
-    if schedule not in SCHEDULES or schedule == "forward":
-        names = ", ".join(name for name in SCHEDULES if name != "forward")
-        msg = f"there is no schedule {schedule!r}: choose one of {names}"
-        raise ConfigError(msg)
-    return SCHEDULES[schedule]
 
 
 def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -14,7 +14,7 @@ import msgspec
 from braid.errors import ConfigError
 from braid.layout import Mesh
 from braid.sampling import share_of
-from braid.schedule.pipeline import SCHEDULES
+from braid.schedule.files import TRAINING, is_file, schedule_named
 
 __all__ = ["MODELS", "ModelSize", "TrainConfig"]
 
@@ -71,7 +71,7 @@ class TrainConfig:
             would; 0 for as many shards as ranks.
         sample_bytes: Length of the text that is generated at the end.
         mesh: Arrangement of the ranks, such as `pp=2`; all of them data parallel when empty.
-        schedule: Schedule of a pipeline.
+        schedule: Schedule of a pipeline: a name, or a file with a program.
         microbatches: Number of micro-batches of a pipeline.
     """
 
@@ -123,9 +123,11 @@ class TrainConfig:
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
                 f"{self.clip:g} and {self.weight_decay:g}"
             )
-        if self.schedule not in SCHEDULES or self.schedule == "forward":
-            names = ", ".join(name for name in SCHEDULES if name != "forward")
-            problems.append(f"schedule must be one of {names}, got {self.schedule!r}")
+        if self.schedule not in TRAINING and not is_file(self.schedule):
+            problems.append(
+                f"schedule must be one of {', '.join(TRAINING)}, or a file such as plan.csv, got "
+                f"{self.schedule!r}"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -178,7 +180,7 @@ class TrainConfig:
                 msg = f"--schedule {self.schedule} is of a pipeline: add --mesh pp=2, or another"
                 raise ConfigError(msg)
             return
-        stages = SCHEDULES[self.schedule](num_ranks, self.microbatches).header.num_units
+        stages = schedule_named(self.schedule)(num_ranks, self.microbatches).header.num_units
         layers = MODELS[self.model].layers + 2
         if layers < stages:
             msg = (

@@ -27,7 +27,7 @@ class PipelineShards:
         model: The model, equal on all ranks.
         windows: Samples to train on.
         group: Ranks of the pipeline.
-        schedule: Name of a schedule.
+        schedule: Name of a schedule, or of a file with a program.
         num_microbatches: Number of micro-batches of a batch.
     """
 

@@ -9,12 +9,20 @@ from braid.schedule.pipeline.interleaved import breadth_first, interleaved
 from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
 from braid.schedule.pipeline.list_schedule import StageCosts, list_schedule
 from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
-from braid.schedule.pipeline.vocabulary import PIPELINE, check_data, check_work, stage_ranks
+from braid.schedule.pipeline.torch_csv import from_csv, to_csv
+from braid.schedule.pipeline.vocabulary import (
+    PIPELINE,
+    PIPELINE_RULES,
+    check_data,
+    check_work,
+    stage_ranks,
+)
 from braid.schedule.pipeline.zero_bubble import zb_h1, zb_h2, zbv
 from braid.schedule.program import Program
 
 __all__ = [
     "PIPELINE",
+    "PIPELINE_RULES",
     "SCHEDULES",
     "StageCosts",
     "Work",
@@ -22,6 +30,7 @@ __all__ = [
     "check_data",
     "check_work",
     "forward_only",
+    "from_csv",
     "gpipe",
     "interleaved",
     "list_schedule",
@@ -30,6 +39,7 @@ __all__ = [
     "one_f_one_b",
     "pipeline_program",
     "stage_ranks",
+    "to_csv",
     "v_half",
     "v_min",
     "vee",

@@ -118,8 +118,9 @@ def _with_messages(
     for item in items:
         needed = _needed(item, placement)
         if needed is not None and placement[needed.unit] != rank:
-            while needed not in received:  # and those that were sent before it
-                sent = coming[placement[needed.unit]].pop()
+            source = coming[placement[needed.unit]]
+            while needed not in received and source:  # and those that were sent before it
+                sent = source.pop()
                 received.add(sent._replace(peer=-1))
                 forward = sent.kind == "send_f"
                 stage = sent.unit + 1 if forward else sent.unit - 1

@@ -20,9 +20,19 @@ from collections.abc import Iterable
 
 from braid.schedule.matching import Matching, Moment, Place
 from braid.schedule.program import LOCAL, RECEIVE, SEND, Action, Kind, Program, Vocabulary
+from braid.schedule.validate import Rules
 from braid.schedule.violation import Violation
 
-__all__ = ["INFER", "PIPELINE", "TRAIN", "check_data", "check_work", "stage_ranks"]
+__all__ = [
+    "INFER",
+    "PIPELINE",
+    "PIPELINE_RULES",
+    "TRAIN",
+    "WORK",
+    "check_data",
+    "check_work",
+    "stage_ranks",
+]
 
 TRAIN, INFER = "train", "infer"
 WORK = ("F", "B", "I", "W")
@@ -181,3 +191,7 @@ def _needs(
         "send_b": [(backward, stage)],
     }
     return before.get(action.kind, [])
+
+
+# sends of a pipeline do not wait for their receives: see the engine
+PIPELINE_RULES = Rules(check_work, check_data, ("buffered",))
