@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
 from braid.cli import main
 from braid.comm import Group
@@ -115,6 +118,49 @@ def test_wrong_shares_are_found_though_every_bit_is_equal(proved, share):
 def test_a_sum_is_not_the_mean_of_its_shares(proved):
     out = proved(3, TASK.replace(".mean()", ".sum()"))
     assert "wrong shares in step 1" in out
+
+
+WEIGHTED = TASK.replace(
+    "    return model(x[rank::size])",
+    "    share = x[9 * rank : 9 + 3 * rank] if size == 2 else x\n"
+    "    model.set_loss_weight(len(share))\n"
+    "    return model(share)",
+)
+
+
+def test_unequal_shares_with_their_weights_are_proved(proved):
+    out = proved(2, WEIGHTED)
+    assert "proved 3 steps on 2 ranks" in out
+    assert "wrong shares" not in out
+    without = proved(2, WEIGHTED.replace("model.set_loss_weight(len(share))", "pass"))
+    assert "wrong shares in step 1" in without
+    assert "set model.set_loss_weight(len(share)) before their forward" in without
+
+
+def test_a_batch_that_is_not_split_is_said_beside_the_verdict(proved):
+    out = proved(2, TASK.replace("x[rank::size]", "x").replace("nn.Dropout(0.3)", "nn.Tanh()"))
+    assert "not split every share is the whole batch, so each of the 2 ranks computes what" in out
+    assert "forward x[rank::size] and y[rank::size], not x and y" in out
+    assert "proved 3 steps on 2 ranks" in out
+    assert "not split" not in proved(1, TASK)
+
+
+def _num_evaluations(group: Group, file: str) -> int:
+    task = load_task(Path(file))
+    evaluated = []
+
+    def loss(model: nn.Module, rank: int, size: int, step: int) -> torch.Tensor:
+        evaluated.extend([step] * (not model.training))
+        return task.loss(model, rank, size, step)
+
+    prove(group, replace(task, loss=loss), 5)
+    return len(evaluated)
+
+
+def test_shares_are_checked_in_the_first_two_steps(procs, tmp_path):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    assert procs(2, _num_evaluations, str(file)) == [2 * (2 + 1), 0]
 
 
 def test_a_model_that_cannot_be_evaluated_is_compared_bit_by_bit_only(proved):

@@ -5,7 +5,7 @@ other, in one process with the same number of threads (`data_parallel.accumulate
 it compares the parameters bit by bit. So the proof names the first step, and the first parameter
 in the order of the module, at which the two runs differ, and by how much. Parameters that differ
 among ranks are reported in the same way. `shares` checks that the shares make up the whole batch,
-which both runs would get wrong alike.
+which both runs would get wrong alike. Loss weights that shares set count in both runs.
 
 Memory: two models and their optimizers' state on the first rank.
 """
@@ -24,7 +24,7 @@ from braid.errors import ConfigError, MismatchError
 from braid.params import ParamRecord, ParamTable
 from braid.params.hashing import compare_values
 from braid.prove.compare import Difference, difference, difference_of_ranks
-from braid.prove.shares import ShareGap, share_gap
+from braid.prove.shares import CHECKED_STEPS, ShareCheck, ShareGap, check_shares, noting_weights
 from braid.prove.task import Task
 
 __all__ = ["Proof", "prove"]
@@ -43,6 +43,7 @@ class Proof(NamedTuple):
         others: Names of further parameters that differ after this step.
         losses: Losses of the first rank's share (parallel run, one process), by step, as text.
         gap: First shares whose mean is not the loss of the whole batch; None if there are none.
+        is_split: Whether some share is not the whole batch.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Proof(NamedTuple):
     others: tuple[str, ...] = ()
     losses: tuple[tuple[str, str], ...] = ()
     gap: ShareGap | None = None
+    is_split: bool = True
 
     @property
     def holds(self) -> bool:
@@ -85,7 +87,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
     table = ParamTable.of(model)
     losses: list[tuple[str, str]] = []
     differ: list[Difference] = []
-    gap: ShareGap | None = None
+    checks: list[ShareCheck] = []
     step = 0
     while step < steps and not differ:
         optimizer.zero_grad()
@@ -95,7 +97,8 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         step += 1
         drifted = _drifted(group, table.records, step)
         if alone is not None:
-            gap = gap or share_gap(task, alone.model, group.size, step - 1)
+            if step <= CHECKED_STEPS:
+                checks.append(check_shares(task, alone.model, group.size, step - 1))
             expected = alone.step(step - 1)
             losses.append((f"{loss.item():.9g}", f"{expected:.9g}"))
             differ = drifted or alone.compare(model)
@@ -116,7 +119,8 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         first,
         tuple(one.parameter for one in differ[1:]),
         tuple(losses),
-        gap,
+        next((check.gap for check in checks if check.gap is not None), None),
+        not all(check.are_whole for check in checks),
     )
 
 
@@ -133,16 +137,35 @@ class _Alone:
         self.model = task.model()
         self.model.load_state_dict(begin.state_dict())
         self._optimizer = task.optimizer(self.model.parameters())
+        self._weights: list[float | None] = [None] * size  # by share
+        self._weight: float | None = None  # of the share whose backward is next
+        for param in self.model.parameters():
+            if param.requires_grad:  # as `DistributedDataParallel` does it, so that bits are equal
+                param.register_hook(self._weighted)  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> float:
         """Take one step; returns the loss of the first share."""
-        shares = [
-            lambda rank=rank: _seeded(self._task, self.model, rank, self._size, number)
-            for rank in range(self._size)
-        ]
+        shares = [lambda rank=rank: self._loss(rank, number) for rank in range(self._size)]
         losses = accumulate(self.model, shares)
+        total = sum(1.0 if weight is None else weight for weight in self._weights)
+        if total > 0 and total != self._size:
+            for param in self.model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(1.0 / (total / self._size))
         self._optimizer.step()
         return losses[0].item()
+
+    def _loss(self, rank: int, number: int) -> torch.Tensor:
+        def note(weight: float | None) -> None:
+            self._weights[rank] = None if weight is None else float(weight)
+
+        with noting_weights(self.model, note):
+            loss = _seeded(self._task, self.model, rank, self._size, number)
+        self._weight = self._weights[rank]
+        return loss
+
+    def _weighted(self, grad: torch.Tensor) -> torch.Tensor | None:
+        return None if self._weight is None else grad * self._weight
 
     def compare(self, model: nn.Module) -> list[Difference]:
         """Return the parameters that differ, in the order of the module."""

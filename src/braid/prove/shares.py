@@ -4,26 +4,34 @@ Problem: a proof compares N ranks with one process that runs the same shares. If
 wrong, such as `x[rank:]` for `x[rank::size]`, both runs are wrong alike, and every bit is equal.
 
 Idea: `loss(model, 0, 1, step)` is the loss of the whole batch, from the same function of the user.
-For a mean over samples in equal shares, the mean of the shares' losses is the same number, up to
-rounding. Dropout and batch statistics would differ for good reasons, so the model is compared in
-evaluation mode.
+For a mean over samples, the mean of the shares' losses is the same number, up to rounding: by the
+weights that the shares set with `model.set_loss_weight`, if they do. Dropout and batch statistics
+would differ for good reasons, so the model is compared in evaluation mode.
+
+Shares that are all the whole batch have the right mean, too. They are recognized by the inputs of
+the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from braid.autograd.nested import tensors_in
 from braid.prove.task import Task
 
-__all__ = ["ShareGap", "share_gap"]
+__all__ = ["CHECKED_STEPS", "ShareCheck", "ShareGap", "check_shares", "noting_weights"]
 
+CHECKED_STEPS = 2  # number of first steps in which shares are checked: each costs size + 1 forwards
 # relative; the rounding of float32 sums of a million samples stays below, a wrong share above
 TOLERANCE = 1e-3
+WEIGHT = "set_loss_weight"
 
 
 class ShareGap(NamedTuple):
@@ -49,8 +57,29 @@ class ShareGap(NamedTuple):
         )
 
 
-def share_gap(task: Task, model: nn.Module, size: int, step: int) -> ShareGap | None:
-    """Compare the mean of the shares' losses with the loss of the whole batch.
+class ShareCheck(NamedTuple):
+    """Shares of one step, compared with the whole batch.
+
+    Attributes:
+        gap: Difference of the mean of the shares' losses from the loss of the whole batch; None if
+            there is none.
+        are_whole: Whether every share is the whole batch: the same inputs, and the same loss.
+    """
+
+    gap: ShareGap | None = None
+    are_whole: bool = False
+
+
+class _Run(NamedTuple):
+    """Evaluation of one share: its loss and weight, and the tensors that the model was given."""
+
+    loss: float
+    weight: float | None
+    inputs: tuple[torch.Tensor, ...]
+
+
+def check_shares(task: Task, model: nn.Module, size: int, step: int) -> ShareCheck:
+    """Compare the shares of a step with the whole batch.
 
     Args:
         task: Task whose loss is computed.
@@ -59,22 +88,73 @@ def share_gap(task: Task, model: nn.Module, size: int, step: int) -> ShareGap | 
         step: Step (from 0).
 
     Returns:
-        The difference; None if there is none, or the model cannot be evaluated.
+        The comparison; one without differences if the model cannot be evaluated.
     """
     evaluated = copy.deepcopy(model).eval()
     try:
         with torch.no_grad():
-            losses = [_loss(task, evaluated, rank, size, step) for rank in range(size)]
-            whole = _loss(task, evaluated, 0, 1, step)
+            shares = [_run(task, evaluated, rank, size, step) for rank in range(size)]
+            whole = _run(task, evaluated, 0, 1, step)
     except Exception:  # noqa: BLE001 - models may have no loss in evaluation mode
+        return ShareCheck()
+    return ShareCheck(_gap(shares, whole.loss, step), _are_whole(shares, whole))
+
+
+@contextlib.contextmanager
+def noting_weights(model: nn.Module, note: Callable[[float | None], None]) -> Iterator[None]:
+    """Give a model `set_loss_weight`, which `DistributedDataParallel` has, while the context lasts.
+
+    A model that has the attribute keeps its own.
+    """
+    if hasattr(model, WEIGHT):
+        yield
+        return
+    setattr(model, WEIGHT, note)
+    try:
+        yield
+    finally:
+        delattr(model, WEIGHT)
+
+
+def _gap(shares: list[_Run], whole: float, step: int) -> ShareGap | None:
+    losses = [share.loss for share in shares]
+    weights = [1.0 if share.weight is None else share.weight for share in shares]
+    total = math.fsum(weights)
+    if not total > 0:
         return None
-    mean = math.fsum(losses) / size
-    scale = max(abs(whole), math.fsum(map(abs, losses)) / size)
+    mean = math.fsum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total
+    scale = max(abs(whole), math.fsum(map(abs, losses)) / len(losses))
     if not math.isfinite(scale) or abs(mean - whole) <= TOLERANCE * scale:
         return None
     return ShareGap(step + 1, f"{mean:.6g}", f"{whole:.6g}", tuple(f"{x:.6g}" for x in losses))
 
 
-def _loss(task: Task, model: nn.Module, rank: int, size: int, step: int) -> float:
-    torch.manual_seed(step)
-    return task.loss(model, rank, size, step).item()
+def _are_whole(shares: list[_Run], whole: _Run) -> bool:
+    return (
+        len(shares) > 1
+        and bool(whole.inputs)
+        and all(
+            share.loss == whole.loss
+            and len(share.inputs) == len(whole.inputs)
+            and all(map(torch.equal, share.inputs, whole.inputs))
+            for share in shares
+        )
+    )
+
+
+def _run(task: Task, model: nn.Module, rank: int, size: int, step: int) -> _Run:
+    weights: list[float | None] = [None]
+    inputs: list[torch.Tensor] = []
+
+    def note_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.extend(tensors_in([*args, *kwargs.values()]))
+
+    handle = model.register_forward_pre_hook(note_inputs, with_kwargs=True)
+    try:
+        with noting_weights(model, weights.append):
+            torch.manual_seed(step)
+            loss = task.loss(model, rank, size, step).item()
+    finally:
+        handle.remove()
+    weight = weights[-1]
+    return _Run(loss, None if weight is None else float(weight), tuple(inputs))

@@ -27,8 +27,21 @@ def show(proof: Proof, console: Console | None = None) -> None:
         console.print(f"[bold red]wrong shares[/bold red]  {proof.gap}", soft_wrap=True)
         console.print(
             "         the ranks and one process run the same shares, so their bits cannot show it: "
-            "shares must be equally large, cover the batch once (x[rank::size], not x[rank:]), "
-            "come from a batch that does not depend on size, and the loss must be their mean",
+            "shares must be equally large (or set model.set_loss_weight(len(share)) before their "
+            "forward), cover the batch once (x[rank::size], not x[rank:]), come from a batch that "
+            "does not depend on size, and the loss must be their mean",
+            soft_wrap=True,
+            markup=False,
+        )
+    if not proof.is_split:
+        console.print(
+            "[bold yellow]not split[/bold yellow]  every share is the whole batch, so each of the "
+            f"{proof.ranks} ranks computes what one process would and nothing is gained",
+            soft_wrap=True,
+        )
+        console.print(
+            "         loss(model, rank, size, step) must use rank and size: forward x[rank::size] "
+            "and y[rank::size], not x and y",
             soft_wrap=True,
             markup=False,
         )
