@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from training import batch, linear
 
 from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel
-from braid.data_parallel.ddp.first_batch import problems_of
+from braid.data_parallel.ddp.first_batch import same_batch, unequal_rows
 from braid.testing.worlds import run_threads
 
 LOGGER = "braid.data_parallel.ddp.first_batch"
@@ -59,25 +60,25 @@ def _unequal(group: Group, step: int) -> torch.Tensor:
     return batch(group.rank, step, rows=3 + (group.rank == 1))
 
 
-def _zero(_group: Group, _step: int) -> torch.Tensor:
-    return torch.zeros(3, 4)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_same_batch_on_all_ranks_is_one_line(logged, size):
     run_threads(size, _train, _same)
     (text,) = logged
     assert text == (
-        f"braid: the first gradients of Linear are equal bit by bit on all {size} ranks, so every "
-        "rank computes the same batch: give each its share, such as "
-        "batch[group.rank :: group.size] or a DistributedSampler"
+        f"braid: the first inputs of Linear are equal bit by bit on all {size} ranks, and the sums "
+        "of the first gradients, too: every rank computes the same batch, and nothing is gained. "
+        "Give each its share, such as batch[group.rank :: group.size] or a DistributedSampler"
     )
 
 
 def test_unequal_shares_are_one_line_unless_they_are_weighted(logged):
     run_threads(3, _train, _unequal)
     (text,) = logged
-    assert "unequal numbers of rows (3 on rank 0, 4 on rank 1, 3 on rank 2)" in text
+    assert (
+        "dim 0 of the first inputs of Linear differs among ranks (3 on rank 0, 4 on rank 1, "
+        in text
+    )
+    assert "If it is the batch, samples of smaller shares count more" in text
     assert "call set_loss_weight(num_rows)" in text
     run_threads(3, _train, _unequal, True)
     assert len(logged) == 1
@@ -89,10 +90,61 @@ def test_shares_of_one_batch_and_one_rank_are_no_mistake(logged, size, share):
     assert logged == []
 
 
-def test_gradients_of_zero_on_all_ranks_prove_nothing():
-    assert problems_of("M", [0, 1], checksums=[], num_rows=[2, 2], is_weighted=False) == []
-    assert problems_of("M", [4, 7], checksums=[1, 1], num_rows=[2, 2], is_weighted=False)
+def _opposite(group: Group, step: int) -> torch.Tensor:
+    """Other samples, with the same gradients of a square."""
+    return batch(0, step) * (1 - 2 * group.rank)
 
 
-def test_unknown_rows_prove_nothing():
-    assert problems_of("M", [0, 1], checksums=[1, 2], num_rows=[0, 5], is_weighted=False) == []
+@pytest.mark.parametrize("factor", [0.0, torch.nan])
+def test_gradients_of_zero_and_nan_on_all_ranks_prove_nothing(logged, factor):
+    def train(group: Group) -> None:
+        model = DistributedDataParallel(linear(4, 2), process_group=group, nonfinite="ignore")
+        (model(_same(group, 0)).square().mean() * factor).backward()
+
+    run_threads(2, train)
+    assert logged == []
+
+
+def test_equal_gradients_of_other_samples_are_no_mistake(logged):
+    def train(group: Group) -> None:
+        net = linear(4, 2)
+        torch.nn.init.zeros_(net.bias)
+        net.bias.requires_grad_(False)
+        model = DistributedDataParallel(net, process_group=group)
+        model(_opposite(group, 0)).square().mean().backward()
+
+    run_threads(2, train)
+    assert logged == []
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.cells = torch.nn.RNN(4, 3, batch_first=batch_first)
+
+    def forward(self, x: torch.Tensor, _lengths: torch.Tensor | None = None) -> torch.Tensor:
+        return self.cells(x)[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("batch_first", "with_lengths", "num_lines"),
+    [(True, False, 1), (False, False, 0), (True, True, 0)],
+)
+def test_inputs_whose_first_dim_may_be_time_are_no_shares(
+    logged, batch_first, with_lengths, num_lines
+):
+    net = Recurrent(batch_first)
+
+    def train(group: Group) -> None:
+        model = DistributedDataParallel(copy.deepcopy(net), process_group=group)
+        x = torch.randn(5 + group.rank, 2, 4, generator=torch.Generator().manual_seed(group.rank))
+        model(x, torch.tensor([5, 4]) if with_lengths else None).backward()
+
+    run_threads(2, train)
+    assert len(logged) == num_lines
+
+
+def test_what_is_unknown_of_a_rank_proves_nothing():
+    assert same_batch("M", [0, 0]) is None
+    assert same_batch("M", [5, 6]) is None
+    assert unequal_rows("M", [0, 1], [0, 5]) is None

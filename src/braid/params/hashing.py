@@ -18,7 +18,7 @@ from braid.errors import MismatchError
 from braid.params.table import ParamRecord
 from braid.types import first_few
 
-__all__ = ["compare_values"]
+__all__ = ["checksum", "compare_values"]
 
 
 def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> None:
@@ -34,7 +34,7 @@ def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> N
 
     Cost: a pass over the parameters, and one all_gather of 8 bytes each.
     """
-    own = torch.tensor([_checksum(record.param) for record in records], dtype=torch.int64)
+    own = torch.tensor([checksum(record.param) for record in records], dtype=torch.int64)
     table = group.all_gather(own).view(group.size, -1)
     differ = (table != table[0]).any(0).nonzero().flatten().tolist()
     if not differ:
@@ -56,6 +56,7 @@ def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> N
     raise MismatchError(msg)
 
 
-def _checksum(param: torch.Tensor) -> int:
-    flat = param.detach().contiguous().view(-1).cpu()
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the CRC-32 of a tensor's bits; 0 if it has none."""
+    flat = tensor.detach().contiguous().view(-1).cpu()
     return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0

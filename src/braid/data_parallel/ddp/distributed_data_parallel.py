@@ -208,7 +208,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
                 is_speaker=group.rank == 0,
                 names_unused=not self.find_unused_parameters,
             ),
-            first_batch=FirstBatch(type(module).__name__, group),
+            first_batch=FirstBatch(module, group),
         )
         self._precision = precision_of(self.mixed_precision, module)
         name = settings.hook
