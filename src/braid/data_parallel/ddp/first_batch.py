@@ -89,7 +89,7 @@ class FirstBatch:
         own = [self._sums, int(is_telling), _num_rows(self._inputs) * self._has_rows_first]
         rows = self._gathered(own)
         text = None
-        if all(told and sums == rows[0][0] for sums, told, _ in rows):
+        if all(telling and sums == rows[0][0] for sums, telling, _ in rows):
             text = same_batch(self._model, [digest for (digest,) in self._gathered([self._digest])])
         if text is None and not is_weighted:
             text = unequal_rows(self._model, self._group.ranks, [number for _, _, number in rows])
