@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from braid.errors import ConfigError
-from braid.graph import CapturedGraph, Scaled, capture, segments
+from braid.graph import CapturedGraph, Scaled, capture, segments, share_modules
 from graph_model import Model, Output, tokens
 
 
@@ -126,3 +127,80 @@ def test_one_row_and_more_parts_than_modules_are_refused(model):
         segments(graph, 2, [1, 3])
     with pytest.raises(ConfigError, match="captured with 1 tensors, got 2"):
         segments(graph, 1)[0]((tokens(2), tokens(2)))
+
+
+class Positions(nn.Module):
+    """Has tensors of its own between its modules, at the top and below, kept or not, and a plain one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.body.gain = nn.Parameter(torch.randn(4))
+        self.body.register_buffer("shift", torch.randn(4))
+        self.pos_emb = nn.Parameter(torch.randn(4))
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.constant = torch.full((4,), 0.5)
+        self.register_buffer("version", torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second, third = self.body.layers
+        x = second(first(x - self.mean) * self.mask + self.pos_emb)
+        x = torch.nn.functional.linear(x, first.weight)  # of a module in another part
+        return third(x * self.body.gain + self.body.shift) + self.constant, self.version
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_tensors_between_modules_are_saved_and_loaded_with_the_parts(parts):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, other = Positions(), Positions()
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    whole, kept = model.state_dict(), list[str]()
+    value: Any = (x,)
+    for part, own in zip(
+        segments(capture(other, x), parts), segments(capture(model, x), parts), strict=True
+    ):
+        state = own.state_dict()
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in state.items())
+        kept += state
+        copied = copy.deepcopy(part).double()
+        copied.load_state_dict(state)
+        value = copied(tuple(v.double() for v in value) if isinstance(value, tuple) else value)
+    assert set(kept) == set(whole)
+    expected = model.double()(x.double())
+    assert torch.allclose(value[0], expected[0], atol=1e-6)
+    assert value[1] == 3.0
+
+
+def test_parts_that_share_their_modules_load_and_move_as_one():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, other = Positions(), Positions()
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    parts = segments(capture(other, x), 3)
+    whole = nn.Module()
+    for part in parts:
+        share_modules(whole, part)
+    assert whole.state_dict().keys() == model.state_dict().keys()
+    assert {name for name, _ in whole.named_buffers()} == {
+        name for name, _ in model.named_buffers()
+    }
+    whole.load_state_dict(model.state_dict(), assign=True)
+    value: Any = (x,)
+    for part in parts:
+        value = part(value)
+    assert torch.equal(value[0], model(x)[0])
+    whole.double()
+    value = (x.double(),)
+    for part in parts:
+        value = part(value)
+    assert value[0].dtype == torch.float64
+
+
+def test_a_model_without_children_is_one_part():
+    with torch.random.fork_rng():
+        net = nn.Linear(4, 2)
+    x = torch.ones(3, 4)
+    assert torch.equal(replay(capture(net, x), 1, x), net(x))

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from braid.graph.captured import CapturedGraph, Node, Scaled
 from braid.graph.eager_capture import capture
-from braid.graph.segment import Segment, segments
+from braid.graph.segment import Segment, segments, share_modules
 
-__all__ = ["CapturedGraph", "Node", "Scaled", "Segment", "capture", "segments"]
+__all__ = ["CapturedGraph", "Node", "Scaled", "Segment", "capture", "segments", "share_modules"]

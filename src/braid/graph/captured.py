@@ -68,6 +68,7 @@ class CapturedGraph:
         tensors: Parameters and buffers that operations use directly, by number of the value; and
             tensors that the model holds otherwise.
         names: Names of the parameters and buffers among `tensors`.
+        transient: Names of the model's buffers that its `state_dict` leaves out.
         num_inputs: Number of values that are inputs: tensors of the batch, in their order.
         result_tree: Result of the model, with places instead of tensors.
         results: Values in these places.
@@ -77,6 +78,7 @@ class CapturedGraph:
     modules: Mapping[str, nn.Module]
     tensors: Mapping[int, torch.Tensor]
     names: Mapping[int, str]
+    transient: frozenset[str] = frozenset()
     num_inputs: int
     result_tree: Any
     results: tuple[int, ...]

@@ -15,8 +15,9 @@ positions, are the same for every batch.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -177,6 +178,11 @@ def _run(model: nn.Module, args: Any, kwargs: Any) -> CapturedGraph:
         modules=recorder.modules,
         tensors=recorder.tensors,
         names=recorder.names,
+        transient=frozenset(
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no face for it
+        ),
         num_inputs=len(inputs),
         result_tree=tree,
         results=tuple(recorder.value_of(x) for x in tensors),
@@ -229,16 +235,7 @@ def _merged(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedGra
         one._replace(tree=_scaled(one.tree, other.tree, rows, one))
         for one, other in zip(whole.nodes, part.nodes, strict=True)
     ]
-    kept: Mapping[int, torch.Tensor] = whole.tensors
-    return CapturedGraph(
-        nodes=tuple(nodes),
-        modules=whole.modules,
-        tensors=kept,
-        names=whole.names,
-        num_inputs=whole.num_inputs,
-        result_tree=whole.result_tree,
-        results=whole.results,
-    )
+    return dataclasses.replace(whole, nodes=tuple(nodes))
 
 
 def _scaled(one: Any, other: Any, rows: int, node: Node) -> Any:

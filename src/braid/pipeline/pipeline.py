@@ -25,7 +25,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.graph import CapturedGraph, Segment, segments
+from braid.graph import CapturedGraph, Segment, segments, share_modules
 from braid.pipeline.executor import Executor
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.stage import Layer, Stage
@@ -104,12 +104,10 @@ class Pipeline(nn.Module):
 
     def _register(self, layer: Layer) -> None:
         """Register a layer; modules of a captured model under their names there."""
-        if not isinstance(layer.module, Segment):
+        if isinstance(layer.module, Segment):
+            share_modules(self, layer.module)
+        else:
             self.add_module(layer.name, layer.module)
-            return
-        self._modules.update(layer.module.named_children())
-        for name, param in layer.module.named_parameters(recurse=False):
-            self._parameters[name] = param
 
     def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Run forwards and backwards of a batch; gradients are added to `.grad`.
