@@ -81,6 +81,13 @@ def test_a_simulation_is_drawn_three_times(tmp_path, capsys):
     rows = [line for line in text.split("\n") if line.startswith("rank ")]
     assert (code, [f"B{i}" in rows[1] for i in range(3)]) == (0, [True] * 3)
     assert ET.parse(svg).getroot().tag.endswith("svg")
+    known = "peak activations 2, 1 micro-batches on ranks 0 to 1"
+    texts = [node.text for node in ET.parse(svg).getroot().iter() if node.tag.endswith("text")]
+    assert (texts[-3:-1], texts[-1] in text, known in texts[-1]) == (
+        ["peak 2", "peak 1"],
+        True,
+        True,
+    )
     assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1}
 
 

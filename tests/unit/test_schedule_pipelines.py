@@ -16,12 +16,16 @@ from braid.schedule.pipeline import (
     SCHEDULES,
     StageCosts,
     breadth_first,
+    bubble,
+    forward_only,
     gpipe,
     interleaved,
     list_schedule,
     looped,
+    measures_text,
     most_held,
     one_f_one_b,
+    peak_activations,
     v_half,
     v_min,
     vee,
@@ -45,6 +49,25 @@ def overhead(program: Program) -> float:
     header = program.header
     ideal = 3 * header.num_indices * header.num_units / program.num_ranks
     return (simulated(program).seconds - ideal) / ideal
+
+
+@pytest.mark.parametrize("make", [one_f_one_b, zbv, v_min, interleaved])
+def test_the_measured_bubble_is_that_of_the_ideal_time(make: Callable[[int, int], Program]):
+    program = make(4, 8)
+    assert bubble(simulated(program)) == pytest.approx(overhead(program))
+
+
+def test_measures_are_told_in_one_line():
+    known = "bubble 37.5 % of the work, peak activations 4, 3, 2, 1 micro-batches on ranks 0 to 3"
+    assert measures_text(one_f_one_b(4, 8), simulated(one_f_one_b(4, 8))) == known
+    flat_one = "bubble 10.4 % of the work, peak activations 3 micro-batches on each rank"
+    assert measures_text(v_half(4, 8), simulated(v_half(4, 8))) == flat_one
+    many = measures_text(one_f_one_b(20, 20), simulated(one_f_one_b(20, 20)))
+    assert many == "bubble 95.0 % of the work, peak activations 1 to 20 micro-batches"
+    infers = forward_only(2, 4)
+    assert peak_activations(infers) == [0.0, 0.0]
+    assert measures_text(infers, simulated(infers)) == "bubble 25.0 % of the work"
+    assert bubble(Timeline([], [0.0], {})) == 0.0
 
 
 SIZES = [(p, m) for p in range(1, 6) for m in (1, 3, 5, 8, 10)]

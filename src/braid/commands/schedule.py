@@ -349,6 +349,7 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
 
     from braid.schedule import simulate
     from braid.schedule.bars import time_text
+    from braid.schedule.pipeline import measures_text, peak_activations
     from braid.schedule.plot import lanes, to_svg, to_trace
 
     is_pipeline = program.vocabulary.name == "pipeline"  # whose sends wait for no receive
@@ -356,9 +357,13 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     print(f"{program}: {time_text(timeline.seconds)}")
     for line in lanes(timeline, program.num_ranks):
         print(line)
+    caption = measures_text(program, timeline) if is_pipeline else ""
+    if caption:
+        print(caption)
     _print_bytes(_by_level(timeline, net))
     if svg:
-        _write(svg, to_svg(timeline, program.num_ranks))
+        notes = [f"peak {peak:g}" for peak in peak_activations(program)] if is_pipeline else []
+        _write(svg, to_svg(timeline, program.num_ranks, caption=caption, notes=notes))
         print(f"picture  {svg}")
     if trace:
         _write(trace, json.dumps({"traceEvents": to_trace(timeline)}))

@@ -62,6 +62,8 @@ def draw(
     title: str = "",
     legend: Mapping[str, str] | None = None,
     width: int = 1000,
+    caption: str = "",
+    notes: Sequence[str] = (),
 ) -> str:
     """Draw bars as SVG.
 
@@ -72,14 +74,17 @@ def draw(
         title: Text above the picture.
         legend: Name -> colour, above the picture.
         width: Pixels of the time axis.
+        caption: Text below the time axis.
+        notes: Text at the right of each lane.
     """
     total = seconds or 1.0
     legend = legend or {}
     bottom = TOP + len(lanes) * LANE
     wide = LEFT + max(width, LEGEND * len(legend)) + RIGHT
+    high = bottom + (2 if caption else 1) * LANE
     parts = [
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{bottom + LANE}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
             'font-family="sans-serif" font-size="12">'
         )
     ]
@@ -96,6 +101,11 @@ def draw(
         parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{at}</text>')
     for lane, name in enumerate(lanes):
         parts.append(f'<text x="4" y="{TOP + lane * LANE + 14}">{escape(name)}</text>')
+    for lane, note in enumerate(notes):
+        y = TOP + lane * LANE + 14
+        parts.append(f'<text x="{LEFT + width + 6}" y="{y}">{escape(note)}</text>')
+    if caption:
+        parts.append(f'<text x="{LEFT}" y="{bottom + LANE + 14}">{escape(caption)}</text>')
     for bar in bars:
         parts += _bar(bar, width / total)
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -97,13 +97,22 @@ def _label(interval: Interval) -> str:
     return f"{kind}{interval.action.index}"
 
 
-def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
+def to_svg(
+    timeline: Timeline,
+    num_ranks: int,
+    width: int = 1000,
+    *,
+    caption: str = "",
+    notes: Sequence[str] = (),
+) -> str:
     """Draw the timeline as SVG; the pointer shows what each bar is.
 
     Args:
         timeline: Timeline of a simulation.
         num_ranks: World size.
         width: Pixels for the whole time.
+        caption: Text below, such as the bubble of a pipeline.
+        notes: Text at the right of each rank, such as its peak of activations.
     """
     kinds = sorted({interval.action.kind for interval in timeline.intervals})
     colours = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
@@ -112,7 +121,15 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
         for i in timeline.intervals
     ]
     names = [f"rank {rank}" for rank in range(num_ranks)]
-    return draw(names, bars, timeline.seconds, legend=colours, width=width)
+    return draw(
+        names,
+        bars,
+        timeline.seconds,
+        legend=colours,
+        width=width,
+        caption=caption,
+        notes=notes,
+    )
 
 
 def _part(interval: Interval) -> str:

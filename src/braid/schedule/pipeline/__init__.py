@@ -8,6 +8,7 @@ from braid.schedule.pipeline.controllable import v_half, v_min
 from braid.schedule.pipeline.interleaved import breadth_first, interleaved
 from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
 from braid.schedule.pipeline.list_schedule import StageCosts, list_schedule
+from braid.schedule.pipeline.measures import bubble, measures_text, peak_activations
 from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
 from braid.schedule.pipeline.torch_csv import from_csv, to_csv
 from braid.schedule.pipeline.vocabulary import (
@@ -27,6 +28,7 @@ __all__ = [
     "StageCosts",
     "Work",
     "breadth_first",
+    "bubble",
     "check_data",
     "check_work",
     "forward_only",
@@ -35,8 +37,10 @@ __all__ = [
     "interleaved",
     "list_schedule",
     "looped",
+    "measures_text",
     "most_held",
     "one_f_one_b",
+    "peak_activations",
     "pipeline_program",
     "stage_ranks",
     "to_csv",
