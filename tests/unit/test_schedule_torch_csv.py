@@ -166,7 +166,7 @@ def test_any_text_is_refused_or_valid(text: str):
             "row 2, column 2, cell '1W0': W of stage 1 in micro-batch 0 comes before I",
         ),
         ("0F0,2B0,2F0,0B0\n1F0,1B0", "row 1, column 2, cell '2B0': .* comes before F of micro"),
-        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", "cell '0B0': under buffered semantics no rank can"),
+        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", "cell '0B0': under sequential semantics no rank can"),
         ("999999999F0", "file: a program may have at most 1048576 ranks x units"),
     ],
 )

@@ -5,7 +5,8 @@ no search. An action that is left over is an error of the program, reported here
 that waits for ever.
 
 `order` executes a program without time: it posts the batches of all ranks and ends every action
-that can end. Under *buffered* semantics a send ends at once; under *rendezvous* only when its
+that can end. Under *buffered* semantics a send ends at once, and under *sequential* semantics each
+receive ends before the next action begins, too; under *rendezvous* a send ends only when its
 receive has been posted. A program that is right under rendezvous needs no memory for messages under
 way. If some actions cannot end, the program deadlocks, and the circle of waiting ranks is reported.
 """
@@ -141,7 +142,7 @@ def messages(program: Program, matching: Matching) -> list[Message]:
 
 
 def order(
-    program: Program, matching: Matching, *, buffered: bool
+    program: Program, matching: Matching, *, buffered: bool, sequential: bool = False
 ) -> tuple[list[Moment], Deadlock | None]:
     """Return the moments of a program in a possible order, and its deadlock, if it has one.
 
@@ -149,16 +150,24 @@ def order(
         program: Program whose messages all have partners.
         matching: Matching of the program.
         buffered: Whether a send ends without its receive.
+        sequential: Whether a rank posts its actions one by one, also those posted together.
     """
-    return _Run(program, matching, buffered=buffered).run()
+    return _Run(program, matching, buffered=buffered, sequential=sequential).run()
 
 
 class _Run:
-    def __init__(self, program: Program, matching: Matching, *, buffered: bool) -> None:
+    def __init__(
+        self, program: Program, matching: Matching, *, buffered: bool, sequential: bool
+    ) -> None:
         self._program = program
         self._partner = matching.partner
         self._buffered = buffered
-        self._batches = [deque(batches(program, rank)) for rank in range(program.num_ranks)]
+        self._batches = [
+            deque(range(i, i + 1) for i in range(len(actions)))
+            if sequential
+            else deque(batches(program, rank))
+            for rank, actions in enumerate(program.ranks)
+        ]
         self._posted = [0] * program.num_ranks  # number of posted actions of each rank
         self._moments: list[Moment] = []
 

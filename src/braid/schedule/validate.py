@@ -6,7 +6,8 @@ The rules build on each other, so a later rule is checked only when those before
     peers          another rank of the program
     units          of the vocabulary's own rules
     matching       every send has a receive, and every receive a send
-    deadlock       everything can end, under rendezvous and under buffered semantics
+    deadlock       everything can end, under the semantics of what executes it: by default under
+                   rendezvous and under buffered ones
     contributions  of the vocabulary's own rules: the promised result is there at the end
 
 A program that deadlocks under rendezvous only needs memory for messages under way: `semantics`
@@ -26,7 +27,7 @@ from braid.schedule.violation import Violation
 __all__ = ["Rules", "validate"]
 
 MOST_PLACES = 1 << 20  # a program may come from anywhere; each block is checked on every rank
-SEMANTICS = ("rendezvous", "buffered")
+SEMANTICS = ("rendezvous", "buffered", "sequential")
 
 
 class Rules(NamedTuple):
@@ -40,7 +41,7 @@ class Rules(NamedTuple):
 
     before: Callable[[Program], list[Violation]]
     after: Callable[[Program, Matching, list[Moment]], list[Violation]]
-    semantics: tuple[str, ...] = SEMANTICS
+    semantics: tuple[str, ...] = ("rendezvous", "buffered")
 
 
 def validate(
@@ -80,7 +81,9 @@ def validate(
         return [_lonely(program, place) for place in matching.alone]
     moments: list[Moment] = []
     for name in semantics:
-        moments, deadlock = order(program, matching, buffered=name == "buffered")
+        moments, deadlock = order(
+            program, matching, buffered=name != "rendezvous", sequential=name == "sequential"
+        )
         if deadlock is not None:
             return [_deadlocked(program, deadlock, matching, name)]
     return own.after(program, matching, moments)

@@ -193,5 +193,5 @@ def _needs(
     return before.get(action.kind, [])
 
 
-# sends of a pipeline do not wait for their receives: see the engine
-PIPELINE_RULES = Rules(check_work, check_data, ("buffered",))
+# the engine does one action after the other: sends do not wait for their receives, receives do
+PIPELINE_RULES = Rules(check_work, check_data, ("sequential",))
