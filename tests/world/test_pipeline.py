@@ -27,7 +27,6 @@ TRAINING = [
     "zb_h2",
     "zbv",
     "v_half",
-    "v_min",
 ]
 
 
