@@ -58,6 +58,7 @@ LAUNCHING = (
     "world/test_probe.py",
     "world/test_proving.py",
     "world/test_readme_and_examples.py",
+    "world/test_resume.py::test_a_run_that",
     "world/test_store_torch.py",
     "world/test_torch_backend_life.py",
     "world/test_train.py",

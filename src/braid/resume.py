@@ -39,7 +39,7 @@ from braid.checkpoint.snapshot import OWN
 from braid.comm import Group
 from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
-from braid.rendezvous import ControlClient, Saved
+from braid.rendezvous import ControlClient, Loaded, Saved
 
 __all__ = ["load", "save"]
 
@@ -164,6 +164,10 @@ def load(
     for name, part in parts.items():
         part.load_state_dict(from_plain(kept[name], loaded.read))
     _restore_random(loaded)
+    control = _launcher()
+    if control is not None and group.rank == 0:
+        step, path = loaded.manifest.step, str(loaded.path)
+        control.send(Loaded(step, path, wanted or "auto"))
     return loaded.manifest.step + 1
 
 

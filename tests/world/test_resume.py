@@ -160,6 +160,36 @@ def test_the_model_is_exported_for_other_programs(procs, tmp_path, capsys):
     assert f"no directory of checkpoints, at {tmp_path / 'none'}" in capsys.readouterr().err
 
 
+KILLED = """
+import os, signal, braid
+from torch import nn
+group = braid.init()
+model = nn.Linear(2, 3, bias=False)
+assert braid.load("checkpoints", model=model) == 8
+group.barrier()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("asked", ["", "checkpoints/step-00000007"])
+def test_a_run_that_is_killed_before_its_first_save_says_how_to_go_on(
+    tmp_path, monkeypatch, capfd, asked
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        resume.save("checkpoints", group=braid.init(), model=_linear(), step=7)
+    finally:
+        braid.shutdown()
+    Path("train.py").write_text(KILLED)
+    words = ["--resume", asked] if asked else []
+    assert cli.main(["run", "--log-dir", "logs", *words, "train.py"]) == 137
+    err = capfd.readouterr().err
+    assert "  saved    checkpoint step 7 of an earlier run (sha256 ok)" in err
+    line = f"braid run --resume {asked or 'auto'} -n 1 --log-dir logs train.py"
+    assert f"  resume   {line}\n" in err
+
+
 class _Tied(nn.Module):
     """A head that is the embedding, and a norm under two names, with its buffers."""
 

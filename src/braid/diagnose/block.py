@@ -40,11 +40,19 @@ STATUS = {"finished": "finished", "interrupted": "interrupted", "timeout": "time
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """The last complete checkpoint of a run."""
+    """The last complete checkpoint of a run.
+
+    Attributes:
+        step: Step of the checkpoint.
+        path: Path of the checkpoint.
+        sha256_ok: Whether its checksums have been verified.
+        is_earlier: Whether an earlier run saved it, and this one has loaded it.
+    """
 
     step: int
     path: str
     sha256_ok: bool
+    is_earlier: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,7 +228,9 @@ def _how_it_ended(end: RankEnd) -> str:
 
 
 def _saved(saved: SavedCheckpoint, step: int | None) -> str:
-    text = f"checkpoint step {saved.step} (sha256 {'ok' if saved.sha256_ok else 'not checked'})"
+    of_run = " of an earlier run" * saved.is_earlier
+    checked = "ok" if saved.sha256_ok else "not checked"
+    text = f"checkpoint step {saved.step}{of_run} (sha256 {checked})"
     if step is not None and step > saved.step:
         lost = step - saved.step
         text += f", {lost} step{'s' if lost > 1 else ''} not saved"

@@ -7,7 +7,7 @@ Idea: a few small messages over one authenticated connection per rank. The launc
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
 is not an error here: the kernel kills the ranks of a dead launcher.
 
-    rank -> launcher   Hello  Saved  Logged  Failed  Exiting  Left
+    rank -> launcher   Hello  Saved  Loaded  Logged  Failed  Exiting  Left
     launcher -> rank   RankLost  Stop
 """
 
@@ -29,6 +29,7 @@ __all__ = [
     "FromRank",
     "Hello",
     "Left",
+    "Loaded",
     "Logged",
     "RankLost",
     "Saved",
@@ -53,6 +54,20 @@ class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
     step: int
     path: str
     sha256_ok: bool
+
+
+class Loaded(msgspec.Struct, tag_field="kind", tag="loaded", frozen=True):
+    """The run goes on from a checkpoint of an earlier one, which has been verified.
+
+    Attributes:
+        step: Step of the checkpoint.
+        path: Path of the checkpoint.
+        resume: Value of `--resume` that loads it again.
+    """
+
+    step: int
+    path: str
+    resume: str = "auto"
 
 
 class Logged(msgspec.Struct, tag_field="kind", tag="logged", frozen=True):
@@ -112,7 +127,7 @@ class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
     reason: str
 
 
-FromRank: TypeAlias = Hello | Saved | Logged | Failed | Exiting | Left
+FromRank: TypeAlias = Hello | Saved | Loaded | Logged | Failed | Exiting | Left
 FromLauncher: TypeAlias = RankLost | Stop
 
 _FROM_RANK = msgspec.json.Decoder(FromRank)

@@ -13,7 +13,7 @@ from rich.console import Console
 from braid.checkpoint import ls
 from braid.data import from_files
 from braid.errors import ConfigError
-from braid.launch import JobSpec, Outcome, Supervisor
+from braid.launch import RESUME, JobSpec, Outcome, Supervisor
 from braid.train.config import TrainConfig
 from braid.train.progress import TrainConsole
 
@@ -77,8 +77,8 @@ def launch(
         log_dir=config.log_dir,
         threads=threads,
         resume=resume,
-        title=_command_line(config, num_ranks, threads),
-        resume_command=_command_line(config, num_ranks, threads, "--resume", "auto"),
+        title=shlex.join(_words(config, num_ranks, threads)),
+        resume_command=_words(config, num_ranks, threads, "--resume", RESUME),
     )
     return Supervisor(console).run(job)
 
@@ -107,8 +107,10 @@ def last_run(runs: Path) -> str:
     return f".{os.sep}{max(runs_by_time)[1]}" if runs_by_time else ""
 
 
-def _command_line(config: TrainConfig, num_ranks: int, threads: int | None, *first: str) -> str:
-    """Return the command of a training, without options at their default value."""
+def _words(
+    config: TrainConfig, num_ranks: int, threads: int | None, *first: str
+) -> tuple[str, ...]:
+    """Return the words of the command of a training, without options at their default value."""
     words = ["braid", "train", *first, "-n", str(num_ranks)]
     default = TrainConfig()
     for name in TrainConfig.__dataclass_fields__:
@@ -119,4 +121,4 @@ def _command_line(config: TrainConfig, num_ranks: int, threads: int | None, *fir
         words += [str(v) for v in value] if isinstance(value, tuple) else [str(value)]
     if threads is not None:
         words += ["--threads", str(threads)]
-    return shlex.join(words)
+    return tuple(words)

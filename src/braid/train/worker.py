@@ -17,7 +17,7 @@ from braid.checkpoint import load, ls
 from braid.comm import Group
 from braid.data import from_files, standard_library
 from braid.errors import ConfigError
-from braid.rendezvous import Saved
+from braid.rendezvous import Loaded, Saved
 from braid.rendezvous.membership import Membership
 from braid.train.config import TrainConfig
 from braid.train.loop import Stopping, Trainer
@@ -58,14 +58,15 @@ def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membershi
                 member.control.send(Saved(step, str(path), sha256_ok))
 
         trainer.on_saved = report_saved
-        resumed_from, notes = _resume(trainer, config, member.environment.resume, group)
+        resumed_from, notes = _resume(trainer, config, member, group)
         return trainer.run(resumed_from=resumed_from, notes=notes)
 
 
 def _resume(
-    trainer: Trainer, config: TrainConfig, where: str, group: Group
+    trainer: Trainer, config: TrainConfig, member: Membership, group: Group
 ) -> tuple[str, tuple[str, ...]]:
     """Load the checkpoint that `--resume` names; returns its path and notes for the user."""
+    where = member.environment.resume
     if not where:
         return "", ()
     if where == "auto" and not ls(config.checkpoints):
@@ -84,6 +85,8 @@ def _resume(
         )
         raise ConfigError(msg)
     trainer.resume(loaded)
+    if member.control is not None and group.rank == 0:
+        member.control.send(Loaded(loaded.manifest.step, str(loaded.path), where))
     notes = [f"skipped {path}: {reason}" for path, reason in loaded.skipped]
     then, now = loaded.manifest.numerics, trainer.numerics()
     del now["world_size"]  # the number of shards matters instead

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from braid.rendezvous import JobEnvironment
 
 __all__ = [
     "RANK_VARIABLES",
+    "RESUME",
     "JobSpec",
     "Outcome",
     "check_command",
@@ -37,6 +39,7 @@ MAX_RANKS = 4096  # on one host; a larger number is a typing error
 # names of further variables of ranks, each with the variable of torchrun whose value it gets:
 # "A=RANK B=WORLD_SIZE"; HOSTNAME stands for the name of the rank's host
 RANK_VARIABLES = "BRAID_RANK_VARIABLES"
+RESUME = "{resume}"  # in the command that resumes
 OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
 
 
@@ -59,8 +62,8 @@ class JobSpec:
         interrupt_limit_s: Seconds that ranks have to save and end after Ctrl-C or SIGTERM.
         resume: Checkpoint to resume from; `auto` for the last complete one.
         where: Command-line options for hosts and numbers of ranks; `-n` alone when empty.
-        resume_command: Command that resumes from a checkpoint; `braid run` with this job when
-            empty.
+        resume_command: Words of the command that resumes from a checkpoint, with `RESUME` in the
+            place of the checkpoint; `braid run` with this job when empty.
         title: Command line that a user would type, where `command` is internal.
         stdin_rank: Rank that has the launcher's standard input, and its terminal if there is one;
             hang reports and deadlines of collectives then wait. None for no rank.
@@ -80,7 +83,7 @@ class JobSpec:
     interrupt_limit_s: float = 30.0
     resume: str = ""
     where: tuple[str, ...] = ()
-    resume_command: str = ""
+    resume_command: tuple[str, ...] = ()
     title: str = ""
     stdin_rank: int | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
@@ -109,6 +112,16 @@ class JobSpec:
         ]
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def resume_line(self, checkpoint: str) -> str:
+        """Return the command line that resumes this job from a checkpoint; see `resume`."""
+        words = self.resume_command
+        if not words:
+            flag = {"script": (), "module": ("-m",), "program": ("--no-python",)}[self.kind]
+            where = self.where or ("-n", str(self.num_ranks))
+            place = ("--log-dir", self.log_dir) if self.log_dir else ()
+            words = ("braid", "run", "--resume", RESUME, *where, *place, *flag, *self.command)
+        return shlex.join(checkpoint if word == RESUME else word for word in words)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ takes all decisions, and the backend knows on which hosts the ranks are.
 from __future__ import annotations
 
 import selectors
-import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -69,6 +68,7 @@ from braid.rendezvous import (
     Hello,
     JobEnvironment,
     Left,
+    Loaded,
     Logged,
     Saved,
 )
@@ -122,6 +122,7 @@ class _Run:
         self._start_ns = clock.now_ns()
         self._state = SupervisorState(job.num_ranks, _limits(job), self._start_ns)
         self._saved: SavedCheckpoint | None = None
+        self._resume = "auto"  # value of --resume that loads it
         self._announced = False
         self._unwritten: set[str] = set()
         self._tracebacks = SharedTracebacks()
@@ -217,7 +218,7 @@ class _Run:
                 (s for p in self.ranks.values() if (s := p.box.step) is not None), default=None
             ),
             saved=self._saved,
-            resume=(self._job.resume_command or _resume_command(self._job)) if self._saved else "",
+            resume=self._job.resume_line(self._resume) if self._saved else "",
             limit_s=self._job.timeout_s,
             has_timeline=has_timeline,
             links=() if verdict.certain else self._hangs.links,
@@ -358,6 +359,9 @@ class _Run:
                 process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved):
             self._note_saved(message)
+        elif isinstance(message, Loaded) and self._saved is None:
+            self._saved = SavedCheckpoint(message.step, message.path, True, is_earlier=True)
+            self._resume = message.resume
         elif isinstance(message, Logged):
             self._keep(partial(self._metrics.append, process.rank, message.row))
         elif isinstance(message, Failed):
@@ -384,7 +388,9 @@ class _Run:
         self._handle(ReportedFailure(process.rank, clause(end)))
 
     def _note_saved(self, message: Saved) -> None:
-        if self._saved is None or message.step >= self._saved.step:
+        saved = self._saved
+        if saved is None or saved.is_earlier or message.step >= saved.step:
+            self._resume = "auto"
             self._saved = SavedCheckpoint(message.step, message.path, message.sha256_ok)
 
     def _announce(self, end: RankEnd) -> None:
@@ -485,10 +491,3 @@ def _exit_code(verdict: Verdict, signum: int) -> int:
     if verdict.kind in {"exception", "left"}:  # also if a signal then ended the process
         return cause.exit_code or 1
     return 128 + cause.signal if cause.signal else cause.exit_code or 1
-
-
-def _resume_command(job: JobSpec) -> str:
-    flag = {"script": [], "module": ["-m"], "program": ["--no-python"]}[job.kind]
-    where = job.where or ("-n", str(job.num_ranks))
-    place = ("--log-dir", job.log_dir) if job.log_dir else ()
-    return shlex.join(["braid", "run", "--resume", "auto", *where, *place, *flag, *job.command])
