@@ -34,7 +34,7 @@ BUDGETS_S = {
     "world/test_membership": 50,
     "world/test_message": 10,
     "world/test_observe": 15,
-    "world/test_pipeline": 8,
+    "world/test_pipeline": 24,
     "world/test_portable": 20,
     "world/test_proving": 15,
     "world/test_readme": 10,

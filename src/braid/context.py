@@ -86,9 +86,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         _DEFAULT.metrics = RunMetrics(
             member.environment,
             member.control,
-            member.context.clock,
-            member.context.events,
-            member.context.store,
+            member.context,
             _gpu_memory,
         )
         _DEFAULT.membership = member

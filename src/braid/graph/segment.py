@@ -10,7 +10,8 @@ part of the model's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -105,8 +106,15 @@ class Segment(nn.Module):
         assert tensor is not None
         return tensor
 
-    def forward(self, value: Any) -> Any:
-        """Run the nodes."""
+    def forward(
+        self, value: Any, *, around: Callable[[str], AbstractContextManager[None]] | None = None
+    ) -> Any:
+        """Run the nodes.
+
+        Args:
+            value: The batch, or what the previous segment returns.
+            around: Makes the context in which a module runs, from its name.
+        """
         if self._is_first:
             _, inputs = flatten(value)
             if len(inputs) != self._graph.num_inputs:
@@ -120,7 +128,8 @@ class Segment(nn.Module):
         else:
             rows, known = value["rows"], dict(value["values"])
         for node in self._nodes:
-            self._call(node, known, rows)
+            with nullcontext() if around is None else around(str(node.target)):
+                self._call(node, known, rows)
         if self._is_last:
             results = [known[v] if v in known else self._tensor(v) for v in self._graph.results]
             return unflatten(self._graph.result_tree, results)

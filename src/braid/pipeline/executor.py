@@ -4,8 +4,12 @@ The program decides everything: what is computed when, and what is sent where. S
 GPipe, 1F1B, interleaved, breadth-first and zero bubble programs, and programs that only infer.
 
     recv_f  F  send_f        value of the previous stage -> layers -> next stage
+            R                the layers once more, saving what backward needs
     recv_b  B  send_b        gradients of the outputs -> backward -> gradients of the inputs
             I  send_b  W     the same in two parts: to the inputs, and later to the weights
+
+What layers stash goes to the stage that pops it after F, and its gradient back after B or I, beside
+the messages of the program: sends wait for nobody, so this holds up no rank that has work.
 
 An exception on one rank ends the step on all: the group is aborted with layer, stage, micro-batch
 and action, which the waits of all other ranks raise.
@@ -18,60 +22,74 @@ from typing import Any
 
 import torch
 
-from braid.comm import Group
 from braid.errors import CommError, ConfigError, StaleError
-from braid.pipeline.messages import Messages
-from braid.pipeline.stage import Stage, StageError
+from braid.pipeline.messages import Carrier
+from braid.pipeline.stage import Edge, Stage, StageError
 from braid.schedule import Action, Program
 from braid.schedule.pipeline import PIPELINE
 from braid.schedule.pipeline.vocabulary import TRAIN, stage_ranks
+from braid.seeding import Draws
 
 __all__ = ["Executor", "LossOf"]
 
 # loss of the output for a micro-batch, with its weight in it
 LossOf = Callable[[Any, int], torch.Tensor]
 Gradients = list["torch.Tensor"]
+Place = tuple[int, int]  # stage and micro-batch
+BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b"})
 
 
 class Executor:
     """Runs the part of a program that belongs to this rank.
 
     Args:
-        program: Program of the pipeline, for as many ranks as the group has.
-        group: Ranks of the pipeline, in the order of the program.
+        program: Program of the pipeline, for as many ranks as there are.
+        carrier: Way to the other ranks.
         stages: Stages of this rank, by number.
+        on_gradients: Called with a stage when its last gradient of a step is there.
 
     Raises:
         ConfigError: The program is of another size, has other stages here, or actions that are not
             executed.
     """
 
-    def __init__(self, program: Program, group: Group, stages: Mapping[int, Stage]) -> None:
-        own = {stage for stage, rank in stage_ranks(program).items() if rank == group.rank}
+    def __init__(
+        self,
+        program: Program,
+        carrier: Carrier,
+        stages: Mapping[int, Stage],
+        on_gradients: Callable[[int], None] | None = None,
+    ) -> None:
+        own = {stage for stage, rank in stage_ranks(program).items() if rank == carrier.rank}
         problems = []
-        if program.num_ranks != group.size:
-            problems.append(f"{program} is not for a group of {group.size} ranks")
+        if program.num_ranks != carrier.size:
+            problems.append(f"{program} is not for a group of {carrier.size} ranks")
         if own != set(stages):
             problems.append(f"{program} has stages {sorted(own)} here, got {sorted(stages)}")
         if problems:
             raise ConfigError("; ".join(problems))
-        self._program = program
-        self._actions = program.ranks[group.rank]
+        self._actions = program.ranks[carrier.rank]
         self._trains = program.header.operation == TRAIN
         self._last = program.header.num_units - 1
         self._ranks = stage_ranks(program)
-        self._group = group
         self._stages = stages
-        self._messages = Messages(group)
-        self._values: dict[tuple[int, int], Any] = {}  # inputs by stage and micro-batch
-        self._outputs: dict[tuple[int, int], Any] = {}
-        self._grads: dict[tuple[int, int], Gradients] = {}  # of outputs
-        self._input_grads: dict[tuple[int, int], Gradients] = {}
+        self._carrier = carrier
+        self._recomputed = {(a.unit, a.index) for a in self._actions if a.kind == "R"}
+        self._final = {a.unit: a for a in self._actions if a.kind in {"B", "W"}}
+        self._on_gradients = on_gradients
+        self._values: dict[Place, Any] = {}  # inputs
+        self._outputs: dict[Place, Any] = {}
+        self._grads: dict[Place, Gradients] = {}  # of outputs
+        self._input_grads: dict[Place, Gradients] = {}
+        # of connections between stages of this rank, by edge and micro-batch
+        self._stashed: dict[tuple[Edge, int], Any] = {}
+        self._stashed_grads: dict[tuple[Edge, int], Gradients] = {}
         self._results: dict[int, Any] = {}
         self._table: dict[str, Callable[[Action], None]] = {
             "recv_f": self._recv_f,
             "F": self._forward,
             "send_f": self._send_f,
+            "R": self._recompute,
             "recv_b": self._recv_b,
             "B": self._backward,
             "I": self._backward_to_inputs,
@@ -79,14 +97,21 @@ class Executor:
             "send_b": self._send_b,
         }
         self._batches: Sequence[Any] = ()
+        self._draws: Sequence[Draws] = ()
         self._loss_of: LossOf | None = None
 
-    def run(self, microbatches: Sequence[Any], loss_of: LossOf | None = None) -> dict[int, Any]:
+    def run(
+        self,
+        microbatches: Sequence[Any],
+        loss_of: LossOf | None = None,
+        draws: Sequence[Draws] = (),
+    ) -> dict[int, Any]:
         """Execute the program once.
 
         Args:
             microbatches: Parts of the batch; only the rank of the first stage reads them.
             loss_of: Loss of an output of the last stage; needed by programs that train.
+            draws: Random numbers of each micro-batch; those of torch's generators when empty.
 
         Returns:
             On the rank of the last stage its losses, or its outputs without `loss_of`, by
@@ -96,23 +121,57 @@ class Executor:
             CommError: Another rank has failed; the message says in which layer and action.
             Exception: An exception of a layer or of `loss_of` on this rank.
         """
-        self._batches, self._loss_of = microbatches, loss_of
+        self._batches, self._loss_of, self._draws = microbatches, loss_of, draws
+        results = self._perform(self._actions)
+        self._input_grads.clear()  # those of the batch, which nobody asks for
+        return results
+
+    def run_forwards(
+        self, microbatches: Sequence[Any], draws: Sequence[Draws] = ()
+    ) -> dict[int, Any]:
+        """Execute the forwards of a program that has them first; `run_backwards` does the rest.
+
+        Returns:
+            On the rank of the last stage its outputs, by micro-batch.
+        """
+        self._batches, self._loss_of, self._draws = microbatches, None, draws
+        return self._perform([a for a in self._actions if a.kind not in BACKWARD])
+
+    def run_backwards(self, grads: Sequence[Gradients]) -> dict[int, Gradients]:
+        """Execute the backwards of a program.
+
+        Args:
+            grads: Gradients of the outputs that require one, by micro-batch; only the rank of the
+                last stage reads them.
+
+        Returns:
+            On the rank of the first stage the gradients of the batch's tensors that require one, by
+            micro-batch.
+        """
+        if self._last in self._stages:
+            self._grads |= {(self._last, i): own for i, own in enumerate(grads)}
+        self._perform([a for a in self._actions if a.kind in BACKWARD])
+        grads_of_batch = {i: own for (stage, i), own in self._input_grads.items() if not stage}
+        self._input_grads.clear()
+        return grads_of_batch
+
+    def _perform(self, actions: Sequence[Action]) -> dict[int, Any]:
         action = self._actions[0]
         try:
-            for action in self._actions:
-                with self._group.context.events.span(
-                    f"{action.kind}{action.unit}", seq=action.index
-                ):
+            for action in actions:
+                with self._carrier.span(f"{action.kind}{action.unit}", action.index):
                     self._table[action.kind](action)
-            self._messages.finish()
+                if self._on_gradients is not None and self._final.get(action.unit) is action:
+                    self._on_gradients(action.unit)
+            self._carrier.finish()
         except StageError as exc:
             self._abort(f"layer {exc.layer}, {PIPELINE.describe(action)}", exc.error)
             raise exc.error from None
         except StaleError as exc:  # a send under way has ended the group before this action
-            self._clear()
+            self.clear()
             raise CommError(str(exc)) from exc
         except CommError:
-            self._clear()
+            self.clear()
             raise
         except Exception as exc:
             self._abort(PIPELINE.describe(action), exc)
@@ -121,72 +180,120 @@ class Executor:
         return results
 
     def _abort(self, where: str, exc: BaseException) -> None:
-        rank = self._group.ranks[self._group.rank]
-        self._group.abort(f"rank {rank} failed in {where}: {type(exc).__name__}: {exc}")
-        self._clear()
+        self._carrier.abort(f"failed in {where}: {type(exc).__name__}: {exc}")
+        self.clear()
 
-    def _clear(self) -> None:
-        for kept in (self._values, self._outputs, self._grads, self._input_grads, self._results):
+    def clear(self) -> None:
+        """Forget all that is under way, after a failure."""
+        for kept in (self._values, self._outputs, self._grads, self._input_grads):
             kept.clear()
+        for kept_of_edges in (self._stashed, self._stashed_grads):
+            kept_of_edges.clear()
+        self._results.clear()
         for stage in self._stages.values():
             stage.clear()
 
     # One method for each kind of action
 
     def _recv_f(self, action: Action) -> None:
-        self._values[action.unit, action.index] = self._messages.recv_value(action.peer)
+        self._values[action.unit, action.index] = self._carrier.recv_value(action.peer)
 
     def _forward(self, action: Action) -> None:
         stage, i = self._stages[action.unit], action.index
         value = self._batches[i] if not stage.index else self._values.pop((stage.index, i))
-        output = stage.forward(i, value, keeps=self._trains)
+        output, stashed = stage.forward(
+            i,
+            value,
+            keeps=self._trains,
+            skips={edge: self._popped(edge, i) for edge in stage.pops},
+            draws=self._draws[i] if self._draws else None,
+            drops=(stage.index, i) in self._recomputed,
+        )
+        for edge, tensor in stashed.items():
+            if self._ranks[edge.target] == self._carrier.rank:
+                self._stashed[edge, i] = tensor
+            else:
+                self._carrier.send_value(tensor, self._ranks[edge.target], edge.number)
         if stage.index == self._last:
             self._conclude(stage, i, output)
-        elif self._ranks[stage.index + 1] == self._group.rank:
+        elif self._ranks[stage.index + 1] == self._carrier.rank:
             self._values[stage.index + 1, i] = output
         else:
             self._outputs[stage.index, i] = output
+
+    def _popped(self, edge: Edge, i: int) -> Any:
+        if self._ranks[edge.source] == self._carrier.rank:
+            return self._stashed.pop((edge, i))
+        return self._carrier.recv_value(self._ranks[edge.source], edge.number)
 
     def _conclude(self, stage: Stage, i: int, output: Any) -> None:
         """Keep the output of the last stage, or its loss."""
         if self._loss_of is None:
             self._results[i] = output
             return
-        with torch.set_grad_enabled(self._trains):
+        is_recomputed = (stage.index, i) in self._recomputed
+        with torch.set_grad_enabled(self._trains and not is_recomputed):
             loss = self._loss_of(output, i)
         self._results[i] = loss.detach()
-        if self._trains:
-            stage.replace_outputs(i, loss)
-            self._grads[stage.index, i] = [torch.ones_like(loss)] if loss.requires_grad else []
+        if self._trains and not is_recomputed:
+            self._begin_backward_at(stage, i, loss)
+
+    def _begin_backward_at(self, stage: Stage, i: int, loss: torch.Tensor) -> None:
+        stage.replace_outputs(i, loss)
+        self._grads[stage.index, i] = [torch.ones_like(loss)] if loss.requires_grad else []
 
     def _send_f(self, action: Action) -> None:
-        self._messages.send_value(self._outputs.pop((action.unit, action.index)), action.peer)
+        self._carrier.send_value(self._outputs.pop((action.unit, action.index)), action.peer)
+
+    def _recompute(self, action: Action) -> None:
+        stage, i = self._stages[action.unit], action.index
+        output = stage.recompute(i)
+        if stage.index == self._last and self._loss_of is not None:
+            with torch.enable_grad():
+                self._begin_backward_at(stage, i, self._loss_of(output, i))
 
     def _recv_b(self, action: Action) -> None:
         grads = self._stages[action.unit].gradients_like(action.index)
-        self._messages.recv_tensors(grads, action.peer)
+        self._carrier.recv_tensors(grads, action.peer)
         self._grads[action.unit, action.index] = list(grads)
 
     def _backward(self, action: Action) -> None:
-        grads = self._grads.pop((action.unit, action.index))
-        self._hand_on(action, self._stages[action.unit].backward(action.index, grads))
+        stage = self._stages[action.unit]
+        self._hand_on(action, stage.backward(action.index, self._grads_of_outputs(action)))
 
     def _backward_to_inputs(self, action: Action) -> None:
-        grads = self._grads.pop((action.unit, action.index))
-        self._hand_on(action, self._stages[action.unit].backward_to_inputs(action.index, grads))
+        stage = self._stages[action.unit]
+        grads = self._grads_of_outputs(action)
+        self._hand_on(action, stage.backward_to_inputs(action.index, grads))
 
     def _backward_to_weights(self, action: Action) -> None:
         self._stages[action.unit].backward_to_weights(action.index)
 
-    def _hand_on(self, action: Action, grads: Gradients) -> None:
-        """Keep the gradients of a stage's inputs for the previous stage."""
-        if not action.unit:
-            return
-        if self._ranks[action.unit - 1] == self._group.rank:
-            self._grads[action.unit - 1, action.index] = grads
+    def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
+        """Return the gradients of a stage's output and of what it has stashed."""
+        stage, i = self._stages[action.unit], action.index
+        grads: dict[Edge | None, Gradients] = {None: self._grads.pop((stage.index, i))}
+        for edge in stage.stashes:
+            if self._ranks[edge.target] == self._carrier.rank:
+                grads[edge] = self._stashed_grads.pop((edge, i))
+            else:
+                grads[edge] = stage.gradients_like(i, edge)
+                self._carrier.recv_tensors(grads[edge], self._ranks[edge.target], edge.number)
+        return grads
+
+    def _hand_on(self, action: Action, grads: Mapping[Edge | None, Gradients]) -> None:
+        """Keep the gradients of a stage's inputs for the stages that made these."""
+        stage, i = self._stages[action.unit], action.index
+        for edge in stage.pops:
+            if self._ranks[edge.source] == self._carrier.rank:
+                self._stashed_grads[edge, i] = grads[edge]
+            else:
+                self._carrier.send_tensors(grads[edge], self._ranks[edge.source], edge.number)
+        if stage.index and self._ranks[stage.index - 1] == self._carrier.rank:
+            self._grads[stage.index - 1, i] = grads[None]
         else:
-            self._input_grads[action.unit, action.index] = grads
+            self._input_grads[stage.index, i] = grads[None]
 
     def _send_b(self, action: Action) -> None:
         grads = self._input_grads.pop((action.unit, action.index))
-        self._messages.send_tensors(grads, action.peer)
+        self._carrier.send_tensors(grads, action.peer)

@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages on different ranks: values of any shape, and gradients.
+"""Messages between stages on different ranks: values of any shape, and gradients.
 
 Shapes may change from micro-batch to micro-batch, so a value is announced by a digest of its
 structure: containers, shapes, dtypes, and which tensors need a gradient. The structure itself
@@ -6,14 +6,16 @@ follows only the first time. Gradients need no announcement, since their receive
 
     first      digest, structure, tensors          afterwards      digest, tensors
 
-Sends wait for nobody: a tensor belongs to its message until it has gone.
+Sends wait for nobody: a tensor belongs to its message until it has gone. Messages of one edge come
+in the order in which they were sent; edge 0 joins neighbouring stages, others are skip connections.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -21,15 +23,56 @@ from braid.autograd.nested import flatten, unflatten
 from braid.comm import Group, Work
 from braid.types import text_digest
 
-__all__ = ["Messages"]
+__all__ = ["Carrier", "Messages"]
 
 DIGEST_MASK = (1 << 62) - 1
+
+
+class Carrier(Protocol):
+    """Way between the ranks of a pipeline, whether they are processes or threads.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
+        """Send an output."""
+        ...
+
+    def recv_value(self, peer: int, edge: int = 0) -> Any:
+        """Receive an output."""
+        ...
+
+    def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """Send tensors whose shapes the receiver knows."""
+        ...
+
+    def recv_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """Receive into tensors."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all messages have gone."""
+        ...
+
+    def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context that records the time that an action takes."""
+        ...
+
+    def abort(self, text: str) -> None:
+        """Let all other ranks raise an error with this text."""
+        ...
 
 
 class _Spec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    on_cpu: bool
 
 
 class _Structure(NamedTuple):
@@ -38,62 +81,79 @@ class _Structure(NamedTuple):
 
 
 class Messages:
-    """Sends and receives values between members of a group, in the order of the program.
+    """Messages over a group; see `Carrier`.
 
     Args:
         group: Ranks of the pipeline.
+        device: Device of this rank's stages, where values arrive; numbers that were on the CPU stay
+            there.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, device: torch.device | None = None) -> None:
+        self.rank, self.size = group.rank, group.size
         self._group = group
-        self._sent: set[tuple[int, int]] = set()
-        self._structures: dict[tuple[int, int], _Structure] = {}
+        self._device = device or torch.device("cpu")
+        self._sent: set[tuple[int, int, int]] = set()
+        self._structures: dict[tuple[int, int, int], _Structure] = {}
         self._under_way: list[tuple[Work, torch.Tensor]] = []
 
-    def send_value(self, value: Any, peer: int) -> None:
-        """Send an output to the rank of the next stage."""
+    def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
         tree, tensors = flatten(value)
-        specs = tuple(_Spec(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+        specs = tuple(
+            _Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device.type == "cpu") for x in tensors
+        )
         raw = pickle.dumps(_Structure(tree, specs))
         digest = text_digest(raw.hex()) & DIGEST_MASK
-        is_new = (peer, digest) not in self._sent
-        self._send(torch.tensor([digest, len(raw) if is_new else 0]), peer)
+        is_new = (peer, edge, digest) not in self._sent
+        self._send(torch.tensor([digest, len(raw) if is_new else 0]), peer, edge)
         if is_new:
-            self._sent.add((peer, digest))
-            self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer)
-        self.send_tensors(tensors, peer)
+            self._sent.add((peer, edge, digest))
+            self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
+        self.send_tensors(tensors, peer, edge)
 
-    def recv_value(self, peer: int) -> Any:
-        """Receive the output of the previous stage."""
-        announced = self._group.recv(torch.empty(2, dtype=torch.int64), peer)
+    def recv_value(self, peer: int, edge: int = 0) -> Any:
+        """See `Carrier`."""
+        announced = self._group.recv(torch.empty(2, dtype=torch.int64), peer, tag=edge)
         digest, nbytes = announced.tolist()
         if nbytes:
-            raw = self._group.recv(torch.empty(nbytes, dtype=torch.uint8), peer)
+            raw = self._group.recv(torch.empty(nbytes, dtype=torch.uint8), peer, tag=edge)
             # from a rank of the same job, which runs the same program
-            self._structures[peer, digest] = pickle.loads(raw.numpy().tobytes())  # noqa: S301
-        structure = self._structures[peer, digest]
-        tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in structure.specs]
-        self.recv_tensors(tensors, peer)
+            self._structures[peer, edge, digest] = pickle.loads(raw.numpy().tobytes())  # noqa: S301
+        structure = self._structures[peer, edge, digest]
+        tensors = [
+            torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.on_cpu else self._device)
+            for spec in structure.specs
+        ]
+        self.recv_tensors(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         return unflatten(structure.tree, tensors)
 
-    def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Send tensors whose shapes the receiver knows."""
+    def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
         for tensor in tensors:
-            self._send(tensor.detach(), peer)
+            self._send(tensor.detach(), peer, edge)
 
-    def recv_tensors(self, tensors: Sequence[torch.Tensor], peer: int) -> None:
-        """Receive into tensors."""
+    def recv_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
         for tensor in tensors:
-            self._group.recv(tensor, peer)
+            self._group.recv(tensor, peer, tag=edge)
 
     def finish(self) -> None:
-        """Wait until all messages have gone."""
+        """See `Carrier`."""
         while self._under_way:
             self._under_way.pop()[0].wait()
 
-    def _send(self, tensor: torch.Tensor, peer: int) -> None:
+    def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
+        """See `Carrier`."""
+        return self._group.context.events.span(name, seq=microbatch)
+
+    def abort(self, text: str) -> None:
+        """See `Carrier`."""
+        self._group.abort(f"rank {self._group.ranks[self.rank]} {text}")
+
+    def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
         tensor = tensor.contiguous()
         self._under_way = [pair for pair in self._under_way if not pair[0].done()]
-        self._under_way.append((self._group.send(tensor, peer, async_op=True), tensor))
+        self._under_way.append((self._group.send(tensor, peer, tag=edge, async_op=True), tensor))

@@ -17,7 +17,7 @@ Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,13 +26,17 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.graph import CapturedGraph, Segment, segments, share_modules
+from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
+from braid.pipeline.messages import Messages
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.pipeline.replicas import Replicas
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.tied import TiedParams
 from braid.schedule import Program
 from braid.schedule.files import schedule_named
-from braid.schedule.pipeline import forward_only, stage_ranks
+from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, stage_ranks, with_recompute
+from braid.seeding import Draws
 
 __all__ = ["Pipeline"]
 
@@ -57,15 +61,25 @@ class Pipeline(nn.Module):
             program.
         balance: Number of layers of each stage; as even as possible when None.
         process_group: Ranks of the pipeline.
+        replicas: Ranks that have the stages of this one and train on other samples, in the order of
+            their samples; gradients are added over them. None without replicas.
+        recompute: Micro-batches whose layers run again in backward, so that a stage keeps their
+            inputs only: `always`, `except_last` or `never`. A number k instead keeps every k-th
+            boundary between layers, and recomputes from one to the next.
+        seed: Seed of the layers' random numbers, such as those of dropout. They depend on it, the
+            step, the layer and the sample, and not on stages, micro-batches or ranks.
 
     Attributes:
         group: Ranks of the pipeline.
         stages: Stages of this rank, by number.
         balance: Number of layers of each stage.
+        num_steps: Number of steps so far, by which random numbers are drawn. Set it when a run is
+            resumed.
 
     Raises:
         ConfigError: There are fewer layers than stages, `balance` does not fit, or the schedule is
             unknown.
+        TypeError: Layers stash what no later layer pops, or pop what none has stashed.
     """
 
     def __init__(
@@ -76,9 +90,15 @@ class Pipeline(nn.Module):
         schedule: str | Schedule = "1f1b",
         balance: Sequence[int] | None = None,
         process_group: Group,
+        replicas: Group | None = None,
+        recompute: str | int = "never",
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.group = process_group
+        self.num_steps = 0
+        self._seed = seed
+        self._recompute, every = _recompute_of(recompute)
         self._make = schedule if callable(schedule) else schedule_named(schedule)
         self._num_microbatches = num_microbatches
         self._programs: dict[tuple[bool, int], Executor] = {}
@@ -91,12 +111,17 @@ class Pipeline(nn.Module):
         self.balance = tuple(_balance(balance, len(named), num_stages))
         ends = list(accumulate(self.balance))
         parts = [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
+        edges = edges_of(parts)
         self._tied = TiedParams(parts, self._homes, process_group)
         self.stages = {
-            stage: Stage(stage, part)
+            stage: Stage(stage, part, edges, every=every)
             for stage, part in enumerate(parts)
             if self._homes[stage] == process_group.rank
         }
+        params = [p for own in self.stages.values() for p in own.parameters()]
+        self.device = params[0].device if params else torch.device("cpu")
+        self._messages = Messages(process_group, self.device)
+        self._replicas = Replicas(self.stages, replicas)
         for own in self.stages.values():
             for layer in own.layers:
                 self._register(layer)
@@ -127,10 +152,19 @@ class Pipeline(nn.Module):
 
         Cost: per stage and micro-batch two messages of a boundary's bytes; one broadcast.
         """
-        self._tied.begin()
+        # those of earlier steps have been added up over ranks already
+        added = set(self._tied.params) | self._replicas.params
+        earlier = {p: p.grad for p in added if p.grad is not None}
+        for param in earlier:
+            param.grad = None
+        self._replicas.begin()
         losses = self._run(batch, target, loss, trains=True)
+        self._replicas.finish()
         self._tied.add_up()
-        return self._sum_of(losses)
+        for param, grad in earlier.items():
+            param.grad = grad if param.grad is None else grad.add_(param.grad)
+        self.num_steps += 1
+        return self._replicas.sum_of(self._sum_of(losses))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their 2-norm over all stages is at most `max_norm`.
@@ -162,7 +196,8 @@ class Pipeline(nn.Module):
     @torch.no_grad()
     def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients."""
-        return self._sum_of(self._run(batch, target, loss, trains=False))
+        losses = self._run(batch, target, loss, trains=False)
+        return self._replicas.sum_of(self._sum_of(losses))
 
     def _run(self, batch: Any, target: Any, loss: Loss, *, trains: bool) -> dict[int, Any]:
         rows = num_rows(batch)
@@ -170,15 +205,21 @@ class Pipeline(nn.Module):
         if not sizes:
             msg = "a batch of 0 rows cannot be cut into micro-batches: leave it out on all ranks"
             raise ConfigError(msg)
+        first, all_rows = self._replicas.share_of(rows)
+        ends = list(accumulate(sizes, initial=first))
+        draws = [
+            Draws(self._seed, self.num_steps, range(begin, end)) for begin, end in pairwise(ends)
+        ]
         targets: list[Any] = []
 
         def loss_of(output: Any, i: int) -> torch.Tensor:
             if not targets:  # here, so that targets that do not fit are an error on all ranks
                 targets.extend(scatter(target, sizes))
-            return loss(output, targets[i]) * (sizes[i] / rows)
+            return loss(output, targets[i]) * (sizes[i] / all_rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
-        return self._executor(len(sizes), trains=trains).run(microbatches, loss_of)
+        executor = self._executor(len(sizes), trains=trains)
+        return executor.run(microbatches, loss_of, draws if trains else ())
 
     def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
         key = trains, num_microbatches
@@ -186,7 +227,11 @@ class Pipeline(nn.Module):
         if executor is None:
             make = self._make if trains else self._make_forward
             program = make(self.group.size, num_microbatches)
-            executor = self._programs[key] = Executor(program, self.group, self.stages)
+            if trains:
+                program = with_recompute(program, self._recompute)
+            launch = self._replicas.launch if trains else None
+            executor = Executor(program, self._messages, self.stages, launch)
+            self._programs[key] = executor
         return executor
 
     def _make_forward(self, num_ranks: int, num_microbatches: int) -> Program:
@@ -216,6 +261,19 @@ def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[tuple[str, n
         yield from layers.named_children()
     else:
         yield from ((str(i), layer) for i, layer in enumerate(layers))
+
+
+def _recompute_of(recompute: str | int) -> tuple[str, int]:
+    """Return the mode of whole micro-batches, and the number of layers between boundaries."""
+    if isinstance(recompute, str) and recompute in RECOMPUTE_MODES:
+        return recompute, 0
+    if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0:
+        return "never", recompute
+    msg = (
+        f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, or a number of layers of at "
+        f"least 1, got {recompute!r}"
+    )
+    raise ConfigError(msg)
 
 
 def _balance(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:

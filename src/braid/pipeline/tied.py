@@ -54,31 +54,26 @@ class TiedParams:
             own: group.split(0 if group.rank in own else None)
             for own in sorted(set(shared.values()))
         }
-        self._earlier: list[torch.Tensor | None] = []
         self._tied = [
             _Tied(param, own_group)
             for param, own in shared.items()
             if (own_group := groups[own]) is not None and group.rank in own
         ]
 
-    def begin(self) -> None:
-        """Set aside the gradients of earlier steps, which have been added up."""
-        for tied in self._tied:
-            self._earlier.append(tied.param.grad)
-            tied.param.grad = None
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Parameters of this rank that others share."""
+        return [tied.param for tied in self._tied]
 
     def add_up(self) -> None:
-        """Add the gradients of all copies since `begin`; a collective of their ranks.
+        """Add the gradients of all copies; a collective of their ranks.
 
         Cost: one all_reduce of each shared parameter.
         """
-        earlier, self._earlier = self._earlier, []
-        for (param, group), before in zip(self._tied, earlier, strict=True):
-            if not param.requires_grad:
-                continue
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            group.all_reduce(grad)
-            param.grad = grad if before is None else before.add_(grad)
+        for param, group in self._tied:
+            if param.requires_grad:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad = group.all_reduce(grad)
 
     def counts_elsewhere(self, param: torch.Tensor) -> bool:
         """Return whether another rank counts this parameter in a norm."""

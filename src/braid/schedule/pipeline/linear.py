@@ -85,13 +85,16 @@ def pipeline_program(
 def most_held(program: Program) -> list[int]:
     """Return the largest number of forwards whose activations each rank holds at a time.
 
-    Activations of one stage and micro-batch are held from F to the end of its backward.
+    Activations of one stage and micro-batch are held from F to the end of its backward, or from R
+    if there is one.
     """
     held_most = []
     for actions in program.ranks:
+        again = {(a.unit, a.index) for a in actions if a.kind == "R"}
         held = most = 0
         for action in actions:
-            held += (action.kind == "F") - (action.kind in {"B", "W"})
+            held -= action.kind in {"B", "W"}
+            held += action.kind == ("R" if (action.unit, action.index) in again else "F")
             most = max(most, held)
         held_most.append(most)
     return held_most

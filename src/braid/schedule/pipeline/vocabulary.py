@@ -8,7 +8,9 @@ gradient of its weights (W), which nobody waits for.
     B    whole backward                                 needs F, and the gradient of the next stage
     I    backward to the input of the stage             needs the same as B
     W    backward to the weights of the stage           needs I
+    R    forward once more, to have what backward needs needs F; before the gradient comes
 
+Without R an F keeps all that backward needs; with R it keeps the input of the stage only.
 Messages name the stage that sends or receives: `send_f2.0>3` sends the output of stage 2, and
 `recv_f3.0<2` receives it for stage 3. Stages that follow each other on one rank send nothing.
 Programs train, or infer: these have forwards only.
@@ -44,6 +46,7 @@ PIPELINE = Vocabulary(
         "B": Kind(LOCAL, "backward of a micro-batch"),
         "I": Kind(LOCAL, "backward of a micro-batch to the input of the stage"),
         "W": Kind(LOCAL, "backward of a micro-batch to the weights of the stage"),
+        "R": Kind(LOCAL, "forward of a micro-batch once more, whose F has kept its input only"),
         "send_f": Kind(SEND, "send the output of F to the next stage"),
         "recv_f": Kind(RECEIVE, "receive the output of F of the previous stage"),
         "send_b": Kind(SEND, "send the gradient of the input of F to the previous stage"),
@@ -113,6 +116,8 @@ def _problems(
         problems.append(("work", "a second time"))
     if header.operation == INFER and action.kind not in {"F", "send_f", "recv_f"}:
         problems.append(("work", "is no part of a program that infers"))
+    if action.kind == "R" and {(k, *action[1:3]) for k in ("recv_b", "B", "I")} & done:
+        problems.append(("work", "comes too late: what it makes is needed before"))
     halves = {("I", *action[1:3]), ("W", *action[1:3])}
     whole = ("B", *action[1:3])
     if (action.kind == "B" and halves & done) or (action.kind in "IW" and whole in done):
@@ -187,6 +192,7 @@ def _needs(
         return [(("F",), stage), gradient]
     before: dict[str, list[tuple[tuple[str, ...], int]]] = {
         "W": [(("I",), stage)],
+        "R": [(("F",), stage)],
         "send_f": [(("F",), stage)],
         "send_b": [(backward, stage)],
     }

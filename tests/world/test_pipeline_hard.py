@@ -1,0 +1,300 @@
+"""Pipelines of a model that has everything: dropout, BatchNorm, skip connections, shared weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import linear, said_by
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.pipeline import Pipeline, Stage
+from braid.pipeline.microbatches import scatter, sizes_of
+from braid.pipeline.skip import Namespace, SkipError, Skippable, pop, skippable, stash
+from braid.pipeline.stage import Layer
+from braid.seeding import Draws
+
+TRAINING = [
+    "gpipe", "1f1b", "breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half", "v_min",
+]  # fmt: skip
+SEED = 11
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear = linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.3)
+        with torch.no_grad():
+            self.linear.weight.mul_(1 + index / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(torch.tanh(self.norm(self.linear(x)))) + x
+
+
+@skippable(stash=["early"])
+class Enters(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = Block(index)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.block(x)
+        yield stash("early", x * 2)
+        return x
+
+
+@skippable(pop=["early"])
+class Leaves(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.block = Block(index)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        early = yield pop("early")
+        return self.block(x) + early
+
+
+def model() -> nn.Sequential:
+    """Eight layers; two skip connections of one name, one of which spans stages."""
+    inner, outer = Namespace(), Namespace()
+    layers = nn.Sequential(
+        Enters(0).isolate(outer),
+        Block(1),
+        Enters(2).isolate(inner),
+        Leaves(3).isolate(inner),
+        Block(4),
+        Block(5),
+        Leaves(6).isolate(outer),
+        Block(7),
+    )
+    layers[7].linear.weight = layers[1].linear.weight
+    return layers
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def batch_of(rows: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rows + step)
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(
+        rows, WIDTH, generator=generator
+    )
+
+
+def state_of(modules: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in modules.named_parameters() if p.grad is not None}
+    return found | {name: b.clone() for name, b in modules.named_buffers()}
+
+
+def reference(rows: int, num_microbatches: int) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradients, buffers and loss of one process that runs the micro-batches in turn."""
+    layers = model()
+    x, target = batch_of(rows)
+    sizes, total, begin = sizes_of(rows, num_microbatches), 0.0, 0
+    for part, wanted, size in zip(scatter(x, sizes), scatter(target, sizes), sizes, strict=True):
+        value, draws = part, Draws(SEED, 0, range(begin, begin + size))
+        begin += size
+        for name, layer in layers.named_children():
+            with draws.layer(name):
+                value = layer(value)
+        loss = loss_of(value, wanted) * (size / rows)
+        loss.backward()
+        total += loss.item()
+    return state_of(layers), total
+
+
+def _train(
+    group: Group, schedule: str, rows: int, num_microbatches: int, recompute: str | int
+) -> tuple[dict[str, torch.Tensor], float]:
+    pipeline = Pipeline(
+        model(),
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        process_group=group,
+        recompute=recompute,
+        seed=SEED,
+    )
+    loss = pipeline.step(*batch_of(rows), loss=loss_of).item()
+    return state_of(pipeline), loss
+
+
+def assert_equal_to_reference(
+    ranks: list[tuple[dict[str, torch.Tensor], float]], rows: int, num_microbatches: int
+) -> None:
+    expected, loss = reference(rows, num_microbatches)
+    shared = {"1.linear.weight", "7.linear.weight"}
+    found: dict[str, torch.Tensor] = {}
+    for state, own_loss in ranks:
+        assert own_loss == pytest.approx(loss, rel=1e-6)
+        found |= state
+    assert found.keys() - shared == expected.keys() - shared
+    for name, value in found.items():
+        if name in shared:  # its gradients are added per rank first
+            torch.testing.assert_close(value, expected["1.linear.weight"])
+        else:
+            assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_schedule_has_the_bits_of_one_process(world, schedule, size):
+    assert_equal_to_reference(world(size, _train, schedule, 11, 4, "never"), 11, 4)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
+@pytest.mark.parametrize("recompute", ["always", "except_last", 1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_recomputation_changes_no_bit_and_no_running_mean(world, schedule, recompute, size):
+    assert_equal_to_reference(world(size, _train, schedule, 11, 4, recompute), 11, 4)
+
+
+def test_a_forward_that_is_recomputed_keeps_its_input_only():
+    layers = [Layer(str(i), nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for i in range(4)]
+    held = {}
+    for drops in (False, True):
+        stage, saved = Stage(0, layers), []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, saved=saved: saved.append(x.nbytes) or x, lambda x: x
+        ):
+            stage.forward(0, torch.randn(8, 64), keeps=True, drops=drops)
+        held[drops] = len(saved)
+        if drops:
+            stage.recompute(0)
+        stage.backward(0, {None: [torch.ones(8, 64)]})
+        assert all(layer.module[0].weight.grad is not None for layer in layers)
+    assert held[False] > 8
+    assert held[True] == 0
+
+
+def _train_replicas(group: Group, num_stages: int, schedule: str) -> Any:
+    num_replicas = group.size // num_stages
+    stage, replica = divmod(group.rank, num_replicas)
+    pipeline = Pipeline(
+        model(),
+        num_microbatches=2,
+        schedule=schedule,
+        process_group=group.split(replica),
+        replicas=group.split(stage),
+        seed=SEED,
+    )
+    x, target = batch_of(12)
+    begin, end = (0, 6) if replica == 0 else (6, 12)
+    if num_replicas == 1:
+        begin, end = 0, 12
+    loss = pipeline.step(x[begin:end], target[begin:end], loss=loss_of).item()
+    grads = {name: p.grad for name, p in pipeline.named_parameters()}
+    norm = pipeline.clip_grad_norm_(1e9).item()
+    return grads, loss, norm
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_replicas_train_as_one_process_on_all_samples(world, schedule, num_stages):
+    expected, loss = reference(12, 4)
+    whole = [g for name, g in expected.items() if name.endswith(("weight", "bias"))]
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in whole])).item()
+    seen = set()
+    for grads, own_loss, own_norm in world(2 * num_stages, _train_replicas, num_stages, schedule):
+        assert own_loss == pytest.approx(loss, rel=1e-5)
+        assert own_norm == pytest.approx(norm, rel=1e-5)
+        for name, grad in grads.items():
+            known = "1.linear.weight" if name == "7.linear.weight" else name
+            torch.testing.assert_close(grad, expected[known])
+            seen.add(known)
+    assert seen == {name for name, _ in model().named_parameters()}
+
+
+def _train_unequal_replicas(group: Group) -> tuple[torch.Tensor, torch.Tensor | None]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(linear(WIDTH, WIDTH), nn.Identity(), linear(WIDTH, WIDTH))
+    layers[2].bias.requires_grad_(False)
+    pipeline = Pipeline(
+        layers, num_microbatches=2, process_group=group.split(group.rank), replicas=group
+    )
+    x, target = batch_of(9)
+    mine = slice(0, 2) if group.rank == 0 else slice(2, 9)
+    for _ in range(2):
+        pipeline.step(x[mine], target[mine], loss=loss_of)
+    return pipeline.get_parameter("0.weight").grad, pipeline.get_parameter("2.bias").grad
+
+
+@pytest.mark.procs
+def test_replicas_of_unequal_batches_weigh_samples_alike_and_accumulate(procs):
+    first, second = procs(2, _train_unequal_replicas)
+    layers = nn.Sequential(linear(WIDTH, WIDTH), nn.Identity(), linear(WIDTH, WIDTH))
+    x, target = batch_of(9)
+    for _ in range(2):
+        loss_of(layers(x), target).backward()
+    assert torch.equal(first[0], second[0])
+    assert first[1] is None
+    torch.testing.assert_close(first[0], layers[0].weight.grad)
+
+
+def _refusals(group: Group) -> list[str]:
+    def make(layers: list[nn.Module], **options: Any) -> str:
+        return said_by(
+            lambda: Pipeline(layers, num_microbatches=2, process_group=group, **options),
+            (ConfigError, TypeError),
+        )
+
+    blocks = [Block(i) for i in range(3)]
+    return [
+        make([Enters(0), *blocks]),
+        make([*blocks, Leaves(0)]),
+        make([Enters(0), Enters(1), Leaves(2), Leaves(3)]),
+        make([Leaves(0), Enters(0), *blocks]),
+        make(blocks, recompute="sometimes"),
+        make(blocks, recompute=0),
+    ]
+
+
+def test_pairs_that_do_not_match_and_unknown_modes_are_refused(world):
+    first, second = world(2, _refusals)
+    assert first == second
+    never, missing, twice, late, mode, zero = first
+    assert "'early' is stashed, but never popped" in never
+    assert "'early' is popped by layer 3, but not stashed before" in missing
+    assert "'early' is stashed once more by layer 1" in twice
+    assert "'early' is popped once more by layer 3" in twice
+    assert "'early' is popped by layer 0, but not stashed before" in late
+    assert "recompute must be one of always, except_last, never" in mode
+    assert "got 0" in zero
+
+
+class Yields(nn.Module):
+    def __init__(self, *commands: Any) -> None:
+        super().__init__()
+        self.commands = commands
+
+    def forward(self, x: torch.Tensor) -> Any:
+        yield from self.commands
+        return x
+
+
+@pytest.mark.parametrize(
+    ("declared", "commands", "text"),
+    [
+        (((), ()), [stash("a", torch.ones(1))], "stashes 'a', which it has not declared"),
+        (((), ()), [pop("a")], "pops 'a', which it has not declared"),
+        (((), ["a"]), [pop("a")], "pops 'a', which no layer before it has stashed"),
+        ((["a"], ["b"]), [], "'a' has not been stashed; 'b' has not been popped"),
+        (((), ()), ["a"], "yields 'a': yield stash"),
+    ],
+)
+def test_a_layer_that_does_not_keep_its_word_is_named(declared, commands, text):
+    with pytest.raises(SkipError, match=text):
+        Skippable(Yields(*commands), *declared)(torch.ones(1))
+
+
+def test_a_layer_without_yields_and_unknown_names():
+    layer = Skippable(nn.Identity(), (), ())
+    assert layer(3) == 3
+    with pytest.raises(ConfigError, match="b cannot be isolated"):
+        Enters(0).isolate(Namespace(), only=["b"])
