@@ -402,8 +402,37 @@ def test_another_optimizer_is_refused(tmp_path):
             state=training_numbers(net, optimizer),
             group=group,
         )
-        with pytest.raises(CheckpointError, match=r"the state of SGD with \[6\], not of AdamW"):
-            restore_training(load(tmp_path, group=group), net, _groups(net))
+        loaded = load(tmp_path, group=group)
+        with pytest.raises(CheckpointError) as caught:
+            restore_training(loaded, net, _groups(net))
+        assert str(caught.value) == (
+            f"the optimizer is AdamW with 2 groups of 2 and 4 parameters, but the state in "
+            f"{tmp_path}/step-00000003 is that of SGD with 1 group of 6 parameters: make the "
+            "optimizer as it was made then, or load the model without it"
+        )
+
+    run_threads(1, main)
+
+
+def test_a_parameter_of_another_group_is_named(tmp_path):
+    def main(group: Group) -> None:
+        with torch.random.fork_rng():
+            net = _net()
+        params = list(net.parameters())
+        halves = [{"params": params[:3]}, {"params": params[3:]}]
+        saved, here = torch.optim.SGD(halves, lr=0.1), torch.optim.SGD(halves[::-1], lr=0.1)
+        save(
+            tmp_path,
+            ReplicatedSnapshot(training_tensors(net, saved)),
+            step=3,
+            state=training_numbers(net, saved),
+            group=group,
+        )
+        loaded = load(tmp_path, group=group)
+        with pytest.raises(
+            CheckpointError, match=r"3 and 3 parameters, whose group 0 has no 2\.bias:"
+        ):
+            restore_training(loaded, net, here)
 
     run_threads(1, main)
 

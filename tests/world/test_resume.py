@@ -190,6 +190,16 @@ def test_a_run_that_is_killed_before_its_first_save_says_how_to_go_on(
     assert f"  resume   {line}\n" in err
 
 
+def test_a_missing_checkpoint_is_refused_before_ranks_start(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('started')")
+    assert cli.main(["run", "--resume", "nowhere", "train.py"]) == 2
+    out, err = capfd.readouterr()
+    assert "there is nothing at nowhere to resume from: give a checkpoint" in " ".join(err.split())
+    assert out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 class _Tied(nn.Module):
     """A head that is the embedding, and a norm under two names, with its buffers."""
 

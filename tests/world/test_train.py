@@ -322,6 +322,9 @@ def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
         "model must be one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
         "no directory of a run at nowhere": command(config, "--resume", "nowhere"),
+        f"{tmp_path} is no checkpoint (incomplete: no manifest.json) and has none": command(
+            config, "--resume", str(tmp_path)
+        ),
     }
     for expected, words in cases.items():
         assert main(words) == 2

@@ -22,7 +22,7 @@ of these names whether the tensor is this rank's own.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,11 +141,11 @@ def _optimizer_state(
     theirs = kept.names
     kind = type(optimizer).__name__
     if kept.type != kind or list(map(sorted, mine)) != list(map(sorted, theirs)):
-        saved = f"{kept.type or 'no optimizer'} with {list(map(len, theirs))}"
+        saved = f"that of {kept.type} with {_groups_text(theirs)}" if kept.type else "none"
         msg = (
-            f"{checkpoint.path} holds the state of {saved}, not of {kind} with groups of "
-            f"{[len(group) for group in mine]} parameters: use the optimizer and groups that "
-            "it was made with"
+            f"the optimizer is {kind} with {_groups_text(mine)}, but the state in "
+            f"{checkpoint.path} is {saved}{_first_other(mine, theirs)}: make the optimizer as it "
+            "was made then, or load the model without it"
         )
         raise CheckpointError(msg)
     order = {name: index for index, name in enumerate(n for group in mine for n in group)}
@@ -194,6 +194,25 @@ def _optimizer_state(
         )
         raise CheckpointError(msg)
     return {**rest, "state": state, "param_groups": groups}
+
+
+def _groups_text(groups: Sequence[Sequence[str]]) -> str:
+    """Describe groups of parameters, such as `2 groups of 3 and 1 parameters`."""
+    sizes = [str(len(group)) for group in groups]
+    if len(sizes) > 4:
+        return f"{len(sizes)} groups of {sum(map(len, groups))} parameters in all"
+    listed = " and ".join([", ".join(sizes[:-1])] * (len(sizes) > 1) + sizes[-1:])
+    plural = "s" * (sizes != ["1"])
+    return f"{len(sizes)} group{'s' * (len(sizes) != 1)} of {listed or 0} parameter{plural}"
+
+
+def _first_other(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
+    """Name a parameter that is not in the same group, where groups have the same sizes."""
+    if list(map(len, mine)) != list(map(len, theirs)):
+        return ""
+    pairs = enumerate(zip(mine, theirs, strict=True))
+    other = next(((n, sorted({*a} - {*b})) for n, (a, b) in pairs if {*a} != {*b}), None)
+    return f", whose group {other[0]} has no {other[1][0]}" if other else ""
 
 
 def _filed(

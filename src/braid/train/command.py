@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from braid.checkpoint import ls
+from braid.checkpoint import ls, read_manifest
 from braid.data import from_files
-from braid.errors import ConfigError
+from braid.errors import CheckpointError, ConfigError
 from braid.launch import RESUME, JobSpec, Outcome, Supervisor
-from braid.train.config import TrainConfig
+from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.progress import TrainConsole
 
 __all__ = ["choose_log_dir", "last_run", "launch", "train"]
@@ -67,9 +67,8 @@ def launch(
     config.check_ranks(num_ranks)
     if config.data:
         from_files(config.data)
-    if resume and resume != "auto" and not Path(resume).is_dir():
-        msg = f"there is no checkpoint and no directory of a run at {resume} to resume from"
-        raise ConfigError(msg)
+    if resume and resume != "auto":
+        _check_resume(checkpoints_in(resume))
     job = JobSpec(
         command=(WORKER, config.to_json()),
         kind="module",
@@ -81,6 +80,23 @@ def launch(
         resume_command=_words(config, num_ranks, threads, "--resume", RESUME),
     )
     return Supervisor(console).run(job)
+
+
+def _check_resume(path: Path) -> None:
+    """Raise ConfigError unless a path is a checkpoint or has any."""
+    if not path.is_dir():
+        msg = f"there is no checkpoint and no directory of a run at {path} to resume from"
+        raise ConfigError(msg)
+    if ls(path):
+        return
+    try:
+        read_manifest(path)
+    except CheckpointError as exc:
+        msg = (
+            f"{path} is no checkpoint ({exc}) and has none: give a checkpoint, or the directory "
+            "of a run that has saved one, such as runs/2026-11-20_a3f"
+        )
+        raise ConfigError(msg) from exc
 
 
 def choose_log_dir(resume: str, prefix: str = "") -> str:

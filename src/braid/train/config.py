@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from braid.layout import Mesh
 from braid.sampling import share_of
 from braid.schedule.files import TRAINING, is_file, schedule_named
 
-__all__ = ["MODELS", "ModelSize", "TrainConfig"]
+__all__ = ["MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
 
 class ModelSize(NamedTuple):
@@ -221,3 +222,9 @@ class TrainConfig:
         except (msgspec.MsgspecError, ValueError) as exc:
             msg = f"the configuration of a training is not valid JSON for it, {text[:80]!r}: {exc}"
             raise ConfigError(msg) from exc
+
+
+def checkpoints_in(where: str) -> Path:
+    """Return the directory of the checkpoints of a run; any other path as it is."""
+    inner = Path(where) / "checkpoints"
+    return inner if inner.is_dir() else Path(where)

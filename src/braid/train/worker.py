@@ -19,7 +19,7 @@ from braid.data import from_files, standard_library
 from braid.errors import ConfigError
 from braid.rendezvous import Loaded, Saved
 from braid.rendezvous.membership import Membership
-from braid.train.config import TrainConfig
+from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.loop import Stopping, Trainer
 from braid.train.reports import Reporter
 
@@ -71,7 +71,7 @@ def _resume(
         return "", ()
     if where == "auto" and not ls(config.checkpoints):
         return "", (f"no checkpoint in {config.checkpoints} yet, starting anew",)
-    loaded = load(_checkpoints_in(config.checkpoints if where == "auto" else where), group=group)
+    loaded = load(checkpoints_in(config.checkpoints if where == "auto" else where), group=group)
     bad = {skipped.path for skipped in loaded.skipped}
     later = [
         line.path
@@ -94,12 +94,6 @@ def _resume(
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
     return str(loaded.path), tuple(notes)
-
-
-def _checkpoints_in(where: str) -> Path:
-    """Directory of the checkpoints of a run; any other path is returned as it is."""
-    inner = Path(where) / "checkpoints"
-    return inner if inner.is_dir() else Path(where)
 
 
 if __name__ == "__main__":

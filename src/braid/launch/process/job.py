@@ -153,12 +153,18 @@ def command_line(job: JobSpec) -> list[str]:
 
 
 def check_command(job: JobSpec) -> None:
-    """Check that the command of a job can run.
+    """Check that the command of a job can run, and that there is what it resumes from.
 
     Raises:
         ConfigError: The script is missing, a directory, unreadable or not valid Python; the module
-            does not exist; the program is missing or not executable.
+            does not exist; the program is missing or not executable; the checkpoint is missing.
     """
+    if job.resume not in {"", "auto"} and not Path(job.resume).exists():
+        msg = (
+            f"there is nothing at {job.resume} to resume from: give a checkpoint, or a directory "
+            "with checkpoints, or --resume auto for the last one of the program's own directory"
+        )
+        raise ConfigError(msg)
     name = job.command[0]
     if job.kind == "script":
         _check_script(Path(name))
