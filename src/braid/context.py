@@ -86,7 +86,9 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         _DEFAULT.metrics = RunMetrics(
             member.environment,
             member.control,
-            member.context,
+            member.context.clock,
+            member.context.events,
+            member.context.store,
             _gpu_memory,
         )
         _DEFAULT.membership = member

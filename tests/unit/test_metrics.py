@@ -27,7 +27,6 @@ from braid.metrics import (
 from braid.observe import read_run
 from braid.rendezvous import JobEnvironment
 from braid.store import HashStore, Store
-from braid.transport import Health, RankContext
 
 
 def test_numbers_of_python_numpy_and_torch_become_a_row():
@@ -154,12 +153,8 @@ def test_a_file_has_a_writer_until_it_is_closed(tmp_path):
 
 
 def _metrics(environment: JobEnvironment, store: Store | None = None) -> RunMetrics:
-    clock, rank = VirtualClock(0), environment.rank
-    health = Health(rank, clock)
-    context = RankContext(
-        rank, environment.world_size, clock, Recorder(clock=clock), health, store or HashStore()
-    )
-    return RunMetrics(environment, None, context)
+    clock = VirtualClock(0)
+    return RunMetrics(environment, None, clock, Recorder(clock=clock), store or HashStore())
 
 
 def _torchrun(rank: int) -> JobEnvironment:

@@ -21,13 +21,14 @@ import msgspec
 import psutil
 
 from braid._version import __version__
+from braid.clock import Clock
 from braid.diagnose import RunRecord
 from braid.errors import ConfigError
+from braid.events import Recorder
 from braid.metrics.files import MetricsFiles
 from braid.metrics.rows import row_of
 from braid.rendezvous import ControlClient, JobEnvironment, Logged
 from braid.store import Store
-from braid.transport import RankContext
 
 __all__ = ["RunMetrics"]
 
@@ -43,7 +44,9 @@ class RunMetrics:
     Args:
         environment: The rank, and its launcher.
         control: Connection to braid's launcher; None without it.
-        context: Clock, recorder and store of the rank; the recorder gets an event for each row.
+        clock: Clock of the rank.
+        events: Recorder of the rank, which gets an event for each row.
+        store: Store of the job's ranks, in which they agree on a directory without a launcher.
         measure: Returns further measured numbers, such as the memory of a GPU.
     """
 
@@ -51,17 +54,19 @@ class RunMetrics:
         self,
         environment: JobEnvironment,
         control: ControlClient | None,
-        context: RankContext,
+        clock: Clock,
+        events: Recorder,
+        store: Store,
         measure: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._environment = environment
         self._control = control
-        self._clock = context.clock
-        self._events = context.events
+        self._clock = clock
+        self._events = events
         self._measure = measure
-        self._begin_ns = context.clock.now_ns()
+        self._begin_ns = clock.now_ns()
         # at once: the store may have ended when a rank logs for the first time
-        self._own_name = _agreed_name(context.store) if control is None else ""
+        self._own_name = _agreed_name(store) if control is None else ""
         self._process = psutil.Process()
         self._files: MetricsFiles | None = None
         self._last_step = -1
