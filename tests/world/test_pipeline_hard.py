@@ -298,3 +298,103 @@ def test_a_layer_without_yields_and_unknown_names():
     assert layer(3) == 3
     with pytest.raises(ConfigError, match="b cannot be isolated"):
         Enters(0).isolate(Namespace(), only=["b"])
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) + y, y * 2
+
+
+def wires() -> list[tuple[nn.Module, list[str], list[str]]]:
+    return [
+        (linear(WIDTH, WIDTH), ["x"], ["h"]),
+        (Adds(), ["h", "x"], ["h", "doubled"]),
+        (nn.Tanh(), ["h"], ["h"]),
+        (Adds(), ["h", "doubled"], ["h", "rest"]),
+    ]
+
+
+def wired_loss(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return (output[0] + output[1] - target).square().mean()
+
+
+def _train_wired(group: Group) -> dict[str, torch.Tensor]:
+    pipeline = Pipeline(wires(), num_microbatches=2, process_group=group)
+    x, target = batch_of(6)
+    pipeline.step({"x": x}, target, loss=wired_loss)
+    return {name: p.grad for name, p in pipeline.named_parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_modules_with_named_inputs_and_outputs_are_a_pipeline(world, size):
+    first, second, tanh, last = (module for module, _, _ in wires())
+    batch, wanted = batch_of(6)
+    for x, target in zip(batch.split(3), wanted.split(3), strict=True):
+        h, doubled = second(first(x), x)
+        (wired_loss(last(tanh(h), doubled), target) / 2).backward()
+    expected = {"0": first, "1.linear": second.linear, "3.linear": last.linear}
+    found = {name: grad for grads in world(size, _train_wired) for name, grad in grads.items()}
+    assert len(found) == 6
+    for name, grad in found.items():
+        layer, _, kind = name.rpartition(".")
+        assert torch.equal(grad, getattr(expected[layer], kind).grad), name
+
+
+def _refused_wires(group: Group) -> list[str]:
+    def make(layers: list[Any]) -> str:
+        return said_by(
+            lambda: Pipeline(layers, num_microbatches=1, process_group=group), ConfigError
+        )
+
+    two = Pipeline(
+        [
+            (Adds(), ["x", "y"], ["a", "b", "c"]),
+            (Adds(), ["a", "b"], ["d"]),
+            (Adds(), ["c", "d"], ["e"]),
+        ],
+        num_microbatches=1,
+        process_group=group,
+    )
+    x, target = batch_of(2)
+    return [
+        make([(nn.Identity(), "x", ["y"]), (nn.Identity(), ["y"], ["z"])]),
+        make([(nn.Identity(), ["x"], ["y"]), (nn.Identity(), ["x"], ["z"])]),
+        said_by(lambda: two.step(x, target, loss=wired_loss), ConfigError),
+        said_by(lambda: two.step({"x": x, "y": x}, target, loss=wired_loss), ConfigError),
+    ]
+
+
+def test_wires_that_lead_nowhere_are_refused(world):
+    (refused,) = world(1, _refused_wires)
+    text, unused, batch, results = refused
+    assert "layer 0 needs lists of names of inputs and outputs" in text
+    assert "output y of layer 0 is never used" in unused
+    assert "a batch has the inputs x, y, by name or in this order, got Tensor" in batch
+    assert "Adds returned 2 values for the outputs a, b, c" in results
+
+
+def _deferred(group: Group) -> dict[str, torch.Tensor]:
+    pipeline = Pipeline(
+        nn.Sequential(linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), linear(WIDTH, WIDTH)),
+        num_microbatches=3,
+        process_group=group,
+        deferred_batch_norm=True,
+        recompute="always",
+    )
+    for step in range(2):
+        pipeline.step(*batch_of(8, step), loss=loss_of)
+    return dict(pipeline.state_dict())
+
+
+def test_deferred_batch_norm_follows_whole_batches(world):
+    plain = nn.Sequential(linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    for step in range(2):
+        plain(batch_of(8, step)[0])
+    state = {name: x for own in world(2, _deferred) for name, x in own.items()}
+    torch.testing.assert_close(state["1.running_mean"], plain[1].running_mean)
+    torch.testing.assert_close(state["1.running_var"], plain[1].running_var)
+    assert state["1.num_batches_tracked"] == 2

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from braid.pipeline.deferred_batch_norm import DeferredBatchNorm
+from braid.pipeline.device_pipeline import DevicePipeline
 from braid.pipeline.executor import Executor
 from braid.pipeline.microbatches import scatter
 from braid.pipeline.pipeline import Pipeline
 from braid.pipeline.stage import Layer, Stage
 
-__all__ = ["Executor", "Layer", "Pipeline", "Stage", "scatter"]
+__all__ = [
+    "DeferredBatchNorm",
+    "DevicePipeline",
+    "Executor",
+    "Layer",
+    "Pipeline",
+    "Stage",
+    "scatter",
+]

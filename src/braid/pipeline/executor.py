@@ -253,9 +253,9 @@ class Executor:
                 self._begin_backward_at(stage, i, self._loss_of(output, i))
 
     def _recv_b(self, action: Action) -> None:
-        grads = self._stages[action.unit].gradients_like(action.index)
-        self._carrier.recv_tensors(grads, action.peer)
-        self._grads[action.unit, action.index] = list(grads)
+        outputs = self._stages[action.unit].outputs(action.index)
+        grads = self._carrier.recv_tensors(outputs, action.peer)
+        self._grads[action.unit, action.index] = grads
 
     def _backward(self, action: Action) -> None:
         stage = self._stages[action.unit]
@@ -277,8 +277,8 @@ class Executor:
             if self._ranks[edge.target] == self._carrier.rank:
                 grads[edge] = self._stashed_grads.pop((edge, i))
             else:
-                grads[edge] = stage.gradients_like(i, edge)
-                self._carrier.recv_tensors(grads[edge], self._ranks[edge.target], edge.number)
+                like, peer = stage.outputs(i, edge), self._ranks[edge.target]
+                grads[edge] = self._carrier.recv_tensors(like, peer, edge.number)
         return grads
 
     def _hand_on(self, action: Action, grads: Mapping[Edge | None, Gradients]) -> None:

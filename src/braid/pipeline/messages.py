@@ -51,8 +51,10 @@ class Carrier(Protocol):
         """Send tensors whose shapes the receiver knows."""
         ...
 
-    def recv_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
-        """Receive into tensors."""
+    def recv_tensors(
+        self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
+    ) -> list[torch.Tensor]:
+        """Receive tensors with the shapes and dtypes of others."""
         ...
 
     def finish(self) -> None:
@@ -125,7 +127,7 @@ class Messages:
             torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.on_cpu else self._device)
             for spec in structure.specs
         ]
-        self.recv_tensors(tensors, peer, edge)
+        self._recv(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
         return unflatten(structure.tree, tensors)
@@ -135,10 +137,13 @@ class Messages:
         for tensor in tensors:
             self._send(tensor.detach(), peer, edge)
 
-    def recv_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+    def recv_tensors(
+        self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
+    ) -> list[torch.Tensor]:
         """See `Carrier`."""
-        for tensor in tensors:
-            self._group.recv(tensor, peer, tag=edge)
+        tensors = [torch.empty_like(x) for x in like]
+        self._recv(tensors, peer, edge)
+        return tensors
 
     def finish(self) -> None:
         """See `Carrier`."""
@@ -152,6 +157,10 @@ class Messages:
     def abort(self, text: str) -> None:
         """See `Carrier`."""
         self._group.abort(f"rank {self._group.ranks[self.rank]} {text}")
+
+    def _recv(self, tensors: Sequence[torch.Tensor], peer: int, edge: int) -> None:
+        for tensor in tensors:
+            self._group.recv(tensor, peer, tag=edge)
 
     def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
         tensor = tensor.contiguous()

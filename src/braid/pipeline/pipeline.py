@@ -26,6 +26,7 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.graph import CapturedGraph, Segment, segments, share_modules
+from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
 from braid.pipeline.messages import Messages
@@ -33,6 +34,7 @@ from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.replicas import Replicas
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.tied import TiedParams
+from braid.pipeline.wired import Wire, Wired, wired
 from braid.schedule import Program
 from braid.schedule.files import schedule_named
 from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, stage_ranks, with_recompute
@@ -54,7 +56,7 @@ class Pipeline(nn.Module):
     Args:
         layers: The model: an `nn.Sequential`, modules in a row, or what `braid.graph.capture` has
             made of any other model. Each module takes what the one before returns: any containers
-            of tensors.
+            of tensors. Or a list of (module, names of inputs, names of outputs); see `wired`.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
         schedule: Name of a schedule of `braid.schedule.pipeline`, a file with a program or with
             torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
@@ -66,6 +68,8 @@ class Pipeline(nn.Module):
         recompute: Micro-batches whose layers run again in backward, so that a stage keeps their
             inputs only: `always`, `except_last` or `never`. A number k instead keeps every k-th
             boundary between layers, and recomputes from one to the next.
+        deferred_batch_norm: Whether running statistics of BatchNorm follow whole batches in place
+            of micro-batches; see `DeferredBatchNorm`.
         seed: Seed of the layers' random numbers, such as those of dropout. They depend on it, the
             step, the layer and the sample, and not on stages, micro-batches or ranks.
 
@@ -84,7 +88,7 @@ class Pipeline(nn.Module):
 
     def __init__(
         self,
-        layers: nn.Sequential | Sequence[nn.Module] | CapturedGraph,
+        layers: nn.Sequential | Sequence[nn.Module] | Sequence[Wire] | CapturedGraph,
         *,
         num_microbatches: int,
         schedule: str | Schedule = "1f1b",
@@ -92,6 +96,7 @@ class Pipeline(nn.Module):
         process_group: Group,
         replicas: Group | None = None,
         recompute: str | int = "never",
+        deferred_batch_norm: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -106,8 +111,17 @@ class Pipeline(nn.Module):
         self._homes = stage_ranks(program)
         num_stages = program.header.num_units
         if isinstance(layers, CapturedGraph):
+            if deferred_batch_norm:
+                msg = (
+                    "deferred_batch_norm cannot replace modules of a captured model: call "
+                    "DeferredBatchNorm.convert_deferred_batch_norm(model, None) before capture"
+                )
+                raise ConfigError(msg)
             layers = list(segments(layers, num_stages))
         named = [Layer(*pair) for pair in _named(layers)]
+        if deferred_batch_norm:
+            convert = DeferredBatchNorm.convert_deferred_batch_norm
+            named = [Layer(name, convert(layer, None)) for name, layer in named]
         self.balance = tuple(_balance(balance, len(named), num_stages))
         ends = list(accumulate(self.balance))
         parts = [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
@@ -132,7 +146,8 @@ class Pipeline(nn.Module):
         if isinstance(layer.module, Segment):
             share_modules(self, layer.module)
         else:
-            self.add_module(layer.name, layer.module)
+            module = layer.module
+            self.add_module(layer.name, module.module if isinstance(module, Wired) else module)
 
     def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Run forwards and backwards of a batch; gradients are added to `.grad`.
@@ -160,6 +175,7 @@ class Pipeline(nn.Module):
         self._replicas.begin()
         losses = self._run(batch, target, loss, trains=True)
         self._replicas.finish()
+        commit_batch_norms(self)
         self._tied.add_up()
         for param, grad in earlier.items():
             param.grad = grad if param.grad is None else grad.add_(param.grad)
@@ -256,11 +272,14 @@ class Pipeline(nn.Module):
         return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
 
 
-def _named(layers: nn.Sequential | Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Module):
         yield from layers.named_children()
-    else:
-        yield from ((str(i), layer) for i, layer in enumerate(layers))
+        return
+    layers = list(layers)
+    if all(isinstance(layer, tuple) for layer in layers):
+        layers = wired(layers)
+    yield from ((str(i), layer) for i, layer in enumerate(layers))
 
 
 def _recompute_of(recompute: str | int) -> tuple[str, int]:

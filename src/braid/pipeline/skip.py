@@ -209,6 +209,9 @@ def skippable(
             return Skippable(cls(*args, **kwargs), stashed, popped)
 
         make.__name__, make.__doc__, make.__module__ = cls.__name__, cls.__doc__, cls.__module__
+        make.__qualname__ = cls.__qualname__
+        make.wrapped = cls  # type: ignore[attr-defined]
+        cls.__qualname__ += ".wrapped"  # the place at which pickle finds the class
         return make
 
     return decorate

@@ -11,7 +11,7 @@ is known which outputs need a gradient, and drops each tensor that autograd woul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from braid.autograd.nested import map_tensors, tensors_in
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import InternalError
 from braid.graph import Segment
+from braid.pipeline.recomputing import CHECKPOINTING, RECOMPUTING
 from braid.pipeline.skip import SkipKey, use_skips
 from braid.pipeline.split_backward import SplitBackward
 from braid.seeding import Draws
@@ -181,7 +182,7 @@ class Stage:
         """
         given = self._passes[microbatch].given
         assert given.generators is not None, "its forward has dropped what it saved"
-        with torch.enable_grad(), _set_aside(self._changing), given.generators.again():
+        with torch.enable_grad(), self._recomputing(), given.generators.again():
             value, stashed = self._run(given)
         self._passes[microbatch] = self._pass_of(given, value, stashed)
         return value
@@ -222,11 +223,10 @@ class Stage:
         """Add the gradients of the parameters for a micro-batch."""
         self._split.pop(microbatch).to_weights()
 
-    def gradients_like(self, microbatch: int, edge: Edge | None = None) -> Gradients:
-        """Return empty tensors for the gradients of the outputs of a micro-batch, or of an edge."""
+    def outputs(self, microbatch: int, edge: Edge | None = None) -> Gradients:
+        """Return the outputs of a micro-batch that need a gradient, or what `edge` carries."""
         own = self._passes[microbatch]
-        outputs = _by_edge(own.num_outputs, own.outputs)
-        return [torch.empty_like(x) for x in outputs[edge]]
+        return _by_edge(own.num_outputs, own.outputs)[edge]
 
     def clear(self) -> None:
         """Forget all forwards, after a failure."""
@@ -252,7 +252,7 @@ class Stage:
 
         @contextmanager
         def around(again: bool) -> Iterator[None]:
-            with _set_aside(self._changing) if again else nullcontext(), use_skips(skips):
+            with self._recomputing() if again else nullcontext(), use_skips(skips):
                 yield
 
         return checkpoint(block, value, around=around)
@@ -262,6 +262,16 @@ class Stage:
         size = self._every or len(self.layers)
         while block := tuple(islice(layers, size)):
             yield block
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """Let forwards leave buffers as they are inside of the context."""
+        token = RECOMPUTING.set(True)
+        try:
+            with _set_aside(self._changing):
+                yield
+        finally:
+            RECOMPUTING.reset(token)
 
     def _pass_of(self, given: _Given, value: Any, stashed: Mapping[Edge, Any]) -> _Pass:
         inputs: dict[Edge | None, Gradients] = {None: _with_grad(given.value)}
@@ -325,10 +335,15 @@ def _around(draws: Draws | None) -> Callable[[str], AbstractContextManager[None]
 @contextmanager
 def _dropping(*, drops: bool) -> Iterator[None]:
     """Let autograd save nothing inside of the context, if `drops`."""
-    with ExitStack() as stack:
-        if drops:
-            stack.enter_context(saved_tensors_hooks(lambda _x: None, _refuse))
+    if not drops:
         yield
+        return
+    token = CHECKPOINTING.set(True)
+    try:
+        with saved_tensors_hooks(lambda _x: None, _refuse):
+            yield
+    finally:
+        CHECKPOINTING.reset(token)
 
 
 def _refuse(_nothing: None) -> torch.Tensor:

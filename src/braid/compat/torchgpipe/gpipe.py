@@ -1,0 +1,160 @@
+"""`torchgpipe.GPipe`: pipeline parallelism of an nn.Sequential over the devices of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.compat.torchgpipe.microbatch import check
+from braid.pipeline.device_pipeline import DevicePipeline
+
+__all__ = ["BalanceError", "GPipe"]
+
+MOVING_DENIED = (
+    "a GPipe places its layers on its devices itself: move the module before you wrap it, or pass "
+    "devices="
+)
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+class BalanceError(ValueError):
+    """The balance does not fit to the module."""
+
+
+class GPipe(DevicePipeline):
+    """Runs an `nn.Sequential` in stages on several devices.
+
+    Args:
+        module: The model.
+        balance: Number of layers on each device; see `braid.compat.torchgpipe.balance`.
+        devices: Devices; all CUDA devices when None, and without any of these the CPU.
+        chunks: Number of micro-batches.
+        checkpoint: When layers are recomputed in backward: `always`, `except_last` or `never`.
+        deferred_batch_norm: Whether running statistics follow whole batches.
+
+    Raises:
+        TypeError: `module` is no nn.Sequential, or skip connections do not match.
+        ValueError: An argument is out of range; a BalanceError if it is the balance.
+        IndexError: There are fewer devices than partitions.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[torch.device | str | int] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        chunks = int(chunks)
+        if balance is None:
+            msg = (
+                "balance is required: give the number of layers on each device, or find it with "
+                "balance_by_time(partitions, module, sample) or balance_by_size(...) of "
+                "braid.compat.torchgpipe.balance"
+            )
+            raise ValueError(msg)
+        if chunks <= 0:
+            msg = f"number of chunks must be positive integer, got {chunks}"
+            raise ValueError(msg)
+        if checkpoint not in CHECKPOINTS:
+            msg = (
+                f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}"
+            )
+            raise ValueError(msg)
+        if not isinstance(module, nn.Sequential):
+            msg = f"module must be nn.Sequential to be partitioned, got {type(module).__name__}"
+            raise TypeError(msg)
+        numbers = list(balance)
+        _check_balance(numbers, len(module))
+        given = _devices(len(numbers)) if devices is None else list(devices)
+        if len(given) < len(numbers):
+            msg = (
+                "too few devices to hold given partitions "
+                f"(devices: {len(given)}, partitions: {len(numbers)})"
+            )
+            raise IndexError(msg)
+        super().__init__(
+            module,
+            given,
+            balance=numbers,
+            num_microbatches=chunks,
+            recompute=checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Number of micro-batches."""
+        return self.num_microbatches
+
+    @chunks.setter
+    def chunks(self, value: int) -> None:
+        self.num_microbatches = value
+
+    @property
+    def checkpoint(self) -> str:
+        """When layers are recomputed in backward."""
+        return self.recompute
+
+    @checkpoint.setter
+    def checkpoint(self, value: str) -> None:
+        self.recompute = value
+
+    def forward(self, input: Any) -> Any:  # noqa: A002 - the original's name
+        """Return the output of a tensor or a tuple of tensors, on the last device."""
+        check(input)
+        return super().forward(input)
+
+    def _sizes_of(self, rows: int) -> list[int]:
+        """Return sizes as `torch.chunk` makes them, which torchgpipe uses."""
+        return [len(part) for part in torch.empty(rows).chunk(self.chunks)] if rows else []
+
+    def __len__(self) -> int:
+        return sum(self.balance)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield from chain.from_iterable(part.children() for part in self.partitions)
+
+    def cuda(self, device: Any = None) -> GPipe:  # noqa: ARG002 - the signature of modules
+        """Refuse: see MOVING_DENIED."""
+        raise TypeError(MOVING_DENIED)
+
+    def cpu(self) -> GPipe:
+        """Refuse: see MOVING_DENIED."""
+        raise TypeError(MOVING_DENIED)
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Change the dtype; devices are refused."""
+        moves = {"device", "tensor"} & set(kwargs)
+        if moves or (args and isinstance(args[0], torch.device | int | str | torch.Tensor)):
+            raise TypeError(MOVING_DENIED)
+        return super().to(*args, **kwargs)
+
+
+def _check_balance(balance: Sequence[int], num_layers: int) -> None:
+    if num_layers != sum(balance):
+        msg = (
+            "module and sum of balance have different length "
+            f"(module: {num_layers}, sum of balance: {sum(balance)})"
+        )
+        raise BalanceError(msg)
+    if any(number <= 0 for number in balance):
+        msg = f"all balance numbers must be positive integer (balance: {list(balance)})"
+        raise BalanceError(msg)
+
+
+def _devices(num_stages: int) -> list[torch.device]:
+    count = torch.cuda.device_count()
+    if not count:
+        return [torch.device("cpu")] * num_stages
+    return [torch.device("cuda", index) for index in range(count)]

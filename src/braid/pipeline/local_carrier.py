@@ -1,0 +1,166 @@
+"""Messages between stages on the devices of one process: handed from thread to thread.
+
+Between devices they are copied on streams of their own, so that a copy waits for the computation
+that makes its tensor, the computation that needs it waits for the copy, and nothing else waits.
+
+    device 0   compute  F0 ──┐  F1           F2
+               copy          └─▶ F0 ──┐
+    device 1   copy              F0 ──┤
+               compute                └─▶ F0            F1
+
+Source: C. Kim et al., torchgpipe (2020), section 3.2 (copies on non-default streams).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.autograd import Stream, copy
+from braid.autograd.nested import map_tensors
+from braid.autograd.streams import current_stream, new_stream, wait_stream
+from braid.errors import CommError
+
+__all__ = ["LocalCarrier", "LocalWire", "Span"]
+
+
+class Span(NamedTuple):
+    """Time that an action took; work on a GPU ends later than its action."""
+
+    rank: int
+    name: str
+    microbatch: int
+    begin_ns: int
+    end_ns: int
+
+
+class LocalWire:
+    """Messages that all threads share.
+
+    Args:
+        devices: Device of each rank.
+
+    Attributes:
+        devices: As given.
+        spans: Actions so far, if they are recorded.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, records: bool = False) -> None:
+        self.devices = [_with_index(device) for device in devices]
+        self.spans: list[Span] | None = [] if records else None
+        self._lines: dict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
+        self._changed = threading.Condition()
+        self._failure = ""
+        self._streams: dict[tuple[torch.device, bool], Stream] = {}
+
+    def put(self, source: int, target: int, edge: int, value: Any) -> None:
+        """Hand over a value."""
+        with self._changed:
+            self._lines[source, target, edge].append(value)
+            self._changed.notify_all()
+
+    def get(self, source: int, target: int, edge: int) -> Any:
+        """Wait for a value, and take it.
+
+        Raises:
+            CommError: A rank has failed.
+        """
+        line = self._lines[source, target, edge]
+        with self._changed:
+            self._changed.wait_for(lambda: line or self._failure)
+            if self._failure:
+                raise CommError(self._failure)
+            return line.popleft()
+
+    def abort(self, text: str) -> None:
+        """Let all waits raise an error with this text."""
+        with self._changed:
+            self._failure = self._failure or text
+            self._changed.notify_all()
+
+    def stream(self, device: torch.device, *, sends: bool) -> Stream:
+        """Return the stream of a device for copies from it, or to it."""
+        with self._changed:
+            key = device, sends
+            if key not in self._streams:
+                self._streams[key] = new_stream(device)
+            return self._streams[key]
+
+
+class LocalCarrier:
+    """Way of one thread to the others; see `Carrier`.
+
+    Args:
+        wire: Messages of all threads.
+        rank: Number of this thread and of its device.
+    """
+
+    def __init__(self, wire: LocalWire, rank: int) -> None:
+        self.rank, self.size = rank, len(wire.devices)
+        self._wire = wire
+        self._device = wire.devices[rank]
+
+    def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
+        self._wire.put(self.rank, peer, edge, map_tensors(value, lambda x: self._moved(x, peer)))
+
+    def recv_value(self, peer: int, edge: int = 0) -> Any:
+        """See `Carrier`."""
+        value = self._wire.get(peer, self.rank, edge)
+        arriving = self._wire.stream(self._device, sends=False)
+        wait_stream(current_stream(self._device), arriving)
+        return value
+
+    def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
+        self.send_value(list(tensors), peer, edge)
+
+    def recv_tensors(
+        self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
+    ) -> list[torch.Tensor]:
+        """See `Carrier`."""
+        tensors = self.recv_value(peer, edge)
+        assert len(tensors) == len(like), "gradients of other outputs than those that were sent"
+        return tensors  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        """See `Carrier`."""
+
+    @contextmanager
+    def span(self, name: str, microbatch: int) -> Iterator[None]:
+        """See `Carrier`."""
+        if self._wire.spans is None:
+            yield
+            return
+        begin_ns = time.monotonic_ns()
+        yield
+        span = Span(self.rank, name, microbatch, begin_ns, time.monotonic_ns())
+        self._wire.spans.append(span)
+
+    def abort(self, text: str) -> None:
+        """See `Carrier`."""
+        self._wire.abort(f"device {self._device} of stage {self.rank} {text}")
+
+    def _moved(self, x: torch.Tensor, peer: int) -> torch.Tensor:
+        """Return a tensor on the device of `peer`; one that is on the CPU stays there."""
+        device, y = self._wire.devices[peer], x.detach()
+        if x.device == self._device != device:
+            source = self._wire.stream(x.device, sends=True)
+            target = self._wire.stream(device, sends=False)
+            wait_stream(source, current_stream(x.device))
+            with torch.no_grad():
+                (y,) = copy(y, source=source, destination=target)
+        return y.requires_grad_(x.requires_grad)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return a device as tensors name theirs."""
+    if str(device) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

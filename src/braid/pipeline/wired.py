@@ -1,0 +1,127 @@
+"""Models that are written as modules with named inputs and outputs, in the order in which they run.
+
+    [(embed,   ["ids"],         ["x"]),
+     (encoder, ["x", "mask"],   ["memory"]),
+     (decoder, ["x", "memory"], ["x"]),
+     (head,    ["x"],           ["logits"])]
+
+Names that no module makes before are inputs of the model. Between layers a dictionary goes on with
+the values that later layers still need.
+
+Source: A. Harlap et al., PipeDream (2018), whose generated models are such lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.errors import ConfigError
+
+__all__ = ["Wired", "wired"]
+
+Wire = tuple[nn.Module, Sequence[str], Sequence[str]]
+
+
+class Wired(nn.Module):
+    """A module that takes its inputs from a dictionary, and puts its outputs there.
+
+    Args:
+        module: The module.
+        inputs: Names of its arguments, in order.
+        outputs: Names of its results, in order; one name for a single result of any kind.
+        kept: Names that later layers need.
+        batch: Names of the model's inputs, for the first layer; they are given as a dictionary, a
+            tuple in this order, or alone if there is one.
+        is_last: Whether it returns its results in place of the dictionary.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        kept: frozenset[str],
+        batch: Sequence[str] = (),
+        is_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._inputs = tuple(inputs)
+        self._outputs = tuple(outputs)
+        self._kept = kept
+        self._batch = tuple(batch)
+        self._is_last = is_last
+
+    def forward(self, value: Any) -> Any:
+        """Run the module."""
+        values = self._named(value) if self._batch else dict(value)
+        result = self.module(*(values[name] for name in self._inputs))
+        if self._is_last:
+            return result
+        results = (result,) if len(self._outputs) == 1 else tuple(result)
+        if len(results) != len(self._outputs):
+            msg = (
+                f"{type(self.module).__name__} returned {len(results)} values for the outputs "
+                f"{', '.join(self._outputs)}"
+            )
+            raise ConfigError(msg)
+        values.update(zip(self._outputs, results, strict=True))
+        return {name: values[name] for name in values if name in self._kept}
+
+    def _named(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            missing = [name for name in self._batch if name not in value]
+            if not missing:
+                return {name: value[name] for name in self._batch}
+        elif isinstance(value, torch.Tensor) and len(self._batch) == 1:
+            return {self._batch[0]: value}
+        elif isinstance(value, list | tuple) and len(value) == len(self._batch):
+            return dict(zip(self._batch, value, strict=True))
+        given = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+        names = ", ".join(self._batch)
+        msg = f"a batch has the inputs {names}, by name or in this order, got {given}"
+        raise ConfigError(msg)
+
+
+def wired(layers: Sequence[Wire]) -> list[Wired]:
+    """Return a list of (module, inputs, outputs) as modules in a row.
+
+    Raises:
+        ConfigError: There are no layers, names are no lists of names, or an output is never used.
+    """
+    problems = []
+    made: set[str] = set()
+    batch: list[str] = []
+    for number, (_, inputs, outputs) in enumerate(layers):
+        if isinstance(inputs, str) or isinstance(outputs, str) or not inputs or not outputs:
+            problems.append(f"layer {number} needs lists of names of inputs and outputs")
+            continue
+        batch += [name for name in inputs if name not in made and name not in batch]
+        made.update(outputs)
+        if number + 1 < len(layers):
+            used = {name for _, later, _ in layers[number + 1 :] for name in later}
+            problems += [
+                f"output {name} of layer {number} is never used"
+                for name in outputs
+                if name not in used
+            ]
+    if problems or not layers:
+        raise ConfigError("; ".join(problems) or "a model needs at least one layer")
+    return [
+        Wired(
+            module,
+            inputs,
+            outputs,
+            kept=frozenset(name for _, later, _ in layers[number + 1 :] for name in later),
+            batch=() if number else batch,
+            is_last=number + 1 == len(layers),
+        )
+        for number, (module, inputs, outputs) in enumerate(layers)
+    ]

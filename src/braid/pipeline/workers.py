@@ -1,0 +1,65 @@
+"""Threads that work for the devices of one process, one for each.
+
+They live as long as their owner, since torch makes threads of its own for each thread that
+computes. Copies of the owner, made by `copy.deepcopy` or by pickling, get threads of their own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import torch
+
+from braid.autograd.rng_and_autocast import RngAndAutocast
+from braid.errors import CommError
+
+__all__ = ["Workers"]
+
+Result = TypeVar("Result")
+
+
+class Workers:
+    """Threads by number; each has the grad mode, autocast and context of the caller.
+
+    Args:
+        count: Number of threads.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run a job on each thread, all at the same time, and return their results.
+
+        Raises:
+            Exception: Exception of the first job that raises one of its own, and not because of
+                another one.
+        """
+        if len(jobs) == 1:
+            return [jobs[0]()]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="braid-stage")
+        modes = RngAndAutocast([])
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def in_modes(job: Callable[[], Result]) -> Result:
+            with modes.again(), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return job()
+
+        futures = [self._pool.submit(contextvars.copy_context().run, in_modes, job) for job in jobs]
+        wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        own = [error for error in errors if not isinstance(error, CommError)]
+        for error in (*own, *errors):
+            raise error
+        return [future.result() for future in futures]
+
+    def __deepcopy__(self, _memo: Any) -> Workers:
+        return Workers(self.count)
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[int]]:
+        return Workers, (self.count,)
