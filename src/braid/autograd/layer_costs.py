@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.autograd.streams import current_stream, synchronize
 from braid.clock import Clock, MonotonicClock
 
-__all__ = ["LiveBytes", "measure"]
+__all__ = ["LiveBytes", "bytes_of", "measure", "seconds_of"]
 
 Result = TypeVar("Result")
 
@@ -49,8 +50,11 @@ def measure(
     with torch.enable_grad(), RngAndAutocast(generators_of(flatten(x)[1])).again():
         for layer in layers:
             x = _as_leaves(x)
-            output, saved_bytes, output_bytes = _bytes_of(layer, x)
-            times = [_seconds_of(layer, x, clock) for _ in range(repeats)]
+            params = [*layer.parameters(), *layer.buffers()] if isinstance(layer, nn.Module) else ()
+            call = partial(layer, x)
+            output, saved_bytes, output_bytes = bytes_of(call, [*flatten(x)[1], *params])
+            devices = {t.device for t in flatten(x)[1]}
+            times = [seconds_of(call, devices, clock)[1] for _ in range(repeats)]
             costs.append(LayerCost(saved_bytes, output_bytes, statistics.median(times)))
             x = output
     return costs
@@ -98,11 +102,20 @@ class LiveBytes:
         return total
 
 
-def _bytes_of(layer: Callable[[Any], Any], x: Any) -> tuple[Any, int, int]:
-    """Return the layer's result, the bytes that it adds for backward, and those of its result."""
-    outside = _storages(flatten(x)[1])
-    if isinstance(layer, nn.Module):
-        outside |= _storages([*layer.parameters(), *layer.buffers()])
+def bytes_of(
+    call: Callable[[], Result], outside: Iterable[torch.Tensor]
+) -> tuple[Result, int, int]:
+    """Run a function, and count the storages that it leaves behind.
+
+    Args:
+        call: Function, such as the forward of a layer.
+        outside: Tensors whose storages do not count: inputs, parameters, buffers.
+
+    Returns:
+        Result of the function, the bytes that it adds for backward, its result among them, and the
+        bytes of the result.
+    """
+    known = _storages(list(outside))
     saved: dict[int, int] = {}
 
     def save(t: torch.Tensor) -> torch.Tensor:
@@ -111,22 +124,24 @@ def _bytes_of(layer: Callable[[Any], Any], x: Any) -> tuple[Any, int, int]:
         return t
 
     with saved_tensors_hooks(save, lambda t: t):
-        output = layer(x)
+        output = call()
     returned = _storages(flatten(output)[1])
-    added = {key: nbytes for key, nbytes in (saved | returned).items() if key not in outside}
+    added = {key: nbytes for key, nbytes in (saved | returned).items() if key not in known}
     return output, sum(added.values()), sum(returned.values())
 
 
-def _seconds_of(layer: Callable[[Any], Any], x: Any, clock: Clock) -> float:
-    devices = {t.device for t in flatten(x)[1]}
+def seconds_of(
+    call: Callable[[], Result], devices: Iterable[torch.device], clock: Clock
+) -> tuple[Result, float]:
+    """Run a function, and return its result and seconds, with all work of the devices done."""
     streams = [current_stream(device) for device in devices]
     for stream in streams:
         synchronize(stream)
     start_ns = clock.now_ns()
-    layer(x)
+    result = call()
     for stream in streams:
         synchronize(stream)
-    return (clock.now_ns() - start_ns) / 1e9
+    return result, (clock.now_ns() - start_ns) / 1e9
 
 
 def _as_leaves(x: Any) -> Any:

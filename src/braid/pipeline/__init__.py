@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from braid.pipeline.balance import Balance, balance_by_size, balance_by_time
+from braid.pipeline.block_partition import block_partition
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm
 from braid.pipeline.device_pipeline import DevicePipeline
 from braid.pipeline.executor import Executor
@@ -10,11 +12,15 @@ from braid.pipeline.pipeline import Pipeline
 from braid.pipeline.stage import Layer, Stage
 
 __all__ = [
+    "Balance",
     "DeferredBatchNorm",
     "DevicePipeline",
     "Executor",
     "Layer",
     "Pipeline",
     "Stage",
+    "balance_by_size",
+    "balance_by_time",
+    "block_partition",
     "scatter",
 ]
