@@ -247,6 +247,7 @@ def train(
     mesh: Annotated[str, tyro.conf.arg(metavar="AXES", help_behavior_hint=NO_DEFAULT)] = "",
     schedule: str = "1f1b",
     microbatches: int = 4,
+    balance: Annotated[str, tyro.conf.arg(metavar="BY", help_behavior_hint=NO_DEFAULT)] = "",
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
@@ -279,6 +280,8 @@ def train(
         schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with
             a program, also as CSV of torch's pipelining.
         microbatches: Micro-batches of a pipeline.
+        balance: Layers of the stages of a pipeline: by measured time or size, or their numbers,
+            such as 3,4,3 (default: as even as possible).
     """
     from rich.console import Console
 
@@ -307,6 +310,7 @@ def train(
         mesh=mesh,
         schedule=schedule,
         microbatches=microbatches,
+        balance=balance,
     )
     num_ranks = (Mesh.parse(mesh).size if mesh else 1) if n is None else n
     outcome = command.train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
 import subprocess
 import sys
@@ -158,6 +159,41 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, 
     file.write_text("0F0\n1F0,1B0\n")
     with pytest.raises(ConfigError, match=r"plan.csv, not a valid .*row 1: ends without B0.0"):
         piped.check_ranks(2)
+
+
+@pytest.mark.parametrize("balance", ["3,1", "time", "size"])
+def test_balanced_stages_train_like_even_ones(world, config, balance):
+    even = replace(config, mesh="pp=2", steps=2, log_dir=config.log_dir + "-even")
+    expected = world(2, train, even)[0]
+    curve = world(2, train, replace(config, mesh="pp=2", steps=2, balance=balance))[0]
+    assert [loss for _, loss in curve.losses] == pytest.approx(
+        [loss for _, loss in expected.losses], rel=1e-5
+    )
+    start = json.loads((Path(config.log_dir) / "metrics-2-0-False").read_text().splitlines()[0])
+    pictures = [note for note in start["notes"] if note.startswith("balance by")]
+    assert len(pictures) == (balance != "3,1")
+    for picture in pictures:
+        assert picture.count("stage ") == 2
+        assert picture.count(" Block ") == 2
+
+
+@pytest.mark.parametrize(
+    ("balance", "text"),
+    [
+        (
+            "even",
+            "balance must be time, size or the layers of each stage such as 3,4,3, got 'even'",
+        ),
+        ("2,3", "has 2 stages and 5 layers: .* for each of 2 stages, 4 layers in all"),
+        ("4,0", "at least 1 layer"),
+        ("1,2,1", "has 3 stages and 4 layers"),
+    ],
+)
+def test_a_balance_that_does_not_fit_is_refused(config, balance, text):
+    with pytest.raises(ConfigError, match=text):
+        replace(config, mesh="pp=2", balance=balance).check_ranks(2)
+    with pytest.raises(ConfigError, match="--balance time is of a pipeline: add --mesh pp=2"):
+        replace(config, balance="time").check_ranks(2)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -17,7 +17,7 @@ from braid.layout import Mesh
 from braid.sampling import share_of
 from braid.schedule.files import TRAINING, is_file, schedule_named
 
-__all__ = ["MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
+__all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
 
 class ModelSize(NamedTuple):
@@ -47,6 +47,8 @@ MODELS = {
     "gpt2-large": ModelSize(36, 1280, 20),
 }
 
+MEASURED = ("time", "size")  # costs by which stages are balanced
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
@@ -74,6 +76,8 @@ class TrainConfig:
         mesh: Arrangement of the ranks, such as `pp=2`; all of them data parallel when empty.
         schedule: Schedule of a pipeline: a name, or a file with a program.
         microbatches: Number of micro-batches of a pipeline.
+        balance: Cost by which layers are balanced over stages (`time` or `size`), or their numbers,
+            such as 3,4,3; as even as possible when empty.
     """
 
     model: str = "tiny"
@@ -96,6 +100,7 @@ class TrainConfig:
     mesh: str = ""
     schedule: str = "1f1b"
     microbatches: int = 4
+    balance: str = ""
 
     def __post_init__(self) -> None:
         problems = []
@@ -129,8 +134,24 @@ class TrainConfig:
                 f"schedule must be one of {', '.join(TRAINING)}, or a file such as plan.csv, got "
                 f"{self.schedule!r}"
             )
+        if self.balance not in {"", *MEASURED} and not _sizes_in(self.balance):
+            problems.append(
+                "balance must be time, size or the layers of each stage such as 3,4,3, got "
+                f"{self.balance!r}"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...] | None:
+        """Number of layers of each stage, if `balance` lists them."""
+        return _sizes_in(self.balance) or None
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the pipeline."""
+        program = schedule_named(self.schedule)(self.num_stage_ranks, self.microbatches)
+        return program.header.num_units
 
     @property
     def num_stage_ranks(self) -> int:
@@ -180,13 +201,23 @@ class TrainConfig:
             if self.schedule != "1f1b":
                 msg = f"--schedule {self.schedule} is of a pipeline: add --mesh pp=2, or another"
                 raise ConfigError(msg)
+            if self.balance:
+                msg = f"--balance {self.balance} is of a pipeline: add --mesh pp=2, or another"
+                raise ConfigError(msg)
             return
-        stages = schedule_named(self.schedule)(num_ranks, self.microbatches).header.num_units
+        stages = self.num_stages
         layers = MODELS[self.model].layers + 2
         if layers < stages:
             msg = (
                 f"{self.schedule} on {num_ranks} ranks has {stages} stages, and {self.model} has "
                 f"{layers} layers: use fewer ranks, or a larger --model"
+            )
+            raise ConfigError(msg)
+        sizes = self.stage_sizes
+        if sizes and (len(sizes) != stages or sum(sizes) != layers or min(sizes) < 1):
+            msg = (
+                f"--balance {self.balance} has {len(sizes)} stages and {sum(sizes)} layers: it "
+                f"must list at least 1 layer for each of {stages} stages, {layers} layers in all"
             )
             raise ConfigError(msg)
 
@@ -222,6 +253,12 @@ class TrainConfig:
         except (msgspec.MsgspecError, ValueError) as exc:
             msg = f"the configuration of a training is not valid JSON for it, {text[:80]!r}: {exc}"
             raise ConfigError(msg) from exc
+
+
+def _sizes_in(balance: str) -> tuple[int, ...]:
+    """Return the numbers of a list such as 3,4,3; none if it is no such list."""
+    parts = [part.strip() for part in balance.split(",")]
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
 
 
 def checkpoints_in(where: str) -> Path:

@@ -41,6 +41,7 @@ from braid.train.reports import (
     Stepped,
 )
 from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
+from braid.train.stage_balance import stage_balance
 from braid.train.stages import PipelineShards
 
 __all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
@@ -101,6 +102,7 @@ class Trainer:
         )
         self._model = GPT(MODELS[config.model], config.context, config.seed)
         self._optimizer = _adamw(self._model, config)
+        self._notes: tuple[str, ...] = ()
         self._shards = self._make_shards(train)
         self._flops_per_step = (
             flops_per_token(MODELS[config.model], config.context) * config.batch * config.context
@@ -117,12 +119,17 @@ class Trainer:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
         if config.num_stage_ranks == 1:
             return ParallelShards(self._model, windows, self._group)
+        balance, picture = stage_balance(
+            config, self._group, self._model.layers(), lambda rows: windows.batch(range(rows))[0]
+        )
+        self._notes += (picture,) if picture else ()
         return PipelineShards(
             self._model,
             windows,
             self._group,
             schedule=config.schedule,
             num_microbatches=config.microbatches,
+            balance=balance,
         )
 
     def resume(self, loaded: Checkpoint) -> None:
@@ -165,7 +172,7 @@ class Trainer:
         config, clock = self._config, self._group.context.clock
         self._peak = self._probe_peak()
         self._reporter.rewind(self._step)
-        self._reporter.write(self._started(resumed_from, notes))
+        self._reporter.write(self._started(resumed_from, (*notes, *self._notes)))
         start_ns, before = clock.now_ns(), self._group.statistics()
         signum = 0
         while self._step < config.steps and not signum:

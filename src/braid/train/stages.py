@@ -29,6 +29,7 @@ class PipelineShards:
         group: Ranks of the pipeline.
         schedule: Name of a schedule, or of a file with a program.
         num_microbatches: Number of micro-batches of a batch.
+        balance: Number of layers of each stage; as even as possible when None.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PipelineShards:
         *,
         schedule: str,
         num_microbatches: int,
+        balance: Sequence[int] | None = None,
     ) -> None:
         self._model = model
         self._windows = windows
@@ -47,6 +49,7 @@ class PipelineShards:
             model.layers(),
             num_microbatches=num_microbatches,
             schedule=schedule,
+            balance=balance,
             process_group=group,
         )
         trained = set(self._pipeline.parameters())

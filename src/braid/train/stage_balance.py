@@ -1,0 +1,61 @@
+"""The layers of each stage of a training: by number, as given, or as rank 0 measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.pipeline import Balance, balance_by_size, balance_by_time
+from braid.train.config import MEASURED, TrainConfig
+
+__all__ = ["stage_balance"]
+
+PARAM_COPIES = 4.0  # of AdamW: the parameter, its gradient and two moments
+INDENT = "\n         "
+
+
+def stage_balance(
+    config: TrainConfig,
+    group: Group,
+    layers: Sequence[nn.Module],
+    sample: Callable[[int], Any],
+) -> tuple[Sequence[int] | None, str]:
+    """Return the number of layers of each stage, the same on all ranks; None to have them even.
+
+    Args:
+        config: Configuration of the training.
+        group: Ranks of the pipeline; the first one measures, while the rest waits.
+        layers: Layers of the model.
+        sample: Function of a number of rows that returns a batch of the model's input.
+
+    Returns:
+        The numbers, and on rank 0 a picture of what it has measured.
+    """
+    if config.balance not in MEASURED:
+        return config.stage_sizes, ""
+    sizes = torch.zeros(config.num_stages, dtype=torch.int64)
+    picture = ""
+    if group.rank == 0:
+        measured = _measured(config, layers, sample)
+        sizes = torch.tensor(measured.sizes)
+        picture = f"balance by {config.balance}\n{measured}".replace("\n", INDENT)
+    return group.broadcast(sizes, 0).tolist(), picture
+
+
+def _measured(
+    config: TrainConfig, layers: Sequence[nn.Module], sample: Callable[[int], Any]
+) -> Balance:
+    if config.balance == "time":
+        rows = max(1, config.batch // config.microbatches)
+        return balance_by_time(config.num_stages, layers, sample(rows))
+    return balance_by_size(
+        config.num_stages,
+        layers,
+        sample(config.batch),
+        num_microbatches=config.microbatches,
+        param_scale=PARAM_COPIES,
+    )
