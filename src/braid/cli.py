@@ -248,6 +248,7 @@ def train(
     schedule: str = "1f1b",
     microbatches: int = 4,
     balance: Annotated[str, tyro.conf.arg(metavar="BY", help_behavior_hint=NO_DEFAULT)] = "",
+    recompute: str = "never",
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
@@ -276,12 +277,15 @@ def train(
         reference_shards: Run this many shards in turn on one rank: the same bits as that many
             ranks.
         sample_bytes: Length of the text that is generated at the end.
-        mesh: Arrangement of the ranks: pp=2 for a pipeline (default: all data parallel).
+        mesh: Arrangement of the ranks: pp=2 for a pipeline, pp=2,dp=2 for two of it (default: all
+            data parallel).
         schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with
             a program, also as CSV of torch's pipelining.
         microbatches: Micro-batches of a pipeline.
         balance: Layers of the stages of a pipeline: by measured time or size, or their numbers,
             such as 3,4,3 (default: as even as possible).
+        recompute: Micro-batches that are computed again in backward to save memory: always,
+            except_last, never, or a number of layers between what is kept.
     """
     from rich.console import Console
 
@@ -311,6 +315,7 @@ def train(
         schedule=schedule,
         microbatches=microbatches,
         balance=balance,
+        recompute=recompute,
     )
     num_ranks = (Mesh.parse(mesh).size if mesh else 1) if n is None else n
     outcome = command.train(

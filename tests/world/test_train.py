@@ -133,11 +133,26 @@ def test_a_pipeline_trains_like_one_process_and_is_resumed_without_one(
 
 
 @pytest.mark.parametrize(
+    ("mesh", "recompute"), [("pp=2,dp=2", "never"), ("dp=2,pp=1", "never"), ("pp=2,dp=1", "2")]
+)
+def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, recompute):
+    piped = replace(config, mesh=mesh, recompute=recompute, model="mini", steps=3, microbatches=2)
+    alone = replace(
+        piped, mesh="", recompute="never", log_dir=config.log_dir + "-alone", reference_shards=2
+    )
+    (expected,) = world(1, train, alone)
+    curves = world(4 if mesh == "pp=2,dp=2" else 2, train, piped)
+    losses = [loss for _, loss in expected.losses]
+    assert [loss for _, loss in curves[0].losses] == pytest.approx(losses, rel=1e-4)
+    assert curves[0].kinds == ["start", "eval", "checkpoint", "sample", "end"]
+
+
+@pytest.mark.parametrize(
     ("mesh", "ranks", "text"),
     [
         ("pp=2", 3, "--mesh pp=2 has 2 ranks, got -n 3"),
-        ("pp=2,dp=2", 4, "--mesh pp=2,dp=2 is not there yet"),
-        ("tp=2", 2, "--mesh tp=2 is not there yet"),
+        ("pp=2,dp=2", 2, "--mesh pp=2,dp=2 has 4 ranks, got -n 2"),
+        ("pp=2,tp=2", 4, "--mesh pp=2,tp=2: tp is not there yet"),
         ("pp", 2, "a mesh is written as pp=2,dp=4"),
     ],
 )
@@ -146,6 +161,10 @@ def test_a_mesh_that_cannot_be_trained_on_is_refused(config, mesh, ranks, text, 
         replace(config, mesh=mesh).check_ranks(ranks)
     with pytest.raises(ConfigError, match="--schedule zbv is of a pipeline: add --mesh pp=2"):
         replace(config, schedule="zbv").check_ranks(2)
+    with pytest.raises(ConfigError, match="--recompute always is of a pipeline"):
+        replace(config, recompute="always").check_ranks(2)
+    with pytest.raises(ConfigError, match="recompute must be one of always"):
+        replace(config, recompute="often")
     with pytest.raises(ConfigError, match="zbv on 4 ranks has 8 stages, and tiny has 4 layers"):
         replace(config, schedule="zbv", mesh="pp=4").check_ranks(4)
     with pytest.raises(ConfigError, match="schedule must be one of gpipe, 1f1b"):

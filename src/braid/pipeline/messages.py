@@ -94,9 +94,11 @@ class Messages:
     def __init__(self, group: Group, device: torch.device | None = None) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
+        self._starter = group.starting()
         self._device = device or torch.device("cpu")
         self._sent: set[tuple[int, int, int]] = set()
         self._structures: dict[tuple[int, int, int], _Structure] = {}
+        self._descriptions: dict[_Structure, tuple[bytes, int]] = {}
         self._under_way: list[tuple[Work, torch.Tensor]] = []
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
@@ -105,8 +107,9 @@ class Messages:
         specs = tuple(
             _Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device.type == "cpu") for x in tensors
         )
-        raw = pickle.dumps(_Structure(tree, specs))
-        digest = text_digest(raw.hex()) & DIGEST_MASK
+        parts = value if type(value) is tuple else (value,)
+        is_plain = all(isinstance(part, torch.Tensor) for part in parts)
+        raw, digest = self._described(_Structure(tree, specs), is_plain=is_plain)
         is_new = (peer, edge, digest) not in self._sent
         self._send(torch.tensor([digest, len(raw) if is_new else 0]), peer, edge)
         if is_new:
@@ -158,6 +161,16 @@ class Messages:
         """See `Carrier`."""
         self._group.abort(f"rank {self._group.ranks[self.rank]} {text}")
 
+    def _described(self, structure: _Structure, *, is_plain: bool) -> tuple[bytes, int]:
+        """Return the bytes of a structure and their digest; kept for tensors and tuples of them."""
+        if is_plain and (known := self._descriptions.get(structure)) is not None:
+            return known
+        raw = pickle.dumps(structure)
+        described = raw, text_digest(raw.hex()) & DIGEST_MASK
+        if is_plain:
+            self._descriptions[structure] = described
+        return described
+
     def _recv(self, tensors: Sequence[torch.Tensor], peer: int, edge: int) -> None:
         for tensor in tensors:
             self._group.recv(tensor, peer, tag=edge)
@@ -165,4 +178,4 @@ class Messages:
     def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
         tensor = tensor.contiguous()
         self._under_way = [pair for pair in self._under_way if not pair[0].done()]
-        self._under_way.append((self._group.send(tensor, peer, tag=edge, async_op=True), tensor))
+        self._under_way.append((self._starter.send(tensor, peer, tag=edge, async_op=True), tensor))

@@ -16,6 +16,7 @@ from braid.errors import ConfigError
 from braid.layout import Mesh
 from braid.sampling import share_of
 from braid.schedule.files import TRAINING, is_file, schedule_named
+from braid.schedule.pipeline import RECOMPUTE_MODES
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
@@ -73,11 +74,13 @@ class TrainConfig:
         reference_shards: Number of shards that a single rank runs in rank order, as that many ranks
             would; 0 for as many shards as ranks.
         sample_bytes: Length of the text that is generated at the end.
-        mesh: Arrangement of the ranks, such as `pp=2`; all of them data parallel when empty.
+        mesh: Arrangement of the ranks, such as `pp=2,dp=2`; all of them data parallel when empty.
         schedule: Schedule of a pipeline: a name, or a file with a program.
         microbatches: Number of micro-batches of a pipeline.
         balance: Cost by which layers are balanced over stages (`time` or `size`), or their numbers,
             such as 3,4,3; as even as possible when empty.
+        recompute: Micro-batches of a pipeline that are computed again in backward: `always`,
+            `except_last`, `never`, or a number of layers; see `Pipeline`.
     """
 
     model: str = "tiny"
@@ -101,6 +104,7 @@ class TrainConfig:
     schedule: str = "1f1b"
     microbatches: int = 4
     balance: str = ""
+    recompute: str = "never"
 
     def __post_init__(self) -> None:
         problems = []
@@ -139,6 +143,11 @@ class TrainConfig:
                 "balance must be time, size or the layers of each stage such as 3,4,3, got "
                 f"{self.balance!r}"
             )
+        if self.recompute not in RECOMPUTE_MODES and not self.recompute.isdecimal():
+            problems.append(
+                f"recompute must be one of {', '.join(RECOMPUTE_MODES)} or a number of layers, "
+                f"got {self.recompute!r}"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -158,17 +167,16 @@ class TrainConfig:
         """Number of ranks of a pipeline; 1 without one.
 
         Raises:
-            ConfigError: The mesh is not one of a pipeline alone.
+            ConfigError: The mesh has other axes than pp and dp.
         """
         axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
-        num_stage_ranks, others = axes.pop("pp", 1), {n: s for n, s in axes.items() if s > 1}
-        if others and (num_stage_ranks > 1 or set(others) != {"dp"}):
+        if others := set(axes) - {"pp", "dp"}:
             msg = (
-                f"--mesh {self.mesh} is not there yet: use pp=N for a pipeline, or dp=N for data "
-                "parallel training"
+                f"--mesh {self.mesh}: {', '.join(sorted(others))} is not there yet: use pp=N for a "
+                "pipeline, and dp=N for replicas of it"
             )
             raise ConfigError(msg)
-        return num_stage_ranks
+        return axes.get("pp", 1)
 
     def check_ranks(self, num_ranks: int) -> int:
         """Check that this many ranks can train, and return the number of shards of a batch.
@@ -198,12 +206,11 @@ class TrainConfig:
         """Check that the model has a layer for each stage, and a schedule a pipeline."""
         num_ranks = self.num_stage_ranks
         if num_ranks == 1:
-            if self.schedule != "1f1b":
-                msg = f"--schedule {self.schedule} is of a pipeline: add --mesh pp=2, or another"
-                raise ConfigError(msg)
-            if self.balance:
-                msg = f"--balance {self.balance} is of a pipeline: add --mesh pp=2, or another"
-                raise ConfigError(msg)
+            for name, default in (("schedule", "1f1b"), ("balance", ""), ("recompute", "never")):
+                value = getattr(self, name)
+                if value != default:
+                    msg = f"--{name} {value} is of a pipeline: add --mesh pp=2, or another"
+                    raise ConfigError(msg)
             return
         stages = self.num_stages
         layers = MODELS[self.model].layers + 2

@@ -127,8 +127,7 @@ class Trainer:
             self._model,
             windows,
             self._group,
-            schedule=config.schedule,
-            num_microbatches=config.microbatches,
+            config,
             balance=balance,
         )
 

@@ -13,7 +13,9 @@ import torch
 from braid.checkpoint import Slice, Snapshot
 from braid.comm import Group
 from braid.data import Windows
+from braid.layout import Mesh
 from braid.pipeline import Pipeline
+from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import Round
 
@@ -26,9 +28,8 @@ class PipelineShards:
     Args:
         model: The model, equal on all ranks.
         windows: Samples to train on.
-        group: Ranks of the pipeline.
-        schedule: Name of a schedule, or of a file with a program.
-        num_microbatches: Number of micro-batches of a batch.
+        group: All ranks that train.
+        config: Mesh of pipelines and replicas, schedule, micro-batches and recomputation.
         balance: Number of layers of each stage; as even as possible when None.
     """
 
@@ -37,20 +38,28 @@ class PipelineShards:
         model: GPT,
         windows: Windows,
         group: Group,
+        config: TrainConfig,
         *,
-        schedule: str,
-        num_microbatches: int,
         balance: Sequence[int] | None = None,
     ) -> None:
         self._model = model
         self._windows = windows
         self._group = group
+        place = Mesh.parse(config.mesh).coordinates(group.rank)
+        stages, replicas = group.split(place.get("dp", 0)), group.split(place["pp"])
+        assert stages is not None
+        assert replicas is not None
+        self._replicas = replicas
+        every = config.recompute
         self._pipeline = Pipeline(
             model.layers(),
-            num_microbatches=num_microbatches,
-            schedule=schedule,
+            num_microbatches=config.microbatches,
+            schedule=config.schedule,
             balance=balance,
-            process_group=group,
+            process_group=stages,
+            replicas=replicas if replicas.size > 1 else None,
+            recompute=int(every) if every.isdecimal() else every,
+            seed=config.seed,
         )
         trained = set(self._pipeline.parameters())
         mine = torch.tensor([int(p in trained) for p in model.parameters()])
@@ -62,14 +71,22 @@ class PipelineShards:
     def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
         """See `Shards`."""
         with self._group.context.events.span("data"):
-            inputs, targets = self._windows.batch(batch)
+            inputs, targets = self._windows.batch(self._share(batch))
         loss = self._pipeline.step(inputs, targets, loss=mean_loss)
         stops = self._group.all_gather(torch.tensor([int(stop)]))
         return Round((loss.item(),), bool(stops.any()))
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""
-        return self._pipeline.evaluate(*windows.batch(indices), loss=mean_loss).item()
+        own = self._share(indices)
+        return self._pipeline.evaluate(*windows.batch(own), loss=mean_loss).item()
+
+    def _share(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the samples of this rank's replica; all of them if there are too few."""
+        count, number = self._replicas.size, self._replicas.rank
+        if len(indices) < count:
+            return indices
+        return indices[number * len(indices) // count : (number + 1) * len(indices) // count]
 
     def clip(self, max_norm: float) -> float:
         """See `Shards`."""
