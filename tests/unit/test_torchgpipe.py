@@ -8,6 +8,8 @@ from torch import nn
 
 from braid.compat import torchgpipe
 from braid.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
+from braid.compat.torchgpipe.balance import balance_by_size, balance_by_time
+from braid.compat.torchgpipe.balance.blockpartition import solve
 from braid.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from braid.compat.torchgpipe.gpipe import BalanceError
 from braid.compat.torchgpipe.microbatch import Batch, check, gather, scatter
@@ -185,3 +187,24 @@ def test_batches_are_cut_and_joined():
         with pytest.raises(error):
             wrong()
     check(pair)
+
+
+def test_balance_by_time_and_by_size_give_numbers_of_layers():
+    layers = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2048), nn.Linear(2048, 4))
+    sample = torch.randn(32, 256)
+    by_time = balance_by_time(2, layers, sample, timeout=0.05, device="cpu")
+    by_size = balance_by_size(2, layers, sample, chunks=4, param_scale=4.0, device="cpu")
+    assert sum(by_time) == 4
+    assert len(by_time) == 2
+    assert by_size == [2, 2]
+    assert isinstance(by_size, list)
+    assert len(GPipe(layers, by_size, chunks=2)) == 4
+
+
+def test_block_partition_has_the_cases_of_torchgpipe():
+    assert solve([1, 2, 3, 4, 5, 6], partitions=2) == [[1, 2, 3, 4], [5, 6]]
+    assert solve([5], 1) == [[5]]
+    with pytest.raises(ValueError, match=r"positive integer \(partitions: 0\)"):
+        solve([42], 0)
+    with pytest.raises(ValueError, match=r"\(sequence: 1, partitions: 2\)"):
+        solve([42], 2)

@@ -1,0 +1,28 @@
+"""`torchgpipe.balance.blockpartition`: a sequence in contiguous parts with even sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from braid.pipeline import block_partition
+
+__all__ = ["solve"]
+
+
+def solve(sequence: Sequence[int], partitions: int = 1) -> list[list[int]]:
+    """Return contiguous parts of a sequence, the largest sum of which is as small as possible.
+
+    Raises:
+        ValueError: There are less than one partition, or fewer numbers than partitions.
+    """
+    if partitions < 1:
+        msg = f"partitions must be a positive integer (partitions: {partitions})"
+        raise ValueError(msg)
+    if len(sequence) < partitions:
+        msg = (
+            "sequence is shorter than intended partitions "
+            f"(sequence: {len(sequence)}, partitions: {partitions})"
+        )
+        raise ValueError(msg)
+    rest = iter(sequence)
+    return [[next(rest) for _ in range(size)] for size in block_partition(sequence, partitions)]
