@@ -290,3 +290,14 @@ def test_bad_arguments_are_all_named_at_once():
         DevicePipeline(nn.Sequential(Enters()), ["cpu"], balance=[1])
     with pytest.raises((ConfigError, BraidError), match="rows"):
         DevicePipeline(layers(), ["cpu"], balance=[9])((batch(3), batch(4)))
+
+
+class Changes(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x if x[0, 0] else (x, x * 2)
+
+
+def test_outputs_of_other_structures_are_refused():
+    pipeline = DevicePipeline(nn.Sequential(Changes()), ["cpu"], balance=[1], num_microbatches=2)
+    with pytest.raises(ConfigError, match="micro-batches returned 1, 2 tensors"):
+        pipeline(torch.arange(2.0).unsqueeze(1))

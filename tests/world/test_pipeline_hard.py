@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from training import linear, said_by
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError, PeerLostError
 from braid.pipeline import Pipeline, Stage
 from braid.pipeline.microbatches import scatter, sizes_of
 from braid.pipeline.skip import Namespace, SkipError, Skippable, pop, skippable, stash
 from braid.pipeline.stage import Layer
 from braid.seeding import Draws
+from braid.testing.pool import RankDiedError
+from braid.testing.worlds import run_threads
 
 TRAINING = [
     "gpipe", "1f1b", "breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half", "v_min",
@@ -398,3 +404,98 @@ def test_deferred_batch_norm_follows_whole_batches(world):
     torch.testing.assert_close(state["1.running_mean"], plain[1].running_mean)
     torch.testing.assert_close(state["1.running_var"], plain[1].running_var)
     assert state["1.num_batches_tracked"] == 2
+
+
+class Reuses(nn.Module):
+    """Returns the same memory for every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(64, 8192)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.memory.copy_(x)
+
+
+def _reuse(group: Group) -> str:
+    pipeline = Pipeline(
+        [Reuses(), linear(8192, 1)],
+        num_microbatches=4,
+        schedule="gpipe",
+        process_group=group,
+    )
+    x = torch.ones(256, 8192)
+    return said_by(lambda: pipeline.evaluate(x, x[:, :1], loss=loss_of), (ConfigError, CommError))
+
+
+def test_an_output_that_is_changed_while_it_is_sent_is_an_error_on_all_ranks(world):
+    first, second = world(2, _reuse)
+    assert "a tensor of shape [64, 8192] was changed in place before the next stage had it" in first
+    assert "rank 0 failed in" in second
+    assert "changed in place" in second
+
+
+class Ends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 2:
+            os._exit(7)
+        return x
+
+
+def _end(group: Group) -> tuple[str, float]:
+    layers = nn.Sequential(linear(WIDTH, WIDTH), Ends() if group.rank == 1 else nn.Identity())
+    pipeline = Pipeline(layers, num_microbatches=4, process_group=group)
+    began = time.monotonic()
+    said = said_by(lambda: pipeline.step(*batch_of(8), loss=loss_of), PeerLostError)
+    return said, time.monotonic() - began
+
+
+@pytest.mark.procs
+def test_a_rank_that_dies_in_mid_schedule_is_named_at_once(procs):
+    with pytest.raises(RankDiedError) as caught:
+        procs(2, _end)
+    said, seconds = caught.value.__dict__["answers"][0].result
+    assert "rank 1" in said
+    assert seconds < 20  # it would be the deadline of a collective otherwise
+
+
+PLANS = st.fixed_dictionaries(
+    {
+        "size": st.integers(1, 4),
+        "schedule": st.sampled_from(TRAINING),
+        "num_microbatches": st.integers(1, 6),
+        "rows": st.lists(st.integers(6, 13), min_size=1, max_size=2),
+        "recompute": st.sampled_from(["never", "always", "except_last", 1, 3]),
+    }
+)
+
+
+@given(PLANS)
+def test_any_plan_has_the_bits_of_one_process(plan):
+    ranks = run_threads(plan["size"], _train_plan, plan)
+    alone = {**plan, "schedule": "gpipe", "recompute": "never"}
+    (expected,) = run_threads(1, _train_plan, alone)
+    shared = {"1.linear.weight", "7.linear.weight"}
+    for state in ranks:
+        for name, value in state.items():
+            if name not in shared:
+                assert torch.equal(value, expected[name]), name
+
+
+def _train_plan(group: Group, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    pipeline = Pipeline(
+        model(),
+        num_microbatches=plan["num_microbatches"],
+        schedule=plan["schedule"],
+        process_group=group,
+        recompute=plan["recompute"],
+        seed=SEED,
+    )
+    for step, rows in enumerate(plan["rows"]):
+        pipeline.step(*batch_of(2 * rows, step), loss=loss_of)
+    return state_of(pipeline)

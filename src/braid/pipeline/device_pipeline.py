@@ -297,6 +297,13 @@ def _separate(
 def _gathered(parts: list[Any]) -> Any:
     """Return micro-batches as one batch; tensors without dims are those of the last one."""
     trees, tensors = zip(*(flatten(part) for part in parts), strict=True)
+    counts = {len(own) for own in tensors}
+    if len(counts) > 1:
+        msg = (
+            f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: their outputs "
+            "need one structure to be joined to a batch"
+        )
+        raise ConfigError(msg)
     joined = [torch.cat(own) if own[0].dim() else own[-1] for own in zip(*tensors, strict=True)]
     return unflatten(trees[0], joined)
 

@@ -21,6 +21,7 @@ import torch
 
 from braid.autograd.nested import flatten, unflatten
 from braid.comm import Group, Work
+from braid.errors import ConfigError
 from braid.types import text_digest
 
 __all__ = ["Carrier", "Messages"]
@@ -82,6 +83,24 @@ class _Structure(NamedTuple):
     specs: tuple[_Spec, ...]
 
 
+class _Sent(NamedTuple):
+    """A tensor under way, and how often it had been changed in place before."""
+
+    work: Work
+    tensor: torch.Tensor
+    version: int
+
+    def check(self) -> None:
+        """Raise ConfigError if the tensor has been changed on its way."""
+        if self.tensor._version != self.version:  # noqa: SLF001
+            msg = (
+                f"a tensor of shape {list(self.tensor.shape)} was changed in place before the "
+                "next stage had it, which may have got either: return a new tensor from the "
+                "layer, or a clone"
+            )
+            raise ConfigError(msg)
+
+
 class Messages:
     """Messages over a group; see `Carrier`.
 
@@ -99,7 +118,7 @@ class Messages:
         self._sent: set[tuple[int, int, int]] = set()
         self._structures: dict[tuple[int, int, int], _Structure] = {}
         self._descriptions: dict[_Structure, tuple[bytes, int]] = {}
-        self._under_way: list[tuple[Work, torch.Tensor]] = []
+        self._under_way: list[_Sent] = []
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
         """See `Carrier`."""
@@ -150,8 +169,10 @@ class Messages:
 
     def finish(self) -> None:
         """See `Carrier`."""
-        while self._under_way:
-            self._under_way.pop()[0].wait()
+        for sent in self._under_way:
+            sent.work.wait()
+            sent.check()
+        self._under_way.clear()
 
     def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
         """See `Carrier`."""
@@ -177,5 +198,9 @@ class Messages:
 
     def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
         tensor = tensor.contiguous()
-        self._under_way = [pair for pair in self._under_way if not pair[0].done()]
-        self._under_way.append((self._starter.send(tensor, peer, tag=edge, async_op=True), tensor))
+        for sent in [sent for sent in self._under_way if sent.work.done()]:
+            self._under_way.remove(sent)
+            sent.check()
+        version = tensor._version  # noqa: SLF001 - its name in torch's documentation, too
+        work = self._starter.send(tensor, peer, tag=edge, async_op=True)
+        self._under_way.append(_Sent(work, tensor, version))
