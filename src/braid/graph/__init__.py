@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from braid.graph.captured import CapturedGraph, Node, Scaled
+from braid.graph.captured import ByMode, CapturedGraph, Modes, Node, Scaled
 from braid.graph.eager_capture import capture
 from braid.graph.segment import Segment, segments, share_modules
 
-__all__ = ["CapturedGraph", "Node", "Scaled", "Segment", "capture", "segments", "share_modules"]
+__all__ = [
+    "ByMode",
+    "CapturedGraph",
+    "Modes",
+    "Node",
+    "Scaled",
+    "Segment",
+    "capture",
+    "segments",
+    "share_modules",
+]

@@ -9,11 +9,16 @@
 
 Inputs and outputs are numbers of values. A cut between two nodes is crossed by the values that are
 made before it and used after it, so a stage hands on a set of tensors, not one.
+
+An operation that writes in place gives new numbers to the tensor and to all views of it. They must
+be made on the rank that writes, so no cut may lie between their first use and the write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +27,7 @@ from torch import nn
 
 from braid.errors import ConfigError
 
-__all__ = ["CapturedGraph", "Node", "Scaled"]
+__all__ = ["ByMode", "CapturedGraph", "Modes", "Node", "Scaled"]
 
 
 class Scaled(NamedTuple):
@@ -30,6 +35,35 @@ class Scaled(NamedTuple):
 
     factor: int
     offset: int
+
+
+class ByMode(NamedTuple):
+    """An argument that differs between training and evaluation."""
+
+    train: Any
+    eval: Any
+
+
+class Modes(NamedTuple):
+    """Modes that a model sets around its calls.
+
+    Attributes:
+        grad: Whether gradients are recorded; None where the model leaves it to its caller.
+        autocast: Device type, whether it is on, and dtype, for each one that the model sets.
+    """
+
+    grad: bool | None = None
+    autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Set the modes inside of the context."""
+        with ExitStack() as stack:
+            if self.grad is not None:
+                stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
 
 
 class Node(NamedTuple):
@@ -43,6 +77,9 @@ class Node(NamedTuple):
         result_tree: Result, with places instead of tensors.
         outputs: Values in these places.
         where: Line of the model that made the call.
+        writes: Values that are written in place, with their numbers before and after.
+        modes: Modes that the model sets around the call.
+        is_checkpointed: Whether the model calls it under `torch.utils.checkpoint`.
     """
 
     kind: str
@@ -52,10 +89,23 @@ class Node(NamedTuple):
     result_tree: Any
     outputs: tuple[int, ...]
     where: str
+    writes: tuple[tuple[int, int], ...] = ()
+    modes: Modes = Modes()
+    is_checkpointed: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the module or function."""
+        return self.target if isinstance(self.target, str) else name_of(self.target)
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        """Values that the call makes or writes."""
+        return (*self.outputs, *(new for _, new in self.writes))
 
     def __str__(self) -> str:
-        name = self.target if isinstance(self.target, str) else _name_of(self.target)
-        return f"{name}({', '.join(map(str, self.inputs))}) -> {', '.join(map(str, self.outputs))}"
+        given, made = (", ".join(map(str, values)) for values in (self.inputs, self.outputs))
+        return f"{self.name}({given}) -> {made}" if made else f"{self.name}({given})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +122,9 @@ class CapturedGraph:
         num_inputs: Number of values that are inputs: tensors of the batch, in their order.
         result_tree: Result of the model, with places instead of tensors.
         results: Values in these places.
+        is_training: Whether the model was in training.
+        other_mode: Why the graph holds for this mode only; empty if it holds for both.
+        batch_tree: Arguments of the model, with places instead of tensors.
     """
 
     nodes: tuple[Node, ...]
@@ -82,6 +135,9 @@ class CapturedGraph:
     num_inputs: int
     result_tree: Any
     results: tuple[int, ...]
+    is_training: bool = True
+    other_mode: str = ""
+    batch_tree: Any = None
 
     def cuts(self, num_parts: int) -> list[int]:
         """Return positions of nodes at which parts begin, each with about as many parameters.
@@ -89,29 +145,82 @@ class CapturedGraph:
         A part begins with a module; operations before it belong to the previous part.
 
         Raises:
-            ConfigError: There are fewer modules than parts.
+            ConfigError: There are fewer places for cuts than parts.
         """
-        places = [i for i, node in enumerate(self.nodes) if node.kind == "module"]
-        if num_parts < 1 or len(places) < num_parts:
-            msg = f"{len(places)} modules cannot be cut into {num_parts} parts: use fewer stages"
-            raise ConfigError(msg)
-        sizes = [self._num_params(self.nodes[i]) + 1 for i in places]
-        cuts, done = [0], 0
-        for position, (place, size) in enumerate(zip(places, sizes, strict=True)):
+        if num_parts == 1:
+            return [0]
+        refused = self.refused_cuts()
+        modules = [i for i, node in enumerate(self.nodes) if node.kind == "module"]
+        places = [i for i in modules[1:] if i not in refused]
+        if num_parts < 1 or len(places) < num_parts - 1:
+            inside = f" at {len(places)} places" if len(places) < len(modules) - 1 else ""
+            why = "".join(f"; {text}" for text in sorted(set(refused.values()))[:3])
+            msg = f"{len(modules)} modules cannot be cut{inside} into {num_parts} parts: use "
+            raise ConfigError(f"{msg}fewer stages{why if inside else ''}")
+        sizes = {i: self._num_params(self.nodes[i]) + 1 for i in modules}
+        total = sum(sizes.values())
+        cuts = [0]
+        for position, place in enumerate(places):
             left = num_parts - len(cuts)
-            is_due = done >= sum(sizes) * len(cuts) / num_parts
-            if left and position and (is_due or len(places) - position == left):
+            done = sum(size for i, size in sizes.items() if i < place)
+            is_due = done >= total * len(cuts) / num_parts
+            if left and (is_due or len(places) - position == left):
                 cuts.append(place)
-            done += size
         return cuts
+
+    def refused_cuts(self) -> dict[int, str]:
+        """Return positions at which a part cannot begin, with the reason."""
+        born: dict[int, int] = dict.fromkeys(range(self.num_inputs), 0)
+        refused: dict[int, str] = {}
+        used = {value for node in self.nodes for value in node.inputs} | set(self.results)
+        for i, node in enumerate(self.nodes):
+            for value in node.inputs:
+                born.setdefault(value, i)  # of the model's own tensors
+            for old, new in node.writes:
+                if old in node.inputs or new in used:
+                    msg = f"{node} at {node.where} writes to {old} in place, which is made earlier"
+                    refused |= dict.fromkeys(range(born.get(old, i) + 1, i + 1), msg)
+            born |= dict.fromkeys(node.made, i)
+        return refused
 
     def crossing(self, position: int) -> tuple[int, ...]:
         """Return the values that are made before a node and used by it or later ones."""
         made = set(range(self.num_inputs))
         for node in self.nodes[:position]:
-            made.update(node.outputs)
+            made.update(node.made)
         used = {value for node in self.nodes[position:] for value in node.inputs}
         return tuple(sorted(made & (used | set(self.results))))
+
+    def uses(self, cuts: Sequence[int]) -> dict[int, tuple[int, set[int]]]:
+        """Return the part that makes each value, and the parts after it that use it.
+
+        Args:
+            cuts: Positions at which parts begin.
+        """
+        uses: dict[int, tuple[int, set[int]]] = {v: (0, set()) for v in range(self.num_inputs)}
+        last = len(cuts) - 1
+        for position, node in enumerate(self.nodes):
+            part = bisect_right(cuts, position) - 1
+            for value in node.inputs:
+                if value in uses and uses[value][0] < part:
+                    uses[value][1].add(part)
+            uses |= {value: (part, set()) for value in node.made}
+        for value in self.results:
+            if value in uses and uses[value][0] < last:
+                uses[value][1].add(last)
+        return uses
+
+    def labels(self) -> tuple[str, ...]:
+        """Return a name for each node: that of its module; further calls have a number."""
+        labels: list[str] = []
+        calls: dict[str, int] = {}
+        for position, node in enumerate(self.nodes):
+            number = calls[node.name] = calls.get(node.name, 0) + 1
+            if node.kind == "function":
+                labels.append(f"{node.name} at {position}")
+            else:
+                labels.append(node.name if number == 1 else f"{node.name} call {number}")
+        return tuple(labels)
 
     def _num_params(self, node: Node) -> int:
         return sum(p.numel() for p in self.modules[str(node.target)].parameters())
@@ -120,12 +229,23 @@ class CapturedGraph:
         return "\n".join(map(str, self.nodes))
 
 
-def check_cuts(cuts: Sequence[int], num_nodes: int) -> None:
-    """Raise ConfigError unless cuts are positions of nodes, ascending from 0."""
-    if not cuts or cuts[0] != 0 or list(cuts) != sorted(set(cuts)) or cuts[-1] >= num_nodes:
+def check_cuts(graph: CapturedGraph, cuts: Sequence[int]) -> None:
+    """Raise ConfigError unless cuts are positions of nodes, ascending from 0, and allowed."""
+    num_nodes = len(graph.nodes)
+    in_order = list(cuts) == sorted(set(cuts))
+    if not cuts or cuts[0] != 0 or not in_order or cuts[-1] >= max(num_nodes, 1):
         msg = f"cuts must be ascending positions of nodes from 0 to {num_nodes - 1}, got {cuts}"
+        raise ConfigError(msg)
+    refused = graph.refused_cuts()
+    problems = [f"a part cannot begin at {i}: {refused[i]}" for i in cuts if i in refused]
+    if problems:
+        msg = f"{'; '.join(problems)}. Cut elsewhere, or write out of place"
         raise ConfigError(msg)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", function))
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a function; of a property that of the attribute."""
+    name = str(getattr(function, "__name__", function))
+    if name in {"__get__", "__set__"}:
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    return name

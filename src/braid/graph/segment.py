@@ -3,6 +3,12 @@
 
 The first segment takes the batch: one tensor, or a tuple of those that were captured. The last one
 returns what the model does. Between them a dictionary of values goes on, with the number of rows.
+In a pipeline it holds the values that the next segment uses; a value that a later one uses goes
+straight from the segment that makes it to each that uses it, as a skip connection.
+
+    segment 0 ── x ──▶ segment 1 ── x ──▶ segment 2        mask: used by segments 1 and 2
+        └──── mask ──────┴───────────────────▲
+
 Parameters and buffers have the names that they have in the model, those that the model itself uses
 between its modules, too: empty modules stand for their owners. So `state_dict` of a segment is a
 part of the model's.
@@ -10,18 +16,25 @@ part of the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from braid.autograd.nested import flatten, parts_of, rebuild, unflatten
+from braid.autograd import checkpoint
+from braid.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
-from braid.graph.captured import CapturedGraph, Node, Scaled, check_cuts
+from braid.graph.captured import CapturedGraph, Node, check_cuts
+from braid.graph.skips import Namespace, SkipKey, current_skips
+from braid.graph.variables import resolved
 
 __all__ = ["Segment", "segments", "share_modules"]
+
+Around = Callable[[str], AbstractContextManager[None]]
 
 
 def segments(
@@ -38,32 +51,57 @@ def segments(
         ConfigError: The model cannot be cut so.
     """
     cuts = graph.cuts(num_parts) if cuts is None else list(cuts)
-    check_cuts(cuts, len(graph.nodes))
-    ends = [*cuts[1:], len(graph.nodes)]
-    return [Segment(graph, begin, end) for begin, end in zip(cuts, ends, strict=True)]
+    check_cuts(graph, cuts)
+    namespace = Namespace()
+    return [Segment(graph, cuts, index, namespace) for index in range(len(cuts))]
 
 
 class Segment(nn.Module):
-    """Nodes `begin` to `end` of a graph.
+    """Nodes of a graph from one cut to the next.
 
     Args:
         graph: The model.
-        begin: Position of the first node.
-        end: Position after the last node.
+        cuts: Positions of the nodes at which segments begin.
+        index: Number of this segment.
+        namespace: Namespace of the values that skip segments, for all segments of the model.
     """
 
-    def __init__(self, graph: CapturedGraph, begin: int, end: int) -> None:
+    def __init__(
+        self, graph: CapturedGraph, cuts: Sequence[int], index: int, namespace: Namespace
+    ) -> None:
         super().__init__()
-        self._graph = graph
+        begin, end = [*cuts, len(graph.nodes)][index : index + 2]
+        # without the modules of all segments, which would stay alive with this one
+        self._graph = dataclasses.replace(graph, nodes=(), modules={}, tensors={})
         self._nodes = graph.nodes[begin:end]
-        self._is_first, self._is_last = begin == 0, end == len(graph.nodes)
+        self._labels = graph.labels()[begin:end]
+        self._index, self._is_last = index, end == len(graph.nodes)
+        self._whole: tuple[nn.Module, ...] = ()  # in a tuple, as it is no part of the segment
         self._leaves = graph.crossing(end)
+        uses = graph.uses(cuts)
+        # values for all segments after the next one, and from all before the previous one
+        self._stashes = {
+            _key(namespace, value, target): value
+            for value, (source, targets) in uses.items()
+            for target in sorted(targets)
+            if source == index and target > index + 1
+        }
+        self._pops = {
+            _key(namespace, value, index): value
+            for value, (source, targets) in uses.items()
+            if index in targets and source < index - 1
+        }
+        self._neighbours = {
+            value
+            for value, (source, targets) in uses.items()
+            if source == index and index + 1 in targets
+        }
+        for node in self._nodes:
+            if node.kind == "module":
+                self._add_module(str(node.target), graph.modules[str(node.target)])
         used = {value for node in self._nodes for value in node.inputs}
         if self._is_last:
             used.update(graph.results)
-        for node in self._nodes:
-            if node.kind == "module":
-                self._add_module(str(node.target))
         # neither parameters nor buffers, so not in `state_dict`
         self._tensors: dict[int, torch.Tensor] = {}
         for value in sorted(used & graph.tensors.keys()):
@@ -71,10 +109,28 @@ class Segment(nn.Module):
                 self._add_tensor(graph.names[value], graph.tensors[value])
             else:
                 self._tensors[value] = graph.tensors[value]
+        self.training = graph.is_training
 
-    def _add_module(self, name: str) -> None:
+    @property
+    def training(self) -> bool:
+        """Whether the segment is in training; that of the module that shares its modules."""
+        return self._whole[0].training if self._whole else self._is_training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._is_training = mode
+
+    def stashable(self) -> Iterator[SkipKey]:
+        """Yield the keys of values that go to segments after the next one."""
+        yield from self._stashes
+
+    def poppable(self) -> Iterator[SkipKey]:
+        """Yield the keys of values that come from segments before the previous one."""
+        yield from self._pops
+
+    def _add_module(self, name: str, module: nn.Module) -> None:
         *path, leaf = name.split(".")
-        self._owner(path)._modules[leaf] = self._graph.modules[name]
+        self._owner(path)._modules[leaf] = module
 
     def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         *path, leaf = name.split(".")
@@ -106,43 +162,93 @@ class Segment(nn.Module):
         assert tensor is not None
         return tensor
 
-    def forward(
-        self, value: Any, *, around: Callable[[str], AbstractContextManager[None]] | None = None
-    ) -> Any:
+    def forward(self, value: Any, *, around: Around | None = None) -> Any:
         """Run the nodes.
 
         Args:
             value: The batch, or what the previous segment returns.
             around: Makes the context in which a module runs, from its name.
+
+        Raises:
+            ConfigError: The batch has another number of tensors than the captured one, or the model
+                was captured in the other mode, in which it makes other calls.
         """
-        if self._is_first:
-            _, inputs = flatten(value)
-            if len(inputs) != self._graph.num_inputs:
-                msg = (
-                    f"the model was captured with {self._graph.num_inputs} tensors, got "
-                    f"{len(inputs)}"
-                )
-                raise ConfigError(msg)
-            rows = next(x.shape[0] for x in inputs if x.dim())
-            known = dict(enumerate(inputs))
-        else:
+        self._check_mode()
+        if self._index:
             rows, known = value["rows"], dict(value["values"])
-        for node in self._nodes:
-            with nullcontext() if around is None else around(str(node.target)):
-                self._call(node, known, rows)
+        else:
+            known = dict(enumerate(self._inputs(value)))
+            rows = next(x.shape[0] for x in known.values() if x.dim())
+        skips = current_skips()
+        if skips is not None:
+            known.update({value: skips[key] for key, value in self._pops.items()})
+        pairs = zip(self._nodes, self._labels, strict=True)
+        for modes, calls in groupby(pairs, lambda pair: pair[0].modes):
+            with modes.active():
+                for node, label in calls:
+                    self._run(node, known, rows, label, around or _plainly)
         if self._is_last:
             results = [known[v] if v in known else self._tensor(v) for v in self._graph.results]
             return unflatten(self._graph.result_tree, results)
-        return {"rows": rows, "values": {v: known[v] for v in self._leaves if v in known}}
+        leaves: Any = self._leaves
+        if skips is not None:
+            skips.update({key: known[value] for key, value in self._stashes.items()})
+            leaves = self._neighbours
+        return {"rows": rows, "values": {v: known[v] for v in sorted(leaves) if v in known}}
 
-    def _call(self, node: Node, known: dict[int, torch.Tensor], rows: int) -> None:
+    def _check_mode(self) -> None:
+        if self._graph.other_mode and self.training != self._graph.is_training:
+            modes = ["evaluation", "training"]
+            msg = (
+                f"the model was captured in {modes[self._graph.is_training]}, and in "
+                f"{modes[self.training]} {self._graph.other_mode}: capture it in that mode, too"
+            )
+            raise ConfigError(msg)
+
+    def _inputs(self, value: Any) -> list[torch.Tensor]:
+        _, inputs = flatten(value)
+        if len(inputs) != self._graph.num_inputs:
+            msg = f"the model was captured with {self._graph.num_inputs} tensors, got {len(inputs)}"
+            raise ConfigError(msg)
+        return inputs
+
+    def _run(
+        self, node: Node, known: dict[int, torch.Tensor], rows: int, label: str, around: Around
+    ) -> None:
         inputs = [known[v] if v in known else self._tensor(v) for v in node.inputs]
-        args, kwargs = unflatten(_filled(node.tree, rows), inputs)
-        target = node.target
-        call = self._owner(target.split(".")) if isinstance(target, str) else target
-        assert callable(call)
-        _, made = flatten(call(*args, **kwargs))
+        tree = resolved(node.tree, rows, is_training=self.training)
+        args, kwargs = unflatten(tree, inputs)
+        if isinstance(node.target, str):
+            module = self._owner(node.target.split("."))
+            if node.is_checkpointed:
+                result = checkpoint(module, *args, around=lambda again: around(label), **kwargs)  # noqa: ARG005
+            else:
+                with around(label):
+                    result = module(*args, **kwargs)
+        else:
+            with around(label):
+                result = node.target(*args, **kwargs)
+        _, made = flatten(result)
+        if len(made) != len(node.outputs):
+            msg = (
+                f"{node} at {node.where} returned {len(node.outputs)} tensors when it was "
+                f"captured, and now {len(made)}"
+            )
+            raise ConfigError(msg)
         known.update(zip(node.outputs, made, strict=True))
+        for old, new in node.writes:
+            if old in known:
+                known[new] = known[old]
+            elif old in self._graph.names or old in self._tensors:
+                known[new] = self._tensor(old)
+
+
+def _key(namespace: Namespace, value: int, target: int) -> SkipKey:
+    return SkipKey(namespace, f"value {value} for part {target}")
+
+
+def _plainly(_label: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _Owner(nn.Module):
@@ -159,6 +265,8 @@ def share_modules(whole: nn.Module, segment: Segment) -> None:
     _merge(whole, segment)
     for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         setattr(segment, name, getattr(whole, name))
+    whole.training = segment.training
+    segment._whole = (whole,)
 
 
 def _merge(whole: nn.Module, part: nn.Module) -> None:
@@ -171,14 +279,3 @@ def _merge(whole: nn.Module, part: nn.Module) -> None:
     whole._parameters.update(part._parameters)
     whole._buffers.update(part._buffers)
     whole._non_persistent_buffers_set.update(part._non_persistent_buffers_set)
-
-
-def _filled(tree: Any, rows: int) -> Any:
-    """Return arguments with numbers in the place of those that depend on the rows."""
-    if isinstance(tree, Scaled):
-        return tree.factor * rows + tree.offset
-    parts = parts_of(tree)
-    if parts is None:
-        return tree
-    new = {key: _filled(value, rows) for key, value in parts.items()}
-    return tree if all(new[key] is parts[key] for key in parts) else rebuild(tree, new)

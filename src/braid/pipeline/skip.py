@@ -16,14 +16,13 @@ Source: C. Kim et al., torchgpipe (2020), section 3.3.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from braid.errors import BraidError, ConfigError
+from braid.graph.skips import Namespace, SkipKey, Skips, skips_of, thread_skips, use_skips
 
 __all__ = [
     "Namespace",
@@ -43,19 +42,6 @@ class SkipError(BraidError, RuntimeError):
     """A layer stashed or popped something else than it has declared."""
 
 
-class Namespace:
-    """Tells equal names apart; each object is a namespace of its own."""
-
-    __slots__ = ()
-
-
-class SkipKey(NamedTuple):
-    """Name of a skip connection in its namespace; None is the common one."""
-
-    namespace: Namespace | None
-    name: str
-
-
 class stash(NamedTuple):  # noqa: N801 - a command that layers yield, written as a call
     """Command of a layer: keep a tensor under a name."""
 
@@ -67,21 +53,6 @@ class pop(NamedTuple):  # noqa: N801
     """Command of a layer: give me the tensor of a name; `yield` returns it."""
 
     name: str
-
-
-Skips = dict[SkipKey, "torch.Tensor | None"]
-# tensors that are stashed; each pipeline's stage sets its own, and a plain call uses this thread's
-_SKIPS: ContextVar[Skips | None] = ContextVar("braid_skips", default=None)
-
-
-@contextmanager
-def use_skips(skips: Skips) -> Iterator[None]:
-    """Let layers stash into and pop from `skips` inside of the context."""
-    token = _SKIPS.set(skips)
-    try:
-        yield
-    finally:
-        _SKIPS.reset(token)
 
 
 class Skippable(nn.Module):
@@ -138,10 +109,7 @@ class Skippable(nn.Module):
         if not isinstance(result, Generator):
             self._check_done(set(), set())
             return result
-        skips = _SKIPS.get()
-        if skips is None:
-            skips = {}
-            _SKIPS.set(skips)
+        skips = thread_skips()
         stashed: set[str] = set()
         popped: set[str] = set()
         answer: Any = None
@@ -215,17 +183,6 @@ def skippable(
         return make
 
     return decorate
-
-
-def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
-    """Return what a layer stashes and what it pops, with all modules in it."""
-    stashes: list[SkipKey] = []
-    pops: list[SkipKey] = []
-    for part in module.modules():
-        if isinstance(part, Skippable):
-            stashes += part.stashable()
-            pops += part.poppable()
-    return stashes, pops
 
 
 def verify_skippables(layers: Iterable[nn.Module]) -> None:

@@ -1,0 +1,360 @@
+"""Records the calls of a model that runs: of its modules, and the operations between them.
+
+What happens inside of an atom is not recorded. A tensor that is returned as it was given (by an
+`Identity`, by dropout in evaluation) is recorded as another tensor, since it is one in other modes.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+
+from braid.autograd.nested import flatten, map_tensors
+from braid.errors import ConfigError
+from braid.graph.captured import Modes, Node
+from braid.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
+
+__all__ = ["Applied", "Recorder", "functions_recorded"]
+
+# what turns data into Python values
+REFUSED: dict[Any, str] = {
+    torch.Tensor.item: "item()",
+    torch.Tensor.tolist: "tolist()",
+    torch.Tensor.__bool__: "a condition",
+    torch.Tensor.__int__: "int()",
+    torch.Tensor.__float__: "float()",
+    torch.Tensor.__complex__: "complex()",
+    torch.Tensor.__index__: "an index",
+    torch.Tensor.__contains__: "a condition",
+    torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy()",
+    torch.Tensor.is_nonzero: "a condition",
+    torch.is_nonzero: "a condition",
+    torch.Tensor.equal: "equal()",
+    torch.equal: "equal()",
+    torch.Tensor.allclose: "allclose()",
+    torch.allclose: "allclose()",
+}
+# what a replay would not do
+LOST: dict[Any, str] = {
+    torch.Tensor.register_hook: "register_hook()",
+    torch.Tensor.data.__set__: "an assignment to .data",  # type: ignore[attr-defined]
+    torch.Tensor.backward: "backward()",
+}
+RANDOM = {*TAKES_GENERATOR, *LIKE, *DROPOUT, torch.randint_like, torch.rrelu, torch.alpha_dropout}
+# functions whose result has as many elements as data say
+SIZED_BY_DATA: frozenset[Any] = frozenset(
+    {
+        *(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere),
+        *(torch.masked_select, torch.Tensor.masked_select, torch.unique, torch.Tensor.unique),
+        *(torch.unique_consecutive, torch.Tensor.unique_consecutive, torch.bincount),
+    }
+)
+SIZES: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        *(torch.Tensor.size, torch.Tensor.__len__, torch.Tensor.numel, torch.Tensor.nelement),
+        torch.numel,
+    }
+)
+TORCH = str(Path(torch.__file__).parent)
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls of one run.
+
+    Args:
+        model: The model.
+        inputs: Tensors of the batch.
+
+    Attributes:
+        nodes: Calls so far.
+        modules: Modules that were called, by name.
+        tensors: Tensors that no call has made, by number of the value.
+        names: Names of those that are parameters or buffers.
+        lines: Lines that used them first.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.lines: dict[int, str] = {}
+        self._known = {id(b): name for name, b in model.named_buffers()}
+        self._known |= {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._values: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []  # an id is used again when its tensor is gone
+        self._sharing: dict[int, list[torch.Tensor]] = {}  # views of the same memory
+        self._data: set[int] = set()  # values that depend on more than shapes
+        self._unsized: set[int] = set()  # values whose shape depends on data
+        self._inside = 0
+        self._modes = _modes()
+        self._python_state = random.getstate()
+        for x in inputs:
+            self._data.add(self._new(x))
+
+    def is_listening(self) -> bool:
+        """Whether calls of this thread are recorded now."""
+        stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
+        return not self._inside and self in stack
+
+    def value_of(self, x: torch.Tensor) -> int:
+        """Return the number of a value; one that nothing has made is a tensor of the model."""
+        value = self._values.get(id(x))
+        if value is None:
+            value = self._new(x)
+            self._data.add(value)
+            self.tensors[value] = x
+            self.lines[value] = line()
+            if id(x) in self._known:
+                self.names[value] = self._known[id(x)]
+        return value
+
+    def _new(self, x: torch.Tensor) -> int:
+        value = len(self._alive)
+        if id(x) not in self._values:
+            self._sharing.setdefault(_memory_of(x), []).append(x)
+        self._values[id(x)] = value
+        self._alive.append(x)
+        return value
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__iter__:  # its result would hide the tensors
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args[:1]))
+        self._check(func, args)
+        return self._recorded("function", func, func, args, kwargs)
+
+    def _check(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
+        refused, x = REFUSED.get(func), args[0] if args else None
+        if refused is not None and any(self.value_of(x) in self._data for x in _tensors(args)):
+            msg = (
+                f"{refused} at {line()} makes the model depend on data between its "
+                "modules, which a captured model cannot: move it into a module, or out of the model"
+            )
+            raise ConfigError(msg)
+        if func in SIZES and isinstance(x, torch.Tensor) and self.value_of(x) in self._unsized:
+            msg = (
+                f"the shape of a tensor at {line()} depends on data (by a mask, nonzero() or "
+                "unique()), which a captured model cannot: move it into a module"
+            )
+            raise ConfigError(msg)
+        if func in LOST:
+            msg = f"{LOST[func]} at {line()} would be lost between modules: move it into a module"
+            raise ConfigError(msg)
+
+    def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        """Run an autograd.Function, and record it as one call."""
+        self._inside += 1
+        try:
+            return self._recorded("function", Applied(kind), kind.apply, args, kwargs)
+        finally:
+            self._inside -= 1
+
+    def call_module(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run an atom's forward, and record it as one call."""
+        if self._inside:
+            return forward(*args, **kwargs)
+        self._check_python_state()
+        self.modules[name] = module
+        self._inside += 1
+        try:
+            return self._recorded("module", name, forward, args, kwargs)
+        finally:
+            self._inside -= 1
+            self._python_state = random.getstate()
+
+    def _check_python_state(self) -> None:
+        if random.getstate() != self._python_state:
+            msg = (
+                f"the model draws from Python's random numbers before {line()}, between its "
+                "modules, which would be frozen: draw inside of a module, or with torch"
+            )
+            raise ConfigError(msg)
+
+    def end(self, result: Any) -> tuple[Any, tuple[int, ...]]:
+        """Return the result's tree and values."""
+        self._check_python_state()
+        tree, tensors = flatten(result)
+        return tree, tuple(self.value_of(x) for x in tensors)
+
+    def _recorded(
+        self,
+        kind: str,
+        target: str | Callable[..., Any],
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        tree, used = flatten((args, kwargs))
+        versions = [x._version for x in used]  # noqa: SLF001 - torch's count of writes in place
+        result = call(*args, **kwargs)
+        written = [x for x, v in zip(used, versions, strict=True) if x._version != v]  # noqa: SLF001
+        _, made = flatten(result)
+        if not made and not written and kind == "function":
+            return result
+        inputs = tuple(self.value_of(x) for x in used)
+        writes = tuple(self._written(written))
+        own = {id(x) for x in written}
+        keeps = isinstance(target, str) or not _is_in_place(target)
+
+        def another(x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x) if keeps and id(x) in self._values and id(x) not in own else x
+
+        result = map_tensors(result, another)
+        result_tree, made = flatten(result)
+        outputs = tuple(self._values[id(x)] if id(x) in own else self._new(x) for x in made)
+        all_made = {*outputs, *(new for _, new in writes)}
+        if kind == "module" or target in RANDOM or self._data.intersection(inputs):
+            self._data |= all_made
+        if self._unsized.intersection(inputs) or _sized_by_data(target, args):
+            self._unsized |= all_made
+        checkpointed = _is_checkpointed(self.modules.get(str(target)))
+        modes = _modes_since(self._modes, checkpointed=checkpointed)
+        self.nodes.append(
+            Node(
+                kind, target, tree, inputs, result_tree, outputs,
+                line(), writes, modes, checkpointed,
+            )
+        )  # fmt: skip
+        return result
+
+    def _written(self, written: Iterable[torch.Tensor]) -> Iterable[tuple[int, int]]:
+        """Give new numbers to tensors that were written, and to all others of their memory."""
+        shared = {id(y): y for x in written for y in [x, *self._sharing.get(_memory_of(x), ())]}
+        for x in shared.values():
+            old = self._values[id(x)]
+            yield old, self._new(x)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """`apply` of an autograd.Function, as a function that can be compared."""
+
+    kind: type[torch.autograd.Function]
+
+    @property
+    def __name__(self) -> str:
+        """Name of the function."""
+        return self.kind.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the function."""
+        return self.kind.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def functions_recorded(recorder: Recorder) -> Iterator[None]:
+    """Let autograd.Functions be recorded as one call each, for this thread.
+
+    Function modes of torch see the operations in a function's forward only, and not its backward.
+    """
+    own = vars(torch.autograd.Function)["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction or not recorder.is_listening():
+            return own.__func__(cls, *args, **kwargs)
+        return recorder.call_function(cls, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    return [x for x in args if isinstance(x, torch.Tensor)]
+
+
+def _memory_of(x: torch.Tensor) -> int:
+    try:
+        return int(x.untyped_storage()._cdata)  # noqa: SLF001 - as torch compares storages
+    except (RuntimeError, NotImplementedError):  # of sparse tensors
+        return -id(x)
+
+
+def _is_in_place(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _sized_by_data(target: Any, args: Sequence[Any]) -> bool:
+    if target is torch.Tensor.__getitem__:
+        _, index = flatten(args[1:])
+        return any(x.dtype in {torch.bool, torch.uint8} for x in index)
+    if target in {torch.repeat_interleave, torch.Tensor.repeat_interleave}:
+        return any(isinstance(x, torch.Tensor) for x in args[1:])
+    return target in SIZED_BY_DATA or (target is torch.where and len(args) == 1)
+
+
+def _modes() -> Modes:
+    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return Modes(
+        torch.is_grad_enabled(),
+        tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+    )
+
+
+def _modes_since(before: Modes, *, checkpointed: bool) -> Modes:
+    """Return the modes that differ; checkpointing switches gradients off by itself."""
+    now = _modes()
+    return Modes(
+        None if now.grad == before.grad or checkpointed else now.grad,
+        tuple(
+            new
+            for old, new in zip(before.autocast, now.autocast, strict=True)
+            if (old[1], old[2] if old[1] else None) != (new[1], new[2] if new[1] else None)
+        ),
+    )
+
+
+def _is_checkpointed(module: nn.Module | None) -> bool:
+    """Whether the model calls `torch.utils.checkpoint` around what is being recorded.
+
+    A module that checkpoints itself in its `__call__` will do so in the replay, too.
+    """
+    frame, inside = sys._getframe(1), False  # noqa: SLF001 - the only way to see the caller
+    while frame.f_back is not None and frame.f_code.co_name != "_run_recorded":
+        inside |= frame.f_code.co_filename == checkpoint.__file__
+        if module is not None and frame.f_locals.get("self") is module:
+            inside = False
+        frame = frame.f_back
+    return inside
+
+
+def line() -> str:
+    """Return the model's line that is being executed; torch's own lines only if no other is."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
+    text = ""
+    while frame.f_back is not None and frame.f_code.co_name != "_run_recorded":
+        file = frame.f_code.co_filename
+        if not file.startswith((__file__, torch.overrides.__file__)):
+            if not file.startswith(TORCH):
+                return f"{file}:{frame.f_lineno}"
+            text = text or f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return text

@@ -1,0 +1,100 @@
+"""Values that go from one part of a model straight to a later one, past those between them.
+
+A part stashes a value under a key, and the later part pops it from the same dictionary. Whoever
+runs the parts gives them the dictionary (`use_skips`), and carries its values to where they are
+popped. Parts declare their keys: `stashable()` and `poppable()`.
+
+Source: C. Kim et al., torchgpipe (2020), section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+__all__ = [
+    "Namespace",
+    "SkipKey",
+    "Skipping",
+    "Skips",
+    "current_skips",
+    "skips_of",
+    "thread_skips",
+    "use_skips",
+]
+
+
+class Namespace:
+    """Tells equal names apart; each object is a namespace of its own, and so is its copy."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Namespace:
+        return self
+
+
+class SkipKey(NamedTuple):
+    """Name of a skip connection in its namespace; None is the common one."""
+
+    namespace: Namespace | None
+    name: str
+
+
+Skips = dict[SkipKey, "torch.Tensor | None"]
+# tensors that are stashed: each pipeline's stage sets its own
+_SKIPS: ContextVar[Skips | None] = ContextVar("braid_skips", default=None)
+# those of layers that this thread calls without a pipeline
+_PLAIN: ContextVar[Skips | None] = ContextVar("braid_plain_skips", default=None)
+
+
+@contextmanager
+def use_skips(skips: Skips) -> Iterator[None]:
+    """Let layers stash into and pop from `skips` inside of the context."""
+    token = _SKIPS.set(skips)
+    try:
+        yield
+    finally:
+        _SKIPS.reset(token)
+
+
+def current_skips() -> Skips | None:
+    """Return the dictionary that somebody carries to where it is popped; None if nobody does."""
+    return _SKIPS.get()
+
+
+def thread_skips() -> Skips:
+    """Return the dictionary of the context, or without one that of this thread."""
+    skips = _SKIPS.get() if _SKIPS.get() is not None else _PLAIN.get()
+    if skips is None:
+        skips = {}
+        _PLAIN.set(skips)
+    return skips
+
+
+@runtime_checkable
+class Skipping(Protocol):
+    """A module that stashes or pops."""
+
+    def stashable(self) -> Iterable[SkipKey]:
+        """Return the keys that it stashes."""
+        ...
+
+    def poppable(self) -> Iterable[SkipKey]:
+        """Return the keys that it pops."""
+        ...
+
+
+def skips_of(module: nn.Module) -> tuple[list[SkipKey], list[SkipKey]]:
+    """Return the keys that a layer stashes and those that it pops, with all modules in it."""
+    stashes: list[SkipKey] = []
+    pops: list[SkipKey] = []
+    for part in module.modules():
+        if isinstance(part, Skipping):
+            stashes += part.stashable()
+            pops += part.poppable()
+    return stashes, pops
