@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -191,24 +192,31 @@ class CapturedGraph:
         used = {value for node in self.nodes[position:] for value in node.inputs}
         return tuple(sorted(made & (used | set(self.results))))
 
-    def uses(self, cuts: Sequence[int]) -> dict[int, tuple[int, set[int]]]:
-        """Return the part that makes each value, and the parts after it that use it.
+    def hops(self, cuts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return the ways of values between parts: value, part that has it, next part that uses it.
+
+        A value goes from the part that makes it to the first one that uses it, and from there to
+        the next. So its gradients are added in the order in which the whole model adds them.
 
         Args:
             cuts: Positions at which parts begin.
         """
-        uses: dict[int, tuple[int, set[int]]] = {v: (0, set()) for v in range(self.num_inputs)}
-        last = len(cuts) - 1
+        parts: dict[int, list[int]] = {value: [0] for value in range(self.num_inputs)}
         for position, node in enumerate(self.nodes):
             part = bisect_right(cuts, position) - 1
             for value in node.inputs:
-                if value in uses and uses[value][0] < part:
-                    uses[value][1].add(part)
-            uses |= {value: (part, set()) for value in node.made}
+                if value in parts:
+                    parts[value].append(part)
+            parts |= {value: [part] for value in node.made}
         for value in self.results:
-            if value in uses and uses[value][0] < last:
-                uses[value][1].add(last)
-        return uses
+            if value in parts:
+                parts[value].append(len(cuts) - 1)
+        return [
+            (value, one, other)
+            for value, own in parts.items()
+            for one, other in pairwise(own)
+            if one != other
+        ]
 
     def labels(self) -> tuple[str, ...]:
         """Return a name for each node: that of its module; further calls have a number."""

@@ -3,11 +3,12 @@
 
 The first segment takes the batch: one tensor, or a tuple of those that were captured. The last one
 returns what the model does. Between them a dictionary of values goes on, with the number of rows.
-In a pipeline it holds the values that the next segment uses; a value that a later one uses goes
-straight from the segment that makes it to each that uses it, as a skip connection.
+In a pipeline it holds the values that the next segment uses. A value goes straight from the segment
+that makes it to the first one that uses it, and from there to the next that uses it, as a skip
+connection past those between.
 
-    segment 0 ── x ──▶ segment 1 ── x ──▶ segment 2        mask: used by segments 1 and 2
-        └──── mask ──────┴───────────────────▲
+    segment 0 ── x ──▶ segment 1 ── x ──▶ segment 2 ── x, mask ──▶ segment 3
+        └──────────────── mask ──────────────▲
 
 Parameters and buffers have the names that they have in the model, those that the model itself uses
 between its modules, too: empty modules stand for their owners. So `state_dict` of a segment is a
@@ -78,24 +79,14 @@ class Segment(nn.Module):
         self._index, self._is_last = index, end == len(graph.nodes)
         self._whole: tuple[nn.Module, ...] = ()  # in a tuple, as it is no part of the segment
         self._leaves = graph.crossing(end)
-        uses = graph.uses(cuts)
-        # values for all segments after the next one, and from all before the previous one
+        hops = graph.hops(cuts)
         self._stashes = {
-            _key(namespace, value, target): value
-            for value, (source, targets) in uses.items()
-            for target in sorted(targets)
-            if source == index and target > index + 1
+            _key(namespace, v, to): v for v, at, to in hops if at == index and to > index + 1
         }
         self._pops = {
-            _key(namespace, value, index): value
-            for value, (source, targets) in uses.items()
-            if index in targets and source < index - 1
+            _key(namespace, v, to): v for v, at, to in hops if to == index and at < index - 1
         }
-        self._neighbours = {
-            value
-            for value, (source, targets) in uses.items()
-            if source == index and index + 1 in targets
-        }
+        self._neighbours = {v for v, at, to in hops if (at, to) == (index, index + 1)}
         for node in self._nodes:
             if node.kind == "module":
                 self._add_module(str(node.target), graph.modules[str(node.target)])
