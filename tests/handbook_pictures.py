@@ -26,6 +26,7 @@ from braid.schedule.simulate import Timeline
 from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.topology import Cluster, Level, flat
 from handbook_data_parallel import DATA_PARALLEL
+from handbook_pipelines import PIPELINES
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
 WIDTH = 760  # pixels of a time axis
@@ -264,6 +265,7 @@ def two_meetings() -> str:
 PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
+    *PIPELINES,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,

@@ -57,6 +57,8 @@ SYMPTOMS = [
     "DistNetworkError: The client socket has timed out",
     "DistBackendError: NCCL error in: x",
     "RuntimeError: stopped because rank 1 failed",
+    "CommError: stopped because rank 1 abandoned the group: rank 1 failed in layer 0",
+    "CommError: an exception ended the backward of rank 1 (see there)",
 ]
 
 

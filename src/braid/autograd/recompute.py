@@ -40,6 +40,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from braid import seeding
 from braid.autograd.nested import flatten, unflatten
 from braid.autograd.phony import phony
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
@@ -51,7 +52,7 @@ Result = TypeVar("Result")
 Around = Callable[[bool], AbstractContextManager[object]]
 
 CPU = torch.device("cpu")
-INNER = tuple(str(Path(name).parent) + "/" for name in (torch.__file__, __file__))
+INNER = tuple(str(Path(file).parent) + "/" for file in (torch.__file__, __file__, seeding.__file__))
 NO_PASS = -1  # torch's number for reading saved tensors outside of backward
 
 

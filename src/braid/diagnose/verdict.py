@@ -64,6 +64,7 @@ LIBRARY_TEXT = re.compile(  # by which torch's C++ tells a lost or late peer fro
     r"Timed out waiting|NCCL (?:communicator was aborted|error: remote)|stopped because rank",
     re.IGNORECASE,
 )
+PEER_TEXT = re.compile(r"stopped because rank|ended the backward of rank")  # of CommError
 NAMED_TYPE = re.compile(r"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b")
 CONNECTION_TEXT = re.compile(
     r"Connection (?:reset|closed|refused)|closed by peer|Broken pipe|Timed out", re.IGNORECASE
@@ -271,6 +272,8 @@ def _ending_of(error: ParsedError) -> Ending:
     if any(map(NAMED_TYPE.search, texts)):
         return Ending.SYMPTOM
     if LIBRARY_TYPES.match(error.type) and any(map(LIBRARY_TEXT.search, texts)):
+        return Ending.SYMPTOM
+    if error.type == "CommError" and PEER_TEXT.search(error.message):
         return Ending.SYMPTOM
     if error.type in CONNECTION_TYPES:
         return Ending.SYMPTOM if error.raised_by in LIBRARIES else Ending.DOUBTFUL

@@ -25,6 +25,7 @@ COLOURS = (
 )
 MARKED = "#aa0000"
 LANE, BAR, LEFT, RIGHT, TOP, LEGEND = 26, 18, 70, 40, 34, 90  # pixels
+LETTER = 7  # pixels of a character beside the time axis
 MIN_LABEL = 16  # pixels that a label in a bar needs
 MIN_WIDTH = 0.5  # pixels of the shortest bar
 NUM_TICKS = 4
@@ -80,7 +81,8 @@ def draw(
     total = seconds or 1.0
     legend = legend or {}
     bottom = TOP + len(lanes) * LANE
-    wide = LEFT + max(width, LEGEND * len(legend)) + RIGHT
+    left = _margin(LEFT, lanes)
+    wide = left + max(width, LEGEND * len(legend)) + _margin(RIGHT, notes)
     high = bottom + (2 if caption else 1) * LANE
     parts = [
         (
@@ -91,11 +93,11 @@ def draw(
     if title:
         parts.append(f'<text x="4" y="16">{escape(title)}</text>')
     for i, (name, colour) in enumerate(legend.items()):
-        x = LEFT + i * LEGEND
+        x = left + i * LEGEND
         parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{colour}"/>')
         parts.append(f'<text x="{x + 16}" y="14">{escape(name)}</text>')
     for tick in range(NUM_TICKS + 1):
-        x = LEFT + tick * width // NUM_TICKS
+        x = left + tick * width // NUM_TICKS
         parts.append(f'<path d="M{x} {TOP - 4}V{bottom}" stroke="#dddddd"/>')
         at = time_text(total * tick / NUM_TICKS) if tick else "0"
         parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{at}</text>')
@@ -103,11 +105,11 @@ def draw(
         parts.append(f'<text x="4" y="{TOP + lane * LANE + 14}">{escape(name)}</text>')
     for lane, note in enumerate(notes):
         y = TOP + lane * LANE + 14
-        parts.append(f'<text x="{LEFT + width + 6}" y="{y}">{escape(note)}</text>')
+        parts.append(f'<text x="{left + width + 6}" y="{y}">{escape(note)}</text>')
     if caption:
-        parts.append(f'<text x="{LEFT}" y="{bottom + LANE + 14}">{escape(caption)}</text>')
+        parts.append(f'<text x="{left}" y="{bottom + LANE + 14}">{escape(caption)}</text>')
     for bar in bars:
-        parts += _bar(bar, width / total)
+        parts += _bar(bar, left, width / total)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -120,8 +122,13 @@ def time_text(seconds: float) -> str:
     return f"{seconds:,.0f} s"
 
 
-def _bar(bar: Bar, pixels_per_s: float) -> list[str]:
-    x = LEFT + bar.start_s * pixels_per_s
+def _margin(least: int, texts: Sequence[str]) -> int:
+    """Return the pixels that texts beside the time axis need, at least `least`."""
+    return max([least, *(8 + LETTER * len(text) for text in texts)])
+
+
+def _bar(bar: Bar, left: int, pixels_per_s: float) -> list[str]:
+    x = left + bar.start_s * pixels_per_s
     wide = max((bar.end_s - bar.start_s) * pixels_per_s, MIN_WIDTH)
     high = BAR if bar.part == "whole" else BAR / 2
     y = TOP + bar.lane * LANE + (BAR / 2 if bar.part == "lower" else 0)
