@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +15,47 @@ from torch import nn
 
 from braid.autograd.nested import tensors_in
 from braid.graph import capture, segments
+from braid.graph.conversion import Made, convert
 
 Batch = dict[str, Any]
+
+
+@contextmanager
+def written(made: Made, num_stages: int, directory: Path) -> Iterator[Any]:
+    """Write a model as stages, and import what was written."""
+    convert(made, num_stages, directory)
+    before = set(sys.modules)
+    sys.path.insert(0, str(directory))
+    try:
+        yield importlib.import_module("fused").Fused(made.model)
+    finally:
+        sys.path.remove(str(directory))
+        for name in set(sys.modules) - before:
+            if Path(getattr(sys.modules[name], "__file__", None) or "").parent == directory:
+                del sys.modules[name]
+
+
+def check_written(
+    make: Callable[[], nn.Module], batch: Callable[[int], Batch], num_stages: int, directory: Path
+) -> None:
+    """Compare a model and its written stages, in training and evaluation, for other rows, too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = make()
+    state = copy.deepcopy(model.state_dict())
+    made = Made(model, (), batch(4), __name__, "make")
+    with written(made, num_stages, directory) as fused:
+        assert len(fused.stages) == num_stages
+        for trains in (True, False):
+            for rows in (4, 6):
+                given = batch(rows)
+                results = []
+                for call in (lambda: model(**given), lambda: fused(*tensors_in(given))):  # noqa: B023
+                    model.load_state_dict(state)
+                    fused.train(trains)
+                    model.train(trains)
+                    results.append(results_of(model, call))
+                assert_equal(*results)
 
 
 class Results(NamedTuple):

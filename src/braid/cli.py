@@ -19,6 +19,7 @@ from braid._version import __version__
 from braid.commands import NO_DEFAULT, Directory
 from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_horovod, bench_net
 from braid.commands.checkpoint import checkpoint_export, checkpoint_ls, checkpoint_verify
+from braid.commands.convert import convert
 from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
 from braid.commands.probe import probe
@@ -439,6 +440,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "bench hooks": bench_hooks,
     "bench horovod": bench_horovod,
     "bench net": bench_net,
+    "convert": convert,
     "probe": probe,
     "schedule show": schedule_show,
     "schedule check": schedule_check,

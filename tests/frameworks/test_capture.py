@@ -11,7 +11,7 @@ import torch
 
 from braid.errors import ConfigError
 from braid.graph import capture
-from capture_checks import check_replay
+from capture_checks import check_replay, check_written
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -94,6 +94,11 @@ def test_the_replay_in_parts_has_the_outputs_and_gradients_of_the_model(name):
     check_replay(MODELS[name], lambda rows: _batch(name, rows))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_written_stages_have_the_outputs_and_gradients_of_the_model(name, tmp_path):
+    check_written(MODELS[name], lambda rows: _batch(name, rows), 3, tmp_path / "out")
+
+
 def test_a_cache_and_a_mask_of_two_dims_are_refused_by_line():
     model, batch = t5(), _batch("t5", 4)
     with pytest.raises(ConfigError, match=r"modeling_t5.py:\d+ is given a EncoderDecoderCache"):
@@ -115,10 +120,16 @@ TIMM: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", TIMM)
-def test_models_of_timm_have_the_bits_of_the_model_too(name):
+def test_models_of_timm_have_the_bits_of_the_model_too(name, tmp_path):
     try:
         import timm
     except (ImportError, RuntimeError) as exc:  # torchvision of another version of torch
         pytest.skip(f"timm cannot be imported: {exc}")
     options, size = TIMM[name]
     check_replay(lambda: timm.create_model(name, num_classes=5, **options), _images(size))
+    check_written(
+        lambda: timm.create_model(name, num_classes=5, **options),
+        _images(size),
+        3,
+        tmp_path / "out",
+    )

@@ -17,7 +17,8 @@ PAGES = sorted(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_that_a_page_links_to_exists(page):
-    links = re.findall(r"\]\((?!http)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = re.findall(r"\]\((?!http)([^)#\s]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 

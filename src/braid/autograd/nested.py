@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["flatten", "map_tensors", "parts_of", "rebuild", "tensors_in", "unflatten"]
+__all__ = [
+    "flatten",
+    "index_of",
+    "map_tensors",
+    "parts_of",
+    "rebuild",
+    "tensors_in",
+    "unflatten",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +57,11 @@ def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 def unflatten(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the `tree` of `flatten` with `tensors` in their places."""
     return _map_leaves(tree, lambda x: tensors[x.index] if isinstance(x, _Place) else x)
+
+
+def index_of(leaf: Any) -> int | None:
+    """Return the index of a tensor that `flatten` took out; None for anything else."""
+    return leaf.index if isinstance(leaf, _Place) else None
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

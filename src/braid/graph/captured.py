@@ -126,6 +126,7 @@ class CapturedGraph:
         is_training: Whether the model was in training.
         other_mode: Why the graph holds for this mode only; empty if it holds for both.
         batch_tree: Arguments of the model, with places instead of tensors.
+        rows_of: Input whose dim 0 is the rows.
     """
 
     nodes: tuple[Node, ...]
@@ -139,6 +140,7 @@ class CapturedGraph:
     is_training: bool = True
     other_mode: str = ""
     batch_tree: Any = None
+    rows_of: int = 0
 
     def cuts(self, num_parts: int) -> list[int]:
         """Return positions of nodes at which parts begin, each with about as many parameters.

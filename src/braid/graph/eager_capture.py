@@ -32,7 +32,7 @@ from braid.graph.captured import CapturedGraph
 from braid.graph.recorder import Recorder, functions_recorded
 from braid.graph.variables import check_rows, with_modes, with_rows
 
-__all__ = ["capture"]
+__all__ = ["capture", "kept_as_it_was"]
 
 # torch's modules whose parts are recorded
 CONTAINERS = {
@@ -61,11 +61,12 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
     if not tensors:
         msg = f"an example needs tensors, got {args or kwargs}: give the model's arguments"
         raise ConfigError(msg)
-    rows = next((x.shape[0] for x in tensors if x.dim()), 0)
+    rows_of = next((i for i, x in enumerate(tensors) if x.dim()), 0)
+    rows = tensors[rows_of].shape[0] if tensors[rows_of].dim() else 0
     if rows < 3:
         msg = f"an example needs at least 3 rows (dim 0) to find what depends on them, got {rows}"
         raise ConfigError(msg)
-    with _kept_as_it_was(model, tensors):
+    with kept_as_it_was(model, tensors):
         runs = []
         for count in (rows, rows - 1, rows - 2):
             cut = partial(map_tensors, change=partial(_first_rows, rows=rows, count=count))
@@ -81,7 +82,7 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
             graph = dataclasses.replace(graph, other_mode=why)
         else:
             graph = with_modes(graph, other_mode, rows)
-    return dataclasses.replace(graph, batch_tree=tree)
+    return dataclasses.replace(graph, batch_tree=tree, rows_of=rows_of)
 
 
 def _first_rows(x: torch.Tensor, rows: int, count: int) -> torch.Tensor:
@@ -136,7 +137,7 @@ def _check_tensors(one: _Run, other: _Run) -> None:
 
 
 @contextmanager
-def _kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[None]:
+def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[None]:
     """Restore modes, buffers and random generators at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [

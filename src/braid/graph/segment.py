@@ -30,6 +30,7 @@ from braid.autograd import checkpoint
 from braid.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
 from braid.graph.captured import CapturedGraph, Node, check_cuts
+from braid.graph.parts import Owner, add_module, add_tensor, owner_at
 from braid.graph.skips import Namespace, SkipKey, current_skips
 from braid.graph.variables import resolved
 
@@ -89,7 +90,7 @@ class Segment(nn.Module):
         self._neighbours = {v for v, at, to in hops if (at, to) == (index, index + 1)}
         for node in self._nodes:
             if node.kind == "module":
-                self._add_module(str(node.target), graph.modules[str(node.target)])
+                add_module(self, str(node.target), graph.modules[str(node.target)])
         used = {value for node in self._nodes for value in node.inputs}
         if self._is_last:
             used.update(graph.results)
@@ -97,7 +98,9 @@ class Segment(nn.Module):
         self._tensors: dict[int, torch.Tensor] = {}
         for value in sorted(used & graph.tensors.keys()):
             if value in graph.names:
-                self._add_tensor(graph.names[value], graph.tensors[value])
+                name = graph.names[value]
+                transient = name in graph.transient
+                add_tensor(self, name, graph.tensors[value], is_transient=transient)
             else:
                 self._tensors[value] = graph.tensors[value]
         self.training = graph.is_training
@@ -119,36 +122,12 @@ class Segment(nn.Module):
         """Yield the keys of values that come from segments before the previous one."""
         yield from self._pops
 
-    def _add_module(self, name: str, module: nn.Module) -> None:
-        *path, leaf = name.split(".")
-        self._owner(path)._modules[leaf] = module
-
-    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        *path, leaf = name.split(".")
-        owner = self._owner(path)
-        if isinstance(tensor, nn.Parameter):
-            owner._parameters[leaf] = tensor
-            return
-        owner._buffers[leaf] = tensor
-        if name in self._graph.transient:
-            owner._non_persistent_buffers_set.add(leaf)
-
-    def _owner(self, path: Sequence[str]) -> nn.Module:
-        """Return the module at a path of names; makes empty ones where there are none."""
-        module: nn.Module = self
-        for name in path:
-            inner = module._modules.get(name)
-            if inner is None:
-                inner = module._modules[name] = _Owner()
-            module = inner
-        return module
-
     def _tensor(self, value: int) -> torch.Tensor:
         """Return a tensor of the model as it is now: `to` and `load_state_dict` may replace it."""
         if value in self._tensors:
             return self._tensors[value]
         *path, leaf = self._graph.names[value].split(".")
-        owner = self._owner(path)
+        owner = owner_at(self, path)
         tensor = owner._parameters.get(leaf, owner._buffers.get(leaf))
         assert tensor is not None
         return tensor
@@ -169,7 +148,7 @@ class Segment(nn.Module):
             rows, known = value["rows"], dict(value["values"])
         else:
             known = dict(enumerate(self._inputs(value)))
-            rows = next(x.shape[0] for x in known.values() if x.dim())
+            rows = known[self._graph.rows_of].shape[0]
         skips = current_skips()
         if skips is not None:
             known.update({value: skips[key] for key, value in self._pops.items()})
@@ -210,7 +189,7 @@ class Segment(nn.Module):
         tree = resolved(node.tree, rows, is_training=self.training)
         args, kwargs = unflatten(tree, inputs)
         if isinstance(node.target, str):
-            module = self._owner(node.target.split("."))
+            module = owner_at(self, node.target.split("."))
             if node.is_checkpointed:
                 result = checkpoint(module, *args, around=lambda again: around(label), **kwargs)  # noqa: ARG005
             else:
@@ -242,10 +221,6 @@ def _plainly(_label: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class _Owner(nn.Module):
-    """An empty module in the place of one whose modules or tensors a segment uses."""
-
-
 def share_modules(whole: nn.Module, segment: Segment) -> None:
     """Let a module have what a segment has, under the same names, and share it from then on.
 
@@ -263,9 +238,9 @@ def share_modules(whole: nn.Module, segment: Segment) -> None:
 def _merge(whole: nn.Module, part: nn.Module) -> None:
     for name, inner in part._modules.items():
         own = whole._modules.get(name)
-        if isinstance(own, _Owner) and isinstance(inner, _Owner):
+        if isinstance(own, Owner) and isinstance(inner, Owner):
             _merge(own, inner)
-        elif own is None or isinstance(own, _Owner):  # which is empty beside the module itself
+        elif own is None or isinstance(own, Owner):  # which is empty beside the module itself
             whole._modules[name] = inner
     whole._parameters.update(part._parameters)
     whole._buffers.update(part._buffers)

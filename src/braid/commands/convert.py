@@ -1,0 +1,56 @@
+"""`braid convert`: write a model as stages of a pipeline that a person can read."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+__all__ = ["convert"]
+
+
+def convert(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
+    *,
+    out: str,
+    stages: int = 2,
+    schedule: str = "1f1b",
+    microbatches: int = 4,
+) -> int:
+    """Write a model as stages, one Python file each, and configurations that train them.
+
+    FUNCTION returns the model and its example arguments: a tuple, or a dict of keyword arguments.
+    The stages call the model's own modules, and are checked against it, bit by bit.
+
+    Args:
+        model: Module and function.
+        out: Directory of the files.
+        stages: Number of stages.
+        schedule: Schedule of the pipelines in the configurations.
+        microbatches: Micro-batches of a batch in the configurations.
+    """
+    import sys
+    from pathlib import Path
+
+    from braid.graph.conversion import convert as write
+    from braid.graph.conversion import load_model
+
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # modules of this directory, as for `python -m`
+    done = write(
+        load_model(model), stages, Path(out), schedule=schedule, num_microbatches=microbatches
+    )
+    ends = [*done.cuts[1:], len(done.graph.nodes)]
+    for number, (begin, end) in enumerate(zip(done.cuts, ends, strict=True)):
+        nodes = done.graph.nodes[begin:end]
+        modules = [node.name for node in nodes if node.kind == "module"]
+        size = sum(
+            p.numel()
+            for p in {p for name in modules for p in done.graph.modules[name].parameters()}
+        )
+        print(
+            f"{out}/stage{number}.py: {modules[0]} to {modules[-1]}, {len(nodes)} calls, "
+            f"{size:,} parameters"
+        )
+    print(f"{out}/README.md: how to train them; the stages return what the model does, bit by bit")
+    return 0

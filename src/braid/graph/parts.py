@@ -1,0 +1,82 @@
+# ruff: noqa: SLF001 - torch's own dictionaries: registering refuses names that a module has itself
+"""A part of a model as a module: some of its modules and tensors, under their names in the model.
+
+Empty modules stand for those that own them. So `state_dict` of a part is a part of the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+__all__ = ["Owner", "add_module", "add_tensor", "owner_at", "part_of"]
+
+
+class Owner(nn.Module):
+    """An empty module in the place of one whose modules or tensors a part of the model uses."""
+
+    def __getitem__(self, name: int | str) -> nn.Module:
+        """Return a module, also by its number in a list."""
+        module = self._modules[str(name)]
+        assert module is not None
+        return module
+
+
+def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = ()) -> nn.Module:
+    """Return a part of a model.
+
+    Args:
+        model: The model.
+        modules: Names of its modules.
+        tensors: Names of its parameters, buffers and other attributes that are tensors.
+
+    Returns:
+        A module with these under their names; the model itself if its own name, "", is there.
+    """
+    part = Owner()
+    part.training = model.training
+    for name in modules:
+        if not name:
+            return model
+        add_module(part, name, model.get_submodule(name))
+    for name in tensors:
+        *path, leaf = name.split(".")
+        owner = model.get_submodule(".".join(path))
+        is_transient = leaf in owner._non_persistent_buffers_set
+        if leaf in owner._buffers or leaf in owner._parameters:
+            add_tensor(part, name, attrgetter(leaf)(owner), is_transient=is_transient)
+        else:
+            vars(owner_at(part, path))[leaf] = vars(owner)[leaf]
+    return part
+
+
+def add_module(part: nn.Module, name: str, module: nn.Module) -> None:
+    """Let a part have a module of the model under its name there."""
+    *path, leaf = name.split(".")
+    owner_at(part, path)._modules[leaf] = module
+
+
+def add_tensor(part: nn.Module, name: str, tensor: torch.Tensor, *, is_transient: bool) -> None:
+    """Let a part have a parameter or buffer of the model under its name there."""
+    *path, leaf = name.split(".")
+    owner = owner_at(part, path)
+    if isinstance(tensor, nn.Parameter):
+        owner._parameters[leaf] = tensor
+        return
+    owner._buffers[leaf] = tensor
+    if is_transient:
+        owner._non_persistent_buffers_set.add(leaf)
+
+
+def owner_at(part: nn.Module, path: Sequence[str]) -> nn.Module:
+    """Return the module at a path of names; makes empty ones where there are none."""
+    module = part
+    for name in path:
+        inner = module._modules.get(name)
+        if inner is None:
+            inner = module._modules[name] = Owner()
+        module = inner
+    return module
