@@ -17,7 +17,14 @@ import tyro
 
 from braid._version import __version__
 from braid.commands import NO_DEFAULT, Directory
-from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_horovod, bench_net
+from braid.commands.bench import (
+    bench_comm,
+    bench_ddp,
+    bench_hooks,
+    bench_horovod,
+    bench_net,
+    bench_pipeline,
+)
 from braid.commands.checkpoint import checkpoint_export, checkpoint_ls, checkpoint_verify
 from braid.commands.convert import convert
 from braid.commands.host_options import HostOptions
@@ -440,6 +447,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "bench hooks": bench_hooks,
     "bench horovod": bench_horovod,
     "bench net": bench_net,
+    "bench pipeline": bench_pipeline,
     "convert": convert,
     "probe": probe,
     "schedule show": schedule_show,

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from braid.bench import comm, ddp
+from braid.bench import comm, ddp, pipeline
 from braid.bench.workers import ddp as ddp_worker
+from braid.bench.workers import pipeline as pipeline_worker
 from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
@@ -177,3 +178,24 @@ def test_shares_of_steps_that_vary_lie_between_bounds():
 def test_unknown_models_are_refused():
     with pytest.raises(ConfigError, match="resnet"):
         ddp.DdpBench(cases=(ddp_worker.Case("resnet", 1),))
+
+
+@pytest.mark.launcher
+@pytest.mark.procs
+@pytest.mark.proof
+def test_every_engine_of_pipelines_trains_and_is_measured(tmp_path, quiet):
+    cases = (
+        pipeline_worker.Case("tiny", "1f1b", 4),
+        pipeline_worker.Case("tiny", "interleaved", 4),
+    )
+    options = {"cases": cases, "rounds": 2, "budget_s": 0.1, "out": tmp_path}
+    report = pipeline.run_pipeline(pipeline.PipelineBench(**options), console=quiet)
+    assert [row.case for row in report.figures.measured] == list(cases)
+    assert len(report.figures.held) == 5
+    assert msgspec.json.decode((tmp_path / "pipeline.json").read_bytes())["figures"]["swept"] == []
+    sweep = pipeline.run_pipeline(
+        pipeline.PipelineBench(**options, sweep="microbatches", swept=cases[0]), console=quiet
+    )
+    assert [row.num_microbatches for row in sweep.figures.swept] == [1, 2, 4, 8, 16, 32]
+    # with recomputation, outputs whose receiver is late are alive besides
+    assert all(verdict.held for verdict in pipeline.pipeline_verdicts(report)[-5:-2])

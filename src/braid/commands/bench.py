@@ -9,7 +9,14 @@ import tyro
 from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
-__all__ = ["bench_comm", "bench_ddp", "bench_hooks", "bench_horovod", "bench_net"]
+__all__ = [
+    "bench_comm",
+    "bench_ddp",
+    "bench_hooks",
+    "bench_horovod",
+    "bench_net",
+    "bench_pipeline",
+]
 
 
 def bench_comm(
@@ -257,4 +264,69 @@ def bench_net(
         out=Path(out),
     )
     net.print_net(net.run_net(bench), bench.out)
+    return 0
+
+
+def bench_pipeline(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    cases: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:SCHEDULE:M [...]")] = (
+        "wide:1f1b:8",
+        "wide:gpipe:8",
+        "compute:1f1b:8",
+        "compute:gpipe:8",
+        "compute:interleaved:8",
+        "tiny:1f1b:64",
+    ),
+    rounds: int = 60,
+    budget: float = 20.0,
+    sweep: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
+    out: str = "runs/bench-pipeline",
+    no_plot: bool = False,
+) -> int:
+    """Measure pipelines: torch's over Gloo and over braid, braid's own, and their formulas.
+
+    Args:
+        n: Number of ranks, 2 or 4.
+        cases: Models with a schedule and the number of micro-batches: wide (4 MiB at a boundary,
+            little work), compute (much work) and tiny (nothing but the engine); gpipe, 1f1b or
+            interleaved.
+        rounds: Largest number of steps of each engine, in turns; figures are medians over them.
+        budget: Seconds for a case, about.
+        sweep: microbatches, to measure and simulate steps over their number instead.
+        out: Directory for pipeline.json, and for microbatches.png and .svg of a sweep.
+        no_plot: Do not draw the sweep, which needs matplotlib.
+    """
+    from pathlib import Path
+
+    from braid.bench import pipeline
+    from braid.bench.workers.pipeline import Case
+
+    chosen = []
+    for text in cases:
+        model, _, rest = text.partition(":")
+        schedule, _, number = rest.partition(":")
+        if not number.isdecimal():
+            msg = (
+                "a case must be a model, a schedule and a number of micro-batches such as "
+                f"wide:1f1b:8, got {text!r}"
+            )
+            raise ConfigError(msg)
+        chosen.append(Case(model, schedule, int(number)))
+    bench = pipeline.PipelineBench(
+        ranks=n,
+        cases=tuple(chosen),
+        rounds=rounds,
+        budget_s=budget,
+        sweep=sweep,
+        out=Path(out),
+    )
+    report = pipeline.run_pipeline(bench)
+    pipeline.print_pipeline(report, bench.out)
+    for suffix in ("png", "svg") if sweep and not no_plot else ():
+        try:
+            print(f"plot  {pipeline.plot_sweep(report, bench.out / f'{sweep}.{suffix}')}")
+        except ConfigError as exc:  # the figures are written; only the picture is missing
+            print(f"plot  none: {exc}")
+            break
     return 0

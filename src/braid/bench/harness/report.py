@@ -108,11 +108,13 @@ def save(report: Report, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
-def show(table: Table, lines: Iterable[object], path: Path, *, width: int = WIDTH) -> None:
-    """Print a table, lines below it, and the path of the figures.
+def show(
+    tables: Table | Sequence[Table], lines: Iterable[object], path: Path, *, width: int = WIDTH
+) -> None:
+    """Print tables, lines below them, and the path of the figures.
 
     Args:
-        table: The figures.
+        tables: The figures.
         lines: Verdicts, or other lines.
         path: File to which the report was written.
         width: Number of columns where the output is no terminal.
@@ -120,7 +122,8 @@ def show(table: Table, lines: Iterable[object], path: Path, *, width: int = WIDT
     console = Console()
     if not console.is_terminal:
         console = Console(width=width)
-    console.print(table)
+    for table in [tables] if isinstance(tables, Table) else tables:
+        console.print(table)
     for line in lines:
         console.print(str(line), highlight=False, soft_wrap=True)
     console.print(f"figures  {path}")
