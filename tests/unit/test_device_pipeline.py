@@ -301,3 +301,20 @@ def test_outputs_of_other_structures_are_refused():
     pipeline = DevicePipeline(nn.Sequential(Changes()), ["cpu"], balance=[1], num_microbatches=2)
     with pytest.raises(ConfigError, match="micro-batches returned 1, 2 tensors"):
         pipeline(torch.arange(2.0).unsqueeze(1))
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_a_stage_may_begin_with_a_module_that_works_in_place(recompute):
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+
+    with torch.random.fork_rng():
+        model = make()
+        pipeline = DevicePipeline(
+            make(), ["cpu"] * 3, balance=[1, 1, 1], num_microbatches=2, recompute=recompute
+        )
+    pipeline(batch()).square().sum().backward()
+    model(batch()).square().sum().backward()
+    for own, param in zip(pipeline.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, param.grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ from braid.pipeline import Pipeline, Stage
 from braid.pipeline.microbatches import scatter, sizes_of
 from braid.pipeline.skip import Namespace, SkipError, Skippable, pop, skippable, stash
 from braid.pipeline.stage import Layer
+from braid.schedule import from_text, to_text, validate
+from braid.schedule.known import RULES, VOCABULARIES
+from braid.schedule.pipeline import SCHEDULES, with_steps
 from braid.seeding import Draws
 from braid.testing.pool import RankDiedError
 from braid.testing.worlds import run_threads
@@ -499,3 +503,68 @@ def _train_plan(group: Group, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
     for step, rows in enumerate(plan["rows"]):
         pipeline.step(*batch_of(2 * rows, step), loss=loss_of)
     return state_of(pipeline)
+
+
+def _step_in_program(group: Group, num_stages: int, schedule: str, *, in_program: bool) -> Any:
+    replica = group.rank % (group.size // num_stages)
+    pipeline = Pipeline(
+        model(),
+        num_microbatches=4,
+        schedule=schedule,
+        process_group=group.split(replica),
+        replicas=group.split(group.rank // (group.size // num_stages)),
+        seed=SEED,
+    )
+    make = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
+    optimizers = (
+        pipeline.step_in_program(make) if in_program else [make(list(pipeline.parameters()))]
+    )
+    for step in range(3):
+        pipeline.step(*batch_of(8, step), loss=loss_of)
+        if in_program:
+            assert all(p.grad is None for p in pipeline.parameters())
+            assert "step_in_program steps before" in said_by(
+                lambda: pipeline.clip_grad_norm_(1.0), ConfigError
+            )
+        else:
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    return dict(pipeline.named_parameters())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "zb_h1"])
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 2), (2, 1), (4, 2)])
+def test_steps_of_stages_inside_of_the_program_are_those_after_it(
+    world, schedule, size, num_stages
+):
+    step = partial(_step_in_program, num_stages=num_stages, schedule=schedule)
+    inside = world(size, partial(step, in_program=True))
+    after = world(size, partial(step, in_program=False))
+    for own, expected in zip(inside, after, strict=True):
+        for name, param in own.items():
+            assert torch.equal(param, expected[name]), name
+
+
+def _predict(group: Group) -> torch.Tensor | None:
+    pipeline = Pipeline(model(), num_microbatches=3, process_group=group)
+    return pipeline.eval().predict(batch_of(7)[0])
+
+
+def test_prediction_returns_the_whole_batch_on_the_last_rank(world):
+    first, second = world(2, _predict)
+    assert first is None
+    torch.testing.assert_close(second, model().eval()(batch_of(7)[0]))
+
+
+def test_programs_with_steps_are_valid_and_steps_come_last():
+    for name in TRAINING:
+        program = with_steps(SCHEDULES[name](3, 6))
+        assert not validate(program, RULES)
+        assert from_text(to_text(program), VOCABULARIES) == program
+        steps = [a for own in program.ranks for a in own if a.kind == "STEP"]
+        assert sorted(a.unit for a in steps) == list(range(program.header.num_units))
+    early = from_text(
+        "program pipeline mine train units 1 indices 2\nrank 0\nF0.0 B0.0 STEP0.0 F0.1 B0.1",
+        VOCABULARIES,
+    )
+    assert "comes before the backward of micro-batch 1" in str(validate(early, RULES)[0])

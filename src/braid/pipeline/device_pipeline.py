@@ -33,7 +33,7 @@ from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_n
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
 from braid.pipeline.local_carrier import LocalCarrier, LocalWire, Span
-from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.workers import Workers
 from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
@@ -125,7 +125,7 @@ class DevicePipeline(nn.Module):
         commit_batch_norms(self)
         rest = iter(outputs)
         parts = [unflatten(tree, [next(rest) for _ in range(count)]) for tree, count in run.results]
-        return _gathered(parts)
+        return gather(parts)
 
     def _sizes_of(self, rows: int) -> list[int]:
         """Return the sizes of micro-batches."""
@@ -292,20 +292,6 @@ def _separate(
                     own[device] = copy if own else param
                 module._parameters[name] = own[device]  # noqa: SLF001
     return [list(own.values()) for own in copies.values() if len(own) > 1]
-
-
-def _gathered(parts: list[Any]) -> Any:
-    """Return micro-batches as one batch; tensors without dims are those of the last one."""
-    trees, tensors = zip(*(flatten(part) for part in parts), strict=True)
-    counts = {len(own) for own in tensors}
-    if len(counts) > 1:
-        msg = (
-            f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: their outputs "
-            "need one structure to be joined to a batch"
-        )
-        raise ConfigError(msg)
-    joined = [torch.cat(own) if own[0].dim() else own[-1] for own in zip(*tensors, strict=True)]
-    return unflatten(trees[0], joined)
 
 
 def _device_of(device: torch.device | str | int) -> torch.device:

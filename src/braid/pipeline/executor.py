@@ -36,7 +36,7 @@ __all__ = ["Executor", "LossOf"]
 LossOf = Callable[[Any, int], torch.Tensor]
 Gradients = list["torch.Tensor"]
 Place = tuple[int, int]  # stage and micro-batch
-BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b"})
+BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
 
 
 class Executor:
@@ -47,6 +47,7 @@ class Executor:
         carrier: Way to the other ranks.
         stages: Stages of this rank, by number.
         on_gradients: Called with a stage when its last gradient of a step is there.
+        on_step: Called with a stage to take its optimizer's step; needed by programs with steps.
 
     Raises:
         ConfigError: The program is of another size, has other stages here, or actions that are not
@@ -59,6 +60,7 @@ class Executor:
         carrier: Carrier,
         stages: Mapping[int, Stage],
         on_gradients: Callable[[int], None] | None = None,
+        on_step: Callable[[int], None] | None = None,
     ) -> None:
         own = {stage for stage, rank in stage_ranks(program).items() if rank == carrier.rank}
         problems = []
@@ -66,6 +68,10 @@ class Executor:
             problems.append(f"{program} is not for a group of {carrier.size} ranks")
         if own != set(stages):
             problems.append(f"{program} has stages {sorted(own)} here, got {sorted(stages)}")
+        if on_step is None and any(a.kind == "STEP" for a in program.ranks[carrier.rank]):
+            problems.append(
+                f"{program} takes optimizer steps: give optimizers with step_in_program"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
         self._actions = program.ranks[carrier.rank]
@@ -77,6 +83,7 @@ class Executor:
         self._recomputed = {(a.unit, a.index) for a in self._actions if a.kind == "R"}
         self._final = {a.unit: a for a in self._actions if a.kind in {"B", "W"}}
         self._on_gradients = on_gradients
+        self._on_step = on_step
         self._values: dict[Place, Any] = {}  # inputs
         self._outputs: dict[Place, Any] = {}
         self._grads: dict[Place, Gradients] = {}  # of outputs
@@ -95,6 +102,7 @@ class Executor:
             "I": self._backward_to_inputs,
             "W": self._backward_to_weights,
             "send_b": self._send_b,
+            "STEP": self._step,
         }
         self._batches: Sequence[Any] = ()
         self._draws: Sequence[Draws] = ()
@@ -268,6 +276,10 @@ class Executor:
 
     def _backward_to_weights(self, action: Action) -> None:
         self._stages[action.unit].backward_to_weights(action.index)
+
+    def _step(self, action: Action) -> None:
+        assert self._on_step is not None, "checked when it was made"
+        self._on_step(action.unit)
 
     def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
         """Return the gradients of a stage's output and of what it has stashed."""

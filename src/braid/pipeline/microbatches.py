@@ -13,7 +13,7 @@ import torch
 from braid.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
 
-__all__ = ["num_rows", "scatter", "sizes_of"]
+__all__ = ["gather", "num_rows", "scatter", "sizes_of"]
 
 
 def num_rows(batch: Any) -> int:
@@ -44,3 +44,21 @@ def scatter(batch: Any, sizes: list[int]) -> list[Any]:
         torch.split(tensor, sizes) if tensor.dim() else [tensor] * len(sizes) for tensor in tensors
     ]
     return [unflatten(tree, [part[i] for part in parts]) for i in range(len(sizes))]
+
+
+def gather(parts: list[Any]) -> Any:
+    """Join micro-batches to one batch; tensors without dims are those of the last one.
+
+    Raises:
+        ConfigError: They have different numbers of tensors.
+    """
+    trees, tensors = zip(*(flatten(part) for part in parts), strict=True)
+    counts = {len(own) for own in tensors}
+    if len(counts) > 1:
+        msg = (
+            f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: their outputs "
+            "need one structure to be joined to a batch"
+        )
+        raise ConfigError(msg)
+    joined = [torch.cat(own) if own[0].dim() else own[-1] for own in zip(*tensors, strict=True)]
+    return unflatten(trees[0], joined)

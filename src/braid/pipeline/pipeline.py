@@ -16,12 +16,14 @@ Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from braid.comm import Group
 from braid.errors import ConfigError
@@ -30,20 +32,27 @@ from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_n
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
 from braid.pipeline.messages import Messages
-from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.pipeline.replicas import Replicas
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.tied import TiedParams
 from braid.pipeline.wired import Wire, Wired, wired
 from braid.schedule import Program
 from braid.schedule.files import schedule_named
-from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, stage_ranks, with_recompute
+from braid.schedule.pipeline import (
+    RECOMPUTE_MODES,
+    forward_only,
+    stage_ranks,
+    with_recompute,
+    with_steps,
+)
 from braid.seeding import Draws
 
 __all__ = ["Pipeline"]
 
 Schedule = Callable[[int, int], Program]
 Loss = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class Pipeline(nn.Module):
@@ -136,6 +145,8 @@ class Pipeline(nn.Module):
         self.device = params[0].device if params else torch.device("cpu")
         self._messages = Messages(process_group, self.device)
         self._replicas = Replicas(self.stages, replicas)
+        self._optimizers: dict[int, Optimizer] = {}
+        self._shared_optimizer: Optimizer | None = None
         for own in self.stages.values():
             for layer in own.layers:
                 self._register(layer)
@@ -148,6 +159,36 @@ class Pipeline(nn.Module):
         else:
             module = layer.module
             self.add_module(layer.name, module.module if isinstance(module, Wired) else module)
+
+    def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:
+        """Let each stage take its optimizer's step as soon as its gradients are complete.
+
+        `step` then steps and sets gradients to None. Parameters that stages share step at its end.
+
+        Args:
+            make: Function of parameters that returns an optimizer for them, such as
+                `partial(torch.optim.AdamW, lr=1e-3)`; called for each stage of this rank.
+
+        Returns:
+            The optimizers, for learning rate schedules and checkpoints.
+        """
+        num_stages = Counter(p for own in self.stages.values() for p in set(own.parameters()))
+        shared = set(self._tied.params) | {p for p, count in num_stages.items() if count > 1}
+        for stage, own in self.stages.items():
+            if params := [p for p in dict.fromkeys(own.parameters()) if p not in shared]:
+                self._optimizers[stage] = make(params)
+        if rest := [p for p in num_stages if p in shared]:
+            self._shared_optimizer = make(rest)
+        self._programs.clear()
+        others = [] if self._shared_optimizer is None else [self._shared_optimizer]
+        return [*self._optimizers.values(), *others]
+
+    def _take_step(self, stage: int) -> None:
+        """Take the step of a stage's own parameters."""
+        self._replicas.finish(stage)
+        if stage in self._optimizers:
+            self._optimizers[stage].step()
+            self._optimizers[stage].zero_grad()
 
     def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Run forwards and backwards of a batch; gradients are added to `.grad`.
@@ -173,12 +214,17 @@ class Pipeline(nn.Module):
         for param in earlier:
             param.grad = None
         self._replicas.begin()
-        losses = self._run(batch, target, loss, trains=True)
-        self._replicas.finish()
+        try:
+            losses = self._run(batch, target, loss, trains=True)
+            self._replicas.finish()
+            self._tied.add_up()
+        finally:
+            for param, grad in earlier.items():
+                param.grad = grad if param.grad is None else grad.add_(param.grad)
         commit_batch_norms(self)
-        self._tied.add_up()
-        for param, grad in earlier.items():
-            param.grad = grad if param.grad is None else grad.add_(param.grad)
+        if self._shared_optimizer is not None:
+            self._shared_optimizer.step()
+            self._shared_optimizer.zero_grad()
         self.num_steps += 1
         return self._replicas.sum_of(self._sum_of(losses))
 
@@ -191,12 +237,18 @@ class Pipeline(nn.Module):
             The norm before scaling, on all ranks.
 
         Raises:
-            ConfigError: `max_norm` is negative or not a number.
+            ConfigError: `max_norm` is negative or not a number, or the program takes the steps.
 
         Cost: an all_reduce of 8 bytes.
         """
         if not max_norm >= 0:
             msg = f"max_norm must not be negative, got {max_norm}"
+            raise ConfigError(msg)
+        if self._optimizers:
+            msg = (
+                "step_in_program steps before the norm over all stages is known: step after "
+                "pipeline.step yourself to clip it"
+            )
             raise ConfigError(msg)
         grads = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         squares = torch.zeros((), dtype=torch.float64)
@@ -215,7 +267,13 @@ class Pipeline(nn.Module):
         losses = self._run(batch, target, loss, trains=False)
         return self._replicas.sum_of(self._sum_of(losses))
 
-    def _run(self, batch: Any, target: Any, loss: Loss, *, trains: bool) -> dict[int, Any]:
+    @torch.no_grad()
+    def predict(self, batch: Any) -> Any:
+        """Return the output of a batch on the rank of the last stage, and None on all others."""
+        outputs = self._run(batch, None, None, trains=False)
+        return gather([outputs[i] for i in sorted(outputs)]) if outputs else None
+
+    def _run(self, batch: Any, target: Any, loss: Loss | None, *, trains: bool) -> dict[int, Any]:
         rows = num_rows(batch)
         sizes = sizes_of(rows, self._num_microbatches)
         if not sizes:
@@ -231,11 +289,13 @@ class Pipeline(nn.Module):
         def loss_of(output: Any, i: int) -> torch.Tensor:
             if not targets:  # here, so that targets that do not fit are an error on all ranks
                 targets.extend(scatter(target, sizes))
+            assert loss is not None
             return loss(output, targets[i]) * (sizes[i] / all_rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)
-        return executor.run(microbatches, loss_of, draws if trains else ())
+        given = None if loss is None else loss_of
+        return executor.run(microbatches, given, draws if trains else ())
 
     def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
         key = trains, num_microbatches
@@ -245,8 +305,10 @@ class Pipeline(nn.Module):
             program = make(self.group.size, num_microbatches)
             if trains:
                 program = with_recompute(program, self._recompute)
+            if trains and self._optimizers:
+                program = with_steps(program)
             launch = self._replicas.launch if trains else None
-            executor = Executor(program, self._messages, self.stages, launch)
+            executor = Executor(program, self._messages, self.stages, launch, self._take_step)
             self._programs[key] = executor
         return executor
 

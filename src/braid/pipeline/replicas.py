@@ -80,10 +80,15 @@ class Replicas:
                 if not own.missing:
                     own.start()
 
-    def finish(self) -> None:
-        """Wait until the sums are there, and put them into `.grad`."""
+    def finish(self, stage: int | None = None) -> None:
+        """Wait until the sums are there, and put them into `.grad`.
+
+        Args:
+            stage: Stage whose parameters are needed; all when None.
+        """
         for own in self._sums:
-            own.finish()
+            if stage is None or stage in own.stages:
+                own.finish()
 
     def sum_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return a number added over all replicas; a collective."""

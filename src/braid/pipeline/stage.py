@@ -117,6 +117,8 @@ class Stage:
         self.stashes = tuple(edge for edge in edges if edge.source == index)
         self.pops = tuple(edge for edge in edges if edge.target == index)
         self._every = every
+        first = layers[0].module.modules() if layers else ()
+        self._changes_input = any(getattr(module, "inplace", False) for module in first)
         self._passes: dict[int, _Pass] = {}
         self._split: dict[int, SplitBackward] = {}  # whose weights are still to come
         self._changing: list[tuple[nn.Module, str]] = []  # buffers that a forward changes
@@ -236,6 +238,8 @@ class Stage:
     def _run(self, given: _Given) -> tuple[Any, dict[Edge, Any]]:
         skips = dict(given.skips)
         value = given.value
+        if self._changes_input:  # a copy, since backward begins at the input, and R needs it again
+            value = map_tensors(value, torch.clone)
         with use_skips(skips):
             for layers in self._blocks():
                 if self._every and torch.is_grad_enabled():

@@ -10,6 +10,7 @@ from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_pro
 from braid.schedule.pipeline.list_schedule import StageCosts, list_schedule
 from braid.schedule.pipeline.measures import bubble, measures_text, peak_activations
 from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
+from braid.schedule.pipeline.optimizer_steps import with_steps
 from braid.schedule.pipeline.recompute import RECOMPUTE_MODES, with_recompute
 from braid.schedule.pipeline.torch_csv import from_csv, to_csv
 from braid.schedule.pipeline.vocabulary import (
@@ -50,6 +51,7 @@ __all__ = [
     "v_min",
     "vee",
     "with_recompute",
+    "with_steps",
     "zb_h1",
     "zb_h2",
     "zbv",

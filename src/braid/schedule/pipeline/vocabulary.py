@@ -9,6 +9,7 @@ gradient of its weights (W), which nobody waits for.
     I    backward to the input of the stage             needs the same as B
     W    backward to the weights of the stage           needs I
     R    forward once more, to have what backward needs needs F; before the gradient comes
+    STEP optimizer step of the stage                    needs B or W of all micro-batches
 
 Without R an F keeps all that backward needs; with R it keeps the input of the stage only.
 Messages name the stage that sends or receives: `send_f2.0>3` sends the output of stage 2, and
@@ -47,6 +48,7 @@ PIPELINE = Vocabulary(
         "I": Kind(LOCAL, "backward of a micro-batch to the input of the stage"),
         "W": Kind(LOCAL, "backward of a micro-batch to the weights of the stage"),
         "R": Kind(LOCAL, "forward of a micro-batch once more, whose F has kept its input only"),
+        "STEP": Kind(LOCAL, "optimizer step of a stage, after all of its backwards"),
         "send_f": Kind(SEND, "send the output of F to the next stage"),
         "recv_f": Kind(RECEIVE, "receive the output of F of the previous stage"),
         "send_b": Kind(SEND, "send the gradient of the input of F to the previous stage"),
@@ -118,6 +120,10 @@ def _problems(
         problems.append(("work", "is no part of a program that infers"))
     if action.kind == "R" and {(k, *action[1:3]) for k in ("recv_b", "B", "I")} & done:
         problems.append(("work", "comes too late: what it makes is needed before"))
+    if action.kind == "STEP":
+        ends = {i for kind, stage, i in done if kind in {"B", "W"} and stage == action.unit}
+        if late := sorted(set(range(header.num_indices)) - ends):
+            problems.append(("work", f"comes before the backward of micro-batch {late[0]}"))
     halves = {("I", *action[1:3]), ("W", *action[1:3])}
     whole = ("B", *action[1:3])
     if (action.kind == "B" and halves & done) or (action.kind in "IW" and whole in done):
@@ -193,6 +199,7 @@ def _needs(
     before: dict[str, list[tuple[tuple[str, ...], int]]] = {
         "W": [(("I",), stage)],
         "R": [(("F",), stage)],
+        "STEP": [(("B", "W"), stage)],
         "send_f": [(("F",), stage)],
         "send_b": [(backward, stage)],
     }
