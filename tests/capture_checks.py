@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from braid.autograd.nested import tensors_in
+from braid.autograd.nested import flatten, tensors_in
 from braid.graph import capture, segments
 from braid.graph.conversion import Made, convert
 
@@ -61,7 +61,7 @@ def check_written(
 class Results(NamedTuple):
     """What a model has done."""
 
-    kind: type
+    result: Any
     outputs: list[torch.Tensor]
     grads: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ def results_of(model: nn.Module, call: Callable[[], Any]) -> Results:
                 (x.float() * torch.linspace(-1, 1, x.numel()).view_as(x)).sum() for x in floats
             ).backward()
     return Results(
-        type(result),
+        flatten(result)[0],
         [x.detach() for x in outputs],
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()},
         {name: b.clone() for name, b in model.named_buffers()},
@@ -88,7 +88,8 @@ def results_of(model: nn.Module, call: Callable[[], Any]) -> Results:
 
 
 def assert_equal(one: Results, other: Results) -> None:
-    assert one.kind is other.kind
+    assert one.result == other.result
+    assert type(one.result) is type(other.result)
     assert len(one.outputs) == len(other.outputs)
     for a, b in zip(one.outputs, other.outputs, strict=True):
         assert a.dtype == b.dtype

@@ -222,6 +222,22 @@ class Cast(nn.Module):
         return first(y.float()) + x.detach()
 
 
+class Frozen(nn.Module):
+    """Runs a module in inference mode, and tells the rows of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.layers = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        with torch.inference_mode():
+            features = self.body(x) * 2
+        x = features.clone()
+        for layer in self.layers:
+            x = layer(x + torch.arange(6, device=x.device))
+        return {"rows": len(x), "more": (2 * x.shape[0] + 1, x.shape[1]), "x": x}
+
+
 class InPlace(nn.Module):
     """Writes in place between its modules: to views, by index, and to a buffer."""
 
@@ -323,6 +339,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch
     "custom": (Custom, numbers),
     "noisy": (Noisy, numbers),
     "cast": (Cast, numbers),
+    "frozen": (Frozen, numbers),
     "in place": (InPlace, numbers),
     "unpacked": (Unpacked, kept),
     "transformer": (Encoder, pairs),

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from braid.graph import capture, segments
 from capture_checks import check_replay
-from plain_models import MODELS
+from plain_models import MODELS, Frozen, numbers
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_replay_in_parts_has_the_outputs_and_gradients_of_the_model(name):
     make, batch = MODELS[name]
     check_replay(make, batch)
+
+
+def test_parts_that_are_moved_make_their_tensors_on_the_device_of_the_batch():
+    with torch.random.fork_rng():
+        first, second = segments(capture(Frozen(), **numbers(4)), 2)
+    result = second.to("meta")(first.to("meta")(numbers(5)["x"].to("meta")))
+    assert (result["rows"], result["x"].device.type) == (5, "meta")

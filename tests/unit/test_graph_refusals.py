@@ -53,6 +53,15 @@ def hooked(_net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def averaged(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    net.mean = 0.9 * net.mean + x.mean().detach()
+    return x - net.mean
+
+
+def swapped(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(net.last, dict(net.inner.named_parameters()), (x,))
+
+
 HERE = r".*test_graph_refusals.py:\d+"
 CASES: dict[str, tuple[Any, str]] = {
     "item": (lambda _, x: x * x.mean().item(), rf"item\(\) at {HERE} makes the model depend on data"),
@@ -70,6 +79,9 @@ CASES: dict[str, tuple[Any, str]] = {
     "cache": (cached, rf"adding\(\d+\) -> \d+ at {HERE} is given a Bag that the model makes anew"),
     "hook": (hooked, rf"register_hook\(\) at {HERE} would be lost"),
     "data": (lambda _, x: setattr(x, "data", x * 2) or x, rf"an assignment to .data at {HERE}"),
+    "buffer": (averaged, "the model replaces its buffer mean between its modules"),
+    "swapped": (swapped, rf"last is called at {HERE} with other parameters than its own"),
+    "vmap": (lambda _, x: torch.vmap(torch.sin)(x) + 1, rf"at {HERE} is made where capture cannot"),
     "modulo": (lambda _, x: x.repeat(len(x) % 3 + 1, 1)[: len(x)], "in another way than"),
     "flag": (lambda _, x: x.sum(0, keepdim=len(x) > 3), rf"at {HERE} has True for 4 rows and False"),
     "order": (lambda _, x: x.relu() if len(x) > 3 else x.tanh(), rf"calls tanh.* at {HERE} in place"),
@@ -81,6 +93,7 @@ class Model(nn.Module):
         super().__init__()
         self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.bagging, self.adding, self.glue = Bagging(), Adding(), glue
+        self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.glue(self, self.inner(x)))
@@ -91,6 +104,16 @@ def test_a_model_that_a_capture_would_freeze_is_refused_with_its_line(name):
     glue, text = CASES[name]
     with torch.random.fork_rng(), pytest.raises(ConfigError, match=text):
         capture(Model(glue), torch.ones(4, 4))
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return x, 1 / len(x)
+
+
+def test_a_result_that_is_another_fraction_for_other_rows_is_refused():
+    with pytest.raises(ConfigError, match=r"the result.* has the number 0.25 for 4 rows and 0.33"):
+        capture(nn.Sequential(nn.Sequential(Mean())), torch.ones(4, 4))
 
 
 def test_an_example_needs_tensors_and_rows():

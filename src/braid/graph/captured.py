@@ -28,7 +28,7 @@ from torch import nn
 
 from braid.errors import ConfigError
 
-__all__ = ["ByMode", "CapturedGraph", "Modes", "Node", "Scaled"]
+__all__ = ["BatchDevice", "ByMode", "CapturedGraph", "Modes", "Node", "Scaled"]
 
 
 class Scaled(NamedTuple):
@@ -43,6 +43,10 @@ class ByMode(NamedTuple):
 
     train: Any
     eval: Any
+
+
+class BatchDevice(NamedTuple):
+    """The device of the batch, in the place of the one of the example."""
 
 
 class Modes(NamedTuple):

@@ -30,7 +30,7 @@ from braid.autograd.rng_and_autocast import generators_of
 from braid.errors import ConfigError
 from braid.graph.captured import CapturedGraph
 from braid.graph.recorder import Recorder, functions_recorded
-from braid.graph.variables import check_rows, with_modes, with_rows
+from braid.graph.variables import check_rows, with_devices, with_modes, with_rows
 
 __all__ = ["capture", "kept_as_it_was"]
 
@@ -82,6 +82,7 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedGraph:
             graph = dataclasses.replace(graph, other_mode=why)
         else:
             graph = with_modes(graph, other_mode, rows)
+    graph = with_devices(graph, tensors[rows_of].device)
     return dataclasses.replace(graph, batch_tree=tree, rows_of=rows_of)
 
 
@@ -100,8 +101,10 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # so that models that switch it off are seen
         recorder = Recorder(model, inputs)
-        for name, module in _atoms(model):
+        atoms = list(_atoms(model))
+        for name, module in atoms:
             stack.enter_context(_recorded(recorder, name, module))
+        stack.enter_context(_buffers_kept(model, {m for _, atom in atoms for m in atom.modules()}))
         with recorder, functions_recorded(recorder):
             result = model(*args, **kwargs)
         tree, results = recorder.end(result)
@@ -123,6 +126,25 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
     return _Run(graph, recorder.lines)
 
 
+@contextmanager
+def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
+    """Refuse a model that replaces its buffers, unless it does so inside of its atoms."""
+    own = [
+        (f"{path}.{name}" if path else name, module, name, buffer)
+        for path, module in model.named_modules()
+        if module not in inside
+        for name, buffer in module._buffers.items()  # noqa: SLF001 - with those that are None
+    ]
+    yield
+    replaced = [path for path, module, name, x in own if module._buffers.get(name) is not x]  # noqa: SLF001
+    if replaced:
+        msg = (
+            f"the model replaces its buffer {', '.join(replaced)} between its modules, which a "
+            "captured model would not do: write to it in place, or do it in a module"
+        )
+        raise ConfigError(msg)
+
+
 def _check_tensors(one: _Run, other: _Run) -> None:
     """Refuse tensors that are made anew in each run by something that is not recorded."""
     tensors, others = one.graph.tensors, other.graph.tensors
@@ -130,7 +152,7 @@ def _check_tensors(one: _Run, other: _Run) -> None:
         if value in others and tensors[value] is not others[value]:
             msg = (
                 f"a tensor that is used at {one.lines[value]} is made where capture cannot see it: "
-                "in an object that a module returns, by an autograd.Function, or from numpy. Make "
+                "in an object that a module returns, under vmap or torch.func, or from numpy. Make "
                 "it in a module that returns it"
             )
             raise ConfigError(msg)

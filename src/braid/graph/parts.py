@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +19,12 @@ __all__ = ["Owner", "add_module", "add_tensor", "owner_at", "part_of"]
 class Owner(nn.Module):
     """An empty module in the place of one whose modules or tensors a part of the model uses."""
 
-    def __getitem__(self, name: int | str) -> nn.Module:
-        """Return a module, also by its number in a list."""
-        module = self._modules[str(name)]
-        assert module is not None
-        return module
+    def __getitem__(self, name: int | str) -> Any:
+        """Return a module or parameter, also by its number in a list."""
+        for own in (self._modules, self._parameters, self._buffers):
+            if str(name) in own:
+                return own[str(name)]
+        raise KeyError(name)
 
 
 def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = ()) -> nn.Module:

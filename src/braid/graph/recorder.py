@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,52 +22,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from braid.autograd.nested import flatten, map_tensors
 from braid.errors import ConfigError
 from braid.graph.captured import Modes, Node
-from braid.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
+from braid.graph.refused import RANDOM, check_function, is_sized_by_data, line
 
 __all__ = ["Applied", "Recorder", "functions_recorded"]
-
-# what turns data into Python values
-REFUSED: dict[Any, str] = {
-    torch.Tensor.item: "item()",
-    torch.Tensor.tolist: "tolist()",
-    torch.Tensor.__bool__: "a condition",
-    torch.Tensor.__int__: "int()",
-    torch.Tensor.__float__: "float()",
-    torch.Tensor.__complex__: "complex()",
-    torch.Tensor.__index__: "an index",
-    torch.Tensor.__contains__: "a condition",
-    torch.Tensor.numpy: "numpy()",
-    torch.Tensor.__array__: "numpy()",
-    torch.Tensor.is_nonzero: "a condition",
-    torch.is_nonzero: "a condition",
-    torch.Tensor.equal: "equal()",
-    torch.equal: "equal()",
-    torch.Tensor.allclose: "allclose()",
-    torch.allclose: "allclose()",
-}
-# what a replay would not do
-LOST: dict[Any, str] = {
-    torch.Tensor.register_hook: "register_hook()",
-    torch.Tensor.data.__set__: "an assignment to .data",  # type: ignore[attr-defined]
-    torch.Tensor.backward: "backward()",
-}
-RANDOM = {*TAKES_GENERATOR, *LIKE, *DROPOUT, torch.randint_like, torch.rrelu, torch.alpha_dropout}
-# functions whose result has as many elements as data say
-SIZED_BY_DATA: frozenset[Any] = frozenset(
-    {
-        *(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere),
-        *(torch.masked_select, torch.Tensor.masked_select, torch.unique, torch.Tensor.unique),
-        *(torch.unique_consecutive, torch.Tensor.unique_consecutive, torch.bincount),
-    }
-)
-SIZES: frozenset[Any] = frozenset(
-    {
-        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-        *(torch.Tensor.size, torch.Tensor.__len__, torch.Tensor.numel, torch.Tensor.nelement),
-        torch.numel,
-    }
-)
-TORCH = str(Path(torch.__file__).parent)
 
 
 class Recorder(TorchFunctionMode):
@@ -94,7 +50,8 @@ class Recorder(TorchFunctionMode):
         self.names: dict[int, str] = {}
         self.lines: dict[int, str] = {}
         self._known = {id(b): name for name, b in model.named_buffers()}
-        self._known |= {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._known |= {id(p): name for name, p in self._params.items()}
         self._values: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []  # an id is used again when its tensor is gone
         self._sharing: dict[int, list[torch.Tensor]] = {}  # views of the same memory
@@ -143,26 +100,13 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:  # its result would hide the tensors
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args[:1]))
-        self._check(func, args)
+        check_function(
+            func,
+            args,
+            is_data=lambda x: self.value_of(x) in self._data,
+            is_unsized=lambda x: self.value_of(x) in self._unsized,
+        )
         return self._recorded("function", func, func, args, kwargs)
-
-    def _check(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
-        refused, x = REFUSED.get(func), args[0] if args else None
-        if refused is not None and any(self.value_of(x) in self._data for x in _tensors(args)):
-            msg = (
-                f"{refused} at {line()} makes the model depend on data between its "
-                "modules, which a captured model cannot: move it into a module, or out of the model"
-            )
-            raise ConfigError(msg)
-        if func in SIZES and isinstance(x, torch.Tensor) and self.value_of(x) in self._unsized:
-            msg = (
-                f"the shape of a tensor at {line()} depends on data (by a mask, nonzero() or "
-                "unique()), which a captured model cannot: move it into a module"
-            )
-            raise ConfigError(msg)
-        if func in LOST:
-            msg = f"{LOST[func]} at {line()} would be lost between modules: move it into a module"
-            raise ConfigError(msg)
 
     def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
         """Run an autograd.Function, and record it as one call."""
@@ -179,6 +123,14 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return forward(*args, **kwargs)
         self._check_python_state()
+        prefix = f"{name}." if name else ""
+        own = module.named_parameters(remove_duplicate=False)
+        if not all(self._params.get(prefix + path) is param for path, param in own):
+            msg = (
+                f"{name} is called at {line()} with other parameters than its own (by "
+                "functional_call?), which a captured model would not do"
+            )
+            raise ConfigError(msg)
         self.modules[name] = module
         self._inside += 1
         try:
@@ -210,9 +162,9 @@ class Recorder(TorchFunctionMode):
         kwargs: Any,
     ) -> Any:
         tree, used = flatten((args, kwargs))
-        versions = [x._version for x in used]  # noqa: SLF001 - torch's count of writes in place
+        versions = [_version_of(x) for x in used]
         result = call(*args, **kwargs)
-        written = [x for x, v in zip(used, versions, strict=True) if x._version != v]  # noqa: SLF001
+        written = [x for x, v in zip(used, versions, strict=True) if _version_of(x) != v]
         _, made = flatten(result)
         if not made and not written and kind == "function":
             return result
@@ -230,7 +182,7 @@ class Recorder(TorchFunctionMode):
         all_made = {*outputs, *(new for _, new in writes)}
         if kind == "module" or target in RANDOM or self._data.intersection(inputs):
             self._data |= all_made
-        if self._unsized.intersection(inputs) or _sized_by_data(target, args):
+        if self._unsized.intersection(inputs) or is_sized_by_data(target, args):
             self._unsized |= all_made
         checkpointed = _is_checkpointed(self.modules.get(str(target)))
         modes = _modes_since(self._modes, checkpointed=checkpointed)
@@ -286,8 +238,9 @@ def functions_recorded(recorder: Recorder) -> Iterator[None]:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
 
 
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    return [x for x in args if isinstance(x, torch.Tensor)]
+def _version_of(x: torch.Tensor) -> int:
+    """Return the number of writes to a tensor; torch does not count those to inference tensors."""
+    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch shows it nowhere else
 
 
 def _memory_of(x: torch.Tensor) -> int:
@@ -300,15 +253,6 @@ def _memory_of(x: torch.Tensor) -> int:
 def _is_in_place(function: Callable[..., Any]) -> bool:
     name = getattr(function, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
-
-
-def _sized_by_data(target: Any, args: Sequence[Any]) -> bool:
-    if target is torch.Tensor.__getitem__:
-        _, index = flatten(args[1:])
-        return any(x.dtype in {torch.bool, torch.uint8} for x in index)
-    if target in {torch.repeat_interleave, torch.Tensor.repeat_interleave}:
-        return any(isinstance(x, torch.Tensor) for x in args[1:])
-    return target in SIZED_BY_DATA or (target is torch.where and len(args) == 1)
 
 
 def _modes() -> Modes:
@@ -344,17 +288,3 @@ def _is_checkpointed(module: nn.Module | None) -> bool:
             inside = False
         frame = frame.f_back
     return inside
-
-
-def line() -> str:
-    """Return the model's line that is being executed; torch's own lines only if no other is."""
-    frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
-    text = ""
-    while frame.f_back is not None and frame.f_code.co_name != "_run_recorded":
-        file = frame.f_code.co_filename
-        if not file.startswith((__file__, torch.overrides.__file__)):
-            if not file.startswith(TORCH):
-                return f"{file}:{frame.f_lineno}"
-            text = text or f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return text

@@ -32,7 +32,7 @@ from braid.errors import ConfigError
 from braid.graph.captured import CapturedGraph, Node, check_cuts
 from braid.graph.parts import Owner, add_module, add_tensor, owner_at
 from braid.graph.skips import Namespace, SkipKey, current_skips
-from braid.graph.variables import resolved
+from braid.graph.variables import Situation, resolved
 
 __all__ = ["Segment", "segments", "share_modules"]
 
@@ -152,14 +152,16 @@ class Segment(nn.Module):
         skips = current_skips()
         if skips is not None:
             known.update({value: skips[key] for key, value in self._pops.items()})
+        devices = (x.device for x in known.values() if x.device.type != "cpu")
+        now = Situation(rows, self.training, next(devices, torch.device("cpu")))
         pairs = zip(self._nodes, self._labels, strict=True)
         for modes, calls in groupby(pairs, lambda pair: pair[0].modes):
             with modes.active():
                 for node, label in calls:
-                    self._run(node, known, rows, label, around or _plainly)
+                    self._run(node, known, now, label, around or _plainly)
         if self._is_last:
             results = [known[v] if v in known else self._tensor(v) for v in self._graph.results]
-            return unflatten(self._graph.result_tree, results)
+            return unflatten(resolved(self._graph.result_tree, now), results)
         leaves: Any = self._leaves
         if skips is not None:
             skips.update({key: known[value] for key, value in self._stashes.items()})
@@ -183,11 +185,10 @@ class Segment(nn.Module):
         return inputs
 
     def _run(
-        self, node: Node, known: dict[int, torch.Tensor], rows: int, label: str, around: Around
+        self, node: Node, known: dict[int, torch.Tensor], now: Situation, label: str, around: Around
     ) -> None:
         inputs = [known[v] if v in known else self._tensor(v) for v in node.inputs]
-        tree = resolved(node.tree, rows, is_training=self.training)
-        args, kwargs = unflatten(tree, inputs)
+        args, kwargs = unflatten(resolved(node.tree, now), inputs)
         if isinstance(node.target, str):
             module = owner_at(self, node.target.split("."))
             if node.is_checkpointed:

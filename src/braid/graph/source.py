@@ -26,13 +26,24 @@ from torch import nn
 
 from braid.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
-from braid.graph.captured import ByMode, CapturedGraph, Modes, Node, Scaled
+from braid.graph.captured import BatchDevice, CapturedGraph, Modes, Node, Scaled
 from braid.graph.spelling import Spelling, Unspelled, spell_path
 
 __all__ = ["stage_source"]
 
 INDENT = "    "
-RESERVED = {"self", "values", "rows", "torch", "nn", "functional", "checkpoint", "part_of", "braid"}
+RESERVED = {
+    "self",
+    "values",
+    "rows",
+    "device",
+    "torch",
+    "nn",
+    "functional",
+    "checkpoint",
+    "part_of",
+    "braid",
+}
 
 
 def stage_source(
@@ -141,7 +152,7 @@ class _Stage:
         """Return what the stage takes."""
         if not self._index:
             return [self._var(value) for value in range(self._graph.num_inputs)]
-        rows = ["rows"] if _needs_rows(self._graph.nodes[self._begin :]) else []
+        rows = ["rows"] if self._needs(Scaled, self._begin) else []
         return [*map(self._var, self._graph.crossing(self._begin)), *rows]
 
     def _argument(self) -> str:
@@ -152,8 +163,26 @@ class _Stage:
         given = self._given()
         if len(given) > 1:
             yield f"{', '.join(given)} = values"
-        if not self._index and _needs_rows(self._graph.nodes):
+        if not self._index and self._needs(Scaled, 0):
             yield f"rows = {self._var(self._graph.rows_of)}.shape[0]"
+        if self._needs(BatchDevice, self._begin, self._end):
+            yield f"device = {self._var(self._on_device())}.device"
+
+    def _needs(self, kind: type, begin: int, end: int | None = None) -> bool:
+        """Whether calls from a position on, or up to another, depend on the rows or the device."""
+        trees = [node.tree for node in self._graph.nodes[begin:end]]
+        if end is None or self._is_last:
+            trees.append(self._graph.result_tree)
+        return any(_has(tree, kind) for tree in trees)
+
+    def _on_device(self) -> int:
+        """Return a value that the stage takes and that is on the device of the batch."""
+        if not self._index:
+            return self._graph.rows_of
+        crossing = self._graph.crossing(self._begin)
+        modules = [node for node in self._graph.nodes[: self._begin] if node.kind == "module"]
+        made = [value for node in modules for value in node.outputs if value in crossing]
+        return made[-1] if made else crossing[0]
 
     def _leave(self) -> Iterator[str]:
         if self._is_last:
@@ -164,7 +193,7 @@ class _Stage:
                 msg = f"the result of the model cannot be written as code: {exc}"
                 raise ConfigError(msg) from None
             return
-        rows = ["rows"] if _needs_rows(self._graph.nodes[self._end :]) else []
+        rows = ["rows"] if self._needs(Scaled, self._end) else []
         yield f"return {', '.join([*map(self._var, self._leaves), *rows]) or '()'}"
 
     def _calls(self) -> Iterator[str]:
@@ -221,17 +250,12 @@ def _input_names(model: nn.Module, graph: CapturedGraph) -> dict[int, str]:
     }
 
 
-def _needs_rows(nodes: Sequence[Node]) -> bool:
-    def has(tree: Any) -> bool:
-        if isinstance(tree, Scaled):
-            return True
-        if isinstance(tree, ByMode):
-            return has(tree.train) or has(tree.eval)
-        if isinstance(tree, slice):
-            return any(map(has, (tree.start, tree.stop, tree.step)))
-        return any(map(has, (parts_of(tree) or {}).values()))
-
-    return any(has(node.tree) for node in nodes)
+def _has(tree: Any, kind: type) -> bool:
+    if isinstance(tree, kind):
+        return True
+    if isinstance(tree, slice):
+        return any(_has(x, kind) for x in (tree.start, tree.stop, tree.step))
+    return any(_has(part, kind) for part in (parts_of(tree) or {}).values())
 
 
 def _contexts(modes: Modes) -> list[str]:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from braid.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
-from braid.graph.captured import ByMode, Node, Scaled, name_of
+from braid.graph.captured import BatchDevice, ByMode, Node, Scaled, name_of
 from braid.graph.recorder import Applied
 
 __all__ = ["Spelling", "Unspelled", "spell_path"]
@@ -155,6 +155,8 @@ class Spelling:
             return names[place]
         if isinstance(tree, Scaled):
             return _scaled(tree)
+        if isinstance(tree, BatchDevice):
+            return "device"
         if isinstance(tree, ByMode):
             return self._by_mode(tree, names)
         if isinstance(tree, enum.Enum):

@@ -7,17 +7,18 @@ A model is run with several numbers of rows, and in both modes. Arguments that d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from braid.autograd.nested import parts_of, rebuild
 from braid.errors import ConfigError
-from braid.graph.captured import ByMode, CapturedGraph, Node, Scaled
+from braid.graph.captured import BatchDevice, ByMode, CapturedGraph, Node, Scaled
 
-__all__ = ["check_rows", "resolved", "with_modes", "with_rows"]
+__all__ = ["Situation", "check_rows", "resolved", "with_devices", "with_modes", "with_rows"]
 
+Walk = Callable[[Any, Node], Any]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -80,17 +81,34 @@ def _difference_of(one: CapturedGraph, other: CapturedGraph) -> str:
     return "" if one.results == other.results else "the model returns other values"
 
 
-def resolved(tree: Any, rows: int, *, is_training: bool) -> Any:
-    """Return arguments for a number of rows and a mode."""
+def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
+    """Return a graph in which a device, that of the example, is that of the batch."""
+
+    def walk(tree: Any, _node: Node) -> Any:
+        if isinstance(tree, torch.device):
+            return BatchDevice() if tree == device else tree
+        return _mapped(tree, lambda part: walk(part, _node))
+
+    return _changed(graph, walk)
+
+
+class Situation(NamedTuple):
+    """Everything that arguments depend on."""
+
+    rows: int
+    is_training: bool
+    device: torch.device
+
+
+def resolved(tree: Any, now: Situation) -> Any:
+    """Return arguments for a number of rows, a mode and a device."""
     if isinstance(tree, Scaled):
-        return tree.factor * rows + tree.offset
+        return tree.factor * now.rows + tree.offset
     if isinstance(tree, ByMode):
-        return resolved(tree.train if is_training else tree.eval, rows, is_training=is_training)
-    parts = _parts(tree)
-    if parts is None:
-        return tree
-    new = {key: resolved(value, rows, is_training=is_training) for key, value in parts.items()}
-    return tree if all(new[key] is parts[key] for key in parts) else _rebuilt(tree, new)
+        return resolved(tree.train if now.is_training else tree.eval, now)
+    if isinstance(tree, BatchDevice):
+        return now.device
+    return _mapped(tree, lambda part: resolved(part, now))
 
 
 def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
@@ -99,13 +117,19 @@ def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
     Raises:
         ConfigError: They do not: a third number of rows would give other numbers.
     """
-    for one, other in zip(graph.nodes, again.nodes, strict=True):
+    for one, other in zip(_ends(graph), _ends(again), strict=True):
         if not _alike(one.tree, other.tree):
             msg = (
                 f"{one} at {one.where} depends on the number of rows in another way than "
                 "factor * rows + offset: move it into a module"
             )
             raise ConfigError(msg)
+
+
+def _ends(graph: CapturedGraph) -> list[Node]:
+    """Return the nodes, and the result as the arguments of one more."""
+    end = Node("function", "the result", graph.result_tree, graph.results, None, (), "the end")
+    return [*graph.nodes, end]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -137,15 +161,29 @@ def _merged(
         if parts is None or others is None or parts.keys() != others.keys():
             return merge(one, another, node)
         new = {key: walk(value, others[key], node) for key, value in parts.items()}
-        if all(new[key] is parts[key] for key in parts):
-            return one
-        return _rebuilt(one, new)
+        return one if all(new[key] is parts[key] for key in parts) else _rebuilt(one, new)
 
-    nodes = [
-        one._replace(tree=walk(one.tree, another.tree, one))
-        for one, another in zip(graph.nodes, other.nodes, strict=True)
-    ]
-    return dataclasses.replace(graph, nodes=tuple(nodes))
+    pairs = zip(_ends(graph), _ends(other), strict=True)
+    return _with_trees(graph, [walk(one.tree, another.tree, one) for one, another in pairs])
+
+
+def _changed(graph: CapturedGraph, walk: Walk) -> CapturedGraph:
+    return _with_trees(graph, [walk(node.tree, node) for node in _ends(graph)])
+
+
+def _with_trees(graph: CapturedGraph, trees: Sequence[Any]) -> CapturedGraph:
+    *trees, result = trees
+    pairs = zip(graph.nodes, trees, strict=True)
+    nodes = tuple(node._replace(tree=tree) for node, tree in pairs)
+    return dataclasses.replace(graph, nodes=nodes, result_tree=result)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    parts = _parts(tree)
+    if parts is None:
+        return tree
+    new = {key: change(value) for key, value in parts.items()}
+    return tree if all(new[key] is parts[key] for key in parts) else _rebuilt(tree, new)
 
 
 def _check_object(one: Any, another: Any, node: Node) -> None:
@@ -174,7 +212,7 @@ def _describe(x: Any) -> str:
 def _parts(tree: Any) -> dict[Any, Any] | None:
     if isinstance(tree, slice):
         return {"start": tree.start, "stop": tree.stop, "step": tree.step}
-    return None if isinstance(tree, Scaled | ByMode) else parts_of(tree)
+    return None if isinstance(tree, Scaled | ByMode | BatchDevice) else parts_of(tree)
 
 
 def _rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:

@@ -1,0 +1,120 @@
+"""Operations that a captured model would freeze or lose, and the lines that make them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid.autograd.nested import flatten
+from braid.errors import ConfigError
+from braid.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
+
+__all__ = ["RANDOM", "check_function", "is_sized_by_data", "line"]
+
+# what turns data into Python values
+REFUSED: dict[Any, str] = {
+    torch.Tensor.item: "item()",
+    torch.Tensor.tolist: "tolist()",
+    torch.Tensor.__bool__: "a condition",
+    torch.Tensor.__int__: "int()",
+    torch.Tensor.__float__: "float()",
+    torch.Tensor.__complex__: "complex()",
+    torch.Tensor.__index__: "an index",
+    torch.Tensor.__contains__: "a condition",
+    torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy()",
+    torch.Tensor.is_nonzero: "a condition",
+    torch.is_nonzero: "a condition",
+    torch.Tensor.equal: "equal()",
+    torch.equal: "equal()",
+    torch.Tensor.allclose: "allclose()",
+    torch.allclose: "allclose()",
+}
+# what a replay would not do
+LOST: dict[Any, str] = {
+    torch.Tensor.register_hook: "register_hook()",
+    torch.Tensor.data.__set__: "an assignment to .data",  # type: ignore[attr-defined]
+    torch.Tensor.backward: "backward()",
+}
+RANDOM = {*TAKES_GENERATOR, *LIKE, *DROPOUT, torch.randint_like, torch.rrelu, torch.alpha_dropout}
+# functions whose result has as many elements as data say
+SIZED_BY_DATA: frozenset[Any] = frozenset(
+    {
+        *(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere),
+        *(torch.masked_select, torch.Tensor.masked_select, torch.unique, torch.Tensor.unique),
+        *(torch.unique_consecutive, torch.Tensor.unique_consecutive, torch.bincount),
+    }
+)
+SIZES: frozenset[Any] = frozenset(
+    {
+        torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+        *(torch.Tensor.size, torch.Tensor.__len__, torch.Tensor.numel, torch.Tensor.nelement),
+        torch.numel,
+    }
+)
+TORCH = str(Path(torch.__file__).parent)
+HERE = str(Path(__file__).parent)  # of the modules that record
+
+
+def check_function(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    is_data: Callable[[torch.Tensor], bool],
+    is_unsized: Callable[[torch.Tensor], bool],
+) -> None:
+    """Refuse a function that a captured model would freeze or lose.
+
+    Args:
+        func: The function.
+        args: Its arguments.
+        is_data: Whether a tensor depends on more than shapes.
+        is_unsized: Whether a tensor's shape depends on data.
+
+    Raises:
+        ConfigError: It does so; with the line.
+    """
+    refused, tensors = REFUSED.get(func), [x for x in args if isinstance(x, torch.Tensor)]
+    if refused is not None and any(map(is_data, tensors)):
+        msg = (
+            f"{refused} at {line()} makes the model depend on data between its "
+            "modules, which a captured model cannot: move it into a module, or out of the model"
+        )
+        raise ConfigError(msg)
+    if func in SIZES and any(map(is_unsized, tensors[:1])):
+        msg = (
+            f"the shape of a tensor at {line()} depends on data (by a mask, nonzero() or "
+            "unique()), which a captured model cannot: move it into a module"
+        )
+        raise ConfigError(msg)
+    if func in LOST:
+        msg = f"{LOST[func]} at {line()} would be lost between modules: move it into a module"
+        raise ConfigError(msg)
+
+
+def is_sized_by_data(target: Any, args: Sequence[Any]) -> bool:
+    """Whether the shape of a function's result depends on data."""
+    if target is torch.Tensor.__getitem__:
+        _, index = flatten(args[1:])
+        return any(x.dtype in {torch.bool, torch.uint8} for x in index)
+    if target in {torch.repeat_interleave, torch.Tensor.repeat_interleave}:
+        return any(isinstance(x, torch.Tensor) for x in args[1:])
+    return target in SIZED_BY_DATA or (target is torch.where and len(args) == 1)
+
+
+def line() -> str:
+    """Return the model's line that is being executed; torch's own lines only if no other is."""
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
+    text = ""
+    while frame.f_back is not None and frame.f_code.co_name != "_run_recorded":
+        file = frame.f_code.co_filename
+        if not file.startswith((HERE, torch.overrides.__file__)):
+            if not file.startswith(TORCH):
+                return f"{file}:{frame.f_lineno}"
+            text = text or f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return text
