@@ -17,7 +17,19 @@ from braid.observe.intervals import Interval, lanes
 from braid.observe.timeline import RankTimeline
 from braid.observe.units import bytes_text, count_text, duration_text
 
-__all__ = ["Chart", "Lane", "Line", "Picture", "Tick", "line_chart", "picture", "ticks"]
+__all__ = [
+    "Box",
+    "Chart",
+    "Lane",
+    "Line",
+    "Picture",
+    "Tick",
+    "boxes_of",
+    "line_chart",
+    "picture",
+    "ticks",
+    "time_ticks",
+]
 
 MAX_POINTS = 400
 MAX_FLIGHTS = 4  # number of rows of buckets and collectives under way, per rank
@@ -153,16 +165,44 @@ def picture(
 ) -> Picture:
     """Return a picture of all ranks between two moments."""
     span = max(1, end_ns - start_ns)
-    marks = ticks(0.0, span / 1e6, count=5)
     return Picture(
         title,
         tuple(_lane(timeline, start_ns, start_ns + span) for timeline in timelines),
-        tuple(
-            Tick(round(100 * mark * 1e6 / span, 2), duration_text(mark * 1e6) if mark else "0")
-            for mark in marks
-            if mark * 1e6 <= span
-        ),
+        time_ticks(span),
     )
+
+
+def time_ticks(span_ns: int) -> tuple[Tick, ...]:
+    """Return the labels of a time axis."""
+    return tuple(
+        Tick(round(100 * mark * 1e6 / span_ns, 2), duration_text(mark * 1e6) if mark else "0")
+        for mark in ticks(0.0, span_ns / 1e6, count=5)
+        if mark * 1e6 <= span_ns
+    )
+
+
+def boxes_of(
+    spans: Iterable[tuple[float, float, str, str, str]],
+    start_ns: float,
+    span_ns: float,
+    *,
+    least_label: float = MIN_LABEL,
+) -> tuple[Box, ...]:
+    """Return boxes for spans.
+
+    Args:
+        spans: Begin, end, role, title and label of each box.
+        start_ns: Left edge of the picture.
+        span_ns: Width of the picture.
+        least_label: Width in percent below which a box has no label.
+    """
+    boxes = []
+    for begin, end, role, title, label in spans:
+        left, width = 100 * (begin - start_ns) / span_ns, 100 * (end - begin) / span_ns
+        text = label if width >= least_label else ""
+        box = Box(round(left, 3), round(max(MIN_WIDTH, width), 3), role, title, text, open=False)
+        boxes.append(box)
+    return tuple(boxes)
 
 
 def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:

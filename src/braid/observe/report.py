@@ -28,6 +28,7 @@ from braid.observe.facts import by_step, facts, slowest_step
 from braid.observe.figures import Chart, Picture, picture
 from braid.observe.glance import Figure, glance
 from braid.observe.operations import Operation, operations
+from braid.observe.pipelines import PipelineView, pipeline_views
 from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
@@ -74,6 +75,7 @@ class Story:
         charts: Titles and curves; charts without data are missing.
         glance: Numbers that a person looks at first.
         pictures: Sections of the timeline.
+        pipelines: Pipelines, measured and predicted.
         buckets: Gradient buckets in order, with the ranks that were behind.
         operations: Collectives, the most expensive first.
         num_steps: Number of finished steps that all ranks have recorded.
@@ -90,6 +92,7 @@ class Story:
     charts: tuple[tuple[str, Chart], ...]
     glance: tuple[Figure, ...]
     pictures: tuple[Picture, ...]
+    pipelines: tuple[PipelineView, ...]
     buckets: tuple[LateBucket, ...]
     operations: tuple[Operation, ...]
     num_steps: int
@@ -116,6 +119,7 @@ def build_story(run: Run) -> Story:
         charts=charts(run, steps),
         glance=glance(run, timelines, steps),
         pictures=_pictures(timelines, steps, failed=failed),
+        pipelines=pipeline_views(timelines),
         buckets=tuple(late_buckets(timelines)),
         operations=tuple(operations(timelines)),
         num_steps=len(steps),
