@@ -22,7 +22,7 @@ from braid.graph import capture
 from braid.graph.conversion import Made, convert, load_model
 from braid.graph.source import stage_source
 from capture_checks import check_written
-from plain_models import MODELS, UNet, images, numbers
+from plain_models import MODELS, Cast, Checkpointed, UNet, images, numbers
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +107,17 @@ def test_a_stage_is_written_as_straight_lines():
     )
     assert second == EXPECTED
     assert first.endswith(BODY)
+
+
+def test_modes_and_checkpoints_are_written():
+    with torch.random.fork_rng():
+        texts = []
+        for model in (Checkpointed(), Cast()):
+            graph = capture(model, **numbers(4))
+            texts.append(stage_source(model, graph, [0], 0, "models:make"))
+    assert "x2 = checkpoint(self.model.blocks[1], x1, use_reentrant=False)" in texts[0]
+    assert "with torch.no_grad():\n            x1 = self.model.frozen(x)" in texts[1]
+    assert "with torch.autocast('cpu', dtype=torch.bfloat16):" in texts[1]
 
 
 def test_stages_share_the_parameters_of_the_model_and_have_no_others():

@@ -7,7 +7,7 @@ import torch
 
 from braid.graph import capture, segments
 from capture_checks import check_replay
-from plain_models import MODELS, Frozen, numbers
+from plain_models import MODELS, Checkpointed, Frozen, numbers
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -21,3 +21,20 @@ def test_parts_that_are_moved_make_their_tensors_on_the_device_of_the_batch():
         first, second = segments(capture(Frozen(), **numbers(4)), 2)
     result = second.to("meta")(first.to("meta")(numbers(5)["x"].to("meta")))
     assert (result["rows"], result["x"].device.type) == (5, "meta")
+
+
+def test_modules_under_a_checkpoint_are_run_again_in_backward():
+    with torch.random.fork_rng():
+        model = Checkpointed()
+        (part,) = segments(capture(model, **numbers(4)), 1)
+        calls = [0] * 4
+        for number, block in enumerate(model.blocks):
+
+            def count(*_: object, number: int = number) -> None:
+                calls[number] += 1
+
+            block[0].register_forward_hook(count)
+        result = part(numbers(4)["x"].requires_grad_())
+        assert calls == [1, 1, 1, 1]
+        result.sum().backward()
+    assert calls == [1, 2, 2, 2]

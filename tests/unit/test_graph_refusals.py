@@ -12,7 +12,7 @@ from torch import nn
 
 from braid.errors import ConfigError
 from braid.graph import capture, segments
-from plain_models import Cast, InPlace, Random, numbers
+from plain_models import Cast, InPlace, Random, Shared, numbers
 
 
 class Bag:
@@ -148,10 +148,11 @@ def test_a_model_that_calls_no_module_is_one_part():
 
 
 class Late(nn.Module):
-    """Writes to a tensor after it has gone through another module."""
+    """Writes to a tensor, or a view of it, after it has gone through another module."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, view: bool = False) -> None:
         super().__init__()
+        self.view = view
         with torch.random.fork_rng():
             self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
 
@@ -159,7 +160,10 @@ class Late(nn.Module):
         first, second, third = self.layers
         x = first(x)
         y = second(x)
-        x += 1
+        if self.view:
+            x[1:].mul_(2)
+        else:
+            x += 1
         return third(x + y)
 
 
@@ -181,6 +185,8 @@ def test_no_part_begins_between_a_tensor_and_a_write_to_it():
     with torch.random.fork_rng(), pytest.raises(ConfigError, match=text):
         segments(graph, 3)
     assert [len(part._nodes) for part in segments(graph, 2)] == [4, 1]
+    graph = capture(Late(view=True), torch.ones(4, 4))
+    assert [len(part._nodes) for part in segments(graph, 2)] == [5, 1]
 
 
 def test_a_model_with_other_calls_in_evaluation_is_replayed_in_the_captured_mode_only():
@@ -238,6 +244,7 @@ def test_the_modes_that_a_model_sets_are_part_of_the_graph():
 def test_each_call_draws_numbers_of_its_own():
     with torch.random.fork_rng():
         graph = capture(Random().train(), **numbers(4))
+        assert "twice call 2" in capture(Shared(), **numbers(4)).labels()
     labels = graph.labels()
     assert len(set(labels)) == len(labels)
     assert "layers.0" in labels

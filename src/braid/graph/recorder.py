@@ -98,8 +98,6 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        if func is torch.Tensor.__iter__:  # its result would hide the tensors
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, args[:1]))
         check_function(
             func,
             args,
