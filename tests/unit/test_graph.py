@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from braid.errors import ConfigError
 from braid.graph import CapturedGraph, Scaled, capture, segments, share_modules
+from braid.graph.skips import skips_of, use_skips
 from graph_model import Model, Output, tokens
+from plain_models import UNet, images
 
 
 @pytest.fixture
@@ -201,3 +203,16 @@ def test_a_model_without_children_is_one_part():
         net = nn.Linear(4, 2)
     x = torch.ones(3, 4)
     assert torch.equal(replay(capture(net, x), 1, x), net(x))
+
+
+def test_copies_of_parts_hand_values_past_each_other():
+    with torch.random.fork_rng():
+        model = UNet()
+        parts = [copy.deepcopy(part) for part in segments(capture(model, **images(4)), 4)]
+    value: Any = images(3)["x"]
+    with use_skips({}):
+        for part in parts:
+            value = part(value)
+    assert torch.equal(value, model(**images(3)))
+    stashes, pops = zip(*map(skips_of, parts), strict=True)
+    assert [list(map(len, keys)) for keys in (stashes, pops)] == [[1, 0, 0, 0], [0, 0, 1, 0]]

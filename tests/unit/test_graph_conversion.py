@@ -22,7 +22,7 @@ from braid.graph import capture
 from braid.graph.conversion import Made, convert, load_model
 from braid.graph.source import stage_source
 from capture_checks import check_written
-from plain_models import MODELS, Cast, Checkpointed, UNet, images, numbers
+from plain_models import MODELS, Cast, Checkpointed, Hidden, Layer, Random, UNet, images, numbers
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +107,32 @@ def test_a_stage_is_written_as_straight_lines():
     )
     assert second == EXPECTED
     assert first.endswith(BODY)
+
+
+class Clash(nn.Module):
+    """Has an argument with the name of a module that its code needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, plain_models: torch.Tensor) -> torch.Tensor:
+        hidden = Hidden(plain_models, {"seen": []})
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.state
+
+
+def test_an_argument_does_not_hide_a_module(tmp_path):
+    check_written(Clash, lambda rows: {"plain_models": numbers(rows)["x"]}, 2, tmp_path / "out")
+    assert "forward(self, x0)" in (tmp_path / "out" / "stage0.py").read_text()
+
+
+def test_a_model_with_other_calls_in_evaluation_is_written_as_it_was_captured(tmp_path):
+    with torch.random.fork_rng():
+        made = Made(Random().train(), (numbers(4)["x"],), {}, __name__, "make")
+        convert(made, 2, tmp_path / "out")
+    assert "torch.rand(rows, 6)" in (tmp_path / "out" / "stage0.py").read_text()
 
 
 def test_modes_and_checkpoints_are_written():

@@ -187,6 +187,8 @@ def test_no_part_begins_between_a_tensor_and_a_write_to_it():
     assert [len(part._nodes) for part in segments(graph, 2)] == [4, 1]
     graph = capture(Late(view=True), torch.ones(4, 4))
     assert [len(part._nodes) for part in segments(graph, 2)] == [5, 1]
+    with pytest.raises(ConfigError, match=r"cannot be cut at 1 places .* writes to 1 in place"):
+        segments(graph, 3)
 
 
 def test_a_model_with_other_calls_in_evaluation_is_replayed_in_the_captured_mode_only():
