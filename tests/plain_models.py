@@ -237,6 +237,24 @@ class Cast(nn.Module):
         return first(y.float()) + x.detach()
 
 
+class Hooked(nn.Module):
+    """Has layers with hooks, layers that write in place, and containers with both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Dropout(0.2, inplace=True)
+        )
+        self.out = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.net.register_forward_hook(lambda _module, _args, x: x * 2)
+        self.net[2].register_forward_hook(lambda _module, _args, x: x + 3)
+        self.out.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
+        self.out.register_full_backward_hook(lambda _module, grads, _: (grads[0] * 2,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.net(x))
+
+
 class Frozen(nn.Module):
     """Runs a module in inference mode, and tells the rows of its batch."""
 
@@ -355,6 +373,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch
     "noisy": (Noisy, numbers),
     "cast": (Cast, numbers),
     "frozen": (Frozen, numbers),
+    "hooked": (Hooked, numbers),
     "in place": (InPlace, numbers),
     "unpacked": (Unpacked, kept),
     "transformer": (Encoder, pairs),

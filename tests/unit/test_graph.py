@@ -47,7 +47,7 @@ def test_the_replay_in_any_parts_equals_the_model_for_any_rows(model, parts, row
 
 def test_modes_and_modules_stay_those_of_the_model(model):
     graph = capture(model, tokens(4))
-    assert "forward" not in vars(model.blocks[0])
+    assert not {"_call_impl", "_compiled_call_impl"} & vars(model.blocks[0]).keys()
     assert graph.modules["blocks.2"] is model.blocks[2]
     model.train()
     with torch.random.fork_rng():

@@ -125,6 +125,14 @@ def test_an_example_needs_tensors_and_rows():
         capture(model, torch.ones(2, 4))
 
 
+def test_a_backward_hook_of_a_container_is_refused():
+    with torch.random.fork_rng():
+        model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="backward hooks of 0 would be lost"):
+        capture(model, torch.ones(4, 4))
+
+
 class Alone(nn.Module):
     """Calls no module."""
 

@@ -3,7 +3,7 @@
 Problem: symbolic tracing fails on models that look at their inputs' shapes, and exporting freezes
 what a model does in training and drops checkpointing. But a cut is needed between layers only.
 
-Idea: run the model once. The forwards of *atoms* (repeated layers, and modules without children)
+Idea: run the model once. Calls of *atoms* (repeated layers, and modules without children)
 are recorded as one call each, and what happens inside stays the user's own module: dropout, hooks
 and checkpointing work as before. The few operations between atoms are recorded as functions.
 Runs with other numbers of rows show which numbers depend on them, and how; a run in the other mode
@@ -104,7 +104,9 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
         atoms = list(_atoms(model))
         for name, module in atoms:
             stack.enter_context(_recorded(recorder, name, module))
-        stack.enter_context(_buffers_kept(model, {m for _, atom in atoms for m in atom.modules()}))
+        inside = {module for _, atom in atoms for module in atom.modules()}
+        _check_hooks(model, inside)
+        stack.enter_context(_buffers_kept(model, inside))
         with recorder, functions_recorded(recorder):
             result = model(*args, **kwargs)
         tree, results = recorder.end(result)
@@ -184,16 +186,33 @@ def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[No
 
 @contextmanager
 def _recorded(recorder: Recorder, name: str, module: nn.Module) -> Iterator[None]:
-    """Let a module's forward be recorded; its own is put back at the end."""
-    own = vars(module).get("forward")
-    module.forward = partial(recorder.call_module, name, module, module.forward)
+    """Let calls of a module be recorded, with its hooks inside of them."""
+    own = vars(module)  # an attribute of the object goes before the method that `__call__` calls
+    compiled = own.get("_compiled_call_impl")
+    call = module._call_impl  # noqa: SLF001 - with hooks, which `forward` leaves out
+    own |= {"_call_impl": partial(recorder.call_module, name, module, call)}
+    own |= {"_compiled_call_impl": None}
     try:
         yield
     finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        del own["_call_impl"], own["_compiled_call_impl"]
+        if compiled is not None:
+            own["_compiled_call_impl"] = compiled
+
+
+def _check_hooks(model: nn.Module, inside: set[nn.Module]) -> None:
+    """Refuse hooks of modules that are not called as a whole, if a replay would lose them."""
+    names = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if module not in inside and (module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001
+    ]
+    if names:
+        msg = (
+            f"backward hooks of {', '.join(names)} would be lost, as a captured model calls the "
+            "layers inside: register them on layers"
+        )
+        raise ConfigError(msg)
 
 
 def _is_layer_of_torch(module: nn.Module) -> bool:

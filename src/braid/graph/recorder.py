@@ -115,11 +115,11 @@ class Recorder(TorchFunctionMode):
             self._inside -= 1
 
     def call_module(
-        self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run an atom's forward, and record it as one call."""
+        """Call an atom, and record it as one call."""
         if self._inside:
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         self._check_python_state()
         prefix = f"{name}." if name else ""
         own = module.named_parameters(remove_duplicate=False)
@@ -132,7 +132,7 @@ class Recorder(TorchFunctionMode):
         self.modules[name] = module
         self._inside += 1
         try:
-            return self._recorded("module", name, forward, args, kwargs)
+            return self._recorded("module", name, call, args, kwargs)
         finally:
             self._inside -= 1
             self._python_state = random.getstate()

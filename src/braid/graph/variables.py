@@ -142,9 +142,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _calls(node: Node) -> tuple[Any, ...]:
-    return (
-        node.target, node.inputs, node.outputs, node.writes, node.modes, node.is_checkpointed,
-    )  # fmt: skip
+    return node.target, node.inputs, node.outputs, node.modes, node.is_checkpointed
 
 
 def _merged(
@@ -164,7 +162,13 @@ def _merged(
         return one if all(new[key] is parts[key] for key in parts) else _rebuilt(one, new)
 
     pairs = zip(_ends(graph), _ends(other), strict=True)
-    return _with_trees(graph, [walk(one.tree, another.tree, one) for one, another in pairs])
+    both = _with_trees(graph, [walk(one.tree, another.tree, one) for one, another in pairs])
+    nodes = tuple(
+        # dropout in place writes in training only
+        one._replace(writes=tuple(dict.fromkeys((*one.writes, *another.writes))))
+        for one, another in zip(both.nodes, other.nodes, strict=True)
+    )
+    return dataclasses.replace(both, nodes=nodes)
 
 
 def _changed(graph: CapturedGraph, walk: Walk) -> CapturedGraph:
