@@ -88,6 +88,7 @@ class Segment(nn.Module):
             _key(namespace, v, to): v for v, at, to in hops if to == index and at < index - 1
         }
         self._neighbours = {v for v, at, to in hops if (at, to) == (index, index + 1)}
+        self._dead = self._last_uses()
         for node in self._nodes:
             if node.kind == "module":
                 add_module(self, str(node.target), graph.modules[str(node.target)])
@@ -154,11 +155,13 @@ class Segment(nn.Module):
             known.update({value: skips[key] for key, value in self._pops.items()})
         devices = (x.device for x in known.values() if x.device.type != "cpu")
         now = Situation(rows, self.training, next(devices, torch.device("cpu")))
-        pairs = zip(self._nodes, self._labels, strict=True)
+        pairs = zip(self._nodes, self._labels, self._dead, strict=True)
         for modes, calls in groupby(pairs, lambda pair: pair[0].modes):
             with modes.active():
-                for node, label in calls:
+                for node, label, dead in calls:
                     self._run(node, known, now, label, around or _plainly)
+                    for number in dead:
+                        known.pop(number, None)
         if self._is_last:
             results = [known[v] if v in known else self._tensor(v) for v in self._graph.results]
             return unflatten(resolved(self._graph.result_tree, now), results)
@@ -167,6 +170,16 @@ class Segment(nn.Module):
             skips.update({key: known[value] for key, value in self._stashes.items()})
             leaves = self._neighbours
         return {"rows": rows, "values": {v: known[v] for v in sorted(leaves) if v in known}}
+
+    def _last_uses(self) -> list[list[int]]:
+        """Return the values that each node is the last one to use."""
+        kept = {*self._leaves, *self._stashes.values(), *self._graph.results}
+        dead: list[list[int]] = []
+        for node in reversed(self._nodes):
+            used = {*node.inputs, *node.made, *(old for old, _ in node.writes)}
+            dead.append(sorted(used - kept))
+            kept |= used
+        return dead[::-1]
 
     def _check_mode(self) -> None:
         if self._graph.other_mode and self.training != self._graph.is_training:
