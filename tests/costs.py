@@ -41,8 +41,9 @@ BUDGETS_S = {
     "world/test_rebuild": 10,
     "world/test_store": 5,
     "world/test_sync_batch_norm": 10,
+    "world/test_tensor_parallel": 10,
     "world/test_torch_backend": 50,
-    "world/test_train": 28,
+    "world/test_train": 40,
 }
 OTHERS_S = 5  # of each file that has no budget
 

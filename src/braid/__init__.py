@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     )
     from braid.graph import capture
     from braid.launch import spawn
+    from braid.mesh_groups import mesh
     from braid.pipeline import Pipeline
     from braid.resume import load, save
+    from braid.tensor_parallel import parallelize
 
 _ROOT_NAMES = {
     "BraidError": "errors",
@@ -54,6 +56,8 @@ _ROOT_NAMES = {
     "init": "context",
     "load": "resume",
     "log": "context",
+    "mesh": "mesh_groups",
+    "parallelize": "tensor_parallel",
     "save": "resume",
     "shutdown": "context",
     "spawn": "launch",
@@ -83,6 +87,8 @@ __all__ = [
     "init",
     "load",
     "log",
+    "mesh",
+    "parallelize",
     "save",
     "shutdown",
     "spawn",

@@ -33,6 +33,8 @@ ROOT_NAMES = [
     "init",
     "load",
     "log",
+    "mesh",
+    "parallelize",
     "save",
     "shutdown",
     "spawn",

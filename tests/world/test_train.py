@@ -147,12 +147,34 @@ def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, reco
     assert curves[0].kinds == ["start", "eval", "checkpoint", "sample", "end"]
 
 
+@pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("dp=2,tp=2", 4), ("tp=2,dp=1", 2)])
+def test_divided_layers_train_like_one_process_and_are_resumed_without(world, config, mesh, ranks):
+    divided = replace(config, mesh=mesh, model="mini", steps=4)
+    alone = replace(divided, mesh="", log_dir=config.log_dir + "-alone")
+    (expected,) = world(1, train, alone)
+    curve, *_ = world(ranks, train, divided)
+    losses = [loss for _, loss in expected.losses]
+    assert [loss for _, loss in curve.losses] == pytest.approx(losses, rel=1e-4)
+    assert curve.kinds == ["start", "eval", "checkpoint", "sample", "end"]
+    more = replace(alone, steps=6)
+    (longer,) = world(1, train, more, last(alone))
+    begun = last(divided)
+    (without,) = world(1, train, replace(more, log_dir=config.log_dir + "-on"), begun)
+    resumed = world(ranks, train, replace(divided, steps=6), begun)[0]
+    for continued in (resumed, without):
+        assert [step for step, _ in continued.losses] == [5, 6]
+        for (_, loss), (_, wanted) in zip(continued.losses, longer.losses, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("mesh", "ranks", "text"),
     [
         ("pp=2", 3, "--mesh pp=2 has 2 ranks, got -n 3"),
         ("pp=2,dp=2", 2, "--mesh pp=2,dp=2 has 4 ranks, got -n 2"),
-        ("pp=2,tp=2", 4, "--mesh pp=2,tp=2: tp is not there yet"),
+        ("pp=2,tp=2", 4, "--mesh pp=2,tp=2: pp and tp together are not there yet"),
+        ("cp=2", 2, "--mesh cp=2: cp is not there yet"),
+        ("tp=8", 8, "has . heads, which cannot be divided over 8 ranks; valid: 1, 2"),
         ("pp", 2, "a mesh is written as pp=2,dp=4"),
     ],
 )

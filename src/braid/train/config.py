@@ -167,16 +167,24 @@ class TrainConfig:
         """Number of ranks of a pipeline; 1 without one.
 
         Raises:
-            ConfigError: The mesh has other axes than pp and dp.
+            ConfigError: The mesh has other axes than pp, tp and dp, or pp together with tp.
         """
         axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
-        if others := set(axes) - {"pp", "dp"}:
+        if others := set(axes) - {"pp", "tp", "dp"}:
             msg = (
                 f"--mesh {self.mesh}: {', '.join(sorted(others))} is not there yet: use pp=N for a "
-                "pipeline, and dp=N for replicas of it"
+                "pipeline, tp=N for divided layers, and dp=N for replicas of either"
             )
             raise ConfigError(msg)
+        if axes.get("pp", 1) > 1 and axes.get("tp", 1) > 1:
+            msg = f"--mesh {self.mesh}: pp and tp together are not there yet: use one of both"
+            raise ConfigError(msg)
         return axes.get("pp", 1)
+
+    @property
+    def num_tensor_ranks(self) -> int:
+        """Number of ranks over which layers are divided; 1 if they are whole."""
+        return dict(Mesh.parse(self.mesh).axes).get("tp", 1) if self.mesh else 1
 
     def check_ranks(self, num_ranks: int) -> int:
         """Check that this many ranks can train, and return the number of shards of a batch.
@@ -198,7 +206,16 @@ class TrainConfig:
             msg = f"--mesh {self.mesh} has {Mesh.parse(self.mesh).size} ranks, got -n {num_ranks}"
             raise ConfigError(msg)
         self._check_stages()
-        shards = self.reference_shards or num_ranks // self.num_stage_ranks
+        heads = MODELS[self.model].heads
+        if heads % self.num_tensor_ranks:
+            valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            msg = (
+                f"--mesh {self.mesh}: {self.model} has {heads} heads, which cannot be divided over "
+                f"{self.num_tensor_ranks} ranks; valid: {valid}"
+            )
+            raise ConfigError(msg)
+        of_a_replica = self.num_stage_ranks * self.num_tensor_ranks
+        shards = self.reference_shards or num_ranks // of_a_replica
         share_of(range(self.batch), 0, shards)
         return shards
 

@@ -43,7 +43,7 @@ class Block(nn.Module):
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
         width = size.width
-        self.heads = size.heads
+        self.head_width = width // size.heads
         self.norm1 = nn.LayerNorm(width, bias=False)
         self.attend = nn.Linear(width, 3 * width, bias=False)
         self.project = nn.Linear(width, width, bias=False)
@@ -53,11 +53,12 @@ class Block(nn.Module):
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """Map activations of shape (B, T, D) to activations of the same shape."""
-        b, t, d = x_btd.shape
-        qkv = self.attend(self.norm1(x_btd)).view(b, t, 3, self.heads, d // self.heads)
+        b, t, _ = x_btd.shape
+        # as many heads as the layer has here: it may be divided over ranks
+        qkv = self.attend(self.norm1(x_btd)).view(b, t, 3, -1, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T K
         mixed_bhtk = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_btd = x_btd + self.project(mixed_bhtk.transpose(1, 2).reshape(b, t, d))
+        x_btd = x_btd + self.project(mixed_bhtk.transpose(1, 2).reshape(b, t, -1))
         hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_btd)), approximate="tanh"))
         return x_btd + hidden
 

@@ -43,6 +43,7 @@ from braid.train.reports import (
 from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.stages import PipelineShards
+from braid.train.tensor_shards import TensorShards
 
 __all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
 
@@ -117,6 +118,8 @@ class Trainer:
         config = self._config
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
+        if config.num_tensor_ranks > 1:
+            return TensorShards(self._model, self._optimizer, windows, self._group, config)
         if config.num_stage_ranks == 1:
             return ParallelShards(self._model, windows, self._group)
         balance, picture = stage_balance(

@@ -1,0 +1,22 @@
+"""Tensor parallelism: layers whose parameters are divided over ranks."""
+
+from __future__ import annotations
+
+from braid.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from braid.tensor_parallel.divide import clip_grad_norm_, parallelize
+from braid.tensor_parallel.embedding import VocabParallelEmbedding
+from braid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from braid.tensor_parallel.slices import Slicing
+from braid.tensor_parallel.whole import slicing_of, undivide
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "Slicing",
+    "VocabParallelEmbedding",
+    "clip_grad_norm_",
+    "parallelize",
+    "slicing_of",
+    "undivide",
+    "vocab_parallel_cross_entropy",
+]

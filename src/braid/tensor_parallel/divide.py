@@ -1,0 +1,197 @@
+r"""`parallelize`: divide the layers of a model over the ranks of a group, in place.
+
+    model = LlamaForCausalLM(config)                       # equal on all ranks
+    braid.parallelize(model, group)                        # a family that is known needs no plan
+    braid.parallelize(model, group, {r"\.up$": "column", r"\.down$": "row"})
+
+Every rank runs the whole model's forward on the same batch. Modules stay the same objects under the
+same names, with a part of their parameters; the other parameters are whole and equal on all ranks,
+and so are their gradients. A parameter that modules share has one slicing.
+
+Source: M. Shoeybi et al., Megatron-LM, 2019.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.tensor_parallel.embedding import VocabParallelEmbedding
+from braid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, slice_param
+from braid.tensor_parallel.plans import KINDS, check_heads, family_of
+from braid.tensor_parallel.slices import Slicing
+from braid.tensor_parallel.transposed import divide_transposed, is_transposed
+from braid.tensor_parallel.whole import note_change, slicing_of
+
+__all__ = ["clip_grad_norm_", "parallelize"]
+
+SIZES = ("in_features", "out_features", "nf")  # of a layer, which change with it
+KIND = re.compile(rf"({'|'.join(KINDS)})|(column|slice):\d+")
+
+
+def parallelize(
+    model: nn.Module, group: Group, plan: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Divide the layers of a model over the ranks of a group, in place.
+
+    Args:
+        model: Model, equal on all ranks.
+        group: Ranks that share it.
+        plan: Regular expression of a module's name -> kind (see `plans`); tried before the built-in
+            plan of the model's family. `{}` for nothing of one's own.
+
+    Returns:
+        Kind of each module that was divided, by name.
+
+    Raises:
+        ConfigError: No plan is known, an expression fits no module, a size cannot be divided, or a
+            shared parameter is divided in two ways. The message has all problems that can be known
+            before anything is changed.
+    """
+    family = family_of(model)
+    if plan is None and family is None:
+        msg = (
+            f"there is no built-in plan for {type(model).__name__}: give one, such as "
+            r"{r'\.up$': 'column', r'\.down$': 'row'}"
+        )
+        raise ConfigError(msg)
+    own = dict(plan or {})
+    kinds = dict(_kinds_of(model, own, dict(family.plan) if family is not None else {}))
+    if not kinds:
+        msg = f"no layer of {type(model).__name__} fits the plan: name them in a plan of your own"
+        raise ConfigError(msg)
+    if family is not None:
+        check_heads(model, family, group.size)
+    _check(model, kinds, group.size)
+    columns = Counter(name.rpartition(".")[0] for name, kind in kinds.items() if kind == "column")
+    for name, kind in kinds.items():
+        shares = kind == "column" and columns[name.rpartition(".")[0]] > 1
+        module = model.get_submodule(name)
+        for attribute in ("__class__", *(a for a in SIZES if hasattr(module, a))):
+            note_change(model, module, attribute)
+        _divide(module, kind, name, group, shares_input=shares)
+    if family is not None:
+        _divide_counts(model, family.counts, kinds, group.size)
+    return kinds
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Tensor:
+    """Scale gradients so that their 2-norm over all ranks is at most `max_norm`.
+
+    Divided parameters count on all ranks, whole ones once.
+
+    Returns:
+        The norm before scaling, on all ranks.
+
+    Cost: an all_reduce of 8 bytes.
+    """
+    grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    squares = torch.zeros((), dtype=torch.float64)
+    for param, grad in grads:
+        if slicing_of(param) is not None or not group.rank:
+            squares += grad.double().square().sum().cpu()
+    norm = group.all_reduce(squares).sqrt()
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    for _, grad in grads:
+        grad.mul_(factor)
+    return norm
+
+
+def _kinds_of(
+    model: nn.Module, own: dict[str, str], known: dict[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the modules that plans name, with their kinds."""
+    unknown = {kind for kind in own.values() if not KIND.fullmatch(kind)}
+    unused = set(own)
+    for name, _ in model.named_modules():
+        for expression, kind in (*own.items(), *known.items()):
+            if re.search(expression, name):
+                unused.discard(expression)
+                if kind != "whole":
+                    yield name, kind
+                break
+    problems = [f"{kind!r} is no kind: use {', '.join(KINDS)}, or column:N" for kind in unknown]
+    problems += [f"{expression!r} fits no module of the model" for expression in sorted(unused)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _check(model: nn.Module, kinds: Mapping[str, str], size: int) -> None:
+    """Raise ConfigError with everything that cannot be divided, before anything is changed."""
+    problems = []
+    plans: dict[nn.Parameter, tuple[str, Slicing]] = {}
+    for name, text in kinds.items():
+        module = model.get_submodule(name)
+        kind, number = _read(text)
+        if not isinstance(getattr(module, "weight", None), nn.Parameter):
+            problems.append(f"{name} ({type(module).__name__}) has no weight to divide")
+            continue
+        weight = cast("nn.Parameter", module.weight)
+        dim = number if kind == "slice" else _dim_of(module, kind)
+        slicing = Slicing(dim, number if kind == "column" else 1)
+        try:
+            slicing.check(name, weight.shape[dim], size)
+        except ConfigError as exc:
+            problems.append(str(exc))
+        other, known = plans.setdefault(weight, (name, slicing))
+        if known != slicing:
+            problems.append(f"{name} and {other} share a weight and divide it in two ways")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _dim_of(module: nn.Module, kind: str) -> int:
+    """Return the dim of a weight that is divided."""
+    by_outputs = kind in {"column", "head"}
+    if is_transposed(module):  # [in, out]
+        return 1 if by_outputs else 0
+    return 0 if by_outputs or kind == "vocab" else 1
+
+
+def _read(text: str) -> tuple[str, int]:
+    """Return kind and number of an entry of a plan; the number is 1 if there is none."""
+    kind, _, number = text.partition(":")
+    return kind, int(number) if number else 1
+
+
+def _divide(module: nn.Module, text: str, name: str, group: Group, *, shares_input: bool) -> None:
+    kind, number = _read(text)
+    if kind == "slice":
+        slice_param(cast("nn.Parameter", module.weight), Slicing(number), group)
+    elif is_transposed(module):
+        divide_transposed(module, kind, number, group)
+    elif kind == "vocab":
+        VocabParallelEmbedding.shard(cast("nn.Embedding", module), group, name=name)
+    elif kind == "row":
+        RowParallelLinear.shard(cast("nn.Linear", module), group, name=name)
+    else:
+        ColumnParallelLinear.shard(
+            cast("nn.Linear", module),
+            group,
+            gather_output=kind == "head",
+            blocks=number,
+            shares_input=shares_input,
+            name=name,
+        )
+
+
+def _divide_counts(
+    model: nn.Module, counts: Mapping[str, tuple[str, ...]], kinds: Mapping[str, str], size: int
+) -> None:
+    """Divide numbers of heads and widths in modules around divided layers."""
+    for name, module in model.named_modules():
+        for expression, names in counts.items():
+            inside = any(divided.startswith(f"{name}.") for divided in kinds)
+            if re.search(expression, name) and inside:
+                for attribute in names:
+                    if isinstance(value := getattr(module, attribute, None), int):
+                        note_change(model, module, attribute)
+                        setattr(module, attribute, value // size)

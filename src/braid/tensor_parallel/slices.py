@@ -1,0 +1,68 @@
+"""The part of a parameter that a rank has: a slice of one dim, in each of several packed blocks.
+
+    blocks=1     0 0 1 1 2 2                     a rank's rows lie together
+    blocks=3     0 1 2 | 0 1 2 | 0 1 2           packed query, key and value: heads stay whole
+
+Source: M. Shoeybi et al., Megatron-LM (2019); the packed matrix is GPT-2's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["Slicing"]
+
+
+class Slicing(NamedTuple):
+    """Division of a tensor over ranks.
+
+    Attributes:
+        dim: Dim that is divided.
+        blocks: Number of equal blocks in that dim, each of which is divided.
+    """
+
+    dim: int
+    blocks: int = 1
+
+    def check(self, name: str, length: int, size: int) -> None:
+        """Raise ConfigError unless a dim of this length can be divided over `size` ranks."""
+        unit = length // self.blocks if length % self.blocks == 0 else 0
+        if unit and unit % size == 0:
+            return
+        each = f"{length} rows" if self.blocks == 1 else f"{self.blocks} blocks of {length} rows"
+        valid = [n for n in range(1, max(unit, 1) + 1) if unit and unit % n == 0 and n <= 64]
+        msg = (
+            f"{name} has {each}, which cannot be divided over {size} ranks; valid: "
+            f"{', '.join(map(str, valid)) or 'none'}"
+        )
+        raise ConfigError(msg)
+
+    def part_of(self, x: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Return a rank's part of a whole tensor, as a copy."""
+        blocks = x.chunk(self.blocks, self.dim)
+        return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
+
+    def whole_of(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the whole tensor of all ranks' parts; the inverse of `part_of`."""
+        cut = [part.chunk(self.blocks, self.dim) for part in parts]
+        return torch.cat([own[b] for b in range(self.blocks) for own in cut], self.dim)
+
+    def boxes(
+        self, part: torch.Tensor, rank: int, size: int
+    ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield the boxes of the whole tensor that a part has: first index of each, and values."""
+        for number, block in enumerate(part.chunk(self.blocks, self.dim)):
+            offset = [0] * part.dim()
+            offset[self.dim] = (number * size + rank) * block.shape[self.dim]
+            yield tuple(offset), block
+
+    def whole_shape(self, part: torch.Tensor, size: int) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        shape = list(part.shape)
+        shape[self.dim] *= size
+        return tuple(shape)

@@ -1,0 +1,58 @@
+"""Makes a divided model whole again: to export it, or to use it on one rank or another mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.tensor_parallel.slices import Slicing
+
+__all__ = ["Change", "note_change", "slicing_of", "undivide"]
+
+CHANGES = "braid_changes"  # of a divided model
+
+
+class Change(NamedTuple):
+    """Change of a module besides its parameters: of an attribute, or of its class."""
+
+    module: nn.Module
+    name: str
+    before: Any
+
+
+def note_change(model: nn.Module, module: nn.Module, name: str) -> None:
+    """Note the value of an attribute before it is changed."""
+    model.__dict__.setdefault(CHANGES, []).append(Change(module, name, getattr(module, name)))
+
+
+def slicing_of(param: torch.Tensor) -> Slicing | None:
+    """Return how a parameter is divided; None if it is whole."""
+    slicing: Slicing | None = getattr(param, "braid_slicing", None)
+    return slicing
+
+
+@torch.no_grad()
+def undivide(model: nn.Module, group: Group) -> None:
+    """Give all ranks the whole model, in place; nothing is left of `parallelize`. A collective.
+
+    Gradients of divided parameters are dropped, and states of optimizers stay divided.
+
+    Args:
+        model: Model that `parallelize` has divided.
+        group: Ranks that share it.
+
+    Cost: one all_gather of each divided parameter.
+    """
+    for param in model.parameters():
+        slicing = slicing_of(param)
+        if slicing is None:
+            continue
+        parts = group.all_gather(param.detach().reshape(1, -1).contiguous())
+        param.grad = None
+        param.data = slicing.whole_of([part.view(param.shape) for part in parts])
+        del param.__dict__["braid_slicing"]
+    for change in reversed(model.__dict__.pop(CHANGES, [])):
+        setattr(change.module, change.name, change.before)

@@ -1,0 +1,88 @@
+"""Unmodified models of transformers, divided over two ranks, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from braid.launch import JobSpec, QuietConsole, Supervisor
+
+PROGRAM = """
+import copy
+import sys
+import torch
+import transformers as hf
+import braid
+from braid.tensor_parallel import slicing_of
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**SMALL, "num_key_value_heads": 2, "use_cache": False}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
+    "llama_tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**DECODER)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**DECODER)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0, use_cache=False)
+    ),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL)),
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    ),
+    "vit": lambda: hf.ViTForImageClassification(
+        hf.ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16,
+                     patch_size=4, num_labels=5)
+    ),
+}
+ALL_REDUCES = {"t5": (13, 12), "vit": (4, 4)}  # forward and backward; others: 2 a layer, embedding and head
+
+
+def inputs(name):
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        images = torch.randn(3, 3, 16, 16, dtype=torch.float64, generator=generator)
+        return {"pixel_values": images, "labels": torch.tensor([0, 1, 2])}
+    ids = torch.randint(96, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+torch.set_num_threads(1)
+group = braid.init()
+name = sys.argv[1]
+torch.manual_seed(0)
+model = MODELS[name]().eval().double()
+whole = copy.deepcopy(model)
+expected = whole(**inputs(name)).loss
+expected.backward()
+braid.parallelize(model, group)
+counts = [group.statistics()["num_operations"]]
+loss = model(**inputs(name)).loss
+counts.append(group.statistics()["num_operations"])
+loss.backward()
+counts.append(group.statistics()["num_operations"])
+assert abs(loss - expected) <= 1e-13 * abs(expected), (loss, expected)
+largest = max(p.grad.abs().max() for p in whole.parameters())
+num_divided = 0
+for (path, own), param in zip(model.named_parameters(), whole.parameters(), strict=True):
+    slicing = slicing_of(own)
+    num_divided += slicing is not None
+    grad = param.grad if slicing is None else slicing.part_of(param.grad, group.rank, group.size)
+    assert (own.grad - grad).abs().max() <= 1e-13 * largest, path
+assert num_divided >= 8
+forward, backward = counts[1] - counts[0], counts[2] - counts[1]
+assert (forward, backward) == ALL_REDUCES.get(name, (6, 5)), (forward, backward)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize(
+    "model", ["llama", "llama_tied", "mistral", "qwen2", "gpt2", "bert", "t5", "vit"]
+)
+def test_a_model_of_transformers_is_divided_unmodified(model: str, tmp_path: Path) -> None:
+    script = tmp_path / "divided.py"
+    script.write_text(PROGRAM)
+    job = JobSpec(command=(str(script), model), num_ranks=2, log_dir=str(tmp_path / "run"))
+    outcome = Supervisor(QuietConsole()).run(job)
+    assert outcome.ok, outcome
+    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
