@@ -74,6 +74,22 @@ def test_each_promise_is_held_up_to_its_limit(row, verdicts):
 
 
 @pytest.mark.parametrize(
+    ("work_s", "text"),
+    [
+        ([0.1] * 12, ""),
+        ([0.1, 0.13] * 8, ""),
+        ([0.1, 0.2] * 8, "unsteady  wide, 1f1b: work without messages took 100 to 200 ms"),
+        ([0.1, 0.2] * 2, ""),  # too few to tell
+    ],
+)
+def test_work_that_lasts_differently_casts_doubt_on_the_figures(work_s, text):
+    row = measured("wide")
+    row.rounds_s["compute"] = work_s
+    assert "".join(pipeline.pipeline_doubts(report_of(measured=[row]))).startswith(text)
+    assert bool(pipeline.pipeline_doubts(report_of(measured=[row]))) is bool(text)
+
+
+@pytest.mark.parametrize(
     ("nbytes", "is_held"), [([100, 109], True), ([89, 100], False), ([100, 111], False)]
 )
 def test_live_bytes_may_differ_from_the_formula_in_either_direction(nbytes, is_held):

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import quantiles
 
 import msgspec
 from rich.console import Console as RichConsole
@@ -38,6 +39,7 @@ __all__ = [
     "CASES",
     "PipelineBench",
     "PipelineReport",
+    "pipeline_doubts",
     "pipeline_tables",
     "pipeline_verdicts",
     "plot_sweep",
@@ -69,6 +71,7 @@ LEAST_EFFICIENCY = 0.9
 HELD_WITHIN = 0.1
 MOST_ACTION_S = 100e-6
 OPTIMUM_WITHIN = 0.05
+STEADY = 1.3  # work alone differs by less on an idle machine
 
 
 class PipelineReport(Report, kw_only=True):
@@ -193,6 +196,23 @@ def pipeline_verdicts(report: PipelineReport) -> list[Verdict]:
     return verdicts
 
 
+def pipeline_doubts(report: PipelineReport) -> list[str]:
+    """Return texts on figures that were measured while other programs slowed the machine down."""
+    lines = []
+    for row in report.figures.measured:
+        work_s = row.rounds_s.get("compute", [])
+        if len(work_s) < LEAST_ROUNDS:
+            continue
+        low_s, *_, high_s = quantiles(work_s, n=10)
+        if high_s > STEADY * low_s:
+            lines.append(
+                f"unsteady  {row.case.model}, {row.case.schedule}: work without messages took "
+                f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth and ninetieth percentile): "
+                "something else has slowed the machine down; measure again"
+            )
+    return lines
+
+
 def _verdicts_of(row: Measured) -> list[Verdict]:
     what = f"{row.case.model}, {row.case.schedule}"
     verdicts = []
@@ -205,7 +225,7 @@ def _verdicts_of(row: Measured) -> list[Verdict]:
             )
         )
     if least := LEAST_SPEEDUP.get(row.case.model):
-        faster, exposed = row.speedup["braid"], 1 - row.efficiency["gloo"]
+        faster, exposed = row.speedup["braid"], max(0.0, 1 - row.efficiency["gloo"])
         figure = f"measured {faster:.2f} with {exposed:.0%} exposed"
         known = row.case.model != "wide" or exposed >= EXPOSED
         verdicts.append(
@@ -360,4 +380,5 @@ def plot_sweep(report: PipelineReport, path: Path) -> Path:
 
 def print_pipeline(report: PipelineReport, out: Path) -> None:
     """Print the tables, the verdicts and the path of the figures."""
-    show(pipeline_tables(report), pipeline_verdicts(report), out / "pipeline.json")
+    lines = [*pipeline_verdicts(report), *pipeline_doubts(report)]
+    show(pipeline_tables(report), lines, out / "pipeline.json")
