@@ -24,7 +24,7 @@ BUDGETS_S = {
     "world/test_comm": 55,
     "world/test_data_parallel": 30,
     "world/test_ddp": 35,
-    "world/test_demo": 20,
+    "world/test_demo": 24,
     "world/test_distributed_optimizer": 10,
     "world/test_fusion": 15,
     "world/test_horovod": 40,

@@ -73,6 +73,8 @@ def test_the_demonstration_proves_that_parallel_is_equal(shown):
     losses = re.findall(found, shown.text, re.MULTILINE)
     assert len(losses) >= 2
     assert losses[0] == losses[1]
+    idle = re.findall(r"4 pipeline .* idle (\d+)%, by the schedule alone 20%", shown.text)
+    assert 0 < int(idle[0]) < 100
     assert "weights equal to 1: yes (max diff 0)" in shown.text
     bars = [len(row) for row in re.findall(r"rank \d +([#=.]+) ", shown.text)]
     assert bars == [room.BAR_WIDTH] * 2

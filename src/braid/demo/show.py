@@ -3,6 +3,7 @@
     1 reference   one process runs the shards of each batch in turn, in the order of ranks
     2 parallel    one process for each shard
     3 chaos       the same, but a rank is killed, and the training resumes from its last checkpoint
+    4 pipeline    the layers are divided instead of the batch; its idle time beside the schedule's
     proof         the last checkpoints, weights and optimizer, are compared bit by bit
 
 All printed figures are measured in this run. The data is Python's own standard library, so nothing
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,8 +27,9 @@ from braid.checkpoint import Comparison, compare, verify
 from braid.demo.chaos import Assassin
 from braid.errors import CheckpointError
 from braid.launch import Outcome
+from braid.observe import pipeline_views, read_run, read_timelines
 from braid.train.command import launch
-from braid.train.config import TrainConfig
+from braid.train.config import MODELS, TrainConfig
 from braid.train.progress import TrainConsole
 from braid.train.reports import Finished, Shares
 
@@ -39,6 +42,7 @@ SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
 BAR_WIDTH = 40
 SAMPLE_ROWS = 6
 CHECKPOINTS = 5  # of the run in which a rank is killed
+PIPELINE_PART = 6  # of the steps of the others
 KILLED_AFTER = 0.3  # of the steps; the rest leaves time to strike
 PROOF_FAILED_EXIT_CODE = 1
 
@@ -112,6 +116,11 @@ def show(
         survived, code = _chaos(
             out, replace(config, log_dir=f"{log_dir}/chaos"), size, alone.finished
         )
+    if code:
+        return code
+
+    if size > 1:
+        code = _pipeline(out, replace(config, log_dir=f"{log_dir}/pipeline"), size)
     if code:
         return code
 
@@ -191,6 +200,30 @@ def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tup
     )
     out.print(line + _verdict(proof), soft_wrap=True, highlight=False)
     return proof.equal, 0
+
+
+def _pipeline(out: Console, config: TrainConfig, size: int) -> int:
+    """Train with layers on several ranks, and show how long they idle; return the exit code."""
+    size = min(size, MODELS[config.model].layers)
+    config = replace(
+        config,
+        mesh=f"pp={size}",
+        microbatches=2 * size,
+        batch=2 * size * max(1, config.batch // (2 * size)),
+        steps=max(2, config.steps // PIPELINE_PART),
+        sample_bytes=0,
+    )
+    stage = _train(out, "4 pipeline", config, size)
+    if stage.finished is None:
+        return _failed(out, stage)
+    views = pipeline_views(read_timelines(read_run(Path(stage.outcome.log_dir)).rings))
+    rows = views[0].rows if views else ()
+    formula = (size - 1) / (config.microbatches + size - 1)
+    idle = sum(row.measured.bubble for row in rows) / len(rows) if rows else float("nan")
+    what = f"{size} stages, 1F1B, {config.microbatches} micro-batches"
+    verdict = Text(f"idle {idle:.0%}, by the schedule alone {formula:.0%}")
+    _print_stage(out, "4 pipeline", what, stage.finished, verdict)
+    return 0
 
 
 def _print_stage(

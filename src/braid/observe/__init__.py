@@ -8,6 +8,7 @@ from braid.observe.compare import (
     print_comparison,
     publish_comparison,
 )
+from braid.observe.pipelines import PipelineView, pipeline_views
 from braid.observe.publish import Published, publish
 from braid.observe.report import Story, build_story, render_page, this_machine
 from braid.observe.run_directory import Run, read_run
@@ -17,6 +18,7 @@ from braid.observe.trace import write_trace
 
 __all__ = [
     "Comparison",
+    "PipelineView",
     "Published",
     "RankTimeline",
     "Run",
@@ -24,6 +26,7 @@ __all__ = [
     "Story",
     "build_story",
     "compare_runs",
+    "pipeline_views",
     "print_comparison",
     "print_summary",
     "publish",
