@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from braid.layout.grid import Grid
 from braid.layout.mesh import Mesh
 
-__all__ = ["Mesh"]
+__all__ = ["Grid", "Mesh"]
