@@ -4,7 +4,9 @@ Shapes may change from micro-batch to micro-batch, so a value is announced by a 
 structure: containers, shapes, dtypes, and which tensors need a gradient. The structure itself
 follows only the first time. Gradients need no announcement, since their receiver has the outputs.
 
-    first      digest, structure, tensors          afterwards      digest, tensors
+    first        digest, structure, tensors
+    afterwards   digest, tensors               as one message, if they are small
+    changed      a message of the length that the receiver expects, then as above
 
 Sends wait for nobody: a tensor belongs to its message until it has gone. Messages of one edge come
 in the order in which they were sent; edge 0 joins neighbouring stages, others are skip connections.
@@ -12,6 +14,7 @@ in the order in which they were sent; edge 0 joins neighbouring stages, others a
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +30,8 @@ from braid.types import text_digest
 __all__ = ["Carrier", "Messages"]
 
 DIGEST_MASK = (1 << 62) - 1
+HEADER_BYTES = 16
+PACKED_BYTES = 64 << 10  # copying more costs more than a message
 
 
 class Carrier(Protocol):
@@ -83,6 +88,54 @@ class _Structure(NamedTuple):
     specs: tuple[_Spec, ...]
 
 
+class _Layout(NamedTuple):
+    """Places of small tensors in one message."""
+
+    nbytes: int
+    offsets: tuple[int, ...]
+
+
+class _Expected(NamedTuple):
+    """The last structure on an edge; its layout if its tensors are small enough for one message."""
+
+    digest: int
+    structure: _Structure
+    layout: _Layout | None
+
+
+def _layout_of(specs: Sequence[_Spec]) -> _Layout | None:
+    """Return places for tensors in one message behind a digest; None if they are too large."""
+    at, offsets = HEADER_BYTES, []
+    for spec in specs:
+        offsets.append(at)
+        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        at += -(-nbytes // HEADER_BYTES) * HEADER_BYTES  # aligned for any dtype
+        if not spec.on_cpu or at > PACKED_BYTES:
+            return None
+    return _Layout(at, tuple(offsets))
+
+
+def _packed(layout: _Layout, digest: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a message of a digest and tensors; without them it says that others follow."""
+    packed = torch.empty(layout.nbytes, dtype=torch.uint8)
+    packed[:HEADER_BYTES].view(torch.int64)[0] = digest
+    for tensor, offset in zip(tensors, layout.offsets, strict=False):
+        place = packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        place.copy_(tensor.detach())
+    return packed
+
+
+def _unpacked(packed: torch.Tensor, expected: _Expected) -> Any:
+    """Return the value of a message, whose tensors share its memory."""
+    assert expected.layout is not None
+    tensors = []
+    for spec, offset in zip(expected.structure.specs, expected.layout.offsets, strict=True):
+        end = offset + math.prod(spec.shape) * spec.dtype.itemsize
+        tensor = packed[offset:end].view(spec.dtype).view(spec.shape)
+        tensors.append(tensor.requires_grad_(spec.requires_grad))
+    return unflatten(expected.structure.tree, tensors)
+
+
 class _Sent(NamedTuple):
     """A tensor under way, and how often it had been changed in place before."""
 
@@ -119,6 +172,9 @@ class Messages:
         self._structures: dict[tuple[int, int, int], _Structure] = {}
         self._descriptions: dict[_Structure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
+        # last structure that was sent and received, by peer and edge
+        self._expected_there: dict[tuple[int, int], _Expected] = {}
+        self._expected_here: dict[tuple[int, int], _Expected] = {}
 
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
         """See `Carrier`."""
@@ -128,7 +184,15 @@ class Messages:
         )
         parts = value if type(value) is tuple else (value,)
         is_plain = all(isinstance(part, torch.Tensor) for part in parts)
-        raw, digest = self._described(_Structure(tree, specs), is_plain=is_plain)
+        structure = _Structure(tree, specs)
+        raw, digest = self._described(structure, is_plain=is_plain)
+        expected = self._expected_there.get((peer, edge))
+        self._expected_there[peer, edge] = _Expected(digest, structure, _layout_of(specs))
+        if expected is not None and expected.layout is not None:
+            is_same = expected.digest == digest
+            self._send(_packed(expected.layout, digest, tensors if is_same else ()), peer, edge)
+            if is_same:
+                return
         is_new = (peer, edge, digest) not in self._sent
         self._send(torch.tensor([digest, len(raw) if is_new else 0]), peer, edge)
         if is_new:
@@ -138,6 +202,12 @@ class Messages:
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
         """See `Carrier`."""
+        expected = self._expected_here.get((peer, edge))
+        if expected is not None and expected.layout is not None:
+            packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)
+            self._group.recv(packed, peer, tag=edge)
+            if packed[:HEADER_BYTES].view(torch.int64)[0] == expected.digest:
+                return _unpacked(packed, expected)
         announced = self._group.recv(torch.empty(2, dtype=torch.int64), peer, tag=edge)
         digest, nbytes = announced.tolist()
         if nbytes:
@@ -145,6 +215,7 @@ class Messages:
             # from a rank of the same job, which runs the same program
             self._structures[peer, edge, digest] = pickle.loads(raw.numpy().tobytes())  # noqa: S301
         structure = self._structures[peer, edge, digest]
+        self._expected_here[peer, edge] = _Expected(digest, structure, _layout_of(structure.specs))
         tensors = [
             torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.on_cpu else self._device)
             for spec in structure.specs

@@ -33,6 +33,7 @@ class Starter(Reductions, Movements, PointToPoint):
         self._start = start
 
     def _submit(self, collective: Collective) -> Any:
+        collective.async_op = True
         return self._start(collective)
 
     def _device_types(self, x: torch.Tensor) -> frozenset[str]:

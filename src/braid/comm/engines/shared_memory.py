@@ -374,7 +374,9 @@ class SharedMemoryEngine:
     def _send(self, c: Collective, channel: Channel) -> Steps:
         pages = self.pages
         acks = pages.channel(pages.acknowledging_index(pages.rank))
-        private = self.selection.choose("send", c.nbytes) == "pulled"
+        # a rank that goes on computing takes no steps: the receiver reads all of it by itself
+        pulled = c.async_op or self.selection.choose("send", c.nbytes) == "pulled"
+        private = pulled and self.selection.may_pull
         x = c.ins[0].view(torch.uint8)
         return message.send(channel, acks, x, c.peer, c.tag, private=private)
 
