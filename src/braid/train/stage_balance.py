@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.layout import Mesh
 from braid.pipeline import Balance, balance_by_size, balance_by_time
 from braid.train.config import MEASURED, TrainConfig
 
@@ -49,13 +50,14 @@ def stage_balance(
 def _measured(
     config: TrainConfig, layers: Sequence[nn.Module], sample: Callable[[int], Any]
 ) -> Balance:
+    batch = config.batch // max(1, Mesh.parse(config.mesh).size // config.num_stage_ranks)
     if config.balance == "time":
-        rows = max(1, config.batch // config.microbatches)
+        rows = max(1, batch // config.microbatches)
         return balance_by_time(config.num_stages, layers, sample(rows))
     return balance_by_size(
         config.num_stages,
         layers,
-        sample(config.batch),
+        sample(batch),
         num_microbatches=config.microbatches,
         param_scale=PARAM_COPIES,
     )
