@@ -1,0 +1,9 @@
+"""Tensors in another layout: the cheapest collectives, planned and carried out; see README.md."""
+
+from __future__ import annotations
+
+from braid.redistribute.collectives import carry_out, move, redistribute
+from braid.redistribute.planner import plan
+from braid.redistribute.steps import AxisCost, Plan, Step
+
+__all__ = ["AxisCost", "Plan", "Step", "carry_out", "move", "plan", "redistribute"]

@@ -1,0 +1,204 @@
+"""Tensors carried from one layout to another, by collectives on one mesh or between two meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.layout import Box, Layout
+from braid.redistribute.exchange import Exchange, intersection, relative
+from braid.redistribute.planner import plan
+from braid.redistribute.steps import AxisCost, Plan, Step
+
+__all__ = ["carry_out", "move", "redistribute"]
+
+Groups = Callable[[str], Group]
+
+
+def redistribute(
+    x: torch.Tensor,
+    source: Layout,
+    target: Layout,
+    groups: Groups,
+    *,
+    shape: Sequence[int],
+    costs: Mapping[str, AxisCost] | None = None,
+) -> torch.Tensor:
+    """Return this rank's part of a tensor in another layout on the same mesh.
+
+    Moves are exact, so the parts are bitwise those of the whole tensor. Sums are taken in the order
+    of ranks along each partial axis, the last axis of the mesh first. No gradient flows.
+
+    Args:
+        x: This rank's part in the source layout.
+        source: Layout of `x`.
+        target: Layout of the result.
+        groups: Function that returns the group of an axis, such as `mesh.__getitem__` of
+            `braid.mesh`. Axes are asked for in the order of the mesh.
+        shape: Shape of the whole tensor. Parts of uneven sizes do not tell it.
+        costs: Costs of each axis, see `plan`; the same on all ranks.
+
+    Shape:
+        x: the box of the source layout. Result: that of the target layout; it may share memory
+        with `x`.
+
+    Raises:
+        ConfigError: The layouts do not fit together, or `x` is not the source layout's part.
+        MismatchError, PeerLostError, CommTimeout: See `braid.comm`.
+
+    Cost: `plan(...).explain()` lists the steps with their bytes and seconds.
+    """
+    steps = plan(shape, x.element_size(), source, target, costs)
+    return carry_out(steps, x, groups)
+
+
+def carry_out(steps: Plan, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return this rank's part after the steps of a plan; see `redistribute`.
+
+    Args:
+        steps: Plan, the same on all ranks.
+        x: This rank's part in the source layout.
+        groups: Function that returns the group of an axis.
+
+    Raises:
+        ConfigError: A group has not as many ranks as its axis, or `x` has another shape or size
+            of elements than the plan says.
+        MismatchError, PeerLostError, CommTimeout: See `braid.comm`.
+    """
+    mesh = steps.source.mesh
+    named = {
+        axis for side in (steps.source, steps.target) for axes in side.dims for axis in axes
+    } | {step.axis for step in steps.steps}
+    along = {axis: groups(axis) for axis, size in mesh.axes.items() if axis in named and size > 1}
+    for axis, group in along.items():
+        if group.size != mesh.axes[axis]:
+            msg = f"axis {axis} of {mesh} has {mesh.axes[axis]} ranks, and its group {group.size}"
+            raise ConfigError(msg)
+    rank = mesh.rank({axis: group.rank for axis, group in along.items()})
+    _check_part(x, steps.source.box(steps.shape, rank), steps.source, rank)
+    if x.element_size() != steps.itemsize:
+        msg = f"{x.dtype} has {x.element_size()} bytes, and the plan is for {steps.itemsize}"
+        raise ConfigError(msg)
+    layout, x = steps.source, x.detach()
+    for step in steps.steps:
+        x = _after_step(x, steps.shape, layout, step, rank, along[step.axis])
+        layout = step.layout
+    return x
+
+
+def _after_step(
+    x: torch.Tensor, shape: Sequence[int], layout: Layout, step: Step, rank: int, group: Group
+) -> torch.Tensor:
+    """Return this rank's part after one step; parts of all peers follow from the layouts."""
+    peers = layout.mesh.peers(step.axis, rank)
+    before, after = layout.box(shape, rank), step.layout.box(shape, rank)
+    if step.move == "slice":
+        return x[relative(after, before)]
+    held = [layout.box(shape, peer) for peer in peers]
+    wanted = [step.layout.box(shape, peer) for peer in peers]
+    out = _empty(after, x)
+    if not any(_numel(box) for box in (*held, *wanted)):
+        return out
+    match step.move:
+        case "all_reduce":
+            group.all_reduce(x, out=out)
+        case "all_gather":
+            group.all_gather(x, out=[out[relative(box, after)] for box in held])
+        case "reduce_scatter":
+            group.reduce_scatter([x[relative(box, before)] for box in wanted], out=out)
+        case _:
+            parts = [_common(x, before, box) for box in wanted]
+            group.all_to_all(parts, out=[_common(out, after, box) for box in held])
+    return out
+
+
+def move(
+    x: torch.Tensor,
+    source: Layout,
+    target: Layout,
+    group: Group,
+    *,
+    shape: Sequence[int],
+    source_ranks: Sequence[int] | None = None,
+    target_ranks: Sequence[int] | None = None,
+) -> torch.Tensor | None:
+    """Move a tensor between any two layouts on any two meshes over ranks of one group.
+
+    Every rank sends exactly the elements that a receiver lacks, each from one rank. All ranks of
+    the group call this. No gradient flows.
+
+    Args:
+        x: This rank's part in the source layout. Ranks outside of the source's mesh pass an empty
+            tensor of the same dtype, on the device of their result.
+        source: Layout of `x`, without partial axes.
+        target: Layout of the result, without partial axes.
+        group: Ranks of both meshes, and perhaps others.
+        shape: Shape of the whole tensor.
+        source_ranks: Group rank of each rank of the source's mesh; the first ranks when None.
+        target_ranks: The same for the target's mesh.
+
+    Returns:
+        This rank's part, in memory of its own; None outside of the target's mesh.
+
+    Raises:
+        ConfigError: Layouts, ranks and shape do not fit together, or `x` is not this rank's part.
+        MismatchError, PeerLostError, CommTimeout: See `braid.comm`.
+
+    Cost: 2 a + l b, with l the larger of the bytes that a rank sends and receives.
+    """
+    firsts = range(source.mesh.size) if source_ranks is None else source_ranks
+    lasts = range(target.mesh.size) if target_ranks is None else target_ranks
+    parts = Exchange(tuple(shape), source, target, tuple(firsts), tuple(lasts), group.size)
+    held, wanted = parts.source_box(group.rank), parts.target_box(group.rank)
+    if held is not None:
+        _check_part(x, held, source, parts.source_ranks.index(group.rank))
+    elif x.numel():
+        msg = (
+            f"group rank {group.rank} is not in the source mesh {source.mesh} (its ranks are "
+            f"{list(firsts)}), and passed a tensor of shape {list(x.shape)}: pass an empty one"
+        )
+        raise ConfigError(msg)
+    nothing, x = x.new_empty(0), x.detach()
+    sends, receives = [nothing] * group.size, [nothing] * group.size
+    out = None if wanted is None else _empty(wanted, x)
+    for peer, part in parts.sent(group.rank):
+        assert held is not None, "only ranks with a part send"
+        sends[peer] = x[relative(part, held)]
+    for peer, part in parts.received(group.rank):
+        assert out is not None, "only ranks with a part receive"
+        assert wanted is not None, "only ranks with a part receive"
+        receives[peer] = out[relative(part, wanted)]
+    own = sends[group.rank]
+    if own.numel():  # as many elements as it receives from itself
+        receives[group.rank].copy_(own)
+        sends[group.rank] = receives[group.rank] = nothing
+    group.all_to_all(sends, out=receives)
+    return out
+
+
+def _check_part(x: torch.Tensor, box: Box, layout: Layout, rank: int) -> None:
+    expected = [end - begin for begin, end in box]
+    if list(x.shape) != expected:
+        msg = (
+            f"rank {rank} of the mesh {layout.mesh} holds a part of shape {expected} in layout "
+            f"{layout}, and passed {list(x.shape)}: give the shape of the whole tensor and the "
+            "layout that it has"
+        )
+        raise ConfigError(msg)
+
+
+def _common(x: torch.Tensor, box: Box, other: Box) -> torch.Tensor:
+    part = intersection(box, other)
+    return x.new_empty(0) if part is None else x[relative(part, box)]
+
+
+def _empty(box: Box, x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty([end - begin for begin, end in box])
+
+
+def _numel(box: Box) -> int:
+    return math.prod(end - begin for begin, end in box)

@@ -1,0 +1,125 @@
+"""The cheapest steps from one layout to another: a shortest path.
+
+    nodes    layouts: ordered axes of each dim, and the partial axes
+    edges    one collective along one axis, or a slice, which is free
+    length   a + l b of the axis, see `steps`
+
+All ranks compute the same path from the same numbers, without communication. Paths of equal length
+are ordered by their number of steps, then by the order in which steps are listed.
+
+Source: E. W. Dijkstra, Numerische Mathematik 1 (1959). Fixed rules (gather, then slice; or
+MindSpore's inference of split, permute and concat operators) are cheap to compute, but gather where
+a slice along a free axis first would save bytes on a slow one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+from braid.errors import ConfigError
+from braid.layout import Layout
+from braid.redistribute.steps import AxisCost, Plan, Step, next_steps
+
+__all__ = ["plan"]
+
+State = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]
+DEFAULT = AxisCost()
+
+
+def plan(
+    shape: Sequence[int],
+    itemsize: int,
+    source: Layout,
+    target: Layout,
+    costs: Mapping[str, AxisCost] | None = None,
+) -> Plan:
+    """Return the cheapest steps from one layout to another on the same mesh.
+
+    Axes of one rank are left out of the steps.
+
+    Args:
+        shape: Shape of the whole tensor.
+        itemsize: Bytes of an element.
+        source: Layout before.
+        target: Layout afterwards. Its partial axes must be partial before.
+        costs: Costs of each axis; `AxisCost()` for those left out.
+
+    Raises:
+        ConfigError: The layouts do not fit together or to the shape; all problems are named.
+
+    Cost: no communication; states grow as (dims + 2) to the power of the axes of several ranks.
+
+    >>> from braid.layout import Mesh
+    >>> mesh = Mesh({"tp": 2})
+    >>> layouts = Layout.parse(mesh, "tp | -"), Layout.parse(mesh, "- | tp")
+    >>> [step.move for step in plan((4, 6), 4, *layouts).steps]
+    ['all_to_all']
+    """
+    _check(shape, itemsize, source, target, costs or {})
+    priced = dict.fromkeys(source.mesh.axes, DEFAULT) | dict(costs or {})
+    first, last = _used(source), _used(target)
+    order = count()
+    queue: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [
+        (0.0, 0, next(order), first, ())
+    ]
+    done: set[State] = set()
+    while queue:
+        seconds, length, _, layout, steps = heapq.heappop(queue)
+        if _state(layout) == _state(last):
+            return Plan(tuple(shape), itemsize, source, target, steps)
+        if _state(layout) in done:
+            continue
+        done.add(_state(layout))
+        for step in next_steps(shape, itemsize, layout, last, priced):
+            if _state(step.layout) not in done:
+                path = (seconds + step.seconds, length + 1, next(order), step.layout)
+                heapq.heappush(queue, (*path, (*steps, step)))
+    raise AssertionError("gathering, reducing and slicing lead from any layout to any other")
+
+
+def _state(layout: Layout) -> State:
+    return layout.dims, layout.partial
+
+
+def _used(layout: Layout) -> Layout:
+    """Leave out axes of one rank, which change nothing."""
+    sizes = layout.mesh.axes
+    dims = tuple(tuple(axis for axis in axes if sizes[axis] > 1) for axes in layout.dims)
+    return replace(layout, dims=dims, partial=tuple(a for a in layout.partial if sizes[a] > 1))
+
+
+def _check(
+    shape: Sequence[int],
+    itemsize: int,
+    source: Layout,
+    target: Layout,
+    costs: Mapping[str, AxisCost],
+) -> None:
+    problems = [
+        f"the {role} layout {layout} has {len(layout.dims)} dims, and the shape {list(shape)} "
+        f"{len(shape)}"
+        for role, layout in (("source", source), ("target", target))
+        if len(layout.dims) != len(shape)
+    ]
+    if any(size < 0 for size in shape) or itemsize < 1:
+        problems.append(f"sizes must not be negative, got shape {list(shape)}, {itemsize} bytes")
+    if list(source.mesh.axes.items()) != list(target.mesh.axes.items()):
+        problems.append(
+            f"the source is on the mesh {source.mesh} and the target on {target.mesh}: use move, "
+            "which goes between meshes"
+        )
+    else:
+        added = [axis for axis in _used(target).partial if axis not in source.partial]
+        if added:
+            problems.append(
+                f"the target {target} is partial over {','.join(added)}, and the source {source} "
+                "is not: values become partial by computing, not by moving"
+            )
+    unknown = [axis for axis in costs if axis not in source.mesh.axes]
+    if unknown:
+        problems.append(f"there are costs of {','.join(unknown)}, no axis of {source.mesh}")
+    if problems:
+        raise ConfigError("; ".join(problems))

@@ -1,0 +1,83 @@
+"""Random layouts, and a second way from one to another, with which the planner is compared."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import strategies as st
+
+from braid.layout import Layout, Mesh
+from braid.redistribute.steps import next_steps
+
+MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(
+    lambda sizes: math.prod(sizes) <= 8
+)
+SIZES = st.sampled_from(
+    [0, 1, 2, 3, 5, 7, 8, 11, 12]
+)  # primes, and sizes below the number of ranks
+
+
+@st.composite
+def meshes(draw):
+    return Mesh(dict(zip(("a", "b", "c"), draw(MESHES), strict=False)))
+
+
+@st.composite
+def layouts(draw, mesh, num_dims, partial=()):
+    """A layout whose partial axes are among some."""
+    dims = [[] for _ in range(num_dims)]
+    summed, unused = [], []
+    for axis in draw(st.permutations(list(mesh.axes))):
+        draw(st.sampled_from([*dims, unused, *([summed] if axis in partial else [])])).append(axis)
+    return Layout(mesh, tuple(map(tuple, dims)), tuple(summed))
+
+
+@st.composite
+def moves(draw, mesh):
+    """Shape, source and target on one mesh."""
+    shape = tuple(draw(st.lists(SIZES, max_size=3)))
+    source = draw(layouts(mesh, len(shape), tuple(mesh.axes)))
+    return shape, source, draw(layouts(mesh, len(shape), source.partial))
+
+
+def inferred_steps(shape, itemsize, source, target, costs):
+    """MindSpore's inference: reduce; then Split, Permute or Concat while one helps; break cycles by a Concat.
+
+    Source: Redistribution of MindSpore's auto-parallel (InferRedistribution: InferSplitByAxis, InferPermuteByAxis,
+    InferConcatByAxis), on layouts over one device matrix.
+    """
+    layout, steps = source, []
+    while wanted := _inferred(layout, target):
+        (step,) = [
+            step
+            for step in next_steps(shape, itemsize, layout, target, costs)
+            if (step.move, step.axis, step.source_dim, step.target_dim) == wanted
+        ]
+        steps.append(step)
+        layout = step.layout
+    assert (layout.dims, layout.partial) == (target.dims, target.partial)
+    return steps
+
+
+def _inferred(layout, target) -> tuple[str, str, int | None, int | None] | None:
+    unsummed = [axis for axis in layout.partial if axis not in target.partial]
+    if unsummed:
+        return "all_reduce", unsummed[-1], None, None
+    pairs = list(zip(layout.dims, target.dims, strict=True))
+    wrong = {now[-1]: i for i, (now, then) in enumerate(pairs) if now != then[: len(now)]}
+    lacking = {
+        then[len(now)]: j
+        for j, (now, then) in enumerate(pairs)
+        if now == then[: len(now)] and len(now) < len(then)
+    }
+    placed = {axis for axes in layout.dims for axis in axes}
+    for axis, j in lacking.items():
+        if axis not in placed:
+            return "slice", axis, None, j
+    for axis, i in wrong.items():
+        if axis in lacking:
+            return "all_to_all", axis, i, lacking[axis]
+    kept = {axis for axes in target.dims for axis in axes}
+    for axis, i in sorted(wrong.items(), key=lambda pair: pair[0] in kept):
+        return "all_gather", axis, i, None
+    return None
