@@ -175,6 +175,20 @@ def test_nested_uneven_parts_are_gathered_in_order(world):
     assert world(4, nested_uneven) == [torch.arange(15).view(5, 3).tolist()] * 4
 
 
+def without_elements(group):
+    mesh = Mesh({"tp": 2})
+    source, target = Layout.parse(mesh, "tp | -"), Layout.parse(mesh, "- | -")
+    groups = {"tp": group}.__getitem__
+    x = redistribute(torch.empty(2 - group.rank, 0), source, target, groups, shape=(3, 0))
+    whole = Layout.parse(Mesh({"tp": 1}), "- | -")
+    y = move(x if group.rank == 0 else torch.empty(0), whole, source, group, shape=(3, 0))
+    return list(x.shape), list(y.shape)
+
+
+def test_tensors_without_elements_keep_their_shapes():
+    assert run_threads(2, without_elements) == [([3, 0], [2, 0]), ([3, 0], [1, 0])]
+
+
 def refused(call, group):
     try:
         call(group)
