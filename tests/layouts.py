@@ -7,7 +7,7 @@ import math
 from hypothesis import strategies as st
 
 from braid.layout import Layout, Mesh
-from braid.redistribute.steps import next_steps
+from braid.redistribute.axis_moves import Prices, State, possible_moves
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(
     lambda sizes: math.prod(sizes) <= 8
@@ -40,37 +40,35 @@ def moves(draw, mesh):
     return shape, source, draw(layouts(mesh, len(shape), source.partial))
 
 
-def inferred_steps(shape, itemsize, source, target, costs):
-    """MindSpore's inference: reduce; then Split, Permute or Concat while one helps; break cycles by a Concat.
+def inferred_seconds(shape, itemsize, source, target, costs):
+    """Seconds by MindSpore's inference: reduce; then Split, Permute or Concat while one helps; break cycles by a Concat.
 
     Source: Redistribution of MindSpore's auto-parallel (InferRedistribution: InferSplitByAxis, InferPermuteByAxis,
     InferConcatByAxis), on layouts over one device matrix.
     """
-    layout, steps = source, []
-    while wanted := _inferred(layout, target):
-        (step,) = [
-            step
-            for step in next_steps(shape, itemsize, layout, target, costs)
-            if (step.move, step.axis, step.source_dim, step.target_dim) == wanted
-        ]
-        steps.append(step)
-        layout = step.layout
-    assert (layout.dims, layout.partial) == (target.dims, target.partial)
-    return steps
+    state, seconds = State(source.dims, source.partial), 0.0
+    prices = Prices(shape, itemsize, source.mesh.axes, costs)
+    while wanted := _inferred(state, target):
+        moves = possible_moves(state, list(source.mesh.axes), target.partial)
+        (move,) = [move for move in moves if move[:4] == wanted]
+        seconds += prices.price(state, move)[1]
+        state = move.after
+    assert state == (target.dims, target.partial)
+    return seconds
 
 
-def _inferred(layout, target) -> tuple[str, str, int | None, int | None] | None:
-    unsummed = [axis for axis in layout.partial if axis not in target.partial]
+def _inferred(state, target) -> tuple[str, str, int | None, int | None] | None:
+    unsummed = [axis for axis in state.partial if axis not in target.partial]
     if unsummed:
         return "all_reduce", unsummed[-1], None, None
-    pairs = list(zip(layout.dims, target.dims, strict=True))
+    pairs = list(zip(state.dims, target.dims, strict=True))
     wrong = {now[-1]: i for i, (now, then) in enumerate(pairs) if now != then[: len(now)]}
     lacking = {
         then[len(now)]: j
         for j, (now, then) in enumerate(pairs)
         if now == then[: len(now)] and len(now) < len(then)
     }
-    placed = {axis for axes in layout.dims for axis in axes}
+    placed = {axis for axes in state.dims for axis in axes}
     for axis, j in lacking.items():
         if axis not in placed:
             return "slice", axis, None, j

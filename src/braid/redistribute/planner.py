@@ -2,10 +2,10 @@
 
     nodes    layouts: ordered axes of each dim, and the partial axes
     edges    one collective along one axis, or a slice, which is free
-    length   a + l b of the axis, see `steps`
+    length   a + l b of the axis, see `axis_moves`
 
 All ranks compute the same path from the same numbers, without communication. Paths of equal length
-are ordered by their number of steps, then by the order in which steps are listed.
+are ordered by their number of steps, then by the order in which moves are listed.
 
 Source: E. W. Dijkstra, Numerische Mathematik 1 (1959). Fixed rules (gather, then slice; or
 MindSpore's inference of split, permute and concat operators) are cheap to compute, but gather where
@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import count
 
 from braid.errors import ConfigError
 from braid.layout import Layout
-from braid.redistribute.steps import AxisCost, Plan, Step, next_steps
+from braid.redistribute.axis_moves import Move, Prices, State, possible_moves
+from braid.redistribute.steps import AxisCost, Plan, Step
 
 __all__ = ["plan"]
 
-State = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]
 DEFAULT = AxisCost()
 
 
@@ -60,35 +59,53 @@ def plan(
     """
     _check(shape, itemsize, source, target, costs or {})
     priced = dict.fromkeys(source.mesh.axes, DEFAULT) | dict(costs or {})
-    first, last = _used(source), _used(target)
+    axes = [axis for axis, size in source.mesh.axes.items() if size > 1]
+    first, last = _state(source), _state(target)
+    prices = Prices(shape, itemsize, source.mesh.axes, priced)
+    path = _shortest(first, last, axes, prices)
+    steps = tuple(
+        Step(
+            move.kind,
+            move.axis,
+            move.source_dim,
+            move.target_dim,
+            *prices.price(before, move),
+            Layout(source.mesh, *move.after),
+        )
+        for before, move in zip([first, *(move.after for move in path)], path, strict=False)
+    )
+    return Plan(tuple(shape), itemsize, source, target, steps)
+
+
+def _shortest(first: State, last: State, axes: Sequence[str], prices: Prices) -> list[Move]:
     order = count()
-    queue: list[tuple[float, int, int, Layout, tuple[Step, ...]]] = [
-        (0.0, 0, next(order), first, ())
-    ]
-    done: set[State] = set()
+    queue: list[tuple[float, int, int, State]] = [(0.0, 0, next(order), first)]
+    reached: dict[State, tuple[float, int]] = {first: (0.0, 0)}
+    previous: dict[State, tuple[State, Move]] = {}
     while queue:
-        seconds, length, _, layout, steps = heapq.heappop(queue)
-        if _state(layout) == _state(last):
-            return Plan(tuple(shape), itemsize, source, target, steps)
-        if _state(layout) in done:
-            continue
-        done.add(_state(layout))
-        for step in next_steps(shape, itemsize, layout, last, priced):
-            if _state(step.layout) not in done:
-                path = (seconds + step.seconds, length + 1, next(order), step.layout)
-                heapq.heappush(queue, (*path, (*steps, step)))
-    raise AssertionError("gathering, reducing and slicing lead from any layout to any other")
+        seconds, length, _, state = heapq.heappop(queue)
+        if state == last:
+            break
+        if (seconds, length) > reached[state]:
+            continue  # a better way to it was entered later
+        for move in possible_moves(state, axes, last.partial):
+            whole = (seconds + prices.price(state, move)[1], length + 1)
+            if move.after not in reached or whole < reached[move.after]:
+                reached[move.after] = whole
+                previous[move.after] = (state, move)
+                heapq.heappush(queue, (*whole, next(order), move.after))
+    path = []
+    while last != first:
+        last, move = previous[last]
+        path.append(move)
+    return path[::-1]
 
 
 def _state(layout: Layout) -> State:
-    return layout.dims, layout.partial
-
-
-def _used(layout: Layout) -> Layout:
-    """Leave out axes of one rank, which change nothing."""
+    """Return the state of a layout without axes of one rank, which change nothing."""
     sizes = layout.mesh.axes
-    dims = tuple(tuple(axis for axis in axes if sizes[axis] > 1) for axes in layout.dims)
-    return replace(layout, dims=dims, partial=tuple(a for a in layout.partial if sizes[a] > 1))
+    split = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in layout.dims)
+    return State(tuple(split), tuple(axis for axis in layout.partial if sizes[axis] > 1))
 
 
 def _check(
@@ -112,7 +129,7 @@ def _check(
             "which goes between meshes"
         )
     else:
-        added = [axis for axis in _used(target).partial if axis not in source.partial]
+        added = [axis for axis in _state(target).partial if axis not in source.partial]
         if added:
             problems.append(
                 f"the target {target} is partial over {','.join(added)}, and the source {source} "
