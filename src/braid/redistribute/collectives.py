@@ -38,7 +38,8 @@ def redistribute(
         source: Layout of `x`.
         target: Layout of the result.
         groups: Function that returns the group of an axis, such as `mesh.__getitem__` of
-            `braid.mesh`. Axes are asked for in the order of the mesh.
+            `braid.mesh`: its ranks in the order of the axis. Axes are asked for in the order of
+            the mesh.
         shape: Shape of the whole tensor. Parts of uneven sizes do not tell it.
         costs: Costs of each axis, see `plan`; the same on all ranks.
 
