@@ -285,8 +285,8 @@ def train(
         reference_shards: Run this many shards in turn on one rank: the same bits as that many
             ranks.
         sample_bytes: Length of the text that is generated at the end.
-        mesh: Arrangement of the ranks: pp=2 for a pipeline, pp=2,dp=2 for two of it (default: all
-            data parallel).
+        mesh: Arrangement of the ranks: pp=2 for a pipeline, tp=2 for divided layers, with dp=2 for
+            two of either (default: all data parallel).
         schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with
             a program, also as CSV of torch's pipelining.
         microbatches: Micro-batches of a pipeline.

@@ -39,7 +39,9 @@ from braid.checkpoint.snapshot import OWN
 from braid.comm import Group
 from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
+from braid.pipeline import Pipeline
 from braid.rendezvous import ControlClient, Loaded, Saved
+from braid.tensor_parallel import slicing_of
 
 __all__ = ["load", "save"]
 
@@ -85,6 +87,7 @@ def save(
     Cost: one pass over the bytes, of which each rank writes its share.
     """
     group = world() if group is None else group
+    _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict")
     plain = _unwrapped(model)
     tensors = training_tensors(plain, optimizer)
@@ -140,6 +143,7 @@ def load(
         ConfigError: An object has no `load_state_dict()`.
     """
     group = world() if group is None else group
+    _refuse_parts_of(model, group)
     _check_parts(parts, "load_state_dict")
     wanted = _asked_for()
     named = wanted not in {"", "auto"} or Path(directory).name.startswith("step-")
@@ -180,6 +184,22 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         if inner is None or own_tensors:
             return model
         model = inner
+
+
+def _refuse_parts_of(model: nn.Module, group: Group) -> None:
+    """Raise ConfigError for a model of which ranks have parts: each would pass for the whole."""
+    if any(slicing_of(param) is not None for param in model.parameters()):
+        msg = (
+            "the model is divided over ranks, and would be saved or loaded in parts: call "
+            "braid.tensor_parallel.undivide(model, group) before, and parallelize afterwards"
+        )
+        raise ConfigError(msg)
+    if isinstance(model, Pipeline) and group.size > 1:
+        msg = (
+            "a Pipeline has other layers on each rank, which braid.save does not put together yet: "
+            "save and load pipeline.state_dict() on each rank in a file of its own"
+        )
+        raise ConfigError(msg)
 
 
 def _check_parts(parts: Mapping[str, Any], method: str) -> None:

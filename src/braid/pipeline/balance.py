@@ -36,6 +36,7 @@ from braid.errors import ConfigError
 from braid.pipeline.balance_bars import bars
 from braid.pipeline.block_partition import block_partition
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.pipeline.rows import layers_of
 from braid.pipeline.skip import SkipKey, use_skips
 
 __all__ = ["Balance", "balance_by_size", "balance_by_time"]
@@ -178,7 +179,7 @@ def _balance(
 
 def _named(layers: Layers, num_parts: int) -> list[tuple[str, nn.Module]]:
     named = (
-        list(layers.named_children())
+        layers_of(layers)
         if isinstance(layers, nn.Module)
         else [(str(i), layer) for i, layer in enumerate(layers)]
     )

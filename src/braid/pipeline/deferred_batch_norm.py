@@ -67,7 +67,7 @@ class DeferredBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(x)
         self._check_input_dim(x)
-        if not is_recomputing():
+        if torch.is_grad_enabled() and not is_recomputing():
             self._track(x.detach())
         return functional.batch_norm(
             x, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps
@@ -124,8 +124,9 @@ class DeferredBatchNorm(_BatchNorm):
                 setattr(new, name, getattr(module, name))
             for name in ("running_mean", "running_var", "num_batches_tracked"):
                 new.register_buffer(name, getattr(module, name))
-        for name, child in module.named_children():
-            new.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
+        for name, child in module._modules.items():  # noqa: SLF001 - also what comes twice
+            if child is not None:
+                new.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
         return cast("Module", new)
 
 

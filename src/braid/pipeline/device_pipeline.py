@@ -34,6 +34,7 @@ from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
 from braid.pipeline.local_carrier import LocalCarrier, LocalWire, Span
 from braid.pipeline.microbatches import gather, num_rows, scatter, sizes_of
+from braid.pipeline.rows import layers_of
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.workers import Workers
 from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
@@ -88,7 +89,7 @@ class DevicePipeline(nn.Module):
         self._check(len(layers))
         if deferred_batch_norm:
             layers = DeferredBatchNorm.convert_deferred_batch_norm(layers, None)
-        named = list(layers.named_children())
+        named = layers_of(layers)
         ends = list(accumulate(self.balance, initial=0))
         parts = [nn.Sequential(OrderedDict(named[begin:end])) for begin, end in pairwise(ends)]
         self._tied = _separate(parts, self.devices)
@@ -154,10 +155,7 @@ class DevicePipeline(nn.Module):
             raise ConfigError("; ".join(problems))
 
     def _parts(self) -> list[list[Layer]]:
-        return [
-            [Layer(name, layer) for name, layer in part.named_children()]
-            for part in self.partitions
-        ]
+        return [[Layer(name, layer) for name, layer in layers_of(part)] for part in self.partitions]
 
 
 class _Run:
@@ -185,7 +183,7 @@ class _Run:
         if trains and owner.training:
             program = with_recompute(program, owner.recompute)
         # a seed of its own for each forward, which follows `torch.manual_seed`
-        seed = int(torch.randint(2**62, (), device="cpu"))
+        seed = int(torch.randint(2**62, (), device="cpu")) if owner.training else 0
         ends = accumulate(sizes, initial=0)
         self._draws = [Draws(seed, 0, range(*pair)) for pair in pairwise(ends)]
         self._executors = [

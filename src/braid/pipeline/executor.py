@@ -36,7 +36,13 @@ __all__ = ["Executor", "LossOf"]
 LossOf = Callable[[Any, int], torch.Tensor]
 Gradients = list["torch.Tensor"]
 Place = tuple[int, int]  # stage and micro-batch
+MICROBATCH_BITS = 20
 BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
+
+
+def _tag(edge: Edge, microbatch: int) -> int:
+    """Return the number of a skip connection's messages for a micro-batch."""
+    return edge.number << MICROBATCH_BITS | microbatch
 
 
 class Executor:
@@ -176,12 +182,14 @@ class Executor:
             self._abort(f"layer {exc.layer}, {PIPELINE.describe(action)}", exc.error)
             raise exc.error from None
         except StaleError as exc:  # a send under way has ended the group before this action
+            self._carrier.pass_on(str(exc))
             self.clear()
             raise CommError(str(exc)) from exc
-        except CommError:
+        except CommError as exc:
+            self._carrier.pass_on(str(exc))
             self.clear()
             raise
-        except Exception as exc:
+        except BaseException as exc:  # also an exit: the others would wait for ever
             self._abort(PIPELINE.describe(action), exc)
             raise
         results, self._results = self._results, {}
@@ -221,7 +229,7 @@ class Executor:
             if self._ranks[edge.target] == self._carrier.rank:
                 self._stashed[edge, i] = tensor
             else:
-                self._carrier.send_value(tensor, self._ranks[edge.target], edge.number)
+                self._carrier.send_value(tensor, self._ranks[edge.target], _tag(edge, i))
         if stage.index == self._last:
             self._conclude(stage, i, output)
         elif self._ranks[stage.index + 1] == self._carrier.rank:
@@ -232,18 +240,19 @@ class Executor:
     def _popped(self, edge: Edge, i: int) -> Any:
         if self._ranks[edge.source] == self._carrier.rank:
             return self._stashed.pop((edge, i))
-        return self._carrier.recv_value(self._ranks[edge.source], edge.number)
+        return self._carrier.recv_value(self._ranks[edge.source], _tag(edge, i))
 
     def _conclude(self, stage: Stage, i: int, output: Any) -> None:
         """Keep the output of the last stage, or its loss."""
         if self._loss_of is None:
             self._results[i] = output
             return
-        is_recomputed = (stage.index, i) in self._recomputed
-        with torch.set_grad_enabled(self._trains and not is_recomputed):
+        if (stage.index, i) in self._recomputed:
+            return  # R has the output that backward begins at
+        with torch.set_grad_enabled(self._trains):
             loss = self._loss_of(output, i)
         self._results[i] = loss.detach()
-        if self._trains and not is_recomputed:
+        if self._trains:
             self._begin_backward_at(stage, i, loss)
 
     def _begin_backward_at(self, stage: Stage, i: int, loss: torch.Tensor) -> None:
@@ -258,7 +267,9 @@ class Executor:
         output = stage.recompute(i)
         if stage.index == self._last and self._loss_of is not None:
             with torch.enable_grad():
-                self._begin_backward_at(stage, i, self._loss_of(output, i))
+                loss = self._loss_of(output, i)
+            self._results[i] = loss.detach()
+            self._begin_backward_at(stage, i, loss)
 
     def _recv_b(self, action: Action) -> None:
         outputs = self._stages[action.unit].outputs(action.index)
@@ -290,7 +301,7 @@ class Executor:
                 grads[edge] = self._stashed_grads.pop((edge, i))
             else:
                 like, peer = stage.outputs(i, edge), self._ranks[edge.target]
-                grads[edge] = self._carrier.recv_tensors(like, peer, edge.number)
+                grads[edge] = self._carrier.recv_tensors(like, peer, _tag(edge, i))
         return grads
 
     def _hand_on(self, action: Action, grads: Mapping[Edge | None, Gradients]) -> None:
@@ -300,7 +311,8 @@ class Executor:
             if self._ranks[edge.source] == self._carrier.rank:
                 self._stashed_grads[edge, i] = grads[edge]
             else:
-                self._carrier.send_tensors(grads[edge], self._ranks[edge.source], edge.number)
+                peer = self._ranks[edge.source]
+                self._carrier.send_tensors(grads[edge], peer, _tag(edge, i))
         if stage.index and self._ranks[stage.index - 1] == self._carrier.rank:
             self._grads[stage.index - 1, i] = grads[None]
         else:

@@ -147,6 +147,9 @@ class LocalCarrier:
         """See `Carrier`."""
         self._wire.abort(f"device {self._device} of stage {self.rank} {text}")
 
+    def pass_on(self, text: str) -> None:
+        """See `Carrier`."""
+
     def _moved(self, x: torch.Tensor, peer: int) -> torch.Tensor:
         """Return a tensor on the device of `peer`; one that is on the CPU stays there."""
         device, y = self._wire.devices[peer], x.detach()

@@ -9,7 +9,8 @@ follows only the first time. Gradients need no announcement, since their receive
     changed      a message of the length that the receiver expects, then as above
 
 Sends wait for nobody: a tensor belongs to its message until it has gone. Messages of one edge come
-in the order in which they were sent; edge 0 joins neighbouring stages, others are skip connections.
+in the order in which they were sent; edge 0 joins neighbouring stages. A skip connection has an
+edge for each micro-batch, and brings its structure each time.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class Carrier(Protocol):
 
     def abort(self, text: str) -> None:
         """Let all other ranks raise an error with this text."""
+        ...
+
+    def pass_on(self, text: str) -> None:
+        """Let all ranks that this one meets raise an error that it has received."""
         ...
 
 
@@ -145,13 +150,18 @@ class _Sent(NamedTuple):
 
     def check(self) -> None:
         """Raise ConfigError if the tensor has been changed on its way."""
-        if self.tensor._version != self.version:  # noqa: SLF001
+        if _version(self.tensor) != self.version:
             msg = (
                 f"a tensor of shape {list(self.tensor.shape)} was changed in place before the "
                 "next stage had it, which may have got either: return a new tensor from the "
                 "layer, or a clone"
             )
             raise ConfigError(msg)
+
+
+def _version(x: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place; tensors of inference do not count."""
+    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch's name for it
 
 
 class Messages:
@@ -161,11 +171,15 @@ class Messages:
         group: Ranks of the pipeline.
         device: Device of this rank's stages, where values arrive; numbers that were on the CPU stay
             there.
+
+    Attributes:
+        others: Groups with ranks of other pipelines, such as replicas, which fail with this one.
     """
 
     def __init__(self, group: Group, device: torch.device | None = None) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
+        self.others: list[Group] = []
         self._starter = group.starting()
         self._device = device or torch.device("cpu")
         self._sent: set[tuple[int, int, int]] = set()
@@ -186,6 +200,11 @@ class Messages:
         is_plain = all(isinstance(part, torch.Tensor) for part in parts)
         structure = _Structure(tree, specs)
         raw, digest = self._described(structure, is_plain=is_plain)
+        if edge:  # its messages need not come in the order in which others go
+            self._send(torch.tensor([digest, len(raw)]), peer, edge)
+            self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
+            self.send_tensors(tensors, peer, edge)
+            return
         expected = self._expected_there.get((peer, edge))
         self._expected_there[peer, edge] = _Expected(digest, structure, _layout_of(specs))
         if expected is not None and expected.layout is not None:
@@ -202,7 +221,7 @@ class Messages:
 
     def recv_value(self, peer: int, edge: int = 0) -> Any:
         """See `Carrier`."""
-        expected = self._expected_here.get((peer, edge))
+        expected = None if edge else self._expected_here.get((peer, edge))
         if expected is not None and expected.layout is not None:
             packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)
             self._group.recv(packed, peer, tag=edge)
@@ -251,7 +270,13 @@ class Messages:
 
     def abort(self, text: str) -> None:
         """See `Carrier`."""
-        self._group.abort(f"rank {self._group.ranks[self.rank]} {text}")
+        for group in (self._group, *self.others):
+            group.abort(f"rank {self._group.ranks[self.rank]} {text}")
+
+    def pass_on(self, text: str) -> None:
+        """See `Carrier`."""
+        for group in (self._group, *self.others):
+            group.abort(text)
 
     def _described(self, structure: _Structure, *, is_plain: bool) -> tuple[bytes, int]:
         """Return the bytes of a structure and their digest; kept for tensors and tuples of them."""
@@ -272,6 +297,6 @@ class Messages:
         for sent in [sent for sent in self._under_way if sent.work.done()]:
             self._under_way.remove(sent)
             sent.check()
-        version = tensor._version  # noqa: SLF001 - its name in torch's documentation, too
+        version = _version(tensor)
         work = self._starter.send(tensor, peer, tag=edge, async_op=True)
         self._under_way.append(_Sent(work, tensor, version))

@@ -47,10 +47,10 @@ def scatter(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def gather(parts: list[Any]) -> Any:
-    """Join micro-batches to one batch; tensors without dims are those of the last one.
+    """Join micro-batches to one batch; one tensor for each of theirs.
 
     Raises:
-        ConfigError: They have different numbers of tensors.
+        ConfigError: They have different numbers of tensors, or tensors without dims.
     """
     trees, tensors = zip(*(flatten(part) for part in parts), strict=True)
     counts = {len(own) for own in tensors}
@@ -58,6 +58,12 @@ def gather(parts: list[Any]) -> Any:
         msg = (
             f"micro-batches returned {', '.join(map(str, sorted(counts)))} tensors: their outputs "
             "need one structure to be joined to a batch"
+        )
+        raise ConfigError(msg)
+    if len(parts) > 1 and any(not x.dim() for x in tensors[0]):
+        msg = (
+            f"{len(parts)} micro-batches returned a tensor without dims each, which cannot be "
+            "joined to a batch: return a value for each row"
         )
         raise ConfigError(msg)
     joined = [torch.cat(own) if own[0].dim() else own[-1] for own in zip(*tensors, strict=True)]

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from braid.autograd.nested import tensors_in
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError
 from braid.graph import CapturedGraph, Segment, segments, share_modules
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.pipeline.edges import edges_of
@@ -34,11 +35,13 @@ from braid.pipeline.executor import Executor
 from braid.pipeline.messages import Messages
 from braid.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.pipeline.replicas import Replicas
+from braid.pipeline.rows import layers_of
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.tied import TiedParams
 from braid.pipeline.wired import Wire, Wired, wired
-from braid.schedule import Program
+from braid.schedule import Program, validate
 from braid.schedule.files import schedule_named
+from braid.schedule.known import RULES
 from braid.schedule.pipeline import (
     RECOMPUTE_MODES,
     forward_only,
@@ -50,6 +53,7 @@ from braid.seeding import Draws
 
 __all__ = ["Pipeline"]
 
+OWN_NAMES = frozenset({"device", "stages"})  # besides those that are set before layers are
 Schedule = Callable[[int, int], Program]
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -114,6 +118,7 @@ class Pipeline(nn.Module):
         self._seed = seed
         self._recompute, every = _recompute_of(recompute)
         self._make = schedule if callable(schedule) else schedule_named(schedule)
+        self._is_own = callable(schedule)  # files have been validated
         self._num_microbatches = num_microbatches
         self._programs: dict[tuple[bool, int], Executor] = {}
         program = self._make(process_group.size, num_microbatches)
@@ -134,6 +139,15 @@ class Pipeline(nn.Module):
         self.balance = tuple(_balance(balance, len(named), num_stages))
         ends = list(accumulate(self.balance))
         parts = [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
+        taken = [
+            layer.name for layer in named if layer.name in OWN_NAMES or hasattr(self, layer.name)
+        ]
+        if taken:
+            msg = (
+                f"layers cannot have the names {', '.join(taken)}, which a Pipeline uses itself: "
+                "rename them, or give the layers as a list"
+            )
+            raise ConfigError(msg)
         edges = edges_of(parts)
         self._tied = TiedParams(parts, self._homes, process_group)
         self.stages = {
@@ -144,6 +158,7 @@ class Pipeline(nn.Module):
         params = [p for own in self.stages.values() for p in own.parameters()]
         self.device = params[0].device if params else torch.device("cpu")
         self._messages = Messages(process_group, self.device)
+        self._messages.others += [g for g in (replicas, *self._tied.groups) if g is not None]
         self._replicas = Replicas(self.stages, replicas)
         self._optimizers: dict[int, Optimizer] = {}
         self._shared_optimizer: Optimizer | None = None
@@ -208,6 +223,16 @@ class Pipeline(nn.Module):
 
         Cost: per stage and micro-batch two messages of a boundary's bytes; one broadcast.
         """
+        try:
+            return self._step(batch, target, loss)
+        except CommError as exc:
+            self._messages.pass_on(str(exc))
+            raise
+        except BaseException as exc:
+            self._messages.abort(f"failed in a step: {type(exc).__name__}: {exc}")
+            raise
+
+    def _step(self, batch: Any, target: Any, loss: Loss) -> torch.Tensor:
         # those of earlier steps have been added up over ranks already
         added = set(self._tied.params) | self._replicas.params
         earlier = {p: p.grad for p in added if p.grad is not None}
@@ -261,16 +286,17 @@ class Pipeline(nn.Module):
             grad.mul_(factor)
         return norm
 
-    @torch.no_grad()
     def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients."""
-        losses = self._run(batch, target, loss, trains=False)
-        return self._replicas.sum_of(self._sum_of(losses))
+        # memory for messages must be usable by threads that are not in inference mode
+        with torch.inference_mode(mode=False), torch.no_grad():
+            losses = self._run(batch, target, loss, trains=False)
+            return self._replicas.sum_of(self._sum_of(losses))
 
-    @torch.no_grad()
     def predict(self, batch: Any) -> Any:
         """Return the output of a batch on the rank of the last stage, and None on all others."""
-        outputs = self._run(batch, None, None, trains=False)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            outputs = self._run(batch, None, None, trains=False)
         return gather([outputs[i] for i in sorted(outputs)]) if outputs else None
 
     def _run(self, batch: Any, target: Any, loss: Loss | None, *, trains: bool) -> dict[int, Any]:
@@ -288,9 +314,10 @@ class Pipeline(nn.Module):
 
         def loss_of(output: Any, i: int) -> torch.Tensor:
             if not targets:  # here, so that targets that do not fit are an error on all ranks
+                _check_target(target, rows)
                 targets.extend(scatter(target, sizes))
             assert loss is not None
-            return loss(output, targets[i]) * (sizes[i] / all_rows)
+            return _checked(loss(output, targets[i])) * (sizes[i] / all_rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)
@@ -303,6 +330,9 @@ class Pipeline(nn.Module):
         if executor is None:
             make = self._make if trains else self._make_forward
             program = make(self.group.size, num_microbatches)
+            if self._is_own and (violations := validate(program, RULES)):
+                msg = f"the schedule is not valid: {'; '.join(map(str, violations[:5]))}"
+                raise ConfigError(msg)
             if trains:
                 program = with_recompute(program, self._recompute)
             if trains and self._optimizers:
@@ -336,12 +366,37 @@ class Pipeline(nn.Module):
 
 def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(layers, nn.Module):
-        yield from layers.named_children()
+        yield from layers_of(layers)
         return
     layers = list(layers)
     if all(isinstance(layer, tuple) for layer in layers):
         layers = wired(layers)
     yield from ((str(i), layer) for i, layer in enumerate(layers))
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    """Return a loss that is one number.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    given = (
+        f"a tensor of shape {list(loss.shape)} and {loss.dtype}"
+        if isinstance(loss, torch.Tensor)
+        else f"{type(loss).__name__}"
+    )
+    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {given}"
+    raise ConfigError(msg)
+
+
+def _check_target(target: Any, rows: int) -> None:
+    """Raise ConfigError unless a target has as many rows as the batch."""
+    count = num_rows(target) if list(tensors_in(target)) else rows
+    if count != rows:
+        msg = f"the target has {count} rows, and the batch {rows}"
+        raise ConfigError(msg)
 
 
 def _recompute_of(recompute: str | int) -> tuple[str, int]:

@@ -38,7 +38,8 @@ class Replicas:
         for number, stage in stages.items():
             for layer in stage.layers:
                 for param in layer.module.parameters():
-                    if param.requires_grad and number not in holders[param]:
+                    # frozen ones, too, since they may be unfrozen later
+                    if param.is_floating_point() and number not in holders[param]:
                         holders[param].append(number)
         alike: dict[object, list[nn.Parameter]] = defaultdict(list)
         for param, own in holders.items():

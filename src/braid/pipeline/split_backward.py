@@ -172,3 +172,5 @@ def _add(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -
     for param, grad in zip(params, grads, strict=True):
         if grad is not None:
             param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
+            for hook in list((param._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001
+                hook(param)  # as torch's own backward does

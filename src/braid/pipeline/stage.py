@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from braid.autograd import checkpoint
 from braid.autograd.nested import map_tensors, tensors_in
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
-from braid.errors import InternalError
+from braid.errors import ConfigError, InternalError
 from braid.graph import Segment
 from braid.pipeline.recomputing import CHECKPOINTING, RECOMPUTING
 from braid.pipeline.skip import SkipKey, use_skips
@@ -72,12 +72,13 @@ class StageError(Exception):
 
 
 class _Given(NamedTuple):
-    """Everything that a forward depends on; generators only if it is to be run again."""
+    """Everything that a forward depends on; generators and buffers for running it again."""
 
     value: Any
     skips: Mapping[SkipKey, Any]
     draws: Draws | None
     generators: RngAndAutocast | None
+    buffers: Mapping[tuple[nn.Module, str], torch.Tensor]
 
 
 class _Pass(NamedTuple):
@@ -117,11 +118,11 @@ class Stage:
         self.stashes = tuple(edge for edge in edges if edge.source == index)
         self.pops = tuple(edge for edge in edges if edge.target == index)
         self._every = every
-        first = layers[0].module.modules() if layers else ()
-        self._changes_input = any(getattr(module, "inplace", False) for module in first)
+        self._changes_input = _begins_in_place(self.layers)
         self._passes: dict[int, _Pass] = {}
         self._split: dict[int, SplitBackward] = {}  # whose weights are still to come
         self._changing: list[tuple[nn.Module, str]] = []  # buffers that a forward changes
+        self._has_noted = False  # which these are
 
     @property
     def num_held(self) -> int:
@@ -162,11 +163,20 @@ class Stage:
         popped = {edge.key: map_tensors(x, _cut_off) for edge, x in (skips or {}).items()}
         value = map_tensors(value, _cut_off)
         generators = RngAndAutocast(generators_of(list(tensors_in(value)))) if drops else None
-        given = _Given(value, popped, draws, generators)
+        given = _Given(value, popped, draws, generators, {})
         again = drops or (keeps and self._every)
+        if again:
+            given = given._replace(buffers=self._copies_of_buffers())
+        versions = [_version(x) for x in tensors_in((given.value, popped))]
         noting = self._noting_buffers() if again else nullcontext()
         with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops):
             value, stashed = self._run(given)
+        if again and versions != [_version(x) for x in tensors_in((given.value, popped))]:
+            msg = (
+                f"stage {self.index} changes its input in place, so it cannot be computed again: "
+                'let its first layer make a new tensor, or use recompute="never"'
+            )
+            raise ConfigError(msg)
         if keeps and not drops:
             self._passes[microbatch] = self._pass_of(given, value, stashed)
         if drops:  # nothing but the inputs is kept
@@ -184,7 +194,7 @@ class Stage:
         """
         given = self._passes[microbatch].given
         assert given.generators is not None, "its forward has dropped what it saved"
-        with torch.enable_grad(), self._recomputing(), given.generators.again():
+        with torch.enable_grad(), self._recomputing(given), given.generators.again():
             value, stashed = self._run(given)
         self._passes[microbatch] = self._pass_of(given, value, stashed)
         return value
@@ -252,11 +262,13 @@ class Stage:
         self, layers: Sequence[Layer], value: Any, given: _Given, skips: dict[SkipKey, Any]
     ) -> Any:
         def block(x: Any) -> Any:
+            if _begins_in_place(layers):  # what the block is given is needed again
+                x = map_tensors(x, torch.clone)
             return _through(layers, x, given.draws)
 
         @contextmanager
         def around(again: bool) -> Iterator[None]:
-            with self._recomputing() if again else nullcontext(), use_skips(skips):
+            with self._recomputing(given) if again else nullcontext(), use_skips(skips):
                 yield
 
         return checkpoint(block, value, around=around)
@@ -268,11 +280,12 @@ class Stage:
             yield block
 
     @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """Let forwards leave buffers as they are inside of the context."""
+    def _recomputing(self, given: _Given) -> Iterator[None]:
+        """Let forwards see the buffers of the first time, and leave them as they are."""
         token = RECOMPUTING.set(True)
+        values = {place: given.buffers[place] for place in self._changing if place in given.buffers}
         try:
-            with _set_aside(self._changing):
+            with _replaced(values):
                 yield
         finally:
             RECOMPUTING.reset(token)
@@ -292,6 +305,15 @@ class Stage:
             {edge: len(some) for edge, some in outputs.items()},
         )
 
+    def _copies_of_buffers(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """Return the buffers that forwards change, as they are; all of them before the first."""
+        known = set(self._changing) if self._has_noted else None
+        return {
+            (module, name): buffer.detach().clone()
+            for module, name, buffer in self._buffers()
+            if known is None or (module, name) in known
+        }
+
     @contextmanager
     def _noting_buffers(self) -> Iterator[None]:
         """Note the buffers that change inside of the context.
@@ -300,6 +322,7 @@ class Stage:
         """
         before = {(m, name): (b, b._version) for m, name, b in self._buffers()}  # noqa: SLF001
         yield
+        self._has_noted = True
         changed: set[nn.Module] = set()
         for module, name, buffer in self._buffers():
             known = before.get((module, name))
@@ -315,6 +338,16 @@ class Stage:
                 for name, buffer in module._buffers.items():  # noqa: SLF001 - no copies of names
                     if buffer is not None:
                         yield module, name, buffer
+
+
+def _begins_in_place(layers: Sequence[Layer]) -> bool:
+    """Whether some layer up to the first that makes a tensor of its own works in place."""
+    for layer in layers:
+        if any(getattr(module, "inplace", False) for module in layer.module.modules()):
+            return True
+        if not isinstance(layer.module, nn.Identity | nn.Dropout):
+            return False
+    return False
 
 
 def _through(layers: Sequence[Layer], value: Any, draws: Draws | None) -> Any:
@@ -356,16 +389,21 @@ def _refuse(_nothing: None) -> torch.Tensor:
 
 
 @contextmanager
-def _set_aside(buffers: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Let forwards change copies of some buffers inside of the context."""
-    kept = [(module, name, module._buffers[name]) for module, name in buffers]  # noqa: SLF001
-    for module, name, buffer in kept:
-        module._buffers[name] = None if buffer is None else buffer.clone()  # noqa: SLF001
+def _replaced(values: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+    """Let modules have copies of other buffers inside of the context."""
+    kept = {(module, name): module._buffers[name] for module, name in values}  # noqa: SLF001
+    for (module, name), value in values.items():
+        module._buffers[name] = value.clone()  # noqa: SLF001
     try:
         yield
     finally:
-        for module, name, buffer in kept:
+        for (module, name), buffer in kept.items():
             module._buffers[name] = buffer  # noqa: SLF001
+
+
+def _version(x: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place; tensors of inference do not count."""
+    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch's name for it
 
 
 def _in_order(

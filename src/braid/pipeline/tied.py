@@ -61,6 +61,11 @@ class TiedParams:
         ]
 
     @property
+    def groups(self) -> list[Group]:
+        """Groups of the ranks that share parameters with this one."""
+        return list(dict.fromkeys(tied.group for tied in self._tied))
+
+    @property
     def params(self) -> list[nn.Parameter]:
         """Parameters of this rank that others share."""
         return [tied.param for tied in self._tied]

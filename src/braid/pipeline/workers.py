@@ -7,6 +7,7 @@ computes. Copies of the owner, made by `copy.deepcopy` or by pickling, get threa
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
+        self._turn = threading.Lock()  # jobs wait for each other, so all threads are of one call
 
     def run(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run a job on each thread, all at the same time, and return their results.
@@ -50,8 +52,11 @@ class Workers:
             with modes.again(), torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 return job()
 
-        futures = [self._pool.submit(contextvars.copy_context().run, in_modes, job) for job in jobs]
-        wait(futures)
+        with self._turn:
+            futures = [
+                self._pool.submit(contextvars.copy_context().run, in_modes, job) for job in jobs
+            ]
+            wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         own = [error for error in errors if not isinstance(error, CommError)]
         for error in (*own, *errors):

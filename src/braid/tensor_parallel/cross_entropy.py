@@ -20,7 +20,12 @@ __all__ = ["vocab_parallel_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(
-    group: Group, logits: torch.Tensor, target: torch.Tensor, *, label_smoothing: float = 0.0
+    group: Group,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
 ) -> torch.Tensor:
     """Return the loss of each row.
 
@@ -29,6 +34,7 @@ def vocab_parallel_cross_entropy(
         logits: Logits of this rank's classes, shape [..., classes / n].
         target: Classes over all ranks, shape [...].
         label_smoothing: Share of each target that is spread over all classes.
+        ignore_index: Target of rows without a loss; theirs is 0.
 
     Returns:
         Losses, shape [...], float32 at least.
@@ -47,8 +53,17 @@ def vocab_parallel_cross_entropy(
     if not 0 <= label_smoothing < 1:
         msg = f"label_smoothing must be from 0 to less than 1, got {label_smoothing}"
         raise ConfigError(msg)
-    losses = _Loss.apply(group, logits, target, label_smoothing)  # type: ignore[no-untyped-call]
-    return cast("torch.Tensor", losses)
+    ignored = target == ignore_index
+    wrong = target[~ignored & ((target < 0) | (target >= logits.shape[-1] * group.size))]
+    if wrong.numel():
+        msg = (
+            f"targets must be from 0 to {logits.shape[-1] * group.size - 1}, or {ignore_index} to "
+            f"be left out, got {wrong[0].item()}"
+        )
+        raise ConfigError(msg)
+    own = target.masked_fill(ignored, 0)
+    losses = _Loss.apply(group, logits, own, label_smoothing)  # type: ignore[no-untyped-call]
+    return cast("torch.Tensor", losses).masked_fill(ignored, 0)
 
 
 class _Loss(torch.autograd.Function):

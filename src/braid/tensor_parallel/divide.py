@@ -55,6 +55,9 @@ def parallelize(
             shared parameter is divided in two ways. The message has all problems that can be known
             before anything is changed.
     """
+    if any(slicing_of(param) is not None for param in model.parameters()):
+        msg = "the model is divided already: undivide(model, group) makes it whole again"
+        raise ConfigError(msg)
     family = family_of(model)
     if plan is None and family is None:
         msg = (
@@ -93,6 +96,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Te
 
     Cost: an all_reduce of 8 bytes.
     """
+    if not max_norm >= 0:
+        msg = f"max_norm must not be negative, got {max_norm}"
+        raise ConfigError(msg)
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
     squares = torch.zeros((), dtype=torch.float64)
     for param, grad in grads:

@@ -143,9 +143,10 @@ class TrainConfig:
                 "balance must be time, size or the layers of each stage such as 3,4,3, got "
                 f"{self.balance!r}"
             )
-        if self.recompute not in RECOMPUTE_MODES and not self.recompute.isdecimal():
+        is_number = self.recompute.isdecimal() and int(self.recompute) > 0
+        if self.recompute not in RECOMPUTE_MODES and not is_number:
             problems.append(
-                f"recompute must be one of {', '.join(RECOMPUTE_MODES)} or a number of layers, "
+                f"recompute must be one of {', '.join(RECOMPUTE_MODES)} or a number of layers > 0, "
                 f"got {self.recompute!r}"
             )
         if problems:

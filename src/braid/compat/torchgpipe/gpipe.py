@@ -123,7 +123,7 @@ class GPipe(DevicePipeline):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        yield from chain.from_iterable(part.children() for part in self.partitions)
+        yield from chain.from_iterable(part._modules.values() for part in self.partitions)  # noqa: SLF001
 
     def cuda(self, device: Any = None) -> GPipe:  # noqa: ARG002 - the signature of modules
         """Refuse: see MOVING_DENIED."""
