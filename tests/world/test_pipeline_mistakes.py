@@ -243,6 +243,17 @@ def test_parts_of_a_model_are_not_saved_as_the_whole(world, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def _other_lengths(group: Group) -> str:
+    pipeline = make(group, [linear(WIDTH, WIDTH), nn.Tanh()])
+    x, target = batch_of(8 if group.rank == 0 else 2)
+    return said_by(lambda: pipeline.step(x, target, loss=mse), ConfigError)
+
+
+def test_batches_of_other_lengths_are_refused_on_all_ranks(world):
+    for said in world(2, _other_lengths):
+        assert "ranks of a pipeline need the same batch, got [8, 2] rows, by rank" in said
+
+
 def _infers(group: Group) -> float:
     pipeline = make(group, [linear(WIDTH, WIDTH), nn.Tanh()])
     with torch.inference_mode():

@@ -219,9 +219,10 @@ class Pipeline(nn.Module):
 
         Raises:
             CommError: Another rank has failed; the message says in which layer and action.
-            ConfigError: The batch has no rows.
+            ConfigError: The batch has no rows, or ranks have batches of other lengths.
 
-        Cost: per stage and micro-batch two messages of a boundary's bytes; one broadcast.
+        Cost: per stage and micro-batch two messages of a boundary's bytes; an all_gather and a
+            broadcast of 8 bytes.
         """
         try:
             return self._step(batch, target, loss)
@@ -304,6 +305,10 @@ class Pipeline(nn.Module):
         sizes = sizes_of(rows, self._num_microbatches)
         if not sizes:
             msg = "a batch of 0 rows cannot be cut into micro-batches: leave it out on all ranks"
+            raise ConfigError(msg)
+        counts = self.group.all_gather(torch.tensor([rows])).tolist()
+        if len(set(counts)) > 1:
+            msg = f"ranks of a pipeline need the same batch, got {counts} rows, by rank"
             raise ConfigError(msg)
         first, all_rows = self._replicas.share_of(rows)
         ends = list(accumulate(sizes, initial=first))

@@ -8,6 +8,9 @@ import pytest
 
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
+pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
+pytest.importorskip("transformers")
+
 PROGRAM = """
 import copy
 import sys
