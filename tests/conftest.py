@@ -51,6 +51,7 @@ MACHINE_WIDE = (
 )
 LAUNCHING = (
     "world/test_command_line.py",
+    "world/test_conversion_trains.py",
     "world/test_demo.py",
     "world/test_leave_horovod.py",
     "world/test_membership.py",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -173,9 +175,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("asked", ["", "checkpoints/step-00000007"])
-def test_a_run_that_is_killed_before_its_first_save_says_how_to_go_on(
-    tmp_path, monkeypatch, capfd, asked
-):
+def test_a_run_that_is_killed_before_its_first_save_says_how_to_go_on(tmp_path, monkeypatch, asked):
     monkeypatch.chdir(tmp_path)
     try:
         resume.save("checkpoints", group=braid.init(), model=_linear(), step=7)
@@ -183,8 +183,11 @@ def test_a_run_that_is_killed_before_its_first_save_says_how_to_go_on(
         braid.shutdown()
     Path("train.py").write_text(KILLED)
     words = ["--resume", asked] if asked else []
-    assert cli.main(["run", "--log-dir", "logs", *words, "train.py"]) == 137
-    err = capfd.readouterr().err
+    # a process of its own: it ends all of its descendants, which are the pool's processes here
+    command = [sys.executable, "-m", "braid", "run", "--log-dir", "logs", *words, "train.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 137
+    err = ended.stderr
     assert "  saved    checkpoint step 7 of an earlier run (sha256 ok)" in err
     line = f"braid run --resume {asked or 'auto'} -n 1 --log-dir logs train.py"
     assert f"  resume   {line}\n" in err
