@@ -6,6 +6,11 @@ from braid.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from braid.tensor_parallel.divide import clip_grad_norm_, parallelize
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
 from braid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from braid.tensor_parallel.sequence import (
+    gather_sequence,
+    reduce_scatter_sequence,
+    scatter_sequence,
+)
 from braid.tensor_parallel.slices import Slicing
 from braid.tensor_parallel.whole import slicing_of, undivide
 
@@ -15,7 +20,10 @@ __all__ = [
     "Slicing",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
+    "gather_sequence",
     "parallelize",
+    "reduce_scatter_sequence",
+    "scatter_sequence",
     "slicing_of",
     "undivide",
     "vocab_parallel_cross_entropy",
