@@ -1,8 +1,9 @@
 """Messages between stages on different ranks: values of any shape, and gradients.
 
 Shapes may change from micro-batch to micro-batch, so a value is announced by a digest of its
-structure: containers, shapes, dtypes, and which tensors need a gradient. The structure itself
-follows only the first time. Gradients need no announcement, since their receiver has the outputs.
+structure: containers, shapes, dtypes, order in memory, and which tensors need a gradient. The
+structure itself follows only the first time. Gradients need no announcement, since their receiver
+has the outputs.
 
     first        digest, structure, tensors
     afterwards   digest, tensors               as one message, if they are small
@@ -26,6 +27,7 @@ import torch
 from braid.autograd.nested import flatten, unflatten
 from braid.comm import Group, Work
 from braid.errors import ConfigError
+from braid.pipeline.memory_order import as_in_memory, order_of, restored
 from braid.types import text_digest
 
 __all__ = ["Carrier", "Messages"]
@@ -86,6 +88,19 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
     requires_grad: bool
     on_cpu: bool
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> _Spec:
+        on_cpu = x.device.type == "cpu"
+        return cls(tuple(x.shape), x.dtype, x.requires_grad, on_cpu, order_of(x))
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """Return a tensor of this kind, without values."""
+        if self.order is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        memory = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
+        return restored(memory, self.shape, self.order)
 
 
 class _Structure(NamedTuple):
@@ -125,8 +140,8 @@ def _packed(layout: _Layout, digest: int, tensors: Sequence[torch.Tensor]) -> to
     packed = torch.empty(layout.nbytes, dtype=torch.uint8)
     packed[:HEADER_BYTES].view(torch.int64)[0] = digest
     for tensor, offset in zip(tensors, layout.offsets, strict=False):
-        place = packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor.detach())
+        own = as_in_memory(tensor.detach())
+        packed[offset : offset + own.nbytes].view(own.dtype).view(own.shape).copy_(own)
     return packed
 
 
@@ -136,7 +151,7 @@ def _unpacked(packed: torch.Tensor, expected: _Expected) -> Any:
     tensors = []
     for spec, offset in zip(expected.structure.specs, expected.layout.offsets, strict=True):
         end = offset + math.prod(spec.shape) * spec.dtype.itemsize
-        tensor = packed[offset:end].view(spec.dtype).view(spec.shape)
+        tensor = restored(packed[offset:end].view(spec.dtype), spec.shape, spec.order)
         tensors.append(tensor.requires_grad_(spec.requires_grad))
     return unflatten(expected.structure.tree, tensors)
 
@@ -193,9 +208,7 @@ class Messages:
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
         """See `Carrier`."""
         tree, tensors = flatten(value)
-        specs = tuple(
-            _Spec(tuple(x.shape), x.dtype, x.requires_grad, x.device.type == "cpu") for x in tensors
-        )
+        specs = tuple(map(_Spec.of, tensors))
         parts = value if type(value) is tuple else (value,)
         is_plain = all(isinstance(part, torch.Tensor) for part in parts)
         structure = _Structure(tree, specs)
@@ -235,10 +248,7 @@ class Messages:
             self._structures[peer, edge, digest] = pickle.loads(raw.numpy().tobytes())  # noqa: S301
         structure = self._structures[peer, edge, digest]
         self._expected_here[peer, edge] = _Expected(digest, structure, _layout_of(structure.specs))
-        tensors = [
-            torch.empty(spec.shape, dtype=spec.dtype, device="cpu" if spec.on_cpu else self._device)
-            for spec in structure.specs
-        ]
+        tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
         self._recv(tensors, peer, edge)
         for tensor, spec in zip(tensors, structure.specs, strict=True):
             tensor.requires_grad_(spec.requires_grad)
@@ -253,7 +263,7 @@ class Messages:
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
         """See `Carrier`."""
-        tensors = [torch.empty_like(x) for x in like]
+        tensors = [_Spec.of(x).empty(x.device) for x in like]
         self._recv(tensors, peer, edge)
         return tensors
 
@@ -290,10 +300,10 @@ class Messages:
 
     def _recv(self, tensors: Sequence[torch.Tensor], peer: int, edge: int) -> None:
         for tensor in tensors:
-            self._group.recv(tensor, peer, tag=edge)
+            self._group.recv(as_in_memory(tensor), peer, tag=edge)
 
     def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
-        tensor = tensor.contiguous()
+        tensor = as_in_memory(tensor)
         for sent in [sent for sent in self._under_way if sent.work.done()]:
             self._under_way.remove(sent)
             sent.check()

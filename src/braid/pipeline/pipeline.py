@@ -17,7 +17,8 @@ Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ from braid.autograd.nested import tensors_in
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.graph import CapturedGraph, Segment, segments, share_modules
+from braid.params import ParamTable
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
@@ -64,7 +66,8 @@ class Pipeline(nn.Module):
 
     Every rank makes the whole model, alike, and keeps the layers of its stages; drop the model
     afterwards to free the others. Parameters keep their names. A parameter that stages share is
-    copied to their ranks, and its gradients are added.
+    copied to their ranks, and its gradients are added. Copies and replicas begin with the values of
+    the first of their ranks.
 
     Args:
         layers: The model: an `nn.Sequential`, modules in a row, or what `braid.graph.capture` has
@@ -95,7 +98,8 @@ class Pipeline(nn.Module):
 
     Raises:
         ConfigError: There are fewer layers than stages, `balance` does not fit, or the schedule is
-            unknown.
+            unknown; the message has all that is wrong.
+        MismatchError: Ranks have other models or arguments; the message has what differs.
         TypeError: Layers stash what no later layer pops, or pop what none has stashed.
     """
 
@@ -116,39 +120,26 @@ class Pipeline(nn.Module):
         self.group = process_group
         self.num_steps = 0
         self._seed = seed
-        self._recompute, every = _recompute_of(recompute)
         self._make = schedule if callable(schedule) else schedule_named(schedule)
         self._is_own = callable(schedule)  # files have been validated
         self._num_microbatches = num_microbatches
         self._programs: dict[tuple[bool, int], Executor] = {}
-        program = self._make(process_group.size, num_microbatches)
-        self._homes = stage_ranks(program)
-        num_stages = program.header.num_units
-        if isinstance(layers, CapturedGraph):
-            if deferred_batch_norm:
-                msg = (
-                    "deferred_batch_norm cannot replace modules of a captured model: call "
-                    "DeferredBatchNorm.convert_deferred_batch_norm(model, None) before capture"
-                )
-                raise ConfigError(msg)
-            layers = list(segments(layers, num_stages))
-        named = [Layer(*pair) for pair in _named(layers)]
-        if deferred_batch_norm:
-            convert = DeferredBatchNorm.convert_deferred_batch_norm
-            named = [Layer(name, convert(layer, None)) for name, layer in named]
-        self.balance = tuple(_balance(balance, len(named), num_stages))
-        ends = list(accumulate(self.balance))
-        parts = [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
-        taken = [
-            layer.name for layer in named if layer.name in OWN_NAMES or hasattr(self, layer.name)
-        ]
-        if taken:
-            msg = (
-                f"layers cannot have the names {', '.join(taken)}, which a Pipeline uses itself: "
-                "rename them, or give the layers as a list"
-            )
-            raise ConfigError(msg)
+        self._homes: dict[int, int] = {}
+        problems: list[str] = []
+        every, parts = 0, []
+        with _noting(problems):
+            self._recompute, every = _recompute_of(recompute)
+        with _noting(problems):
+            self._homes = stage_ranks(self._make(process_group.size, num_microbatches))
+        with _noting(problems):
+            parts = self._parts_of(layers, balance, deferred=deferred_batch_norm)
+        if problems:
+            raise ConfigError("; ".join(problems))
         edges = edges_of(parts)
+        arguments = {"num_microbatches": num_microbatches, "balance": self.balance}
+        arguments |= {"recompute": recompute, "seed": seed, "stages by rank": self._homes}
+        table = _table_of(layer for part in parts for layer in part)
+        table.compare(process_group, arguments)
         self._tied = TiedParams(parts, self._homes, process_group)
         self.stages = {
             stage: Stage(stage, part, edges, every=every)
@@ -159,6 +150,10 @@ class Pipeline(nn.Module):
         self.device = params[0].device if params else torch.device("cpu")
         self._messages = Messages(process_group, self.device)
         self._messages.others += [g for g in (replicas, *self._tied.groups) if g is not None]
+        self._tied.make_equal()
+        if replicas is not None:
+            own_layers = (layer for own in self.stages.values() for layer in own.layers)
+            _table_of(own_layers).make_equal(replicas, arguments)
         self._replicas = Replicas(self.stages, replicas)
         self._optimizers: dict[int, Optimizer] = {}
         self._shared_optimizer: Optimizer | None = None
@@ -166,6 +161,34 @@ class Pipeline(nn.Module):
             for layer in own.layers:
                 self._register(layer)
         self._executor(num_microbatches, trains=True)  # refuses what it cannot execute
+
+    def _parts_of(
+        self, layers: Any, balance: Sequence[int] | None, *, deferred: bool
+    ) -> list[list[Layer]]:
+        """Return the layers of each stage of the whole model."""
+        num_stages = max(len(self._homes), 1)
+        if isinstance(layers, CapturedGraph):
+            if deferred:
+                msg = (
+                    "deferred_batch_norm cannot replace modules of a captured model: call "
+                    "DeferredBatchNorm.convert_deferred_batch_norm(model, None) before capture"
+                )
+                raise ConfigError(msg)
+            layers = list(segments(layers, num_stages))
+        named = [Layer(*pair) for pair in _named(layers)]
+        if deferred:
+            convert = DeferredBatchNorm.convert_deferred_batch_norm
+            named = [Layer(name, convert(layer, None)) for name, layer in named]
+        taken = [name for name, _ in named if name in OWN_NAMES or hasattr(self, name)]
+        if taken:
+            msg = (
+                f"layers cannot have the names {', '.join(taken)}, which a Pipeline uses itself: "
+                "rename them, or give the layers as a list"
+            )
+            raise ConfigError(msg)
+        self.balance = tuple(_balance(balance, len(named), num_stages))
+        ends = list(accumulate(self.balance))
+        return [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
 
     def _register(self, layer: Layer) -> None:
         """Register a layer; modules of a captured model under their names there."""
@@ -367,6 +390,24 @@ class Pipeline(nn.Module):
     def extra_repr(self) -> str:
         """Return what `repr` shows: stages and layers."""
         return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
+
+
+@contextmanager
+def _noting(problems: list[str]) -> Iterator[None]:
+    """Note errors instead of raising them, so that all are named at once."""
+    try:
+        yield
+    except ConfigError as exc:
+        problems.append(str(exc))
+
+
+def _table_of(layers: Iterable[Layer]) -> ParamTable:
+    """Return the parameters of layers, under the layers' names."""
+    return ParamTable.named(
+        pair
+        for name, module in layers
+        for pair in module.named_parameters(name, remove_duplicate=False)
+    )
 
 
 def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from braid.pipeline.memory_order import in_order_of
+
 __all__ = ["SplitBackward"]
 
 
@@ -71,7 +73,7 @@ class SplitBackward:
         rest = iter(grads_of_wanted[len(self._inputs) :])
         self._join_grads = [tuple(next(rest) for _ in group) for group in edges]
         return [
-            torch.zeros_like(x) if grad is None else grad
+            torch.zeros_like(x) if grad is None else in_order_of(x, grad)
             for x, grad in zip(self._inputs, grads_of_wanted, strict=False)
         ]
 

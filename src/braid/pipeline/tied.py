@@ -70,6 +70,12 @@ class TiedParams:
         """Parameters of this rank that others share."""
         return [tied.param for tied in self._tied]
 
+    @torch.no_grad()
+    def make_equal(self) -> None:
+        """Give all copies the values of the first; a collective of their ranks."""
+        for param, group in self._tied:
+            group.broadcast(param.detach(), 0)
+
     def add_up(self) -> None:
         """Add the gradients of all copies; a collective of their ranks.
 
