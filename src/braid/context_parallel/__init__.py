@@ -1,0 +1,31 @@
+"""Context parallelism: sequences divided over ranks, and attention over all of their positions."""
+
+from __future__ import annotations
+
+from braid.context_parallel.costs import all_to_all_costs, ring_costs
+from braid.context_parallel.heads import all_to_all_attention
+from braid.context_parallel.loss import mean_over_sequence, shifted_labels
+from braid.context_parallel.ring import ring_attention
+from braid.context_parallel.sequence import (
+    gather_sequence,
+    join_sequence,
+    pad_sequence,
+    padded_length,
+    position_ids,
+    split_sequence,
+)
+
+__all__ = [
+    "all_to_all_attention",
+    "all_to_all_costs",
+    "gather_sequence",
+    "join_sequence",
+    "mean_over_sequence",
+    "pad_sequence",
+    "padded_length",
+    "position_ids",
+    "ring_attention",
+    "ring_costs",
+    "shifted_labels",
+    "split_sequence",
+]

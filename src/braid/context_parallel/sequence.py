@@ -1,0 +1,179 @@
+"""Which positions of a sequence each rank has, and sequences cut and joined accordingly.
+
+With causal attention position i looks at i + 1 positions. Were the sequence cut into n pieces in
+their order, the last rank would do most of the work. So it is cut into 2n chunks, of which each
+rank has an early one and a late one, and all ranks do the same work:
+
+    n = 3      chunk    0  1  2  3  4  5
+               rank     0  1  2  2  1  0        balanced: rank r has chunks r and 2n-1-r
+               rank     0  0  1  1  2  2        not balanced: pieces in their order
+
+All ranks have the same number of positions: other lengths are refused, or padded.
+
+Source: W. Brandon et al., Striped attention, 2023, for the imbalance; the cut with two chunks is
+that of Megatron-LM's and torch's context parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from braid.autograd import all_gather
+from braid.comm import Group
+from braid.errors import ConfigError
+
+__all__ = [
+    "chunks_of",
+    "gather_sequence",
+    "join_sequence",
+    "pad_sequence",
+    "padded_length",
+    "position_ids",
+    "split_sequence",
+]
+
+
+def chunks_of(size: int, rank: int, *, balanced: bool = True) -> tuple[int, ...]:
+    """Return the chunks of a rank, in their order; all chunks have the same length."""
+    return (rank, 2 * size - 1 - rank) if balanced and size > 1 else (rank,)
+
+
+def split_sequence(
+    size: int, rank: int, x: torch.Tensor, dim: int = 1, *, balanced: bool = True
+) -> torch.Tensor:
+    """Return a rank's positions of a whole sequence.
+
+    Args:
+        size: Number of ranks.
+        rank: Index of the rank.
+        x: Whole sequence.
+        dim: Dim of positions.
+        balanced: Whether a rank has an early and a late chunk, as causal attention needs it.
+
+    Raises:
+        ConfigError: The length cannot be divided; the message has the next one that can.
+
+    Cost: nothing is sent.
+    """
+    length = _length(x, dim)
+    own = chunks_of(size, rank, balanced=balanced)
+    _check_length(size, length, balanced=balanced)
+    width = length // (len(own) * size)
+    return torch.cat([x.narrow(dim, chunk * width, width) for chunk in own], dim)
+
+
+def join_sequence(
+    parts: Sequence[torch.Tensor], dim: int = 1, *, balanced: bool = True
+) -> torch.Tensor:
+    """Return the whole sequence of all ranks' positions; the inverse of `split_sequence`.
+
+    Args:
+        parts: Positions of each rank, in the order of ranks.
+        dim: Dim of positions.
+        balanced: See `split_sequence`.
+
+    Raises:
+        ConfigError: Ranks have different numbers of positions, or an odd number.
+    """
+    lengths = [_length(part, dim) for part in parts]
+    own = len(chunks_of(len(parts), 0, balanced=balanced))
+    if len(set(lengths)) > 1 or lengths[0] % own:
+        msg = (
+            f"parts of {lengths} positions are no division of a sequence over {len(parts)} ranks: "
+            f"all ranks have the same number of positions, a multiple of {own}"
+        )
+        raise ConfigError(msg)
+    by_chunk = {
+        chunk: piece
+        for rank, part in enumerate(parts)
+        for chunk, piece in zip(
+            chunks_of(len(parts), rank, balanced=balanced), part.chunk(own, dim), strict=True
+        )
+    }
+    return torch.cat([by_chunk[chunk] for chunk in range(len(by_chunk))], dim)
+
+
+def gather_sequence(
+    group: Group, x: torch.Tensor, dim: int = 1, *, balanced: bool = True
+) -> torch.Tensor:
+    """Return the whole sequence of all ranks' positions, on every rank.
+
+    Args:
+        group: Ranks that share the sequence.
+        x: This rank's positions, of the same shape on all ranks.
+        dim: Dim of positions.
+        balanced: See `split_sequence`.
+
+    Backward: each rank's positions get the sum of all ranks' gradients.
+
+    Cost: (n-1)/n l bytes forward and backward, with l the bytes of the whole sequence.
+    """
+    _length(x, dim)
+    whole = all_gather(group, x.unsqueeze(0))
+    return join_sequence(list(whole.unbind(0)), dim, balanced=balanced)
+
+
+def position_ids(
+    size: int, rank: int, length: int, *, balanced: bool = True, device: torch.device | None = None
+) -> torch.Tensor:
+    """Return the positions that a rank has.
+
+    Args:
+        size: Number of ranks.
+        rank: Index of the rank.
+        length: Length of the whole sequence.
+        balanced: See `split_sequence`.
+        device: Device of the result.
+
+    Shape:
+        Result: (length / size,).
+    """
+    return split_sequence(size, rank, torch.arange(length, device=device), 0, balanced=balanced)
+
+
+def padded_length(size: int, length: int, *, balanced: bool = True) -> int:
+    """Return the smallest length of at least `length` that can be divided over `size` ranks."""
+    unit = size * len(chunks_of(size, 0, balanced=balanced))
+    return -(-length // unit) * unit
+
+
+def pad_sequence(
+    size: int, x: torch.Tensor, value: float, dim: int = 1, *, balanced: bool = True
+) -> torch.Tensor:
+    """Return a sequence with values behind its end, so that it can be divided over `size` ranks.
+
+    With causal attention no earlier position sees them; leave them out of the loss.
+
+    Args:
+        size: Number of ranks.
+        x: Whole sequence.
+        value: Value of the new positions, such as a label that the loss ignores.
+        dim: Dim of positions.
+        balanced: See `split_sequence`.
+    """
+    length = _length(x, dim)
+    missing = padded_length(size, length, balanced=balanced) - length
+    behind = [0, 0] * (x.dim() - 1 - dim % x.dim()) + [0, missing]
+    return functional.pad(x, behind, value=value)
+
+
+def _length(x: torch.Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        msg = f"a sequence of shape {list(x.shape)} has no dim {dim}"
+        raise ConfigError(msg)
+    return x.shape[dim]
+
+
+def _check_length(size: int, length: int, *, balanced: bool) -> None:
+    fitting = padded_length(size, length, balanced=balanced)
+    if fitting == length:
+        return
+    chunks = size * len(chunks_of(size, 0, balanced=balanced))
+    msg = (
+        f"a sequence of {length} positions cannot be divided over {size} ranks in {chunks} equal "
+        f"chunks: cut it, or pad it to {fitting} positions with pad_sequence"
+    )
+    raise ConfigError(msg)
