@@ -107,7 +107,7 @@ class _Ring(torch.autograd.Function):
         v: torch.Tensor,
     ) -> torch.Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = _attend(options, kernel_for(q, v), q, k, v)
+            out, lse = _forward_pass(options, kernel_for(q, v), q, k, v)
         out = out.to(q.dtype)
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse)
@@ -119,11 +119,11 @@ class _Ring(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.autocast(grad.device.type, enabled=False):
             kernel = kernel_for(saved[0], saved[2])
-            grads = _differentiate(ctx.options, kernel, grad, *saved)
+            grads = _backward_pass(ctx.options, kernel, grad, *saved)
         return None, None, *grads
 
 
-def _attend(
+def _forward_pass(
     options: _Options, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pass round the ring once; returns output and logsumexp over all keys, in float32 at least."""
@@ -147,7 +147,7 @@ def _attend(
     return out, lse
 
 
-def _differentiate(
+def _backward_pass(
     options: _Options,
     kernel: Kernel,
     grad: torch.Tensor,
