@@ -1,4 +1,4 @@
-"""Which of its queries a rank lets meet the keys of another rank, and what causality masks.
+"""The block in which queries of a rank meet keys of another rank, and what causality masks.
 
 Keys and values go round the ring; in step t a rank has those of the rank t places before it. With
 the balanced cut each pair of ranks meets in one dense block, so that a mask is needed in step 0

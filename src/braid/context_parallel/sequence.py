@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank has, and sequences cut and joined accordingly.
+"""Cuts of sequences: the positions that each rank has, and how whole sequences are cut and joined.
 
 With causal attention position i looks at i + 1 positions. Were the sequence cut into n pieces in
 their order, the last rank would do most of the work. So it is cut into 2n chunks, of which each
