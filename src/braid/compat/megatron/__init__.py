@@ -1,0 +1,14 @@
+"""Megatron's face: `from braid.compat.megatron import parallel_state, tensor_parallel`.
+
+Programs for `megatron.core.parallel_state` and `megatron.core.tensor_parallel` of megatron-core
+0.16 run after changing the import, on CPUs, too.
+"""
+
+from braid.compat.megatron import parallel_state
+from braid.compat.megatron.hyper_comm_grid import HyperCommGrid
+
+mpu = parallel_state  # the name under which programs know it
+
+__all__ = ["HyperCommGrid", "mpu", "parallel_state"]
+
+__version__ = "0.16.1"  # of the interface

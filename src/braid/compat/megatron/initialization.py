@@ -1,0 +1,122 @@
+"""Megatron's `initialize_model_parallel`: refuse what braid has not, then make all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from braid.compat.megatron.failure import UnsupportedError, UsageError
+from braid.compat.megatron.group_plan import (
+    Parallelism,
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
+from braid.compat.megatron.groups import OWN_BACKENDS, check_initialized
+from braid.compat.megatron.state import STATE
+
+__all__ = ["initialize_model_parallel"]
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: float = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    create_all_gather_group: bool | None = False,
+) -> None:
+    """Make the groups of all kinds of parallelism; all ranks call this alike.
+
+    Args:
+        tensor_model_parallel_size: Number of ranks that share each layer.
+        pipeline_model_parallel_size: Number of ranks of a pipeline.
+        virtual_pipeline_model_parallel_size: Number of stages of each of them.
+        pipeline_model_parallel_comm_backend: None, or a backend whose work a group of braid does.
+        use_sharp: Must be False.
+        context_parallel_size: Number of ranks that share a sequence.
+        hierarchical_context_parallel_sizes: Sizes of levels, which multiply to it.
+        hybrid_context_parallel: Whether there are groups of 2, 4, ... neighbours, too.
+        expert_model_parallel_size: Number of ranks among which experts are divided.
+        num_distributed_optimizer_instances: Number of copies of a sharded optimizer.
+        expert_tensor_parallel_size: Number of ranks that share each expert; those of other layers
+            when None.
+        nccl_communicator_config_path: Must be None.
+        distributed_timeout_minutes: Minutes after which an operation fails.
+        order: Kinds from the one that varies fastest.
+        get_embedding_ranks: Function of a pipeline's ranks that returns those with embeddings.
+        get_position_embedding_ranks: Function of them that returns those with embeddings of
+            positions.
+        create_gloo_process_groups: Whether functions for groups of Gloo have an answer; it is the
+            same group, which takes CPU tensors.
+        high_priority_stream_groups: Must be empty.
+        sharp_enabled_group: Must be None.
+        create_all_gather_group: Whether there is another group for all_gather.
+
+    Raises:
+        NotInitializedError: torch.distributed has not been initialized.
+        UnsupportedError: An option of NCCL or UCC is set; all are named.
+        UsageError: Sizes do not fit, or there are groups already.
+    """
+    check_initialized()
+    _refuse(
+        {
+            "use_sharp": use_sharp,
+            "sharp_enabled_group": sharp_enabled_group,
+            "nccl_communicator_config_path": nccl_communicator_config_path,
+            "high_priority_stream_groups": high_priority_stream_groups,
+            "pipeline_model_parallel_comm_backend": (
+                pipeline_model_parallel_comm_backend not in OWN_BACKENDS
+                and pipeline_model_parallel_comm_backend
+            ),
+        }
+    )
+    if not distributed_timeout_minutes > 0:
+        msg = f"distributed_timeout_minutes must be more than 0, got {distributed_timeout_minutes}"
+        raise UsageError(msg)
+    parallelism = Parallelism(
+        world_size=dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        expert_tp=expert_tensor_parallel_size,
+        virtual_pp=virtual_pipeline_model_parallel_size,
+        instances=num_distributed_optimizer_instances,
+        order=order,
+        hierarchical_cp=tuple(hierarchical_context_parallel_sizes or ()),
+        hybrid_cp=hybrid_context_parallel,
+        all_gather_group=bool(create_all_gather_group),
+        embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+    )
+    STATE.open(parallelism.groups(), timedelta(minutes=distributed_timeout_minutes))
+    STATE.with_gloo = create_gloo_process_groups
+    if virtual_pipeline_model_parallel_size is not None:
+        STATE.virtual_size, STATE.virtual_rank = virtual_pipeline_model_parallel_size, 0
+
+
+def _refuse(options: dict[str, object]) -> None:
+    """Raise UnsupportedError if an option is set."""
+    given = [f"{name}={value!r}" for name, value in options.items() if value]
+    if given:
+        msg = (
+            f"initialize_model_parallel cannot serve {', '.join(given)}: groups of braid have no "
+            "settings of NCCL, SHARP or UCC. Leave them out; NCCL reads its environment variables"
+        )
+        raise UnsupportedError(msg)

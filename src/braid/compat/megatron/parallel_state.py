@@ -1,0 +1,413 @@
+"""`megatron.core.parallel_state`: the groups of this rank, their sizes, and its ranks in them.
+
+Groups are process groups of torch of the backend "braid": see `groups`. A function that is called
+before `initialize_model_parallel` raises a NotInitializedError, which is an AssertionError, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from braid.compat.megatron.expert_state import (
+    get_data_modulo_expert_parallel_group,
+    get_expert_data_parallel_group,
+    get_expert_data_parallel_group_gloo,
+    get_expert_data_parallel_rank,
+    get_expert_data_parallel_world_size,
+    get_expert_model_parallel_group,
+    get_expert_model_parallel_rank,
+    get_expert_model_parallel_src_rank,
+    get_expert_model_parallel_world_size,
+    get_expert_tensor_and_model_parallel_group,
+    get_expert_tensor_and_model_parallel_rank,
+    get_expert_tensor_and_model_parallel_world_size,
+    get_expert_tensor_model_pipeline_parallel_group,
+    get_expert_tensor_parallel_group,
+    get_expert_tensor_parallel_rank,
+    get_expert_tensor_parallel_world_size,
+    get_inter_distributed_optimizer_instance_group,
+    get_intra_distributed_optimizer_instance_group,
+    set_expert_model_parallel_rank,
+    set_expert_model_parallel_world_size,
+    set_expert_tensor_parallel_rank,
+    set_expert_tensor_parallel_world_size,
+)
+from braid.compat.megatron.failure import NotInitializedError, UsageError
+from braid.compat.megatron.group_plan import (
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+)
+from braid.compat.megatron.groups import create_group
+from braid.compat.megatron.initialization import initialize_model_parallel
+from braid.compat.megatron.pipeline_state import (
+    get_embedding_group,
+    get_pipeline_model_parallel_first_rank,
+    get_pipeline_model_parallel_group,
+    get_pipeline_model_parallel_last_rank,
+    get_pipeline_model_parallel_next_rank,
+    get_pipeline_model_parallel_prev_rank,
+    get_pipeline_model_parallel_rank,
+    get_pipeline_model_parallel_world_size,
+    get_position_embedding_group,
+    get_virtual_pipeline_model_parallel_rank,
+    get_virtual_pipeline_model_parallel_world_size,
+    is_pipeline_first_stage,
+    is_pipeline_last_stage,
+    is_rank_in_embedding_group,
+    is_rank_in_position_embedding_group,
+    set_pipeline_model_parallel_rank,
+    set_pipeline_model_parallel_world_size,
+    set_virtual_pipeline_model_parallel_rank,
+    set_virtual_pipeline_model_parallel_world_size,
+)
+from braid.compat.megatron.rank_generator import (
+    RankGenerator,
+    generate_masked_orthogonal_rank_groups,
+)
+from braid.compat.megatron.state import STATE, GlobalMemoryBuffer
+
+__all__ = [
+    "RankGenerator",
+    "create_group",
+    "default_embedding_ranks",
+    "default_position_embedding_ranks",
+    "destroy_global_memory_buffer",
+    "destroy_model_parallel",
+    "generate_masked_orthogonal_rank_groups",
+    "get_all_ranks",
+    "get_amax_reduction_group",
+    "get_context_parallel_global_ranks",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_world_size",
+    "get_data_modulo_expert_parallel_group",
+    "get_data_parallel_group",
+    "get_data_parallel_group_gloo",
+    "get_data_parallel_rank",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_embedding_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "get_expert_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
+    "get_global_memory_buffer",
+    "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "get_model_parallel_group",
+    "get_model_parallel_src_rank",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_position_embedding_group",
+    "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_rank",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_data_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "has_separate_all_gather_group",
+    "initialize_model_parallel",
+    "is_initialized",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
+    "is_unitialized",
+    "model_parallel_is_initialized",
+    "set_data_parallel_rank",
+    "set_expert_model_parallel_rank",
+    "set_expert_model_parallel_world_size",
+    "set_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size",
+    "set_pipeline_model_parallel_rank",
+    "set_pipeline_model_parallel_world_size",
+    "set_tensor_model_parallel_rank",
+    "set_tensor_model_parallel_world_size",
+    "set_virtual_pipeline_model_parallel_rank",
+    "set_virtual_pipeline_model_parallel_world_size",
+    "update_pg_timeout",
+]
+
+ABSENT = {
+    "create_hierarchical_groups": "pass hierarchical_context_parallel_sizes to "
+    "initialize_model_parallel",
+    "create_hybrid_dp_cp_groups": "pass hybrid_context_parallel to initialize_model_parallel",
+    "get_nccl_options": "groups of braid have no options of NCCL",
+    "overwrite_nccl_comm_cfgs": "groups of braid have no options of NCCL",
+    "get_global_symmetric_memory_buffer": "use get_global_memory_buffer",
+    "destroy_global_symmetric_memory_buffer": "there is none",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ABSENT:
+        msg = f"braid.compat.megatron.parallel_state has no {name}: {ABSENT[name]}"
+    elif name.startswith("_") and name.isupper():
+        msg = (
+            f"braid.compat.megatron.parallel_state has no {name}: its groups are no variables of "
+            "the module. Call the function that returns the group"
+        )
+    else:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)
+
+
+# The groups as a whole.
+
+
+def is_initialized() -> bool:
+    """Return whether there are groups."""
+    return STATE.initialized
+
+
+def is_unitialized() -> bool:
+    """Return whether there are none; deprecated."""
+    warnings.warn("use is_initialized instead of is_unitialized", DeprecationWarning, stacklevel=2)
+    return not STATE.initialized
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether there are groups of tensor, pipeline and data parallelism."""
+    return STATE.initialized
+
+
+def destroy_model_parallel() -> None:
+    """Destroy all groups, and forget what has been set."""
+    STATE.close()
+
+
+def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
+    """Set the deadline of a group's later operations; of all groups when None."""
+    groups = set(STATE.groups.values()) if pg is None else {pg}
+    for group in groups:
+        group.set_timeout(timeout)
+
+
+def get_all_ranks() -> str:
+    """Return the ranks in tensor, data, context, pipeline and expert groups, as `0_1_0_0_0`."""
+    return "_".join(str(STATE.rank(kind)) for kind in ("tp", "dp", "cp", "pp", "ep"))
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return memory that is used again by name."""
+    if STATE.buffer is None:
+        msg = "global memory buffer is not initialized: call initialize_model_parallel first"
+        raise NotInitializedError(msg)
+    return STATE.buffer
+
+
+def destroy_global_memory_buffer() -> None:
+    """Free that memory."""
+    STATE.buffer = None
+
+
+# Tensor parallelism, and whole models.
+
+
+def get_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group of one copy of the model."""
+    return STATE.group("mp", check_initialized=check_initialized)
+
+
+def get_model_parallel_src_rank() -> int:
+    """Return its first rank, counted in the world."""
+    return STATE.members("mp")[0]
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group that shares each layer."""
+    return STATE.group("tp", check_initialized=check_initialized)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of its ranks."""
+    return STATE.size("tp")
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return the rank in it."""
+    return STATE.rank("tp")
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return its first rank, counted in the world."""
+    return STATE.members("tp")[0]
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the number of ranks that the function returns; None for the group's."""
+    STATE.override("tp size", world_size)
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Set the rank that the function returns; None for the group's."""
+    STATE.override("tp rank", rank)
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> Any:
+    """Return the group of all tensor and data parallel ranks of a stage."""
+    kind = "tp_dp_cp" if with_context_parallel else "tp_dp"
+    return STATE.group(kind, check_initialized=check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group of tensor and context parallel ranks."""
+    return STATE.group("tp_cp", check_initialized=check_initialized)
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Return the number of its ranks; 0 without torch.distributed."""
+    return STATE.size("tp_cp") if dist.is_initialized() else 0
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """Return the rank in it; 0 without torch.distributed."""
+    return STATE.rank("tp_cp") if dist.is_initialized() else 0
+
+
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> Any:
+    """Return the group over which largest values are reduced."""
+    if tp_only_amax_red:
+        return STATE.group("tp_cp" if with_context_parallel else "tp")
+    return STATE.group("tp_dp_cp" if with_context_parallel else "tp_dp")
+
+
+# Data and context parallelism.
+
+
+def _data_kind(*, with_cp: bool, partial: bool, all_gather: bool = False) -> str:
+    if not with_cp:
+        if partial:
+            msg = "partial_data_parallel=True needs with_context_parallel=True"
+            raise UsageError(msg)
+        return "dp"
+    if partial:
+        return "intra_dp_cp"
+    return "dp_cp_ag" if all_gather else "dp_cp"
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+) -> Any:
+    """Return the group whose ranks have the same part of the model."""
+    kind = _data_kind(
+        with_cp=with_context_parallel,
+        partial=partial_data_parallel,
+        all_gather=independent_all_gather,
+    )
+    return STATE.group(kind)
+
+
+def has_separate_all_gather_group() -> bool:
+    """Return whether there is another group for all_gather."""
+    return "dp_cp_ag" in STATE.groups
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> Any:
+    """Return the data parallel group for CPU tensors, which is the same one."""
+    return STATE.gloo_group(
+        _data_kind(with_cp=with_context_parallel, partial=partial_data_parallel)
+    )
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return the number of data parallel ranks; 0 without torch.distributed."""
+    if not dist.is_initialized():
+        return 0
+    return STATE.size(_data_kind(with_cp=with_context_parallel, partial=partial_data_parallel))
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return the data parallel rank; 0 without torch.distributed."""
+    if "dp rank" in STATE.overrides:
+        return STATE.overrides["dp rank"]
+    if not dist.is_initialized():
+        return 0
+    return STATE.rank(_data_kind(with_cp=with_context_parallel, partial=partial_data_parallel))
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Set the rank that the function returns; None for the group's."""
+    STATE.override("dp rank", rank)
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Return the first data parallel rank, counted in the world."""
+    return STATE.members("dp_cp" if with_context_parallel else "dp")[0]
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> Any:
+    """Return the group that shares a sequence."""
+    return STATE.group("cp", check_initialized=check_initialized)
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
+    """Return its ranks, counted in the world."""
+    if check_initialized:
+        STATE.require("cp")
+    return STATE.ranks.get("cp")
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of its ranks; 0 without torch.distributed."""
+    return STATE.size("cp") if dist.is_initialized() else 0
+
+
+def get_context_parallel_rank() -> int:
+    """Return the rank in it; 0 without torch.distributed."""
+    return STATE.rank("cp") if dist.is_initialized() else 0
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
+    """Return the groups of each level of context parallelism."""
+    groups = [group for kind, group in STATE.groups.items() if kind.startswith("hcp")]
+    if check_initialized and not groups:
+        STATE.require("hcp0")
+    return groups or None
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> Any:
+    """Return the group of some neighbours in data and context parallelism."""
+    if group_size == get_data_parallel_world_size(with_context_parallel=True):
+        return STATE.group("dp_cp", check_initialized=check_initialized)
+    return STATE.group(f"hybrid{group_size}", check_initialized=check_initialized)

@@ -1,0 +1,183 @@
+"""The one state of this face: the groups of this rank, and values that programs have set.
+
+Megatron's functions take no state: they mean the process that they run in. So there must be a
+global one; it is here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from braid.compat.megatron.failure import NotInitializedError, UsageError
+from braid.compat.megatron.groups import create_group
+
+__all__ = ["STATE", "GlobalMemoryBuffer", "ParallelState"]
+
+NAMES = {
+    "mp": "model parallel group",
+    "tp": "tensor model parallel group",
+    "pp": "pipeline model parallel group",
+    "dp": "data parallel group",
+    "dp_cp": "data parallel group with context parallel combined",
+    "dp_cp_ag": "data parallel group with context parallel for all_gather",
+    "intra_dp_cp": "intra partial data parallel group",
+    "cp": "context parallel group",
+    "embd": "embedding group",
+    "pos_embd": "position embedding group",
+    "tp_dp": "tensor and data parallel group",
+    "tp_dp_cp": "tensor and data parallel group with context parallel",
+    "tp_cp": "tensor and context parallel group",
+    "ep": "expert model parallel group",
+    "ep_tp": "expert tensor parallel group",
+    "tp_ep": "expert tensor and model parallel group",
+    "tp_ep_pp": "expert tensor-model-pipeline parallel group",
+    "ep_dp": "expert data parallel group",
+    "intra_ep_dp": "intra partial expert data parallel group",
+    "inter_ep_dp": "inter distributed optimizer instance group",
+    "intra_dist_opt": "intra distributed optimizer instance group",
+}
+REASONS = {  # why an initialized state may lack a group
+    "embd": "this rank's stage has no embedding",
+    "pos_embd": "this rank's stage has no embedding of positions",
+    "dp_cp_ag": "pass create_all_gather_group=True to initialize_model_parallel",
+    "inter_ep_dp": "pass num_distributed_optimizer_instances to initialize_model_parallel",
+    "gloo": "initialize_model_parallel was called with create_gloo_process_groups=False",
+}
+
+
+class GlobalMemoryBuffer:
+    """Memory that is used again under the same name and dtype."""
+
+    def __init__(self) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def get_tensor(
+        self, tensor_shape: tuple[int, ...], dtype: torch.dtype, name: str
+    ) -> torch.Tensor:
+        """Return a tensor of a shape; the earlier one of this name is overwritten through it."""
+        count = torch.Size(tensor_shape).numel()
+        known = self.buffer.get((name, dtype))
+        if known is None or known.numel() < count:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            known = self.buffer[name, dtype] = torch.empty(count, dtype=dtype, device=device)
+        return known[:count].view(tensor_shape)
+
+
+class ParallelState:
+    """Groups of this rank, and values that are set on the fly.
+
+    Attributes:
+        groups: Process group of each kind that this rank is in; see `group_plan`.
+        ranks: Global ranks of each of them.
+        overrides: Sizes and ranks that programs have set, by name.
+        virtual_size: Number of stages of this rank; None without interleaving.
+        virtual_rank: Stage of this rank that runs.
+        with_gloo: Whether functions for groups of Gloo have an answer.
+        buffer: Memory for programs.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Any] = {}
+        self.ranks: dict[str, list[int]] = {}
+        self.overrides: dict[str, int] = {}
+        self.virtual_size: int | None = None
+        self.virtual_rank: int | None = None
+        self.with_gloo = False
+        self.buffer: GlobalMemoryBuffer | None = None
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there are groups."""
+        return bool(self.groups)
+
+    def open(self, plan: Mapping[str, list[list[int]]], timeout: timedelta) -> None:
+        """Make the groups of a plan; all ranks call this."""
+        if self.initialized:
+            msg = (
+                "model parallel groups are initialized already: call destroy_model_parallel() "
+                "before initialize_model_parallel is called again"
+            )
+            raise UsageError(msg)
+        rank, every = dist.get_rank(), list(range(dist.get_world_size()))
+        # groups of ranks that share memory with all others cost next to nothing
+        shared = {} if _is_braids(dist.group.WORLD) else {"world": [every]}
+        for kind, groups in (shared | dict(plan)).items():
+            for ranks in groups:
+                made = create_group(ranks, timeout, group_desc=NAMES.get(kind, kind))
+                if rank in ranks:
+                    self.groups[kind], self.ranks[kind] = made, ranks
+        for part, whole in (("intra_dp_cp", "dp_cp"), ("intra_ep_dp", "ep_dp")):
+            if part not in plan:
+                self.groups[part], self.ranks[part] = self.groups[whole], self.ranks[whole]
+        self.buffer = GlobalMemoryBuffer()
+
+    def close(self) -> None:
+        """Destroy the groups that are left, in one order on all ranks, and forget all values."""
+        alive = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}  # noqa: SLF001
+        for group in reversed(dict.fromkeys(self.groups.values())):
+            if group in alive:
+                dist.destroy_process_group(group)
+        for values in (self.groups, self.ranks, self.overrides):
+            values.clear()
+        self.virtual_size = self.virtual_rank = self.buffer = None
+        self.with_gloo = False
+
+    def require(self, kind: str) -> None:
+        """Raise NotInitializedError unless this rank has a group of a kind."""
+        if kind in self.groups:
+            return
+        name = NAMES.get(kind, kind)
+        if self.initialized:
+            msg = f"{name}: this rank has none. {REASONS.get(kind, 'It was not asked for')}"
+        else:
+            msg = (
+                f"{name} is not initialized: call parallel_state.initialize_model_parallel(...) "
+                "first, on all ranks"
+            )
+        raise NotInitializedError(msg)
+
+    def group(self, kind: str, *, check_initialized: bool = True) -> Any:
+        """Return the process group of a kind; None without one if that is not checked."""
+        if check_initialized:
+            self.require(kind)
+        return self.groups.get(kind)
+
+    def gloo_group(self, kind: str) -> Any:
+        """Return the process group that takes CPU tensors: the same one."""
+        if self.initialized and not self.with_gloo:
+            msg = f"{NAMES[kind]} of Gloo is not initialized: {REASONS['gloo']}"
+            raise NotInitializedError(msg)
+        return self.group(kind)
+
+    def members(self, kind: str) -> list[int]:
+        """Return the global ranks of the group of a kind."""
+        self.require(kind)
+        return self.ranks[kind]
+
+    def size(self, kind: str) -> int:
+        """Return the number of ranks of a kind: as set, else that of the group."""
+        set_size = self.overrides.get(f"{kind} size")
+        return len(self.members(kind)) if set_size is None else set_size
+
+    def rank(self, kind: str) -> int:
+        """Return the rank in the group of a kind: as set, else that of the group."""
+        set_rank = self.overrides.get(f"{kind} rank")
+        return self.members(kind).index(dist.get_rank()) if set_rank is None else set_rank
+
+    def override(self, name: str, value: int | None) -> None:
+        """Set a value such as `tp rank`, or return to that of the group with None."""
+        self.overrides.pop(name, None)
+        if value is not None:
+            self.overrides[name] = value
+
+
+def _is_braids(group: Any) -> bool:
+    return getattr(group, "braid_group", None) is not None
+
+
+STATE = ParallelState()
