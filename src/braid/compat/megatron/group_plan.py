@@ -1,4 +1,4 @@
-"""Which groups `initialize_model_parallel` makes: numbers only, so all ranks make the same.
+"""The groups of `initialize_model_parallel`: numbers only, so all ranks make the same.
 
     kind           ranks that differ along            kind            of experts
     tp pp dp cp    one of them                        ep ep_tp        ep, tp

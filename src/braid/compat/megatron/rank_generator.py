@@ -1,4 +1,4 @@
-"""Megatron's RankGenerator: which ranks form the groups of each kind of parallelism.
+"""Megatron's RankGenerator: the ranks of the groups of each kind of parallelism.
 
 `Grid` computes the groups; see there for a picture. Here are Megatron's names, arguments and
 exceptions.
