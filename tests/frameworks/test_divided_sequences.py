@@ -1,0 +1,91 @@
+"""Unmodified models of transformers on sequences divided over ranks, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from braid.launch import JobSpec, QuietConsole, Supervisor
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
+pytest.importorskip("transformers")
+
+PROGRAM = """
+import copy
+import sys
+import torch
+import transformers as hf
+import braid
+from braid.context_parallel import context_parallel, gather_sequence
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+DECODER = {**SMALL, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+MODELS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)),
+    "llama_tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**DECODER)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+                      attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, attn_implementation="sdpa")
+    ),
+    "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**SMALL, attn_implementation="sdpa")).eval(),
+}
+torch.set_num_threads(1)
+group = braid.init()
+name, way = sys.argv[1:]
+torch.manual_seed(0)
+model = MODELS[name]().double().train(name != "bert")
+ids = torch.randint(96, (2, 12 * group.size), generator=torch.Generator().manual_seed(1))
+labels = ids.masked_fill(torch.arange(ids.shape[1]) < 7, -100)
+inputs = {"input_ids": ids, "use_cache": False} if name != "bert" else {"input_ids": ids}
+if name != "bert":
+    inputs["labels"] = labels
+whole = copy.deepcopy(model)
+expected = whole(**inputs)
+# transformers rounds logits to float32 before its loss
+mean = torch.nn.functional.cross_entropy(expected.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+(mean if name != "bert" else expected.logits.square().mean()).backward()
+context_parallel(model, group, attention=way)
+exact = 1e-13 if name in {"gpt2", "bert"} else 1e-6  # norms of the others round to float32
+out = model(**inputs)
+logits = gather_sequence(group, out.logits)
+gap = (logits - expected.logits).abs().max() / expected.logits.abs().max()
+assert gap <= (1e-12 if name in {'gpt2', 'bert'} else 1e-6), gap
+if name != "bert":
+    assert abs(out.loss - mean) <= exact * mean
+    assert abs(out.loss - expected.loss) <= 1e-6 * mean
+(out.loss if name != "bert" else logits.square().mean()).backward()
+largest = max(p.grad.abs().max() for p in whole.parameters() if p.grad is not None)
+for (path, own), param in zip(model.named_parameters(), whole.parameters(), strict=True):
+    if param.grad is not None:
+        grad = group.all_reduce(own.grad, op="avg")
+        gap = (grad - param.grad).abs().max() / largest
+        assert gap <= exact, (path, gap)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "size"),
+    [
+        ("llama", "ring", 2),
+        ("llama", "all_to_all", 2),
+        ("llama_tied", "ring", 3),
+        ("qwen2", "ring", 2),
+        ("gpt2", "ring", 2),
+        ("gpt2", "all_to_all", 4),
+        ("bert", "ring", 2),
+    ],
+)
+def test_a_model_of_transformers_runs_on_divided_sequences(
+    model: str, way: str, size: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "divided.py"
+    script.write_text(PROGRAM)
+    command = (str(script), model, way)
+    outcome = Supervisor(QuietConsole()).run(
+        JobSpec(command=command, num_ranks=size, log_dir=str(tmp_path / "run"))
+    )
+    assert outcome.ok, outcome
+    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
