@@ -1,0 +1,22 @@
+"""Expert parallelism: mixtures of experts whose experts are divided over ranks."""
+
+from __future__ import annotations
+
+from braid.expert_parallel.dispatch import Dispatch
+from braid.expert_parallel.divide import divide_experts, undivide_experts
+from braid.expert_parallel.gradients import average_gradients, clip_grad_norm_, is_of_experts
+from braid.expert_parallel.mixture import MixtureOfExperts, auxiliary_loss
+from braid.expert_parallel.routing import Routing, route
+
+__all__ = [
+    "Dispatch",
+    "MixtureOfExperts",
+    "Routing",
+    "auxiliary_loss",
+    "average_gradients",
+    "clip_grad_norm_",
+    "divide_experts",
+    "is_of_experts",
+    "route",
+    "undivide_experts",
+]
