@@ -11,9 +11,11 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.tensor_parallel import (
     Slicing,
+    column_linear,
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
+    sequence_column_linear,
 )
 
 
@@ -80,18 +82,70 @@ def test_gathering_what_was_scattered_gives_the_sequence(world, size):
     assert all(world(size, _roundtrip))
 
 
+def _column(group: Group, dim: int, dtype: torch.dtype, frozen: bool) -> float:
+    """A column layer that gathers the sequence itself."""
+    rank, size = group.rank, group.size
+    x, weight = drawn(12, 12, 8, seed=0, dtype=dtype), drawn(24, 8, seed=1, dtype=dtype)
+    bias, scale = drawn(24, seed=2, dtype=dtype), drawn(12, 12, 24, seed=3, dtype=dtype)
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = functional.linear(*whole)
+    (y * scale).sum().backward()
+    own_x = Slicing(dim % 3).part_of(x, rank, size).requires_grad_()
+    own_weight = Slicing(0).part_of(weight, rank, size).requires_grad_(not frozen)
+    own_bias = Slicing(0).part_of(bias, rank, size).requires_grad_()
+    own = sequence_column_linear(group, own_x, own_weight, own_bias, dim)
+    (own * Slicing(2).part_of(scale, rank, size)).sum().backward()
+    pairs = [
+        (own, Slicing(2).part_of(y, rank, size)),
+        (own_x.grad, Slicing(dim % 3).part_of(whole[0].grad, rank, size)),
+        (own_bias.grad, Slicing(0).part_of(whole[2].grad, rank, size)),
+    ]
+    if frozen:
+        assert own_weight.grad is None
+    else:
+        pairs.append((own_weight.grad, Slicing(0).part_of(whole[1].grad, rank, size)))
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize(
+    ("dtype", "frozen", "tolerance"),
+    [(torch.float32, False, 1e-6), (torch.float64, False, 1e-13), (torch.float64, True, 1e-13)],
+)
+def test_a_column_layer_gathers_its_sequence(world, size, dim, dtype, frozen, tolerance):
+    assert max(world(size, _column, dim, dtype, frozen)) <= tolerance
+
+
+def _autocast(group: Group) -> list[torch.dtype]:
+    weight = torch.ones(4 // group.size, 8, requires_grad=True)
+    own = torch.ones(12 // group.size, 1, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = sequence_column_linear(group, own, weight, None, dim=0)
+        z = column_linear(group, gather_sequence(group, own, 0), weight, None)
+    (y + z).float().sum().backward()
+    return [y.dtype, z.dtype, weight.grad.dtype, own.grad.dtype]
+
+
+def test_layers_with_gradients_of_their_own_know_autocast(world):
+    for dtypes in world(2, _autocast):
+        assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+
+
 def _refused(group: Group) -> list[str]:
     x = torch.ones(2, 5)
     return [
         said_by(lambda: scatter_sequence(group, x), ConfigError),
         said_by(lambda: reduce_scatter_sequence(group, x), ConfigError),
         said_by(lambda: scatter_sequence(group, x, 2), ConfigError),
+        said_by(lambda: sequence_column_linear(group, x, x, None, dim=-1), ConfigError),
     ]
 
 
 def test_sequences_that_cannot_be_divided_are_named(world):
-    for scattered, reduced, dim in world(2, _refused):
+    for scattered, reduced, dim, last in world(2, _refused):
         assert scattered == reduced
         assert "5 positions (dim 1 of shape [2, 5]) cannot be divided over 2 ranks" in scattered
         assert "pad it to 6" in scattered
         assert "no dim 2" in dim
+        assert "no positions in dim -1" in last

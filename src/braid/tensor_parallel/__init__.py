@@ -5,12 +5,17 @@ from __future__ import annotations
 from braid.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from braid.tensor_parallel.divide import clip_grad_norm_, parallelize
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
-from braid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from braid.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_linear,
+)
 from braid.tensor_parallel.sequence import (
     gather_sequence,
     reduce_scatter_sequence,
     scatter_sequence,
 )
+from braid.tensor_parallel.sequence_linear import sequence_column_linear
 from braid.tensor_parallel.slices import Slicing
 from braid.tensor_parallel.whole import slicing_of, undivide
 
@@ -20,10 +25,12 @@ __all__ = [
     "Slicing",
     "VocabParallelEmbedding",
     "clip_grad_norm_",
+    "column_linear",
     "gather_sequence",
     "parallelize",
     "reduce_scatter_sequence",
     "scatter_sequence",
+    "sequence_column_linear",
     "slicing_of",
     "undivide",
     "vocab_parallel_cross_entropy",

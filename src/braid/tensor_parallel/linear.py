@@ -32,7 +32,13 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.tensor_parallel.slices import Slicing
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "column_linear", "slice_param"]
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "autocast_inputs",
+    "column_linear",
+    "slice_param",
+]
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -205,8 +211,22 @@ def column_linear(
 
     Backward: the all_reduce of the gradient of `x` overlaps with the gradient of the weight.
     """
-    y = _Column.apply(group, x, weight, bias)  # type: ignore[no-untyped-call]
+    y = _Column.apply(group, *autocast_inputs(x, weight, bias))  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", y)
+
+
+def autocast_inputs(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the arguments of a linear layer in autocast's dtype, if autocast is on.
+
+    Autocast does not reach into backward of a layer that computes its own gradients.
+    """
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _shared_f(group: Group, x: torch.Tensor) -> torch.Tensor:
