@@ -31,6 +31,7 @@ BUDGETS_S = {
     "world/test_hosts": 15,
     "world/test_launch": 95,
     "world/test_leave_horovod": 10,
+    "world/test_megatron": 15,
     "world/test_membership": 50,
     "world/test_message": 10,
     "world/test_observe": 15,

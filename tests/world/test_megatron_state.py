@@ -161,6 +161,22 @@ def test_groups_are_made_destroyed_and_made_again(pool, tmp_path):
         assert same
 
 
+def _left_open(first: bool) -> Any:
+    """A program that ends torch.distributed, and with it all groups, without a word to this face."""
+    mpu.initialize_model_parallel(2)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=mpu.get_tensor_model_parallel_group())
+    if not first:
+        mpu.destroy_model_parallel()
+    return x.item(), mpu.is_initialized()
+
+
+@pytest.mark.procs
+def test_groups_that_torch_has_destroyed_are_made_again(pool, tmp_path):
+    assert run(pool, tmp_path, 2, _left_open, True) == [(2.0, True)] * 2
+    assert run(pool, tmp_path, 2, _left_open, False) == [(2.0, False)] * 2
+
+
 def _refused() -> list[str]:
     return [
         said_by(

@@ -16,7 +16,13 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SKIPPED = "# skip: "  # first line of a snippet that needs what a test has not, with the reason
 # pages whose snippets run as they stand; those of older pages are parts of programs
-WHOLE = {"reports", "checkpoints", "from-torchgpipe", "from-torch-pipelining"}
+WHOLE = {
+    "reports",
+    "checkpoints",
+    "from-megatron",
+    "from-torchgpipe",
+    "from-torch-pipelining",
+}
 RUNNABLE = [p for p in PAGES if p.parent.name == "handbook" or p.stem in WHOLE]
 
 

@@ -4,11 +4,12 @@ Programs for `megatron.core.parallel_state` and `megatron.core.tensor_parallel` 
 0.16 run after changing the import, on CPUs, too.
 """
 
-from braid.compat.megatron import parallel_state
+from braid.compat.megatron import parallel_state, tensor_parallel
 from braid.compat.megatron.hyper_comm_grid import HyperCommGrid
+from braid.compat.megatron.model_parallel_config import ModelParallelConfig
 
 mpu = parallel_state  # the name under which programs know it
 
-__all__ = ["HyperCommGrid", "mpu", "parallel_state"]
+__all__ = ["HyperCommGrid", "ModelParallelConfig", "mpu", "parallel_state", "tensor_parallel"]
 
 __version__ = "0.16.1"  # of the interface

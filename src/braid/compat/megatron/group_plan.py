@@ -93,11 +93,13 @@ class Parallelism:
 
     def _misfits(self, expert_tp: int) -> list[str]:
         problems = []
+        dense, expert = (self.tp, self.pp, self.cp), (expert_tp, self.ep, self.pp)
         for names, sizes in (
-            ("tensor x pipeline x context", (self.tp, self.pp, self.cp)),
-            ("expert tensor x expert x pipeline", (expert_tp, self.ep, self.pp)),
+            ("tensor x pipeline x context", dense),
+            ("expert tensor x expert x pipeline", expert),
         ):
-            if self.world_size % math.prod(sizes):
+            is_new = sizes is dense or math.prod(sizes) != math.prod(dense)
+            if is_new and self.world_size % math.prod(sizes):
                 problems.append(
                     f"world_size {self.world_size} is not divisible by {names} parallel sizes "
                     f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}: start a multiple of it, "

@@ -1,0 +1,75 @@
+"""Attributes of divided parameters that Megatron's optimizers and checkpoints read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from braid.compat.megatron.failure import UsageError
+from braid.compat.megatron.parallel_state import get_tensor_model_parallel_rank
+from braid.tensor_parallel import Slicing
+
+__all__ = [
+    "copy_tensor_model_parallel_attributes",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+]
+
+DEFAULTS = {
+    "expert_tp": False,
+    "is_qkv": False,
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+}
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor, tp_group: Any = None) -> bool:
+    """Return whether this rank's parameter counts: a divided one, or a whole one on rank 0."""
+    if getattr(param, "tensor_model_parallel", False):
+        return True
+    rank = get_tensor_model_parallel_rank() if tp_group is None else tp_group.rank()
+    return bool(rank == 0)
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int
+) -> None:
+    """Note how a parameter is divided; braid's functions see it, too.
+
+    Raises:
+        UsageError: It has such attributes already.
+    """
+    if known := [name for name in DEFAULTS if hasattr(tensor, name)]:
+        msg = (
+            f"a parameter of shape {list(tensor.shape)} has the attributes {', '.join(known)} "
+            "already: it is divided once, by the layer that makes it"
+        )
+        raise UsageError(msg)
+    values = {
+        "tensor_model_parallel": is_parallel,
+        "partition_dim": dim,
+        "partition_stride": stride,
+    }
+    for name, value in values.items():
+        setattr(tensor, name, value)
+    if is_parallel:
+        tensor.__dict__["braid_slicing"] = Slicing(dim, stride)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Set the attributes of a parameter that is whole, unless they are set."""
+    for name, value in DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(
+    destination_tensor: torch.Tensor, source_tensor: torch.Tensor
+) -> None:
+    """Copy the attributes of one parameter to another."""
+    for name in (*DEFAULTS, "braid_slicing"):
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))

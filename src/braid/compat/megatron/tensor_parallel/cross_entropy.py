@@ -1,0 +1,39 @@
+"""`megatron.core.tensor_parallel.cross_entropy`: a loss over divided classes."""
+
+from __future__ import annotations
+
+import torch
+
+from braid import tensor_parallel
+from braid.compat.megatron.failure import UsageError
+from braid.compat.megatron.utils import tensor_group
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Return the loss of each row.
+
+    Args:
+        vocab_parallel_logits: Logits of this rank's classes, shape [..., classes / n].
+        target: Classes over all ranks, shape [...].
+        label_smoothing: Share of each target that is spread over all other classes. (torch's
+            function spreads it over all, the target's own among them.)
+
+    Raises:
+        UsageError: `label_smoothing` cannot be.
+    """
+    group = tensor_group()
+    classes = vocab_parallel_logits.shape[-1] * group.size
+    spread = label_smoothing * classes / max(classes - 1, 1)
+    if not 0 <= label_smoothing < 1 or spread >= 1:
+        msg = (
+            f"label_smoothing must be from 0 to less than {(classes - 1) / classes:.4g} with "
+            f"{classes} classes, got {label_smoothing}"
+        )
+        raise UsageError(msg)
+    return tensor_parallel.vocab_parallel_cross_entropy(
+        group, vocab_parallel_logits, target, label_smoothing=spread
+    )

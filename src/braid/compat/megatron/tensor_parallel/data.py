@@ -1,0 +1,63 @@
+"""`megatron.core.tensor_parallel.data`: a batch of the first tensor parallel rank, on all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from braid.compat.megatron.failure import UsageError
+from braid.compat.megatron.utils import tensor_group
+
+__all__ = ["broadcast_data"]
+
+
+def broadcast_data(
+    keys: Sequence[str],
+    data: Mapping[str, torch.Tensor] | None,
+    datatype: torch.dtype,
+    tp_group: Any = None,
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the group's first rank, on all of its ranks.
+
+    Args:
+        keys: Names of tensors, the same on all ranks.
+        data: Tensors by name; looked at on the first rank only.
+        datatype: Dtype of all of them.
+        tp_group: Ranks; those of tensor parallelism when None.
+
+    Returns:
+        Tensors by name, on the GPU where there is one.
+
+    Raises:
+        UsageError: A tensor is missing or has another dtype; on all ranks, with all problems.
+
+    Cost: two broadcasts, of the shapes and of all elements.
+    """
+    group = tensor_group(tp_group)
+    own = data or {}
+    announced: list[Any] = []
+    if group.rank == 0:
+        problems = [f"{key!r} is missing" for key in keys if key not in own]
+        problems += [
+            f"{key!r} has dtype {own[key].dtype}"
+            for key in keys
+            if key in own and own[key].dtype != datatype
+        ]
+        announced = [problems, {} if problems else {key: list(own[key].shape) for key in keys}]
+    problems, shapes = group.objects.broadcast(announced)
+    if problems:
+        msg = (
+            f"broadcast_data needs {', '.join(keys)} of {datatype} on rank 0: {'; '.join(problems)}"
+        )
+        raise UsageError(msg)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = [torch.Size(shapes[key]).numel() for key in keys]
+    if group.rank == 0:
+        flat = torch.cat([own[key].to(device).reshape(-1) for key in keys])
+    else:
+        flat = torch.empty(sum(sizes), dtype=datatype, device=device)
+    group.broadcast(flat)
+    parts = flat.split_with_sizes(sizes)
+    return {key: part.view(shapes[key]) for key, part in zip(keys, parts, strict=True)}

@@ -1,0 +1,89 @@
+"""A linear layer's product, with the communication of its backward beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from braid.compat.megatron.failure import UnsupportedError, UsageError
+from braid.compat.megatron.utils import tensor_group
+from braid.tensor_parallel import column_linear, sequence_column_linear
+
+__all__ = ["linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"]
+
+
+def linear_with_grad_accumulation_and_async_allreduce(
+    input: torch.Tensor,  # noqa: A002 - the original's name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    async_grad_allreduce: bool | None = None,
+    tp_group: Any = None,
+) -> torch.Tensor:
+    """Return a linear layer's output; communication in backward overlaps with computation.
+
+    Args:
+        input: Input, or with `sequence_parallel` this rank's positions of it, which are dim 0.
+        weight: Weight.
+        bias: Bias, if there is one.
+        gradient_accumulation_fusion: Must be False.
+        allreduce_dgrad: Whether gradients of the input are added over ranks.
+        sequence_parallel: Whether the input is gathered, and its gradient reduce-scattered.
+        grad_output_buffer: Must be None.
+        wgrad_deferral_limit: No effect.
+        async_grad_allreduce: Earlier name of `allreduce_dgrad`.
+        tp_group: Ranks; those of tensor parallelism when None.
+
+    Raises:
+        UsageError: Both kinds of communication are asked for.
+    """
+    del wgrad_deferral_limit
+    if gradient_accumulation_fusion or grad_output_buffer is not None:
+        msg = (
+            "gradient_accumulation_fusion and grad_output_buffer cannot be served: leave them out; "
+            "autograd accumulates gradients"
+        )
+        raise UnsupportedError(msg)
+    if async_grad_allreduce is not None:
+        allreduce_dgrad = async_grad_allreduce
+    if allreduce_dgrad and sequence_parallel:
+        msg = "`allreduce_dgrad` and `sequence_parallel` cannot be enabled at the same time"
+        raise UsageError(msg)
+    if sequence_parallel:
+        return sequence_column_linear(tensor_group(tp_group), input, weight, bias, dim=0)
+    if allreduce_dgrad:
+        return column_linear(tensor_group(tp_group), input, weight, bias)
+    return functional.linear(input, weight, bias)
+
+
+def linear_with_frozen_weight(
+    input: torch.Tensor,  # noqa: A002 - the original's name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any = None,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = None,
+    async_grad_allreduce: bool | None = None,
+) -> torch.Tensor:
+    """Return the output of a layer whose weight is not trained; see the function above."""
+    return linear_with_grad_accumulation_and_async_allreduce(
+        input,
+        weight,
+        bias,
+        gradient_accumulation_fusion,
+        allreduce_dgrad,
+        sequence_parallel,
+        grad_output_buffer,
+        wgrad_deferral_limit,
+        async_grad_allreduce,
+        tp_group,
+    )

@@ -1,0 +1,192 @@
+"""`megatron.core.tensor_parallel.mappings`: collectives with gradients between regions.
+
+region             forward          backward          last dim, or sequence (dim 0)
+copy_to            nothing          all_reduce
+reduce_from        all_reduce       nothing
+scatter_to         own part         all_gather        both
+gather_from        all_gather       own part          both; of a sequence also reduce_scatter
+reduce_scatter_to  reduce_scatter   all_gather        both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from braid import autograd
+from braid.autograd import (
+    all_gather_forward_split_backward,
+    all_reduce_forward_identity_backward,
+    identity_forward_all_reduce_backward,
+    split_forward_all_gather_backward,
+)
+from braid.compat.megatron.failure import UsageError
+from braid.compat.megatron.groups import braid_group
+from braid.compat.megatron.utils import divide, tensor_group
+from braid.tensor_parallel import gather_sequence, reduce_scatter_sequence, scatter_sequence
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+]
+
+
+def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return the input; backward adds gradients over ranks."""
+    return identity_forward_all_reduce_backward(tensor_group(group), input_)
+
+
+def reduce_from_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any = None
+) -> torch.Tensor:
+    """Return the sum over ranks; backward hands on the gradient."""
+    return all_reduce_forward_identity_backward(tensor_group(group), input_)
+
+
+def scatter_to_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any = None
+) -> torch.Tensor:
+    """Return this rank's part of the last dim; backward gathers."""
+    own = tensor_group(group)
+    divide(input_.shape[-1], own.size)
+    return split_forward_all_gather_backward(own, input_, dim=input_.dim() - 1)
+
+
+def gather_from_tensor_model_parallel_region(
+    input_: torch.Tensor, group: Any = None
+) -> torch.Tensor:
+    """Return all parts of the last dim; backward keeps this rank's."""
+    return all_gather_forward_split_backward(tensor_group(group), input_, dim=input_.dim() - 1)
+
+
+def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return this rank's positions, which are dim 0; backward gathers."""
+    own = tensor_group(group)
+    divide(input_.shape[0], own.size)
+    return scatter_sequence(own, input_, dim=0)
+
+
+def gather_from_sequence_parallel_region(
+    input_: torch.Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Any = None,
+    output_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,  # noqa: ARG001 - the original's; results are new tensors
+) -> torch.Tensor:
+    """Return the positions of all ranks; backward is reduce_scatter, or this rank's positions.
+
+    Args:
+        input_: This rank's positions, which are dim 0.
+        tensor_parallel_output_grad: Whether ranks use the result for different work.
+        group: Ranks; those of tensor parallelism when None.
+        output_split_sizes: Number of each rank's positions; equal when None.
+        use_global_buffer: No effect.
+    """
+    own = tensor_group(group)
+    if output_split_sizes is None:
+        return gather_sequence(own, input_, 0, partial_grad=tensor_parallel_output_grad)
+    if not tensor_parallel_output_grad:
+        msg = "output_split_sizes needs tensor_parallel_output_grad=True"
+        raise UsageError(msg)
+    return autograd.all_gather(own, input_, sizes=list(output_split_sizes))
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: torch.Tensor,
+    group: Any = None,
+    input_split_sizes: Sequence[int] | None = None,
+    use_global_buffer: bool = False,  # noqa: ARG001 - as above
+) -> torch.Tensor:
+    """Return this rank's positions, which are dim 0, of the sum; backward gathers.
+
+    Args:
+        input_: This rank's term of the sum.
+        group: Ranks; those of tensor parallelism when None.
+        input_split_sizes: Number of each rank's positions; equal when None.
+        use_global_buffer: No effect.
+    """
+    own = tensor_group(group)
+    if input_split_sizes is None:
+        divide(input_.shape[0], own.size)
+        return reduce_scatter_sequence(own, input_, dim=0)
+    return autograd.reduce_scatter(own, input_, sizes=list(input_split_sizes))
+
+
+def all_gather_last_dim_from_tensor_parallel_region(
+    input_: torch.Tensor, group: Any = None
+) -> torch.Tensor:
+    """Return all parts of the last dim; backward is reduce_scatter."""
+    return gather_sequence(tensor_group(group), input_, dim=-1)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(
+    input_: torch.Tensor, group: Any = None
+) -> torch.Tensor:
+    """Return this rank's part of the last dim of the sum; backward gathers."""
+    own = tensor_group(group)
+    divide(input_.shape[-1], own.size)
+    return reduce_scatter_sequence(own, input_, dim=-1)
+
+
+def all_to_all(
+    group: Any,
+    input_: torch.Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Send parts of dim 0 to the ranks, and return theirs; backward sends gradients back.
+
+    Args:
+        group: Ranks.
+        input_: Parts for all ranks, one after the other.
+        output_split_sizes_: Length of the part from each rank; equal when None.
+        input_split_sizes: Length of the part for each rank; equal when None.
+    """
+    own = braid_group(group)
+    send, receive = input_split_sizes, output_split_sizes_
+    if send is None and receive is None:
+        return autograd.all_to_all(own, input_)
+    equal = [divide(input_.shape[0], own.size)] * own.size
+    return autograd.all_to_all(
+        own,
+        input_,
+        send_sizes=equal if send is None else list(send),
+        receive_sizes=equal if receive is None else list(receive),
+    )
+
+
+def all_to_all_sp2hp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return all tokens with this rank's part of the hidden dim.
+
+    Shape:
+        input_: [tokens / n, hidden], or with tokens as several dims -> [tokens, hidden / n].
+    """
+    own = tensor_group(group)
+    rows = input_.reshape(-1, input_.shape[-1])
+    divide(rows.shape[-1], own.size)
+    parts = rows.chunk(own.size, dim=1)
+    return autograd.all_to_all(own, torch.cat(parts))
+
+
+def all_to_all_hp2sp(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return this rank's tokens with the whole hidden dim; the inverse of `all_to_all_sp2hp`.
+
+    Shape:
+        input_: [tokens, hidden / n], or with tokens as several dims -> [tokens / n, hidden].
+    """
+    own = tensor_group(group)
+    rows = input_.reshape(-1, input_.shape[-1])
+    divide(rows.shape[0], own.size)
+    return torch.cat(autograd.all_to_all(own, rows).chunk(own.size), dim=-1)
