@@ -24,6 +24,7 @@ from braid.context_parallel import (
     shifted_labels,
     split_sequence,
 )
+from braid.context_parallel.travel import SMALL_BYTES
 from braid.errors import ConfigError, MismatchError
 
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
@@ -121,6 +122,13 @@ def test_any_lengths_and_heads_give_the_attention_of_one_process(
     whole = tensors(length, kv_heads * share, kv_heads, torch.float64)
     for found in world(size, gaps, way, whole, causal, balanced, scale):
         assert max(found) <= 1e-12
+
+
+def test_long_messages_are_sent_by_the_progress_thread(world):
+    whole = [drawn(1, 4, 2048, 32, seed=seed, dtype=torch.float32) for seed in range(4)]
+    assert whole[1].nbytes > SMALL_BYTES * 2
+    for found in world(2, gaps, "ring", whole, True):
+        assert max(found) <= 2e-6  # sums of 2048 terms
 
 
 @pytest.mark.parametrize("way", ["ring", "all_to_all"])

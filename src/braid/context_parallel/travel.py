@@ -1,7 +1,7 @@
 """Keys and values on their way round a ring of ranks: rank r sends to r+1 and receives from r-1.
 
 A message is under way while the block before it is computed, so a rank has two of them at a time.
-The progress thread takes its steps: the thread that computes is busy.
+The progress thread takes the steps of large ones: the thread that computes is busy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from braid.errors import MismatchError
 
 __all__ = ["GRADIENTS", "KEYS", "Arriving", "Pair", "pass_on", "travelling"]
 
+SMALL_BYTES = 256 << 10  # a message up to here is handed over when it is sent: no step is left
 KEYS, GRADIENTS = 1, 2  # tags: messages of one kind may overtake those of the other
 
 
@@ -85,7 +86,8 @@ class Arriving(NamedTuple):
 def pass_on(group: Group, pair: Pair, tag: int) -> Arriving:
     """Start to send a pair to the next rank, and to receive that of the rank before."""
     other = pair.like(torch.empty_like(pair.flat))
-    with group.coalesce(steps_by=StepsBy.THREAD) as block:
+    is_small = pair.flat.nbytes <= SMALL_BYTES
+    with group.coalesce(steps_by=StepsBy.CALLER if is_small else StepsBy.THREAD) as block:
         block.send(pair.message, (group.rank + 1) % group.size, tag=tag)
         block.recv(other.message, (group.rank - 1) % group.size, tag=tag)
     return Arriving(block.work, other)
