@@ -22,6 +22,8 @@ ROOMS = (
     "braid.comm",
     "braid.data_parallel",
     "braid.pipeline",
+    "braid.context_parallel",
+    "braid.expert_parallel",
     "braid.graph",
     "braid.seeding",
     "braid.layout",

@@ -27,6 +27,7 @@ from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState,
 from braid.topology import Cluster, Level, flat
 from handbook_data_parallel import DATA_PARALLEL
 from handbook_pipelines import PIPELINES
+from handbook_sequences import SEQUENCES
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
 WIDTH = 760  # pixels of a time axis
@@ -266,6 +267,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
     *PIPELINES,
+    *SEQUENCES,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,
