@@ -147,8 +147,13 @@ def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, reco
     assert curves[0].kinds == ["start", "eval", "checkpoint", "sample", "end"]
 
 
-@pytest.mark.parametrize(("mesh", "ranks"), [("tp=2", 2), ("dp=2,tp=2", 4), ("tp=2,dp=1", 2)])
-def test_divided_layers_train_like_one_process_and_are_resumed_without(world, config, mesh, ranks):
+@pytest.mark.parametrize(
+    ("mesh", "ranks"),
+    [("tp=2", 2), ("dp=2,tp=2", 4), ("tp=2,dp=1", 2), ("cp=2", 2), ("dp=2,cp=2", 4)],
+)
+def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_without(
+    world, config, mesh, ranks
+):
     divided = replace(config, mesh=mesh, model="mini", steps=4)
     alone = replace(divided, mesh="", log_dir=config.log_dir + "-alone")
     (expected,) = world(1, train, alone)
@@ -173,7 +178,9 @@ def test_divided_layers_train_like_one_process_and_are_resumed_without(world, co
         ("pp=2", 3, "--mesh pp=2 has 2 ranks, got -n 3"),
         ("pp=2,dp=2", 2, "--mesh pp=2,dp=2 has 4 ranks, got -n 2"),
         ("pp=2,tp=2", 4, "--mesh pp=2,tp=2: pp and tp together are not there yet"),
-        ("cp=2", 2, "--mesh cp=2: cp is not there yet"),
+        ("ep=2", 2, "--mesh ep=2: ep is not there yet"),
+        ("cp=2,tp=2", 4, "--mesh cp=2,tp=2: tp and cp together are not there yet"),
+        ("cp=3", 3, "cannot be divided into 6 equal chunks, two of each rank: use --context"),
         ("tp=8", 8, "has . heads, which cannot be divided over 8 ranks; valid: 1, 2"),
         ("pp", 2, "a mesh is written as pp=2,dp=4"),
     ],

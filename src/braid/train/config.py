@@ -168,17 +168,22 @@ class TrainConfig:
         """Number of ranks of a pipeline; 1 without one.
 
         Raises:
-            ConfigError: The mesh has other axes than pp, tp and dp, or pp together with tp.
+            ConfigError: The mesh has other axes than pp, tp, cp and dp, or two of the first three.
         """
         axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
-        if others := set(axes) - {"pp", "tp", "dp"}:
+        if others := set(axes) - {"pp", "tp", "cp", "dp"}:
             msg = (
                 f"--mesh {self.mesh}: {', '.join(sorted(others))} is not there yet: use pp=N for a "
-                "pipeline, tp=N for divided layers, and dp=N for replicas of either"
+                "pipeline, tp=N for divided layers, cp=N for divided sequences, and dp=N for "
+                "replicas of any"
             )
             raise ConfigError(msg)
-        if axes.get("pp", 1) > 1 and axes.get("tp", 1) > 1:
-            msg = f"--mesh {self.mesh}: pp and tp together are not there yet: use one of both"
+        divided = [name for name in ("pp", "tp", "cp") if axes.get(name, 1) > 1]
+        if len(divided) > 1:
+            msg = (
+                f"--mesh {self.mesh}: {' and '.join(divided)} together are not there yet: use one "
+                "of them"
+            )
             raise ConfigError(msg)
         return axes.get("pp", 1)
 
@@ -186,6 +191,11 @@ class TrainConfig:
     def num_tensor_ranks(self) -> int:
         """Number of ranks over which layers are divided; 1 if they are whole."""
         return dict(Mesh.parse(self.mesh).axes).get("tp", 1) if self.mesh else 1
+
+    @property
+    def num_sequence_ranks(self) -> int:
+        """Number of ranks over which sequences are divided; 1 if they are whole."""
+        return dict(Mesh.parse(self.mesh).axes).get("cp", 1) if self.mesh else 1
 
     def check_ranks(self, num_ranks: int) -> int:
         """Check that this many ranks can train, and return the number of shards of a batch.
@@ -215,7 +225,15 @@ class TrainConfig:
                 f"{self.num_tensor_ranks} ranks; valid: {valid}"
             )
             raise ConfigError(msg)
-        of_a_replica = self.num_stage_ranks * self.num_tensor_ranks
+        chunks = 2 * self.num_sequence_ranks
+        if chunks > 2 and self.context % chunks:
+            msg = (
+                f"--mesh {self.mesh}: sequences of {self.context} tokens cannot be divided into "
+                f"{chunks} equal chunks, two of each rank: use --context "
+                f"{-(-self.context // chunks) * chunks}"
+            )
+            raise ConfigError(msg)
+        of_a_replica = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
         shards = self.reference_shards or num_ranks // of_a_replica
         share_of(range(self.batch), 0, shards)
         return shards

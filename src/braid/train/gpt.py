@@ -100,9 +100,17 @@ class GPT(nn.Module):
         """
         return [_Embed(self), *self.blocks, _Head(self)]
 
-    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V), or the mean loss in nats per byte when targets are given."""
-        x_btd = _embedded(self.token, self.position, tokens_bt)
+    def forward(
+        self,
+        tokens_bt: Tensor,
+        targets_bt: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V), or the mean loss in nats per byte when targets are given.
+
+        Tokens are the first T of a sequence, unless `position_ids` has their positions.
+        """
+        x_btd = _embedded(self.token, self.position, tokens_bt, position_ids)
         for block in self.blocks:
             x_btd = block(x_btd)
         logits_btv = F.linear(self.norm(x_btd), self.token.weight)
@@ -136,8 +144,14 @@ def mean_loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     return F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
 
 
-def _embedded(token: nn.Embedding, position: nn.Embedding, tokens_bt: Tensor) -> Tensor:
-    positions = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+def _embedded(
+    token: nn.Embedding,
+    position: nn.Embedding,
+    tokens_bt: Tensor,
+    positions: Tensor | None = None,
+) -> Tensor:
+    if positions is None:
+        positions = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
     x_btd: Tensor = token(tokens_bt) + position(positions)
     return x_btd
 

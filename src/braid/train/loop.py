@@ -40,6 +40,7 @@ from braid.train.reports import (
     Started,
     Stepped,
 )
+from braid.train.sequence_shards import SequenceShards
 from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.stages import PipelineShards
@@ -120,6 +121,8 @@ class Trainer:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
         if config.num_tensor_ranks > 1:
             return TensorShards(self._model, self._optimizer, windows, self._group, config)
+        if config.num_sequence_ranks > 1:
+            return SequenceShards(self._model, windows, self._group, config)
         if config.num_stage_ranks == 1:
             return ParallelShards(self._model, windows, self._group)
         balance, picture = stage_balance(
