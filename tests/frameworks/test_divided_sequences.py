@@ -89,3 +89,52 @@ def test_a_model_of_transformers_runs_on_divided_sequences(
     )
     assert outcome.ok, outcome
     assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"
+
+
+REFUSED = """
+import torch
+import transformers as hf
+import braid
+from braid.context_parallel import context_parallel
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}
+group = braid.init()
+ids = torch.zeros(2, 16, dtype=torch.int64)
+
+
+def said_by(model, **inputs):
+    context_parallel(model, group)
+    try:
+        model(input_ids=ids, **inputs)
+    except braid.ConfigError as exc:
+        return str(exc)
+
+
+window = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=8))
+assert "has attention within windows of 8 of 16 positions" in said_by(window)
+window = hf.MistralForCausalLM(hf.MistralConfig(**SMALL, sliding_window=16))
+assert said_by(window) is None
+some = hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=4))
+assert "has layers of sliding_attention within windows of 4" in said_by(some)
+llama = hf.LlamaConfig(**SMALL, attn_implementation="eager")
+assert 'attn_implementation="sdpa"' in said_by(hf.LlamaForCausalLM(llama))
+mask = torch.ones_like(ids)
+mask[0, -1] = 0
+assert "put padding behind the sequences" in said_by(
+    hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)), attention_mask=mask
+)
+bert = hf.BertForMaskedLM(hf.BertConfig(vocab_size=96, hidden_size=32, intermediate_size=64,
+                                        num_hidden_layers=1, num_attention_heads=4)).eval()
+assert "the loss of BertForMaskedLM is not divided" in said_by(bert, labels=ids)
+print("refused")
+"""
+
+
+def test_models_whose_attention_is_not_divided_are_refused(tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(REFUSED)
+    job = JobSpec(command=(str(script),), num_ranks=2, log_dir=str(tmp_path / "run"))
+    outcome = Supervisor(QuietConsole()).run(job)
+    assert outcome.ok, outcome
+    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "refused"

@@ -15,7 +15,7 @@ from braid.context_parallel import (
     split_sequence,
 )
 from braid.context_parallel.blocks import block_of
-from braid.context_parallel.kernels import MatmulKernel, kernel_for, merge
+from braid.context_parallel.kernels import FlashKernelCUDA, MatmulKernel, kernel_for, merge
 from braid.errors import ConfigError
 
 SIZES, CHUNKS = st.integers(1, 6), st.integers(1, 4)
@@ -111,6 +111,18 @@ def test_widths_without_a_kernel_are_computed_by_plain_products():
     q, v = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 6)
     assert isinstance(kernel_for(q, v), MatmulKernel)
     assert isinstance(kernel_for(q.to("meta"), q.to("meta")), MatmulKernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_of_gpus_has_the_shapes_of_plain_products(dtype):
+    """On tensors without data, as its numbers need a GPU."""
+    q, kv = (torch.empty(2, *shape, 8, dtype=dtype, device="meta") for shape in [(4, 6), (2, 3)])
+    results = []
+    for kernel in (FlashKernelCUDA(), MatmulKernel()):
+        out, lse = kernel.forward(q, kv, kv, causal=False, scale=0.4)
+        grads = kernel.backward(q, q, kv, kv, q, lse, causal=False, scale=0.4)
+        results.append([x.shape for x in (out, lse, *grads)])
+    assert results[0] == results[1]
 
 
 @given(seed=st.integers(0, 99), size=st.integers(1, 5), shift=st.sampled_from([0.0, 200.0, -200.0]))

@@ -13,6 +13,7 @@ from torch.nn import functional
 from training import said_by
 
 from braid.comm import Group
+from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
 from braid.expert_parallel import (
     MixtureOfExperts,
@@ -228,7 +229,11 @@ def test_experts_of_a_model_are_divided_in_place(world, size):
 
 
 def _refusals(group: Group) -> list[str]:
+    model = layer(group, torch.float32)
+    alone = group.split(group.rank)
+    DistributedDataParallel(model, process_group=alone)  # of ranks that have the same experts
     return [
+        said_by(lambda: DistributedDataParallel(model, process_group=group), ConfigError),
         said_by(lambda: MixtureOfExperts(4, 4, 9, group=group, top_k=0), ConfigError),
         said_by(lambda: MixtureOfExperts(4, 4, 4, group=group, capacity_factor=0), ConfigError),
         said_by(lambda: divide_experts(nn.ReLU(), group), ConfigError),
@@ -240,7 +245,8 @@ def _refusals(group: Group) -> list[str]:
 def test_what_cannot_be_divided_is_named(world):
     first, second = world(2, _refusals)
     assert first == second
-    several, capacity, experts, routers, norm = first
+    averaged, several, capacity, experts, routers, norm = first
+    assert "ranks [0, 1] have different experts in up, down, which would be made equal" in averaged
     assert "9 experts cannot be divided over 2 ranks; valid: 1, 3, 9" in several
     assert "top_k must be from 1 to the 9 experts, got 0" in several
     assert "capacity_factor must be positive or None, got 0" in capacity

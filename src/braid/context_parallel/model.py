@@ -57,6 +57,9 @@ def context_parallel(
             None for the names that models of transformers use. Give a model that has positions in
             any other way an argument `position_ids`, which is filled in.
 
+    Apart from attention the model must compute each position for itself: neither convolutions along
+    a sequence nor recurrences are divided.
+
     Returns:
         A handle, whose `remove` gives the model back; also a context manager.
 
@@ -176,7 +179,7 @@ class ContextParallel:
             raise ConfigError(msg)
         (length,) = set(lengths.values())
         if self._adapter is not None:
-            self._adapter.prepare(values)
+            self._adapter.prepare(values, length)
         for name, dim in given.items():
             if values.get(name) is not None:
                 values[name] = split_sequence(size, rank, values[name], dim)

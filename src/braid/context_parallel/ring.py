@@ -6,8 +6,9 @@
     2        q0 with k2    q1 with k3    q2 with k0    q3 with k1
     3        q0 with k1    q1 with k2    q2 with k3    q3 with k0
 
-No rank ever has more than two ranks' keys and values, so the length of a sequence is bounded by the
-memory of all ranks together. Outputs of the steps are joined by their logsumexps (see `kernels`).
+Besides its own a rank has keys and values of two others at most, so the length of a sequence is
+bounded by the memory of all ranks together. Outputs of the steps are joined by their logsumexps
+(see `kernels`).
 
 Backward is a second pass round the ring, from the logsumexps and without the outputs of single
 steps. The gradients of keys and values travel with them: each rank adds its term, in the order of

@@ -68,12 +68,18 @@ class Transformers:
         else:
             cast("Any", self._model).loss_function = self._own_loss
 
-    def prepare(self, values: MutableMapping[str, Any]) -> None:
+    def prepare(self, values: MutableMapping[str, Any], length: int) -> None:
         """Change arguments of forward before they are cut: the mask, and labels.
 
+        Args:
+            values: Arguments by name.
+            length: Length of the whole sequences.
+
         Raises:
-            ConfigError: The mask leaves positions out, or the loss is not that of a causal model.
+            ConfigError: Some layers do not look at all positions, the mask leaves positions out, or
+                the loss is not that of a causal model.
         """
+        _check_layers(self._model, length)
         mask = values.get("attention_mask")
         if mask is not None and not (mask.dim() == 2 and bool(mask.all())):
             msg = (
@@ -118,6 +124,28 @@ class Transformers:
         if num_items_in_batch is None:
             return mean_over_sequence(self._group, losses, labels != ignore_index)
         return all_reduce(self._group, losses.sum()) / num_items_in_batch
+
+
+def _check_layers(model: nn.Module, length: int) -> None:
+    """Raise ConfigError for layers that look at a window of positions, or mix them otherwise."""
+    config: Any = getattr(model, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) or getattr(
+        config, "attention_chunk_size", None
+    )
+    is_short = window is None or length <= window
+    if is_short:
+        kinds -= {"sliding_attention", "chunked_attention"}
+    others = sorted(kinds - {"full_attention"})
+    if not others and (is_short or kinds):
+        return
+    layers = f"layers of {', '.join(others)}" if others else "attention"
+    within = "" if is_short else f" within windows of {window} of {length} positions"
+    msg = (
+        f"{type(model).__name__} has {layers}{within}, which is not divided: only attention to all "
+        "positions, or to all earlier ones"
+    )
+    raise ConfigError(msg)
 
 
 def _classes_second(logits: torch.Tensor) -> torch.Tensor:

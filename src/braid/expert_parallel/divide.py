@@ -95,7 +95,7 @@ def _divide(module: nn.Module, group: Group) -> None:
     for param in _params(module):
         param.data = param.data[own].clone()
         param.grad = None
-        mark_experts(param)
+        mark_experts(group, param)
     whole = module.forward
     module.__dict__["forward"] = partial(_forward, group, whole, total)
     cast("Any", module).num_experts = total // group.size

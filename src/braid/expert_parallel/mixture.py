@@ -92,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         self.down = nn.Parameter(
             torch.stack([_drawn(f"{seed}/{e}/down", dim, hidden) for e in own])
         )
-        mark_experts(self.up, self.down)
+        mark_experts(group, self.up, self.down)
         self._counts = self._kept = torch.zeros(group.size, num_experts, dtype=torch.int64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -176,10 +176,10 @@ def check_experts(num_experts: int, size: int) -> list[str]:
     return [f"{num_experts} experts cannot be divided over {size} ranks; valid: {numbers}"]
 
 
-def mark_experts(*params: nn.Parameter) -> None:
-    """Note that ranks have different experts in these parameters."""
+def mark_experts(group: Group, *params: nn.Parameter) -> None:
+    """Note that the ranks of a group have different experts in these parameters."""
     for param in params:
-        param.__dict__["braid_experts"] = True
+        param.__dict__["braid_experts"] = group.ranks
 
 
 def _drawn(name: str, rows: int, columns: int) -> torch.Tensor:

@@ -27,12 +27,30 @@ __all__ = [
 MIB = 1 << 20
 
 
-def table_of(module: nn.Module, ignored: Collection[str]) -> ParamTable:
+def table_of(module: nn.Module, ignored: Collection[str], ranks: Collection[int]) -> ParamTable:
     """Return the parameters that are averaged.
 
+    Args:
+        module: Module whose parameters are averaged.
+        ignored: Names of parameters that are not.
+        ranks: Global ranks that average.
+
     Raises:
-        ConfigError: No parameter requires a gradient, or some have no shape yet.
+        ConfigError: No parameter requires a gradient, some have no shape yet, or these ranks have
+            different experts in some.
     """
+    divided = [
+        name
+        for name, param in module.named_parameters()
+        if name not in ignored and len({*param.__dict__.get("braid_experts", ())} & {*ranks}) > 1
+    ]
+    if divided:
+        msg = (
+            f"ranks {sorted(ranks)} have different experts in {', '.join(divided)}, which would be "
+            "made equal: use braid.expert_parallel.average_gradients instead, or average over "
+            "ranks that have the same experts"
+        )
+        raise ConfigError(msg)
     lazy = [
         name
         for name, param in module.named_parameters()

@@ -155,7 +155,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         Joinable.__init__(self)
         del check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         group = group_of(process_group, device_mesh)
-        table = table_of(module, frozenset(getattr(module, IGNORED, ())))
+        table = table_of(module, frozenset(getattr(module, IGNORED, ())), group.ranks)
         self.module = module
         self.process_group = shown_group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
