@@ -112,7 +112,9 @@ class Model(torch.nn.Module):
         else:
             hidden_states = self.layer(hidden_states)
         logits, _ = self.output_layer(hidden_states, weight=self.word_embeddings.weight)
-        loss = tensor_parallel.vocab_parallel_cross_entropy(logits, labels.transpose(0, 1))
+        loss = tensor_parallel.vocab_parallel_cross_entropy(
+            logits, labels.transpose(0, 1).contiguous()
+        )
         return loss.mean()
 
 
