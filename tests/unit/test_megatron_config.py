@@ -48,8 +48,8 @@ def test_names_are_those_of_megatron_or_say_what_to_use():
     for module in (parallel_state, tensor_parallel):
         assert sorted(module.__all__) == sorted(set(module.__all__))
         assert all(hasattr(module, name) for name in module.__all__)
-    with pytest.raises(AttributeError, match="use checkpoint"):
-        tensor_parallel.CheckpointWithoutOutput  # noqa: B018
+    with pytest.raises(AttributeError, match="use RowParallelLinear"):
+        tensor_parallel.InferenceRowParallelLinear  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         tensor_parallel.nothing  # noqa: B018
 

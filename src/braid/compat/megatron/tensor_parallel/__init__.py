@@ -34,6 +34,7 @@ from braid.compat.megatron.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from braid.compat.megatron.tensor_parallel.random import (
+    CheckpointWithoutOutput,
     CudaRNGStatesTracker,
     checkpoint,
     convert_cuda_rng_state,
@@ -52,6 +53,7 @@ from braid.compat.megatron.tensor_parallel.utils import (
 from braid.compat.megatron.utils import divide
 
 __all__ = [
+    "CheckpointWithoutOutput",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
     "RowParallelLinear",
@@ -91,7 +93,6 @@ __all__ = [
 ]
 
 ABSENT = {
-    "CheckpointWithoutOutput": "use checkpoint(function, False, *args), which keeps the output",
     "InferenceLayerNormColumnParallelLinear": "use ColumnParallelLinear behind a norm",
     "InferenceRowParallelLinear": "use RowParallelLinear",
 }

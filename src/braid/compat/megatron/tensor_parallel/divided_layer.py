@@ -17,7 +17,7 @@ from braid.compat.megatron.failure import UnsupportedError
 from braid.compat.megatron.groups import braid_group
 from braid.compat.megatron.model_parallel_config import ModelParallelConfig, check_served
 from braid.compat.megatron.tensor_parallel.attributes import set_tensor_model_parallel_attributes
-from braid.compat.megatron.tensor_parallel.random import (
+from braid.compat.megatron.tensor_parallel.rng_tracker import (
     get_cuda_rng_tracker,
     get_expert_parallel_rng_tracker_name,
 )

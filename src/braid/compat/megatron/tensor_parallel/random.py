@@ -1,14 +1,9 @@
-"""`megatron.core.tensor_parallel.random`: states of the random generator by name, recomputation.
-
-Tensor parallel ranks must draw alike where tensors are whole, and differently where they are
-divided. The tracker keeps a state for each purpose, and `fork` draws from it. It is the generator
-of the GPU where there is one, and else that of the CPU.
-"""
+"""`megatron.core.tensor_parallel.random`: random numbers, and recomputation with the same ones."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,15 +13,23 @@ from braid.autograd import (
     all_gather_forward_split_backward,
     split_forward_all_gather_backward,
 )
-from braid.compat.megatron.expert_state import (
-    get_expert_model_parallel_rank,
-    get_expert_tensor_parallel_rank,
-)
+from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.compat.megatron.failure import UnsupportedError, UsageError
-from braid.compat.megatron.parallel_state import get_tensor_model_parallel_rank
+from braid.compat.megatron.tensor_parallel.rng_tracker import (
+    CudaRNGStatesTracker,
+    convert_cuda_rng_state,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+    initialize_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 from braid.compat.megatron.utils import divide, tensor_group
 
 __all__ = [
+    "CheckpointWithoutOutput",
     "CudaRNGStatesTracker",
     "checkpoint",
     "convert_cuda_rng_state",
@@ -41,221 +44,38 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
-States = dict[str, torch.Tensor]
-
-MODEL_PARALLEL, EXPERT_PARALLEL, DATA_PARALLEL = (
-    f"{kind}-parallel-rng" for kind in ("model", "expert", "data")
-)
-UNNAMED = "default-rng"
-MODEL_PARALLEL_OFFSET = 2718  # Megatron's, so that the seeds of ranks are the same
-EXPERT_OFFSET, EXPERT_STEP = 1024, 100
 
 
-def _generator() -> torch.Generator:
-    """Return the generator whose states are tracked."""
-    if not torch.cuda.is_available():
-        return torch.default_generator
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    return torch.cuda.default_generators[torch.cuda.current_device()]
-
-
-class CudaRNGStatesTracker:
-    """States of the random generator by name.
+class _Around:
+    """A context for each of the two runs of a function; the tracker is the same in both.
 
     Args:
-        use_cudagraphable_rng: Must be False.
-        is_inference_rng_tracker: Whether `add` and `fork` do nothing.
+        tracker: States by name, which are noted now.
     """
 
-    def __init__(
-        self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False
-    ) -> None:
-        if use_cudagraphable_rng:
-            msg = "use_cudagraphable_rng=True cannot be served: leave it out"
-            raise UnsupportedError(msg)
-        self.use_cudagraphable_rng = False
-        self.is_inference_rng_tracker = is_inference_rng_tracker
-        self.reset()
+    depth = 0  # of functions that run in such a context, in this process
 
-    def reset(self) -> None:
-        """Forget all states."""
-        self._is_initialized = False
-        self.states_: States = {}
-        self.seeds_: set[int] = set()
-        self._current_state_name = UNNAMED
-
-    def is_initialized(self) -> bool:
-        """Return whether states have been set."""
-        return self._is_initialized
-
-    def get_states(self) -> States:
-        """Return the states by name."""
-        return dict(self.states_)
-
-    def set_states(self, states: States) -> None:
-        """Set the states by name."""
-        self._is_initialized = True
-        self.states_ = dict(states)
-
-    def add(self, name: str, seed: int) -> None:
-        """Add the state of a seed.
-
-        Raises:
-            UsageError: There is such a name or seed already.
-        """
-        self._is_initialized = True
-        if self.is_inference_rng_tracker:
-            return
-        problems = [f"seed {seed} already exists"] if seed in self.seeds_ else []
-        problems += [f"cuda rng state {name} already exists"] if name in self.states_ else []
-        if problems:
-            msg = f"{'; '.join(problems)}: choose another, or call reset() first"
-            raise UsageError(msg)
-        self.seeds_.add(seed)
-        generator = _generator()
-        now = generator.get_state()
-        generator.manual_seed(seed)
-        self.states_[name] = generator.get_state()
-        generator.set_state(now)
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        self._tracker = tracker
+        self._states = tracker.get_states()
 
     @contextlib.contextmanager
-    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from a state inside the context; afterwards the generator is where it was.
-
-        Raises:
-            UsageError: There is no such state.
-        """
-        if self.is_inference_rng_tracker:
-            yield
-            return
-        if name not in self.states_:
-            msg = (
-                f"cuda rng state {name} is not added: call model_parallel_cuda_manual_seed(seed) "
-                "after initialize_model_parallel, or set use_cpu_initialization=True for layers"
-            )
-            raise UsageError(msg)
-        generator = _generator()
-        now, before = generator.get_state(), self._current_state_name
-        if before != UNNAMED:
-            self.states_[before] = now
-        generator.set_state(self.states_[name])
-        self._current_state_name = name
+    def __call__(self, again: bool) -> Iterator[None]:
+        now = self._tracker.get_states()
+        if again:
+            self._tracker.set_states(self._states)
+        _Around.depth += 1
         try:
             yield
         finally:
-            self.states_[name] = generator.get_state()
-            generator.set_state(self.states_[before] if before != UNNAMED else now)
-            self._current_state_name = before
-
-
-class _Holder:
-    """The tracker of this process, and whether a function runs in `checkpoint`."""
-
-    def __init__(self) -> None:
-        self.tracker: CudaRNGStatesTracker | None = None
-        self.checkpointing = 0
-
-
-_HOLDER = _Holder()
-
-
-def initialize_rng_tracker(
-    use_te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    force_reset: bool = False,
-) -> None:
-    """Make the tracker, unless there is one."""
-    if use_te_rng_tracker:
-        msg = "use_te_rng_tracker=True cannot be served: Transformer Engine is not used"
-        raise UnsupportedError(msg)
-    if _HOLDER.tracker is None or force_reset:
-        _HOLDER.tracker = CudaRNGStatesTracker(use_cudagraphable_rng, inference_rng_tracker)
-
-
-def get_cuda_rng_tracker(
-    use_te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-) -> CudaRNGStatesTracker:
-    """Return the tracker; make it if there is none."""
-    initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    assert _HOLDER.tracker is not None  # made just now
-    return _HOLDER.tracker
-
-
-def get_all_rng_states() -> States:
-    """Return the states of the tracker by name."""
-    return get_cuda_rng_tracker().states_
-
-
-def get_expert_parallel_rng_tracker_name() -> str:
-    """Return the name of the state for experts."""
-    return EXPERT_PARALLEL
-
-
-def get_data_parallel_rng_tracker_name() -> str:
-    """Return the name of the state that is the same on tensor parallel ranks."""
-    return DATA_PARALLEL
-
-
-def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
-    """Return whether the states of a tracker can be used in CUDA graphs."""
-    return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
-
-
-def convert_cuda_rng_state(
-    state: torch.Tensor | torch.Generator, to_graphable: bool = False
-) -> torch.Tensor:
-    """Return a state as a tensor."""
-    if to_graphable:
-        msg = "to_graphable=True cannot be served: states are tensors here"
-        raise UnsupportedError(msg)
-    return state.get_state() if isinstance(state, torch.Generator) else state
-
-
-def model_parallel_cuda_manual_seed(
-    seed: int,
-    te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    tp_rank: int | None = None,
-    ep_rank: int | None = None,
-    etp_rank: int | None = None,
-    force_reset_rng: bool = False,
-) -> None:
-    """Seed the generator, and the states for divided layers and experts.
-
-    Args:
-        seed: Seed of the generator itself, the same on tensor parallel ranks.
-        te_rng_tracker: Must be False.
-        inference_rng_tracker: See `CudaRNGStatesTracker`.
-        use_cudagraphable_rng: Must be False.
-        tp_rank: Rank that makes the state for divided layers; this one's when None.
-        ep_rank: Rank that makes the state for experts; this one's when None.
-        etp_rank: Rank that makes it, too; this one's when None.
-        force_reset_rng: Whether a new tracker is made.
-    """
-    if tp_rank is None:
-        tp_rank = get_tensor_model_parallel_rank()
-    if ep_rank is None:
-        ep_rank = get_expert_model_parallel_rank()
-    if etp_rank is None:
-        etp_rank = get_expert_tensor_parallel_rank() or 0
-    initialize_rng_tracker(
-        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng
-    )
-    tracker = get_cuda_rng_tracker()
-    tracker.reset()
-    _generator().manual_seed(seed)
-    tracker.add(DATA_PARALLEL, seed)
-    tracker.add(MODEL_PARALLEL, seed + MODEL_PARALLEL_OFFSET + tp_rank)
-    tracker.add(EXPERT_PARALLEL, seed + EXPERT_OFFSET + EXPERT_STEP * ep_rank + etp_rank)
+            _Around.depth -= 1
+            if again:
+                self._tracker.set_states(now)
 
 
 def is_checkpointing() -> bool:
-    """Return whether a function runs in `checkpoint`, forward or again in backward."""
-    return _HOLDER.checkpointing > 0
+    """Return whether a function runs to be recomputed, forward or again in backward."""
+    return _Around.depth > 0
 
 
 def checkpoint(
@@ -269,22 +89,7 @@ def checkpoint(
             argument, which is whole on all of them; it is gathered twice more.
         args: Arguments.
     """
-    tracker = get_cuda_rng_tracker()
-    states = tracker.get_states()
-
-    @contextlib.contextmanager
-    def around(again: bool) -> Iterator[None]:
-        now = tracker.get_states()
-        if again:
-            tracker.set_states(states)
-        _HOLDER.checkpointing += 1
-        try:
-            yield
-        finally:
-            _HOLDER.checkpointing -= 1
-            if again:
-                tracker.set_states(now)
-
+    around = _Around(get_cuda_rng_tracker())
     if not distribute_saved_activations:
         return autograd.checkpoint(function, *args, around=around)
     group, first = tensor_group(), args[0]
@@ -298,3 +103,140 @@ def checkpoint(
     first_shape = first.shape
     del first
     return autograd.checkpoint(gathered, part, *args[1:], around=around)
+
+
+class CheckpointWithoutOutput:
+    """Recomputes a function in backward, and keeps not even its outputs until then.
+
+    Layers behind the function have saved its outputs for backward. Their memory is freed once they
+    have run, and filled again when backward reaches the tensor that they have made of them.
+
+        recompute = CheckpointWithoutOutput()
+        y = recompute.checkpoint(norm, x)
+        z = linear(y)
+        recompute.discard_output_and_register_recompute(z)
+
+    Args:
+        fp8: Must be False or None.
+    """
+
+    def __init__(self, fp8: Any = False) -> None:
+        if fp8:
+            msg = f"fp8={fp8!r} cannot be served: leave it out"
+            raise UnsupportedError(msg)
+        self._outputs: tuple[torch.Tensor, ...] = ()
+        self._run_again: Callable[[], Sequence[torch.Tensor]] | None = None
+        self._again: Sequence[torch.Tensor] = ()
+
+    def checkpoint(self, run_function: Callable[..., Result], *args: Any) -> Result:
+        """Return the outputs of a function, a tensor or a tuple of tensors.
+
+        Gradients of parameters are added in `backward()`, not in `torch.autograd.grad`.
+        """
+        around = _Around(get_cuda_rng_tracker())
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        state = RngAndAutocast(generators_of(tensors))
+
+        def run_again(inputs: Sequence[Any]) -> Sequence[torch.Tensor]:
+            with state.again(), around(again=True), torch.enable_grad():
+                return _as_tuple(run_function(*inputs))
+
+        with around(again=False):
+            outputs: Any = _WithoutOutput.apply(run_function, self, run_again, *args)  # type: ignore[no-untyped-call]
+        self._outputs = _as_tuple(outputs)
+        return outputs  # type: ignore[no-any-return]
+
+    def discard_output_and_register_recompute(self, hook_tensor: torch.Tensor) -> None:
+        """Free the outputs, and fill them again when the gradient of `hook_tensor` is there.
+
+        Args:
+            hook_tensor: Tensor that the layers behind the function have made of its outputs.
+
+        Raises:
+            UsageError: `checkpoint` has not been called.
+        """
+        if not self._outputs:
+            msg = "discard_output_and_register_recompute before checkpoint: call checkpoint first"
+            raise UsageError(msg)
+        if not hook_tensor.requires_grad:
+            return
+        for output in self._outputs:
+            output.untyped_storage().resize_(0)
+        hook_tensor.register_hook(lambda _: self._refill())  # type: ignore[no-untyped-call]
+
+    def _refill(self) -> None:
+        """Run the function again, once, and give its results to the outputs."""
+        if self._run_again is None:
+            return
+        self._again, self._run_again = self._run_again(), None
+        for output, again in zip(self._outputs, self._again, strict=True):
+            # below autograd, to which the output is the one that it was
+            storage, source = output.untyped_storage(), _owned(again.detach(), ())
+            if storage.size() == 0:
+                storage.resize_(source.untyped_storage().size())
+                storage.copy_(source.untyped_storage())
+        self._outputs = ()
+
+
+class _WithoutOutput(torch.autograd.Function):
+    """A function whose graph is made when backward needs it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run_function: Callable[..., Any],
+        owner: CheckpointWithoutOutput,
+        run_again: Callable[[Sequence[Any]], Sequence[torch.Tensor]],
+        *args: Any,
+    ) -> Any:
+        outputs = _as_tuple(run_function(*args))
+        ctx.owner = owner
+        ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
+        ctx.others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
+        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
+        needed = ctx.needs_input_grad[3:]
+
+        def again() -> Sequence[torch.Tensor]:
+            tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+            ctx.inputs = [
+                next(tensors).detach().requires_grad_(needs) if is_tensor else next(others)
+                for is_tensor, needs in zip(ctx.is_tensor, needed, strict=True)
+            ]
+            return run_again(ctx.inputs)
+
+        owner._run_again = again  # noqa: SLF001 - this class is a part of it
+        # outputs own their memory, since it is freed
+        own = tuple(_owned(output, args) for output in outputs)
+        return own[0] if len(own) == 1 else own
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        owner = ctx.owner
+        owner._refill()  # noqa: SLF001 - as above
+        pairs = [
+            (output, grad)
+            for output, grad in zip(owner._again, grads, strict=True)  # noqa: SLF001
+            if output.requires_grad and grad is not None
+        ]
+        owner._again = ()  # noqa: SLF001
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        inputs, ctx.inputs = ctx.inputs, None
+        own = (each.grad if isinstance(each, torch.Tensor) else None for each in inputs)
+        return None, None, None, *own
+
+
+def _as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+def _owned(output: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """Return a contiguous tensor whose memory no argument and nothing else of it shares."""
+    shared = any(
+        isinstance(arg, torch.Tensor)
+        and arg.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
+        for arg in args
+    )
+    whole = output.untyped_storage().size() == output.numel() * output.element_size()
+    if output.is_contiguous() and whole and not shared:
+        return output
+    return output.clone(memory_format=torch.contiguous_format)

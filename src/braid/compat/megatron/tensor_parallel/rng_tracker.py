@@ -1,0 +1,243 @@
+"""States of the random generator by name, such as one for divided layers.
+
+Tensor parallel ranks must draw alike where tensors are whole, and differently where they are
+divided. The tracker keeps a state for each purpose, and `fork` draws from it. It is the generator
+of the GPU where there is one, and else that of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from braid.compat.megatron.expert_state import (
+    get_expert_model_parallel_rank,
+    get_expert_tensor_parallel_rank,
+)
+from braid.compat.megatron.failure import UnsupportedError, UsageError
+from braid.compat.megatron.parallel_state import get_tensor_model_parallel_rank
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "convert_cuda_rng_state",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "initialize_rng_tracker",
+    "is_graph_safe_cuda_rng_tracker",
+    "model_parallel_cuda_manual_seed",
+]
+
+States = dict[str, torch.Tensor]
+
+MODEL_PARALLEL, EXPERT_PARALLEL, DATA_PARALLEL = (
+    f"{kind}-parallel-rng" for kind in ("model", "expert", "data")
+)
+UNNAMED = "default-rng"
+MODEL_PARALLEL_OFFSET = 2718  # Megatron's, so that the seeds of ranks are the same
+EXPERT_OFFSET, EXPERT_STEP = 1024, 100
+
+
+def _generator() -> torch.Generator:
+    """Return the generator whose states are tracked."""
+    if not torch.cuda.is_available():
+        return torch.default_generator
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+class CudaRNGStatesTracker:
+    """States of the random generator by name.
+
+    Args:
+        use_cudagraphable_rng: Must be False.
+        is_inference_rng_tracker: Whether `add` and `fork` do nothing.
+    """
+
+    def __init__(
+        self, use_cudagraphable_rng: bool = False, is_inference_rng_tracker: bool = False
+    ) -> None:
+        if use_cudagraphable_rng:
+            msg = "use_cudagraphable_rng=True cannot be served: leave it out"
+            raise UnsupportedError(msg)
+        self.use_cudagraphable_rng = False
+        self.is_inference_rng_tracker = is_inference_rng_tracker
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self._is_initialized = False
+        self.states_: States = {}
+        self.seeds_: set[int] = set()
+        self._current_state_name = UNNAMED
+
+    def is_initialized(self) -> bool:
+        """Return whether states have been set."""
+        return self._is_initialized
+
+    def get_states(self) -> States:
+        """Return the states by name."""
+        return dict(self.states_)
+
+    def set_states(self, states: States) -> None:
+        """Set the states by name."""
+        self._is_initialized = True
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add the state of a seed.
+
+        Raises:
+            UsageError: There is such a name or seed already.
+        """
+        self._is_initialized = True
+        if self.is_inference_rng_tracker:
+            return
+        problems = [f"seed {seed} already exists"] if seed in self.seeds_ else []
+        problems += [f"cuda rng state {name} already exists"] if name in self.states_ else []
+        if problems:
+            msg = f"{'; '.join(problems)}: choose another, or call reset() first"
+            raise UsageError(msg)
+        self.seeds_.add(seed)
+        generator = _generator()
+        now = generator.get_state()
+        generator.manual_seed(seed)
+        self.states_[name] = generator.get_state()
+        generator.set_state(now)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from a state inside the context; afterwards the generator is where it was.
+
+        Raises:
+            UsageError: There is no such state.
+        """
+        if self.is_inference_rng_tracker:
+            yield
+            return
+        if name not in self.states_:
+            msg = (
+                f"cuda rng state {name} is not added: call model_parallel_cuda_manual_seed(seed) "
+                "after initialize_model_parallel, or set use_cpu_initialization=True for layers"
+            )
+            raise UsageError(msg)
+        generator = _generator()
+        now, before = generator.get_state(), self._current_state_name
+        if before != UNNAMED:
+            self.states_[before] = now
+        generator.set_state(self.states_[name])
+        self._current_state_name = name
+        try:
+            yield
+        finally:
+            self.states_[name] = generator.get_state()
+            generator.set_state(self.states_[before] if before != UNNAMED else now)
+            self._current_state_name = before
+
+
+class _Holder:
+    """The tracker of this process."""
+
+    def __init__(self) -> None:
+        self.tracker: CudaRNGStatesTracker | None = None
+
+
+_HOLDER = _Holder()
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Make the tracker, unless there is one."""
+    if use_te_rng_tracker:
+        msg = "use_te_rng_tracker=True cannot be served: Transformer Engine is not used"
+        raise UnsupportedError(msg)
+    if _HOLDER.tracker is None or force_reset:
+        _HOLDER.tracker = CudaRNGStatesTracker(use_cudagraphable_rng, inference_rng_tracker)
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+) -> CudaRNGStatesTracker:
+    """Return the tracker; make it if there is none."""
+    initialize_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    assert _HOLDER.tracker is not None  # made just now
+    return _HOLDER.tracker
+
+
+def get_all_rng_states() -> States:
+    """Return the states of the tracker by name."""
+    return get_cuda_rng_tracker().states_
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Return the name of the state for experts."""
+    return EXPERT_PARALLEL
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Return the name of the state that is the same on tensor parallel ranks."""
+    return DATA_PARALLEL
+
+
+def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
+    """Return whether the states of a tracker can be used in CUDA graphs."""
+    return bool(getattr(cuda_rng_tracker, "use_cudagraphable_rng", False))
+
+
+def convert_cuda_rng_state(
+    state: torch.Tensor | torch.Generator, to_graphable: bool = False
+) -> torch.Tensor:
+    """Return a state as a tensor."""
+    if to_graphable:
+        msg = "to_graphable=True cannot be served: states are tensors here"
+        raise UnsupportedError(msg)
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    tp_rank: int | None = None,
+    ep_rank: int | None = None,
+    etp_rank: int | None = None,
+    force_reset_rng: bool = False,
+) -> None:
+    """Seed the generator, and the states for divided layers and experts.
+
+    Args:
+        seed: Seed of the generator itself, the same on tensor parallel ranks.
+        te_rng_tracker: Must be False.
+        inference_rng_tracker: See `CudaRNGStatesTracker`.
+        use_cudagraphable_rng: Must be False.
+        tp_rank: Rank that makes the state for divided layers; this one's when None.
+        ep_rank: Rank that makes the state for experts; this one's when None.
+        etp_rank: Rank that makes it, too; this one's when None.
+        force_reset_rng: Whether a new tracker is made.
+    """
+    if tp_rank is None:
+        tp_rank = get_tensor_model_parallel_rank()
+    if ep_rank is None:
+        ep_rank = get_expert_model_parallel_rank()
+    if etp_rank is None:
+        etp_rank = get_expert_tensor_parallel_rank() or 0
+    initialize_rng_tracker(
+        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng
+    )
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    _generator().manual_seed(seed)
+    tracker.add(DATA_PARALLEL, seed)
+    tracker.add(MODEL_PARALLEL, seed + MODEL_PARALLEL_OFFSET + tp_rank)
+    tracker.add(EXPERT_PARALLEL, seed + EXPERT_OFFSET + EXPERT_STEP * ep_rank + etp_rank)
