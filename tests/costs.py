@@ -22,6 +22,7 @@ BUDGETS_S = {
     "world/test_bench": 8,
     "world/test_checkpoint": 10,
     "world/test_comm": 55,
+    "world/test_context_parallel": 8,
     "world/test_data_parallel": 30,
     "world/test_ddp": 35,
     "world/test_demo": 24,

@@ -138,3 +138,46 @@ def test_models_whose_attention_is_not_divided_are_refused(tmp_path: Path) -> No
     outcome = Supervisor(QuietConsole()).run(job)
     assert outcome.ok, outcome
     assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "refused"
+
+
+HYBRID = """
+import copy
+import torch
+import transformers as hf
+import braid
+from braid.context_parallel import context_parallel
+from braid.tensor_parallel import slicing_of
+
+torch.set_num_threads(1)
+mesh = braid.mesh("tp=2,cp=2")
+layers, sequences = mesh["tp"], mesh["cp"]
+torch.manual_seed(0)
+model = hf.LlamaForCausalLM(
+    hf.LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                   num_attention_heads=4, num_key_value_heads=2)
+)
+ids = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(1))
+whole = copy.deepcopy(model)
+expected = whole(input_ids=ids, labels=ids).loss
+expected.backward()
+braid.parallelize(model, layers)
+context_parallel(model, sequences)
+loss = model(input_ids=ids, labels=ids).loss
+loss.backward()
+assert abs(loss - expected) <= 1e-6 * expected
+for own, param in zip(model.parameters(), whole.parameters(), strict=True):
+    slicing = slicing_of(own)
+    grad = param.grad if slicing is None else slicing.part_of(param.grad, layers.rank, 2)
+    average = sequences.all_reduce(own.grad, op="avg")
+    assert (average - grad).abs().max() <= 2e-6 * param.grad.abs().max()
+print("equal")
+"""
+
+
+def test_layers_and_sequences_are_divided_at_the_same_time(tmp_path: Path) -> None:
+    script = tmp_path / "hybrid.py"
+    script.write_text(HYBRID)
+    job = JobSpec(command=(str(script),), num_ranks=4, log_dir=str(tmp_path / "run"))
+    outcome = Supervisor(QuietConsole()).run(job)
+    assert outcome.ok, outcome
+    assert (tmp_path / "run" / "rank0.log").read_text().splitlines()[-1] == "equal"

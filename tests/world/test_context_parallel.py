@@ -272,16 +272,18 @@ def test_what_does_not_fit_is_named_before_anything_is_sent(world):
     assert "must have one shape" in shapes
 
 
-def _lengths(group: Group) -> str:
+def _lengths(group: Group, way: str) -> str:
     q, k, v, _ = tensors(4 + 2 * group.rank, 2, 2, torch.float32)
-    return said_by(lambda: ring_attention(group, q, k, v), MismatchError)
+    return said_by(lambda: WAYS[way](group, q, k, v), MismatchError)
 
 
 def test_different_lengths_on_ranks_are_named(world):
-    for rank, text in enumerate(world(2, _lengths)):
+    for rank, text in enumerate(world(2, _lengths, "ring")):
         assert f"this rank has keys [2, 2, {4 + 2 * rank}, 8]" in text
         assert "rank 0  message(float32[2, 2, 2, 4, 8])" in text
         assert "rank 1  message(float32[2, 2, 2, 6, 8])" in text
+    for rank, text in enumerate(world(2, _lengths, "all_to_all")):
+        assert f"this rank has keys [2, 2, {4 + 2 * rank}, 8]" in text
 
 
 def test_positions_are_those_of_the_cut():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import ConfigError, MismatchError
 
-__all__ = ["as_autocast", "check_attention"]
+__all__ = ["as_autocast", "check_attention", "shapes_differ"]
 
 
 def check_attention(
@@ -63,3 +63,12 @@ def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def shapes_differ(keys: torch.Tensor, values: torch.Tensor, error: MismatchError) -> MismatchError:
+    """Return the error of ranks whose messages have different shapes."""
+    return MismatchError(
+        "ranks that share sequences must have as many positions and heads each, of one dtype; "
+        f"this rank has keys {list(keys.shape)} and values {list(values.shape)}: cut sequences "
+        f"with split_sequence. {error}"
+    )

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from braid.autograd import all_to_all
 from braid.comm import Group
-from braid.context_parallel.arguments import as_autocast, check_attention
+from braid.context_parallel.arguments import as_autocast, check_attention, shapes_differ
 from braid.context_parallel.sequence import chunks_of
-from braid.errors import ConfigError
+from braid.errors import ConfigError, MismatchError
 
 __all__ = ["all_to_all_attention"]
 
@@ -55,6 +55,7 @@ def all_to_all_attention(
     Raises:
         ConfigError: Shapes do not fit, or heads cannot be divided over the ranks; the message has
             the valid numbers of ranks.
+        MismatchError: Ranks have different numbers of positions, heads or another dtype.
 
     Cost: two all_to_alls forward and two backward: (n-1)/n of the bytes of q, k, v and the output
         each way.
@@ -62,7 +63,10 @@ def all_to_all_attention(
     q, k, v = as_autocast(q, k, v)
     check_attention(group, q, k, v, halves=causal and balanced)
     _check_heads(q.shape[1], k.shape[1], group.size)
-    tensors = _whole_sequences(group, (q, k, v))
+    try:
+        tensors = _whole_sequences(group, (q, k, v))
+    except MismatchError as exc:
+        raise shapes_differ(k, v, exc) from exc
     if causal and balanced:
         tensors = [_in_order(x, group.size) for x in tensors]
     queries, keys, values = tensors

@@ -13,6 +13,7 @@ import torch
 
 from braid.comm import Group, StepsBy
 from braid.comm.engines.work import Works
+from braid.context_parallel.arguments import shapes_differ
 from braid.errors import MismatchError
 
 __all__ = ["GRADIENTS", "KEYS", "Arriving", "Pair", "pass_on", "travelling"]
@@ -70,12 +71,7 @@ class Arriving(NamedTuple):
         try:
             self.work.wait()
         except MismatchError as exc:
-            msg = (
-                "ranks that share sequences must have as many positions and heads each, of one "
-                f"dtype; this rank has keys {list(self.pair.keys.shape)} and values "
-                f"{list(self.pair.values.shape)}: cut sequences with split_sequence. {exc}"
-            )
-            raise MismatchError(msg) from exc
+            raise shapes_differ(self.pair.keys, self.pair.values, exc) from exc
         return self.pair
 
     def wait_and_add_to(self, pair: Pair) -> None:
