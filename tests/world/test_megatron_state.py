@@ -212,6 +212,45 @@ def test_what_cannot_be_served_is_named_on_all_ranks(pool, tmp_path):
     assert "call parallel_state.initialize_model_parallel" in before
 
 
+def _differing() -> Any:
+    rank = dist.get_rank()
+    text = said_by(
+        lambda: mpu.initialize_model_parallel(
+            1 if rank == 2 else 3,
+            order="tp-dp-pp" if rank else "tp-pp-dp",
+            get_embedding_ranks=_chosen,
+        ),
+        UsageError,
+    )
+    mpu.initialize_model_parallel(3)  # which works afterwards
+    if dist.get_backend() == "gloo":  # whose shared memory would end with these groups
+        mpu.destroy_model_parallel()
+        return text, ""
+    if rank == 1:
+        mpu.destroy_model_parallel()
+    again = said_by(lambda: mpu.initialize_model_parallel(3), UsageError)
+    if rank != 1:
+        mpu.destroy_model_parallel()
+    return text, again
+
+
+def _chosen(ranks: list[int]) -> list[int]:
+    return ranks[:1]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("backend", ["braid", "gloo"])
+def test_ranks_that_pass_different_arguments_all_learn_which(pool, tmp_path, backend):
+    results = run(pool, tmp_path, 3, _differing, backend=backend)
+    assert results == [results[0]] * 3
+    text, again = results[0]
+    assert "tensor_model_parallel_size is 3 on ranks 0, 1 and 1 on rank 2" in text
+    assert "order is 'tp-pp-dp' on rank 0 and 'tp-dp-pp' on ranks 1, 2" in text
+    assert "get_embedding_ranks" not in text
+    if backend == "braid":
+        assert "groups already is True on ranks 0, 2 and False on rank 1" in again
+
+
 def _grid() -> Any:
     grid = HyperCommGrid([2, 2], ["tp", "dp"])
     tp, both = grid.create_pg("tp"), grid.create_pg(["dp", "tp"], group_desc="all")

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from braid.compat.megatron.agreement import check_alike
 from braid.compat.megatron.failure import UnsupportedError, UsageError
 from braid.compat.megatron.group_plan import (
     Parallelism,
@@ -71,9 +72,12 @@ def initialize_model_parallel(
     Raises:
         NotInitializedError: torch.distributed has not been initialized.
         UnsupportedError: An option of NCCL or UCC is set; all are named.
-        UsageError: Sizes do not fit, or there are groups already.
+        UsageError: Sizes do not fit, ranks pass different ones, or there are groups already.
     """
+    arguments = dict(locals())
     check_initialized()
+    arguments["whether there are groups already"] = bool(STATE.alive())
+    check_alike("initialize_model_parallel", arguments)
     _refuse(
         {
             "use_sharp": use_sharp,

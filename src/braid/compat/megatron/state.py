@@ -97,7 +97,7 @@ class ParallelState:
 
     def open(self, plan: Mapping[str, list[list[int]]], timeout: timedelta) -> None:
         """Make the groups of a plan; all ranks call this."""
-        if self.initialized and not self._alive():
+        if self.initialized and not self.alive():
             self.close()  # with torch's default group, all others have ended
         if self.initialized:
             msg = (
@@ -120,14 +120,14 @@ class ParallelState:
 
     def close(self) -> None:
         """Destroy the groups that are left, in one order on all ranks, and forget all values."""
-        for group in self._alive():
+        for group in self.alive():
             dist.destroy_process_group(group)
         for values in (self.groups, self.ranks, self.overrides):
             values.clear()
         self.virtual_size = self.virtual_rank = self.buffer = None
         self.with_gloo = False
 
-    def _alive(self) -> list[Any]:
+    def alive(self) -> list[Any]:
         """Return the groups that torch has not destroyed, the last one first."""
         known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}  # noqa: SLF001
         return [g for g in reversed(dict.fromkeys(self.groups.values())) if g in known]
