@@ -5,6 +5,7 @@ from __future__ import annotations
 from braid.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from braid.tensor_parallel.divide import clip_grad_norm_, parallelize
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
+from braid.tensor_parallel.insertion import Division, Shard
 from braid.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -21,7 +22,9 @@ from braid.tensor_parallel.whole import slicing_of, undivide
 
 __all__ = [
     "ColumnParallelLinear",
+    "Division",
     "RowParallelLinear",
+    "Shard",
     "Slicing",
     "VocabParallelEmbedding",
     "clip_grad_norm_",

@@ -4,9 +4,17 @@ r"""`parallelize`: divide the layers of a model over the ranks of a group, in pl
     braid.parallelize(model, group)                        # a family that is known needs no plan
     braid.parallelize(model, group, {r"\.up$": "column", r"\.down$": "row"})
 
+    found = braid.parallelize(model, group, inputs=batch)  # any model, by its graph
+    print(found.explain())
+
 Every rank runs the whole model's forward on the same batch. Modules stay the same objects under the
 same names, with a part of their parameters; the other parameters are whole and equal on all ranks,
 and so are their gradients. A parameter that modules share has one slicing.
+
+Without `inputs` the divided layers are replaced, and all other code of the model runs as it is.
+With them the graph of the model is captured, and collectives are inserted where its values need
+them: it needs no plan, drops the elements that one process drops, and can divide sequences and
+losses.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019.
 """
@@ -16,14 +24,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
+from braid.layout import Layout
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
+from braid.tensor_parallel.insertion import (
+    Division,
+    Options,
+    Strategy,
+    divide_by_graph,
+    strategies_in,
+)
 from braid.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, slice_param
 from braid.tensor_parallel.plans import KINDS, check_heads, family_of
 from braid.tensor_parallel.slices import Slicing
@@ -33,39 +49,67 @@ from braid.tensor_parallel.whole import note_change, slicing_of
 __all__ = ["clip_grad_norm_", "parallelize"]
 
 SIZES = ("in_features", "out_features", "nf")  # of a layer, which change with it
+MATRIX = 2  # dims
 KIND = re.compile(rf"({'|'.join(KINDS)})|(column|slice):\d+")
 
 
 def parallelize(
-    model: nn.Module, group: Group, plan: Mapping[str, str] | None = None
-) -> dict[str, str]:
+    model: nn.Module,
+    group: Group,
+    plan: Mapping[str, str | Layout | Strategy] | None = None,
+    *,
+    inputs: Any = None,
+    sequence_parallel: bool = False,
+    strict: bool = False,
+    gather_outputs: bool = True,
+) -> Division:
     """Divide the layers of a model over the ranks of a group, in place.
 
     Args:
         model: Model, equal on all ranks.
         group: Ranks that share it.
-        plan: Regular expression of a module's name -> kind (see `plans`); tried before the built-in
-            plan of the model's family. `{}` for nothing of one's own.
+        plan: Regular expression of a module's name -> kind (see `plans`), layout of its weight, or
+            with `inputs` the numbers of parts of its operator's inputs (see `Shard`); tried before
+            the built-in plan of the model's family. `{}` for nothing of one's own.
+        inputs: Example of the model's inputs, to divide it by its graph: a tensor, a tuple by
+            position, or a mapping by name. Other lengths may follow. Forward then runs the graph:
+            hooks of modules inside are not called.
+        sequence_parallel: Whether values between divided layers are split along dim 1; needs
+            `inputs`.
+        strict: Whether an operation that no rule divides is an error, instead of a warning.
+        gather_outputs: Whether outputs of the model are whole on each rank, such as logits; a loss
+            always is.
 
     Returns:
-        Kind of each module that was divided, by name.
+        Kind of each module that was divided, by name; `explain()` shows what is sent.
 
     Raises:
         ConfigError: No plan is known, an expression fits no module, a size cannot be divided, or a
             shared parameter is divided in two ways. The message has all problems that can be known
             before anything is changed.
     """
+    options = Options(sequence_parallel, strict, gather_outputs)
+    if inputs is None and options != Options():
+        msg = "sequence_parallel, strict and gather_outputs need inputs: a batch to capture"
+        raise ConfigError(msg)
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = "the model is divided already: undivide(model, group) makes it whole again"
         raise ConfigError(msg)
+    strategies = strategies_in(model, plan) if inputs is not None else {}
+    if strategies:
+        found = divide_by_graph(model, group, None, inputs, options, strategies)
+        return Division(dict.fromkeys(strategies, "annotated"), found.rows)
     family = family_of(model)
     if plan is None and family is None:
+        if inputs is not None:
+            found = divide_by_graph(model, group, None, inputs, options)
+            return Division(_kinds_found(model, found.slicings), found.rows, found.whole)
         msg = (
-            f"there is no built-in plan for {type(model).__name__}: give one, such as "
-            r"{r'\.up$': 'column', r'\.down$': 'row'}"
+            f"there is no built-in plan for {type(model).__name__}: pass inputs=, a batch, to find "
+            r"one from its graph, or give one, such as {r'\.up$': 'column', r'\.down$': 'row'}"
         )
         raise ConfigError(msg)
-    own = dict(plan or {})
+    own = {expression: _kind_of_value(value) for expression, value in (plan or {}).items()}
     kinds = dict(_kinds_of(model, own, dict(family.plan) if family is not None else {}))
     if not kinds:
         msg = f"no layer of {type(model).__name__} fits the plan: name them in a plan of your own"
@@ -73,6 +117,9 @@ def parallelize(
     if family is not None:
         check_heads(model, family, group.size)
     _check(model, kinds, group.size)
+    if inputs is not None:
+        found = divide_by_graph(model, group, _slicings(model, kinds), inputs, options)
+        return Division(kinds, found.rows)
     columns = Counter(name.rpartition(".")[0] for name, kind in kinds.items() if kind == "column")
     for name, kind in kinds.items():
         shares = kind == "column" and columns[name.rpartition(".")[0]] > 1
@@ -82,7 +129,7 @@ def parallelize(
         _divide(module, kind, name, group, shares_input=shares)
     if family is not None:
         _divide_counts(model, family.counts, kinds, group.size)
-    return kinds
+    return Division(kinds)
 
 
 @torch.no_grad()
@@ -152,6 +199,53 @@ def _check(model: nn.Module, kinds: Mapping[str, str], size: int) -> None:
             problems.append(f"{name} and {other} share a weight and divide it in two ways")
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _slicings(model: nn.Module, kinds: Mapping[str, str]) -> dict[str, Slicing]:
+    """Return how the parameters of planned modules are divided, by name."""
+    slicings = {}
+    for name, text in kinds.items():
+        module = model.get_submodule(name)
+        kind, number = _read(text)
+        dim = number if kind == "slice" else _dim_of(module, kind)
+        blocks = number if kind == "column" else 1
+        slicings[f"{name}.weight"] = Slicing(dim, blocks)
+        if kind in {"column", "head"} and getattr(module, "bias", None) is not None:
+            slicings[f"{name}.bias"] = Slicing(0, blocks)
+    return slicings
+
+
+def _kinds_found(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[str, str]:
+    """Return the kinds of modules whose weights were divided."""
+    kinds = {}
+    for param, slicing in slicings.items():
+        name, _, attribute = param.rpartition(".")
+        module = model.get_submodule(name)
+        if attribute != "weight":
+            continue
+        if isinstance(module, nn.Embedding):
+            kinds[name] = "vocab" if slicing.dim == 0 else f"slice:{slicing.dim}"
+        else:
+            kind = "column" if slicing.dim == _dim_of(module, "column") else "row"
+            kinds[name] = f"{kind}:{slicing.blocks}" if slicing.blocks > 1 else kind
+    return kinds
+
+
+def _kind_of_value(value: str | Layout | Strategy) -> str:
+    """Return the kind that a value of a plan means; a layout is that of a weight [out, in]."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Layout):
+        msg = f"{value} is an annotation of an operator, which needs inputs=: a batch to capture"
+        raise ConfigError(msg)
+    split = [dim for dim, axes in enumerate(value.dims) if axes]
+    if len(split) != 1 or value.partial or len(value.dims) != MATRIX:
+        msg = f"a layout of a weight splits one of its two dims, got {value}"
+        raise ConfigError(msg)
+    if split[0] == 1:
+        return "row"
+    blocks = value.blocks[0] if value.blocks else 1
+    return f"column:{blocks}" if blocks > 1 else "column"
 
 
 def _dim_of(module: nn.Module, kind: str) -> int:

@@ -54,5 +54,6 @@ def undivide(model: nn.Module, group: Group) -> None:
         param.grad = None
         param.data = slicing.whole_of([part.view(param.shape) for part in parts])
         del param.__dict__["braid_slicing"]
+    model.__dict__.pop("forward", None)  # that of a graph
     for change in reversed(model.__dict__.pop(CHANGES, [])):
         setattr(change.module, change.name, change.before)

@@ -1,0 +1,102 @@
+"""Operations of an exported graph, with their arguments by name, shapes, module and source line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Call", "length_of", "module_of", "shape_of", "source_of", "tensor_of"]
+
+FILE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+class Call:
+    """A call of an operation of torch.
+
+    Attributes:
+        node: Node of the graph.
+        name: Name of the operation without overload, such as `aten.add`.
+        arguments: Each argument by its name in the schema, with defaults.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+        self.name = name_of(node)
+        schema = getattr(node.target, "_schema", None)
+        self.arguments: dict[str, Any] = {}
+        for index, argument in enumerate(schema.arguments if schema is not None else ()):
+            default = argument.default_value
+            given = node.args[index] if index < len(node.args) else default
+            self.arguments[argument.name] = node.kwargs.get(argument.name, given)
+
+    def __getitem__(self, name: str) -> Any:
+        """Return an argument."""
+        return self.arguments[name]
+
+    def tensors(self) -> tuple[fx.Node, ...]:
+        """Return the arguments that are tensors, in order, those in lists too."""
+        return tuple(self._tensors(list(self.arguments.values()) or [*self.node.args]))
+
+    def _tensors(self, values: Any) -> Iterator[fx.Node]:
+        for value in values:
+            if isinstance(value, fx.Node) and tensor_of(value) is not None:
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from self._tensors(value)
+
+    def set(self, name: str, value: Any) -> None:
+        """Change an argument of the node."""
+        schema = self.node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
+        names = [argument.name for argument in schema.arguments]
+        index = names.index(name)
+        if name not in self.node.kwargs and index < len(self.node.args):
+            self.node.update_arg(index, value)
+        else:
+            self.node.update_kwarg(name, value)
+        self.arguments[name] = value
+
+
+def name_of(node: fx.Node) -> str:
+    """Return the name of an operation without its overload."""
+    if isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
+        return str(node.target.overloadpacket).replace("::", ".")
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor | None:
+    """Return the tensor without data that stands for the whole value of a node."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def shape_of(node: fx.Node) -> tuple[int | torch.SymInt, ...]:
+    """Return the shape of the whole tensor; lengths that vary between steps are symbols."""
+    tensor = tensor_of(node)
+    assert tensor is not None, f"{node} is a tensor"
+    return tuple(tensor.shape)
+
+
+def length_of(size: int | torch.SymInt) -> int:
+    """Return a length, that of the example if it varies between steps."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the name of the innermost module that a node comes from; empty if it is unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("L['self'].").removeprefix("L['self']")
+
+
+def source_of(node: fx.Node) -> str:
+    """Return the innermost line of the program outside of torch that a node comes from."""
+    lines = FILE.findall(node.stack_trace or "")
+    own = [found for found in lines if "/torch/" not in found[0]] or lines
+    return f"{own[-1][0]}:{own[-1][1]}" if own else "an unknown line"
