@@ -11,8 +11,13 @@ from torch import nn
 from braid.comm import Group
 from braid.layout import Layout, Mesh
 from braid.tensor_parallel.insertion.annotations import Strategy, annotated
-from braid.tensor_parallel.insertion.capture import capture
-from braid.tensor_parallel.insertion.divided import DividedForward, groups_along, insert
+from braid.tensor_parallel.insertion.capture import ONE_AT_A_TIME, capture
+from braid.tensor_parallel.insertion.divided import (
+    DividedForward,
+    groups_along,
+    insert,
+    lengths_of,
+)
 from braid.tensor_parallel.insertion.pairing import pair
 from braid.tensor_parallel.insertion.records import Options, Row, Scheme
 from braid.tensor_parallel.linear import slice_param
@@ -59,28 +64,31 @@ def divide_by_graph(
         ConfigError: The model cannot be captured or divided; it is as before.
     """
     args, kwargs = arguments_of(inputs)
-    captured = capture(model, args, kwargs, {})
-    names = _aliases(model)
-    mesh = Mesh({AXIS: group.size})
-    layouts: dict[str, Layout] = {}
-    whole: dict[str, str] = {}
-    if strategies:
-        mesh, _ = annotated(captured.module.graph, strategies, group.size)
-    elif slicings is None:
-        layouts, whole = pair(captured.module.graph, mesh, AXIS, options)
-    else:
-        layouts = {n: _layout(mesh, model.get_parameter(n), s) for n, s in slicings.items()}
-    layouts = {other: layout for name, layout in layouts.items() for other in names[name]}
-    scheme = Scheme(mesh, layouts, options, strategies or {})
-    insert(captured, scheme)  # refuses before anything is changed
+    with ONE_AT_A_TIME:
+        captured = capture(model, args, kwargs, {})
+        lengths = lengths_of(captured)
+        graph, names = captured.module.graph, _aliases(model)
+        mesh = Mesh({AXIS: group.size})
+        layouts: dict[str, Layout] = {}
+        whole: dict[str, str] = {}
+        if strategies:
+            mesh, _ = annotated(graph, strategies, group.size)
+        elif slicings is None:
+            layouts, whole = pair(graph, mesh, AXIS, options)
+        else:
+            layouts = {n: _layout(mesh, model.get_parameter(n), s) for n, s in slicings.items()}
+        layouts = {other: layout for name, layout in layouts.items() for other in names[name]}
+        scheme = Scheme(mesh, layouts, options, strategies or {})
+        done = insert(captured, scheme)  # refuses before anything is changed
     params = dict(model.named_parameters(remove_duplicate=False))
     shapes = {name: tuple(params[name].shape) for name in layouts}
     cut = {name: _slicing(layout) for name, layout in layouts.items()}
     for name, slicing in cut.items():
         slice_param(params[name], slicing, group)
     forward = DividedForward(model, groups_along(mesh, group), scheme, shapes)
+    forward.keep(args, kwargs, captured, lengths, done)
     model.__dict__["forward"] = forward
-    return Found(cut, forward.rows(args, kwargs), whole)
+    return Found(cut, done.rows, whole)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -24,9 +24,9 @@ from braid.errors import ConfigError
 from braid.tensor_parallel.insertion.calls import Call, shape_of, tensor_of
 from braid.tensor_parallel.insertion.labels import equal
 
-__all__ = ["Captured", "capture", "flat_inputs"]
+__all__ = ["ONE_AT_A_TIME", "Captured", "capture", "flat_inputs"]
 
-ONE_AT_A_TIME = threading.Lock()  # torch.export has global state, and ranks may be threads
+ONE_AT_A_TIME = threading.RLock()  # torch.export has global state, and ranks may be threads
 
 
 class Captured(NamedTuple):
@@ -52,7 +52,7 @@ def capture(
     kwargs: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Captured:
-    """Return the graph of a model's forward.
+    """Return the graph of a model's forward; whoever calls this holds `ONE_AT_A_TIME`.
 
     Args:
         model: Model; its mode, train or eval, is part of the graph.
@@ -72,7 +72,7 @@ def capture(
     )
     own = {**dict(model.named_buffers(remove_duplicate=False))}
     own.update(model.named_parameters(remove_duplicate=False))
-    with ONE_AT_A_TIME, _whole(model, shapes), torch.enable_grad():
+    with _whole(model, shapes), torch.enable_grad():
         try:
             exported = torch.export.export(
                 model,

@@ -18,12 +18,12 @@ from braid.comm import Group
 from braid.layout import Mesh
 from braid.tensor_parallel.insertion.annotations import annotated
 from braid.tensor_parallel.insertion.calls import tensor_of
-from braid.tensor_parallel.insertion.capture import Captured, capture, flat_inputs
+from braid.tensor_parallel.insertion.capture import ONE_AT_A_TIME, Captured, capture, flat_inputs
 from braid.tensor_parallel.insertion.insert import Insertion
 from braid.tensor_parallel.insertion.moves import Groups, Move, Step
-from braid.tensor_parallel.insertion.records import Row, Scheme
+from braid.tensor_parallel.insertion.records import Scheme
 
-__all__ = ["DividedForward", "groups_along", "insert"]
+__all__ = ["DividedForward", "groups_along", "insert", "lengths_of"]
 
 Lengths = tuple[tuple[int | None, ...] | None, ...]
 
@@ -35,13 +35,11 @@ class _Graph(NamedTuple):
         lengths: Length of each dim of each input, None where any fits.
         module: The graph.
         out_spec: Structure of its outputs.
-        rows: Its explanation.
     """
 
     lengths: Lengths
     module: fx.GraphModule
     out_spec: pytree.TreeSpec
-    rows: list[Row]
 
     def fits(self, leaves: list[Any]) -> bool:
         return all(
@@ -77,43 +75,48 @@ class DividedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the model."""
         leaves, spec = flat_inputs(args, kwargs)
-        key = (self._model.training, spec, tuple(map(_kind, leaves)), _autocast(leaves))
-        graphs = self._graphs.setdefault(key, [])
+        graphs = self._graphs.get(self._key(leaves, spec), ())
         graph = next((graph for graph in graphs if graph.fits(leaves)), None)
         if graph is None:
             graph = self._capture(args, kwargs)
-            graphs.append(graph)
         outputs = graph.module(*leaves)
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
-    def rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Row]:
-        """Return the explanation of the graph for some inputs."""
-        leaves, spec = flat_inputs(args, kwargs)
-        key = (self._model.training, spec, tuple(map(_kind, leaves)), _autocast(leaves))
-        graphs = self._graphs.setdefault(key, [])
-        if not any(graph.fits(leaves) for graph in graphs):
-            graphs.append(self._capture(args, kwargs))
-        return next(graph.rows for graph in graphs if graph.fits(leaves))
+    def keep(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        captured: Captured,
+        lengths: Lengths,
+        done: Insertion,
+    ) -> _Graph:
+        """Keep a graph for inputs like these."""
+        module = captured.module
+        for name, part in done.parts.items():
+            if isinstance(part, Step):
+                module.add_submodule(name, Move(part, self._groups(part.axis)))
+            else:
+                module.add_submodule(name, part(self._groups))
+        module.graph.lint()
+        module.recompile()
+        graph = _Graph(lengths, module, captured.out_spec)
+        self._graphs.setdefault(self._key(*flat_inputs(args, kwargs)), []).append(graph)
+        return graph
+
+    def _key(self, leaves: list[Any], spec: Any) -> Any:
+        return self._model.training, spec, tuple(map(_kind, leaves)), _autocast(leaves)
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
         forward = self._model.__dict__.pop("forward", None)
         try:
-            captured = capture(self._model, args, kwargs, self._shapes)
+            with ONE_AT_A_TIME:
+                captured = capture(self._model, args, kwargs, self._shapes)
+                lengths = lengths_of(captured)
+                done = insert(captured, self._scheme)
         finally:
             if forward is not None:
                 self._model.__dict__["forward"] = forward
-        lengths = _lengths(captured.module.graph)
-        done = insert(captured, self._scheme)
-        for name, part in done.parts.items():
-            module = (
-                Move(part, self._groups(part.axis))
-                if isinstance(part, Step)
-                else part(self._groups)
-            )
-            captured.module.add_submodule(name, module)
-        captured.module.graph.lint()
-        captured.module.recompile()
-        return _Graph(lengths, captured.module, captured.out_spec, done.rows)
+        return self.keep(args, kwargs, captured, lengths, done)
 
 
 def insert(captured: Captured, scheme: Scheme) -> Insertion:
@@ -135,9 +138,10 @@ def insert(captured: Captured, scheme: Scheme) -> Insertion:
     return done
 
 
-def _lengths(graph: fx.Graph) -> Lengths:
+def lengths_of(captured: Captured) -> Lengths:
     """Return the lengths of inputs that a capture has fixed."""
-    tensors = [tensor_of(node) for node in graph.nodes if node.op == "placeholder"]
+    nodes = captured.module.graph.nodes
+    tensors = [tensor_of(node) for node in nodes if node.op == "placeholder"]
     return tuple(None if x is None else _fixed(x) for x in tensors)
 
 

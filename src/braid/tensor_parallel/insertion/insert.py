@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from braid.errors import ConfigError
 from braid.layout import Layout, Mesh
@@ -43,6 +44,10 @@ __all__ = ["Insertion"]
 
 ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten._assert_async")
 SEQUENCE_DIM = 1
+DRAWING = {
+    torch.ops.aten.dropout.default: functional.dropout,
+    torch.ops.aten.scaled_dot_product_attention.default: functional.scaled_dot_product_attention,
+}
 
 
 class Insertion:
@@ -99,6 +104,9 @@ class Insertion:
                     self.graph.erase_node(node)  # guards of inputs, which the caller checks
                 case _:
                     self._visit(node)
+        for node in self.graph.nodes:
+            if node.target in DRAWING:  # so that random numbers keyed by elements are seen
+                node.target = DRAWING[node.target]
 
     # one layout -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from braid.layout import Layout
-from braid.tensor_parallel.insertion.calls import Call, shape_of, tensor_of
+from braid.tensor_parallel.insertion.calls import Call, shape_of
 from braid.tensor_parallel.insertion.labels import Dims, Labels, broadcast, equal, kept
 from braid.tensor_parallel.insertion.view_rules import VIEWS
 
@@ -138,12 +138,11 @@ def _group_norm(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels, *((None,) for _ in call.tensors()[1:])], [labels])
 
 
-def _batch_norm(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _whole(call: Call, layouts: Sequence[Layout]) -> Labels:
+    """Label nothing: BatchNorm changes statistics in place, and those of parts would be lost."""
     del layouts
-    num_dims = len(shape_of(call["input"]))
-    lead = None if call["training"] else 0
-    labels = (lead, 1, *(None,) * (num_dims - 2))
-    return Labels([labels, *((1,) for _ in call.tensors()[1:])], [labels])
+    inputs: list[Dims] = [(None,) * len(shape_of(x)) for x in call.tensors()]
+    return Labels(inputs, [(None,) * x.dim() for x in outputs_of(call.node)])
 
 
 def _reduction(call: Call, layouts: Sequence[Layout]) -> Labels:
@@ -225,7 +224,7 @@ FAMILIES: dict[str, Rule] = {
     "aten.layer_norm": _layer_norm,
     "aten.rms_norm": _layer_norm,
     "aten.group_norm": _group_norm,
-    "aten.batch_norm": _batch_norm,
+    "aten.batch_norm": _whole,
     **dict.fromkeys(
         (
             *("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.argmax", "aten.var"),
@@ -237,8 +236,3 @@ FAMILIES: dict[str, Rule] = {
     "aten.embedding": _embedding,
     "aten.index_select": _index_select,
 }
-
-
-def is_whole(node: fx.Node) -> bool:
-    """Whether a node has no tensor that could be split."""
-    return tensor_of(node) is None
