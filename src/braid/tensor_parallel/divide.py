@@ -4,8 +4,8 @@ r"""`parallelize`: divide the layers of a model over the ranks of a group, in pl
     braid.parallelize(model, group)                        # a family that is known needs no plan
     braid.parallelize(model, group, {r"\.up$": "column", r"\.down$": "row"})
 
-    found = braid.parallelize(model, group, inputs=batch)  # any model, by its graph
-    print(found.explain())
+    division = braid.parallelize(model, group, inputs=batch)  # any model, by its graph
+    print(division.explain())
 
 Every rank runs the whole model's forward on the same batch. Modules stay the same objects under the
 same names, with a part of their parameters; the other parameters are whole and equal on all ranks,
@@ -97,13 +97,15 @@ def parallelize(
         raise ConfigError(msg)
     strategies = strategies_in(model, plan) if inputs is not None else {}
     if strategies:
-        found = divide_by_graph(model, group, None, inputs, options, strategies)
-        return Division(dict.fromkeys(strategies, "annotated"), found.rows)
+        division = divide_by_graph(model, group, None, inputs, options, strategies)
+        return Division(dict.fromkeys(strategies, "annotated"), division.rows)
     family = family_of(model)
     if plan is None and family is None:
         if inputs is not None:
-            found = divide_by_graph(model, group, None, inputs, options)
-            return Division(_kinds_found(model, found.slicings), found.rows, found.whole)
+            division = divide_by_graph(model, group, None, inputs, options)
+            return Division(
+                _kinds_by_graph(model, division.slicings), division.rows, division.whole
+            )
         msg = (
             f"there is no built-in plan for {type(model).__name__}: pass inputs=, a batch, to find "
             r"one from its graph, or give one, such as {r'\.up$': 'column', r'\.down$': 'row'}"
@@ -118,8 +120,8 @@ def parallelize(
         check_heads(model, family, group.size)
     _check(model, kinds, group.size)
     if inputs is not None:
-        found = divide_by_graph(model, group, _slicings(model, kinds), inputs, options)
-        return Division(kinds, found.rows)
+        division = divide_by_graph(model, group, _slicings(model, kinds), inputs, options)
+        return Division(kinds, division.rows)
     columns = Counter(name.rpartition(".")[0] for name, kind in kinds.items() if kind == "column")
     for name, kind in kinds.items():
         shares = kind == "column" and columns[name.rpartition(".")[0]] > 1
@@ -215,7 +217,7 @@ def _slicings(model: nn.Module, kinds: Mapping[str, str]) -> dict[str, Slicing]:
     return slicings
 
 
-def _kinds_found(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[str, str]:
+def _kinds_by_graph(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[str, str]:
     """Return the kinds of modules whose weights were divided."""
     kinds = {}
     for param, slicing in slicings.items():

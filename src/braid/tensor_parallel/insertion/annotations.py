@@ -64,7 +64,7 @@ class Shard(nn.Module):
 
 def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Strategy]:
     """Return the annotations of a model and of a plan, by the name of the module."""
-    found: dict[str, Strategy] = {
+    strategies: dict[str, Strategy] = {
         name: module.strategy for name, module in model.named_modules() if isinstance(module, Shard)
     }
     for expression, value in (plan or {}).items():
@@ -73,8 +73,8 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
             if not names:
                 msg = f"{expression!r} fits no module of the model"
                 raise ConfigError(msg)
-            found.update(dict.fromkeys(names, value))
-    return found
+            strategies.update(dict.fromkeys(names, value))
+    return strategies
 
 
 def annotated(
@@ -94,12 +94,12 @@ def annotated(
     problems: list[str] = []
     arrays: dict[fx.Node, tuple[list[int], dict[int, int]]] = {}
     for name, strategy in strategies.items():
-        found = _operator(graph, name, strategy)
-        if found is None:
+        operator = _operator(graph, name, strategy)
+        if operator is None:
             shapes = f"{len(strategy)} inputs of {[len(parts) for parts in strategy]} dims"
             problems.append(f"{name} has no operation with {shapes}, as its annotation says")
             continue
-        node, labels = found
+        node, labels = operator
         try:
             counts = _parts(name, strategy, labels, size)
         except ConfigError as exc:

@@ -32,7 +32,7 @@ class Found(NamedTuple):
     """A division.
 
     Attributes:
-        slicings: How parameters are divided, by name.
+        slicings: Division of each parameter, by name.
         rows: The explanation.
         whole: Why layers stay whole.
     """
@@ -55,7 +55,7 @@ def divide_by_graph(
     Args:
         model: Model, equal on all ranks.
         group: Ranks that share it.
-        slicings: How parameters are divided, by name; found from the graph when None.
+        slicings: Division of each parameter, by name; found from the graph when None.
         inputs: Example of its inputs: a tensor, a tuple by position, or a mapping by name.
         options: Choices of the pass.
         strategies: Annotations of operators, by the names of their modules, instead of slicings.

@@ -98,5 +98,5 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """Return the innermost line of the program outside of torch that a node comes from."""
     lines = FILE.findall(node.stack_trace or "")
-    own = [found for found in lines if "/torch/" not in found[0]] or lines
+    own = [line for line in lines if "/torch/" not in line[0]] or lines
     return f"{own[-1][0]}:{own[-1][1]}" if own else "an unknown line"

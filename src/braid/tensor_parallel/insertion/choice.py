@@ -78,11 +78,11 @@ def indivisible(
     mesh: Mesh,
 ) -> list[tuple[fx.Node, str]]:
     """Return which labels of an annotation cannot be split, with reasons."""
-    found = [
+    reasons = [
         _indivisible(call, xs, labels, label, math.prod(mesh.axes[axis] for axis in axes), 1)
         for label, axes in forced.items()
     ]
-    return [(call.node, problem) for problem in found if problem is not None]
+    return [(call.node, problem) for problem in reasons if problem is not None]
 
 
 def is_parameter(x: fx.Node) -> bool:

@@ -55,7 +55,7 @@ class DividedForward:
     Args:
         model: Model whose parameters are divided.
         groups: Group of each axis.
-        scheme: How it is divided.
+        scheme: Layouts of its parameters, and choices of the pass.
         shapes: Whole shapes of divided parameters.
     """
 

@@ -1,4 +1,4 @@
-"""What `parallelize` returns: the kind of each layer, and the explanation of what is sent."""
+"""The result of `parallelize`: the kind of each layer, and the explanation of what is sent."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Text(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a step sends.
+    """Collectives of a step.
 
     Attributes:
         forward: Number of collectives of each kind forward.

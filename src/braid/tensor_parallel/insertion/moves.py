@@ -75,7 +75,7 @@ class Step:
         to_dim: Dim that is split afterwards; None if none is.
         blocks: Number of packed blocks of the dim.
         varying: Whether gradients of the result are terms of a sum.
-        collectives: What is sent forward and backward.
+        collectives: Collectives forward and backward.
     """
 
     kind: str

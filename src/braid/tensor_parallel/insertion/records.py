@@ -1,4 +1,4 @@
-"""What the pass is told, and what it tells: choices, rows of the explanation, conflicts."""
+"""Input and output of the pass: choices, rows of the explanation, conflicts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is divided, and how.
+    """Division of a model.
 
     Attributes:
         mesh: Named axes.
@@ -57,7 +57,7 @@ class Row:
         module: Module that it comes from.
         operation: Operation, or the move.
         layout: Layout of the value.
-        collectives: What is sent, forward and backward.
+        collectives: Collectives forward and backward.
     """
 
     node: str
