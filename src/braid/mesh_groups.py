@@ -3,6 +3,7 @@
 mesh = braid.mesh("dp=2,tp=2")
 braid.parallelize(model, mesh["tp"])          # ranks that differ along tp only
 mesh["dp", "tp"]                              # along both: all ranks here
+mesh.view("ep=4")["ep"]                       # other axes over the same ranks
 """
 
 from __future__ import annotations
@@ -60,6 +61,14 @@ class MeshGroups:
             assert own is not None, "every rank is in a group of its own peers"
             self._groups[key] = own
         return self._groups[key]
+
+    def view(self, axes: str | Mapping[str, int]) -> MeshGroups:
+        """Return other axes over the same ranks, with groups of their own; see `Mesh.view`.
+
+        Raises:
+            ConfigError: The axes have another number of ranks, or cut across those here.
+        """
+        return MeshGroups(self.layout.view(axes), self._group)
 
     def __str__(self) -> str:
         return f"{self.layout}, here {self.coordinates}"

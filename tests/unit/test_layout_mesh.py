@@ -62,3 +62,59 @@ def test_neighbours_differ_along_the_last_axis():
 def test_what_is_no_mesh_or_not_in_it_is_refused(make, text):
     with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
         make()
+
+
+SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@given(sizes=SIZES, data=st.data())
+def test_views_by_splits_and_joins_have_the_same_ranks_in_the_same_order(sizes, data):
+    mesh = Mesh({f"a{number}": size for number, size in enumerate(sizes)})
+    first = data.draw(st.integers(0, len(sizes) - 1))
+    last = data.draw(st.integers(first, len(sizes) - 1))
+    names = [f"a{number}" for number in range(first, last + 1)]
+    joined = mesh.join(names, "all")
+    assert {joined.peers("all", rank) for rank in range(mesh.size)} == {
+        mesh.peers(names, rank) for rank in range(mesh.size)
+    }
+    again = joined.split("all", {name: mesh.axes[name] for name in names})
+    assert list(again.axes.items()) == list(mesh.axes.items())
+    assert mesh.view(joined.axes) == joined
+    assert joined.view(str(mesh)) == mesh
+
+
+@given(axes=AXES, data=st.data())
+def test_a_view_is_made_of_splits_and_joins_or_refused(axes, data):
+    """By definition: some finer mesh has the axes of both as runs of its own."""
+    mesh = Mesh(axes)
+    divisors = [d for d in range(1, mesh.size + 1) if mesh.size % d == 0]
+    outer = data.draw(st.sampled_from(divisors))
+    other = {"outer": outer, "inner": mesh.size // outer}
+    blocks = [1]
+    for size in reversed(list(axes.values())):
+        blocks.append(blocks[-1] * size)
+    fits = all(b % other["inner"] == 0 or other["inner"] % b == 0 for b in blocks)
+    if fits:
+        assert mesh.view(other) == Mesh(other)
+    else:
+        with pytest.raises(ConfigError, match="cuts across"):
+            mesh.view(other)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda mesh: mesh.view("ep=4"), "ep=4 has 4 ranks and pp=2,dp=3,tp=4 has 24"),
+        (lambda mesh: mesh.view("a=8,b=3"), "a=8,b=3 cuts across pp=2,dp=3,tp=4: blocks of 3 and of 4 ranks"),
+        (lambda mesh: mesh.split("dp", "a=2,b=2"), "axis dp has 3 ranks, and a=2,b=2 4: let the sizes multiply to 3"),
+        (lambda mesh: mesh.split("dp", "tp=3"), "has an axis tp already"),
+        (lambda mesh: mesh.split("ep", "a=2"), "there is no axis ep"),
+        (lambda mesh: mesh.join(["pp", "tp"], "x"), "axes pp, tp are no neighbours in pp=2,dp=3,tp=4"),
+        (lambda mesh: mesh.join(["tp", "dp"], "x"), "in their order"),
+        (lambda mesh: mesh.join([], "x"), "axes none are no neighbours"),
+        (lambda mesh: mesh.join(["dp", "tp"], "pp"), "has an axis pp already"),
+    ],
+)  # fmt: skip
+def test_what_is_no_view_is_refused_with_its_sizes(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make(Mesh.parse("pp=2,dp=3,tp=4"))

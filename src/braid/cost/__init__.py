@@ -3,7 +3,7 @@
 from braid.cost.carrying import Phase, hierarchical_s, pipelined_s, program_s
 from braid.cost.compare import Comparison, compare
 from braid.cost.forms import FORMS, Cost, form
-from braid.cost.rounds import Estimate, simulate_rounds
+from braid.cost.rounds import Estimate, messages_s, simulate_rounds
 
 __all__ = [
     "FORMS",
@@ -14,6 +14,7 @@ __all__ = [
     "compare",
     "form",
     "hierarchical_s",
+    "messages_s",
     "pipelined_s",
     "program_s",
     "simulate_rounds",

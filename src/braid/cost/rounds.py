@@ -23,9 +23,10 @@ from braid.errors import ConfigError
 from braid.schedule.collective import Round, Rounds
 from braid.topology import Cluster
 
-__all__ = ["Estimate", "simulate_rounds"]
+__all__ = ["Estimate", "messages_s", "simulate_rounds"]
 
 Seconds = npt.NDArray[np.float64]
+Ranks = npt.NDArray[np.int64]
 EXACT_REPEATS = 512  # repetitions of one round; the rest cost what the slowest rank needs
 
 
@@ -67,16 +68,35 @@ def simulate_rounds(
         if not isinstance(step, Round):
             continue
         size = np.broadcast_to(step.num_blocks * block_bytes, len(step.sources))
-        latency, links = cluster.routes(step.sources, step.targets)
-        used = links >= 0
-        load = np.bincount(links[used], minlength=len(cluster.bytes_per_s))
-        shared = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
-        seconds = latency + size * np.maximum(shared, 1 / cluster.max_rates(links, size))
+        seconds, links = _at_once(cluster, step.sources, step.targets, size)
         _repeat(ready, step, seconds, size * sum_s_per_byte * step.adds)
-        per_level = used.reshape(len(used), -1, 2).sum(axis=2)
+        per_level = (links >= 0).reshape(len(links), -1, 2).sum(axis=2)
         totals += (per_level * size[:, None]).sum(axis=0) * step.repeat
     names = [level.name for level in cluster.levels]
     return Estimate(float(ready.max()), dict(zip(names, totals.tolist(), strict=True)))
+
+
+def messages_s(cluster: Cluster, sources: Ranks, targets: Ranks, nbytes: float) -> Seconds:
+    """Return the seconds of each of some messages of one size that are sent at the same time.
+
+    Args:
+        cluster: Network, whose links messages share.
+        sources: Sending ranks.
+        targets: Receiving ranks, as many.
+        nbytes: Bytes of each message.
+    """
+    return _at_once(cluster, sources, targets, np.full(len(sources), nbytes))[0]
+
+
+def _at_once(
+    cluster: Cluster, sources: Ranks, targets: Ranks, size: Seconds
+) -> tuple[Seconds, Ranks]:
+    """Return the seconds and the links of messages that are sent at the same time."""
+    latency, links = cluster.routes(sources, targets)
+    used = links >= 0
+    load = np.bincount(links[used], minlength=len(cluster.bytes_per_s))
+    shared = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
+    return latency + size * np.maximum(shared, 1 / cluster.max_rates(links, size)), links
 
 
 def _repeat(ready: Seconds, step: Round, seconds: Seconds, added_s: Seconds) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, pairwise, product
+from operator import mul
 
 from braid.errors import ConfigError
 
@@ -115,6 +116,90 @@ class Mesh:
         places = product(*(range(self.axes[name]) for name in along))
         return tuple(self.rank({**here, **dict(zip(along, p, strict=True))}) for p in places)
 
+    def view(self, axes: str | Mapping[str, int]) -> Mesh:
+        """Return other axes over the same ranks, made by splitting axes and joining neighbours.
+
+        Experts often lie along other axes than dense layers: `dp=4,tp=2` seen as `dp=1,ep=8`.
+
+        Args:
+            axes: Text such as `dp=2,ep=4`, or sizes by name; the last axis varies fastest.
+
+        Raises:
+            ConfigError: The sizes multiply to another number of ranks, or an axis would cut across
+                those of this mesh.
+
+        >>> str(Mesh.parse("dp=4,tp=2").view("dp=2,ep=4"))
+        'dp=2,ep=4'
+        """
+        other = Mesh.parse(axes) if isinstance(axes, str) else Mesh(dict(axes))
+        if other.size != self.size:
+            msg = (
+                f"{other} has {other.size} ranks and {self} has {self.size}: a view has the same "
+                "ranks"
+            )
+            raise ConfigError(msg)
+        # both are made of the same parts if the ranks below any two cuts divide each other
+        cuts = sorted({*_blocks(self), *_blocks(other)})
+        crossed = [(low, high) for low, high in pairwise(cuts) if high % low]
+        if crossed:
+            low, high = crossed[0]
+            msg = (
+                f"{other} cuts across {self}: blocks of {low} and of {high} ranks do not divide "
+                "each other. Split axes and join neighbours only"
+            )
+            raise ConfigError(msg)
+        return other
+
+    def split(self, axis: str, into: str | Mapping[str, int]) -> Mesh:
+        """Return a view with one axis replaced by several, whose sizes multiply to its size.
+
+        Raises:
+            ConfigError: There is no such axis, a name comes twice, or the sizes do not fit.
+
+        >>> str(Mesh.parse("dp=8,tp=2").split("dp", "dp=2,fsdp=4"))
+        'dp=2,fsdp=4,tp=2'
+        """
+        self._check_axes({axis: 0})
+        parts = Mesh.parse(into) if isinstance(into, str) else Mesh(dict(into))
+        if parts.size != self.axes[axis]:
+            msg = (
+                f"axis {axis} has {self.axes[axis]} ranks, and {parts} {parts.size}: let the sizes "
+                f"multiply to {self.axes[axis]}"
+            )
+            raise ConfigError(msg)
+        return self._replaced([axis], parts.axes)
+
+    def join(self, axes: list[str] | tuple[str, ...], name: str) -> Mesh:
+        """Return a view with neighbouring axes replaced by one.
+
+        Raises:
+            ConfigError: There is no such axis, axes are no neighbours, or the name comes twice.
+
+        >>> str(Mesh.parse("pp=2,dp=4,tp=2").join(["dp", "tp"], "ep"))
+        'pp=2,ep=8'
+        """
+        self._check_axes(dict.fromkeys(axes, 0))
+        names = list(self.axes)
+        first = names.index(axes[0]) if axes else 0
+        if not axes or names[first : first + len(axes)] != list(axes):
+            msg = (
+                f"axes {', '.join(axes) or 'none'} are no neighbours in {self}: join axes that "
+                "follow each other, in their order"
+            )
+            raise ConfigError(msg)
+        return self._replaced(axes, {name: math.prod(self.axes[axis] for axis in axes)})
+
+    def _replaced(self, axes: Sequence[str], by: Mapping[str, int]) -> Mesh:
+        """Return a mesh with some neighbouring axes replaced."""
+        twice = [name for name in by if name in self.axes and name not in axes]
+        if twice:
+            msg = f"{self} has an axis {', '.join(twice)} already: choose another name"
+            raise ConfigError(msg)
+        made: dict[str, int] = {}
+        for name, size in self.axes.items():
+            made.update(by if name == axes[0] else {} if name in axes else {name: size})
+        return Mesh(made)
+
     def _check_axes(self, names: Mapping[str, int]) -> None:
         unknown = [name for name in names if name not in self.axes]
         if unknown:
@@ -123,6 +208,11 @@ class Mesh:
 
     def __str__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+
+def _blocks(mesh: Mesh) -> Iterator[int]:
+    """Return the number of ranks of a block inside each axis, from the innermost."""
+    return accumulate(reversed(list(mesh.axes.values())), mul, initial=1)
 
 
 def _is_name(name: object) -> bool:

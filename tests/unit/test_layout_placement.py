@@ -1,0 +1,193 @@
+"""Orders of axes over hosts: none is better than the one that `place` returns, and its seconds are the simulator's."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from braid.cost import simulate_rounds
+from braid.errors import ConfigError
+from braid.layout import Grid, Mesh, Traffic, place, usual_traffic
+from braid.layout.traffic import OPERATIONS
+from braid.schedule.collective import Round, Rounds
+from braid.topology import Cluster, Level, flat
+
+AXES = ("tp", "cp", "ep", "fsdp", "dp", "pp")
+
+
+@st.composite
+def clusters(draw: st.DrawFn, num_ranks: int, slower: float = 1.0) -> Cluster:
+    """Hosts and what is above them; a rank's share of each level is `slower` times that below, or more so."""
+    sizes = draw(st.lists(st.sampled_from((2, 3, 4, 8)), min_size=1, max_size=3))
+    if math.prod(sizes) < num_ranks:
+        sizes[-1] *= -(-num_ranks // math.prod(sizes))
+    levels, latency_s, rate = [], draw(st.floats(0, 1e-6)), draw(st.floats(1e9, 1e11))
+    for number, size in enumerate(sizes):
+        levels.append(Level(name=("host", "rack", "hall")[number], size=size, latency_s=latency_s, bytes_per_s=rate))  # fmt: skip
+        latency_s *= draw(st.floats(1, 10))
+        rate *= size / (slower * draw(st.floats(1, 20)))
+    return Cluster(levels)
+
+
+@st.composite
+def meshes(draw: st.DrawFn, sizes: tuple[int, ...] = (1, 2, 3, 4)) -> Mesh:
+    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=4, unique=True))
+    return Mesh({name: draw(st.sampled_from(sizes)) for name in names})
+
+
+def simulated_s(mesh: Mesh, axis: str, flow: Traffic, cluster: Cluster) -> float:
+    """Seconds of a step's collectives of an axis, message by message: all its groups, all ranks."""
+    size = mesh.axes[axis]
+    ranks = np.arange(mesh.size)
+
+    def to(shift: int) -> np.ndarray:
+        here = [mesh.coordinates(rank) for rank in range(mesh.size)]
+        return np.array([mesh.rank({**c, axis: (c[axis] + shift) % size}) for c in here])
+
+    def once(rounds: list[Round]) -> float:
+        made = Rounds("", "all_gather", mesh.size, size, tuple(rounds))
+        return simulate_rounds(made, flow.nbytes, cluster).seconds
+
+    if flow.operation == "send":
+        ends = np.array([mesh.coordinates(rank)[axis] == size - 1 for rank in range(mesh.size)])
+        seconds = once([Round(ranks[~ends], to(1)[~ends], size, lambda *_: [])])
+    elif flow.operation == "all_to_all":  # its rounds wait for each other here
+        seconds = sum(once([Round(ranks, to(s), 1, lambda *_: [])]) for s in range(1, size))
+    else:
+        times = 2 if flow.operation == "all_reduce" else 1
+        seconds = once([Round(ranks, to(1), 1, lambda *_: [], repeat=times * (size - 1))])
+    return flow.count * seconds
+
+
+@given(data=st.data(), mesh=meshes())
+def test_seconds_are_those_of_simulated_messages(data, mesh):
+    cluster = data.draw(clusters(mesh.size))
+    flows = {
+        axis: Traffic(data.draw(st.sampled_from(OPERATIONS)), data.draw(st.integers(0, 10**9)), 3)
+        for axis in mesh.axes
+    }
+    placement = place(mesh, cluster, flows)
+    for order in (placement.best, placement.worst):
+        for axis, cost in order.axes.items():
+            expected = (
+                simulated_s(order.mesh, axis, flows[axis], cluster) if mesh.axes[axis] > 1 else 0.0
+            )
+            assert cost.seconds == pytest.approx(expected, rel=1e-9)
+
+
+@given(data=st.data(), mesh=meshes((1, 2, 4)))
+def test_no_order_is_better_and_none_is_worse_than_the_worst(data, mesh):
+    cluster = data.draw(clusters(mesh.size))
+    flows = {axis: data.draw(st.floats(0, 1e9)) for axis in mesh.axes}
+    placement = place(mesh, cluster, flows)
+    assert sorted(placement.mesh.axes) == sorted(mesh.axes)
+    usual = {axis: Traffic(usual_traffic(mesh)[axis].operation, flows[axis]) for axis in mesh.axes}
+    for order in permutations(mesh.axes):
+        ordered = Mesh({axis: mesh.axes[axis] for axis in order})
+        wide = [axis for axis in order if mesh.axes[axis] > 1]
+        seconds = sum(simulated_s(ordered, axis, usual[axis], cluster) for axis in wide)
+        assert placement.seconds <= seconds * (1 + 1e-8)
+        assert seconds <= placement.worst.seconds * (1 + 1e-8)
+
+
+@given(mesh=meshes(), nbytes=st.floats(0, 1e9))
+def test_on_one_host_every_order_takes_as_long(mesh, nbytes):
+    placement = place(mesh, flat(mesh.size, 1e-6, 1e9), dict.fromkeys(mesh.axes, nbytes))
+    assert placement.worst.seconds == pytest.approx(placement.seconds)
+    assert placement.crossing() == ()
+
+
+@given(data=st.data(), mesh=meshes((1, 2, 4)))
+def test_tp_lies_inside_a_host_whenever_it_divides_the_hosts_ranks(data, mesh):
+    """A ring of m ranks on each host sends an m-th over the network: it stays inside where that is dearer."""
+    cluster = data.draw(clusters(mesh.size, slower=8.0))
+    tp = mesh.axes.get("tp", 1)
+    assume(tp > 1 and cluster.levels[0].size % tp == 0)
+    placement = place(mesh, cluster)
+    assert "tp" not in placement.crossing()
+    assert placement.best.axes["tp"].spread == {"host": tp}
+
+
+def hosts(number: int, ranks: int = 8) -> Cluster:
+    """Hosts with NVLink inside and one card of 400 Gbit/s each."""
+    return Cluster(
+        [
+            Level(name="host", size=ranks, latency_s=2e-6, bytes_per_s=450e9),
+            Level(name="rack", size=number, latency_s=5e-6, bytes_per_s=50e9),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "number", "best", "crossing"),
+    [
+        ("tp=8,pp=2,dp=4", 8, "pp=2,dp=4,tp=8", ("pp", "dp")),
+        ("dp=8,fsdp=8", 8, "dp=8,fsdp=8", ("dp",)),  # gradients of a shard only leave the host
+        ("fsdp=4,dp=2,tp=2", 2, "dp=2,fsdp=4,tp=2", ("dp",)),
+        ("tp=1,pp=2,dp=4", 1, "tp=1,pp=2,dp=4", ()),  # ties: more bytes, closer ranks
+    ],
+)
+def test_usual_traffic_puts_slices_and_shards_inside_a_host(mesh, number, best, crossing):
+    placement = place(Mesh.parse(mesh), hosts(number))
+    assert (str(placement.mesh), placement.crossing()) == (best, crossing)
+
+
+def test_an_axis_that_does_not_fit_is_divided_over_hosts():
+    placement = place(Mesh.parse("tp=2,fsdp=16"), hosts(4))
+    assert placement.best.axes["fsdp"].spread == {"host": 4, "rack": 4}
+    assert (placement.crossing(), placement.crossing("rack")) == (("fsdp",), ())
+    assert placement.order == "tp-fsdp"
+
+
+def test_the_order_of_megatron_makes_the_same_groups():
+    placement = place(Mesh.parse("pp=2,tp=4,dp=2"), hosts(2))
+    grid = Grid(placement.mesh.axes, placement.order)
+    for axis in placement.mesh.axes:
+        peers = {placement.mesh.peers(axis, rank) for rank in range(16)}
+        assert sorted(map(tuple, grid.groups(axis))) == sorted(peers)
+
+
+def test_the_table_has_the_worst_order_beside_the_best():
+    placement = place(
+        Mesh.parse("tp=8,dp=2"),
+        hosts(2),
+        {"tp": Traffic("all_reduce", 1 << 28, 128), "dp": 1 << 30},
+    )
+    assert str(placement).splitlines() == [
+        "16 ranks on 8 (host) x 2 (rack)",
+        "best   dp=2,tp=8   axes between hosts: dp",
+        "worst  tp=8,dp=2",
+        "axis  collectives of a step     best over     ms  worst over             ms",
+        "tp    all_reduce 128 x 256 MiB  8 (host)   137.2  4 (host) x 2 (rack)  2414",
+        "dp    all_reduce 1 x 1 GiB      2 (rack)   171.8  2 (host)             2.39",
+        "all                                          309                       2417",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mesh", "traffic", "text"),
+    [
+        ("tp=4,dp=8", None, "the cluster has 16 ranks"),
+        ("tp=2,x=2,y=2", {"z": 1.0}, "there is no axis z in .*axis x has no usual traffic: .*; axis y has"),
+        ("tp=2", {"tp": -1.0}, "axis tp: nbytes must be at least 0, got -1.0"),
+        ("a=2,b=2,c=2,d=2", {"a": 1.0, "b": 1.0, "c": 1.0}, "axis d has no usual traffic"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_placed_is_refused(mesh, traffic, text):
+    with pytest.raises(ConfigError, match=text):
+        place(Mesh.parse(mesh), hosts(2), traffic)
+
+
+def test_too_many_axes_and_wrong_traffic_are_refused():
+    mesh = Mesh({f"a{number}": 2 for number in range(8)})
+    with pytest.raises(ConfigError, match="8 axes of several ranks, and at most 7"):
+        place(mesh, flat(256, 0.0, 1.0), dict.fromkeys(mesh.axes, 1.0))
+    with pytest.raises(ConfigError, match=r"no operation 'sum'.*nbytes.*got -1; count.*got 1.5"):
+        Traffic("sum", -1, 1.5)
+    with pytest.raises(ConfigError, match="no level 'hall': choose one of host, rack"):
+        place(Mesh({"tp": 2}), hosts(2)).crossing("hall")
