@@ -90,7 +90,7 @@ for (path, own), param in zip(model.named_parameters(), whole.parameters(), stri
     num_divided += slicing is not None
     grad = param.grad if slicing is None else slicing.part_of(param.grad, group.rank, group.size)
     assert (own.grad - grad).abs().max() <= tolerance * largest, path
-assert num_divided >= 8
+assert num_divided >= (4 if name == "bloom" else 8), num_divided  # its heads are packed with the batch
 forward, backward = counts[1] - counts[0], counts[2] - counts[1]
 if by_graph:
     sums = totals(found.rows)

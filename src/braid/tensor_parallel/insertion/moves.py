@@ -75,6 +75,7 @@ class Step:
         to_dim: Dim that is split afterwards; None if none is.
         blocks: Number of packed blocks of the dim.
         varying: Whether gradients of the result are terms of a sum.
+        has_grad: Whether gradients flow back.
         collectives: Collectives forward and backward.
     """
 
@@ -84,6 +85,7 @@ class Step:
     to_dim: int | None
     blocks: int
     varying: bool
+    has_grad: bool
     collectives: tuple[Collective, ...]
 
 
@@ -97,6 +99,12 @@ class Move(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the value in the layout after the step."""
+        if self.step.has_grad:
+            return self._moved(x)
+        with torch.no_grad():  # collectives have gradients in any case, so that all ranks take part
+            return self._moved(x)
+
+    def _moved(self, x: torch.Tensor) -> torch.Tensor:
         group, step = self.group, self.step
         given = step.to_dim if step.dim is None else step.dim
         dim = 0 if given is None else given
@@ -220,7 +228,7 @@ class _Price:
         collectives = tuple(
             self._collective(name, axis, backward=late) for name, late in names if name
         )
-        return Step(kind, axis, dim, to, blocks, varying, collectives)
+        return Step(kind, axis, dim, to, blocks, varying, self._has_grad, collectives)
 
     def _collective(self, name: str, axis: str, *, backward: bool) -> Collective:
         n = self._sizes[axis]
