@@ -24,6 +24,7 @@ from braid.commands.bench import (
     bench_horovod,
     bench_net,
     bench_pipeline,
+    bench_tp,
 )
 from braid.commands.checkpoint import checkpoint_export, checkpoint_ls, checkpoint_verify
 from braid.commands.convert import convert
@@ -448,6 +449,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "bench horovod": bench_horovod,
     "bench net": bench_net,
     "bench pipeline": bench_pipeline,
+    "bench tp": bench_tp,
     "convert": convert,
     "probe": probe,
     "schedule show": schedule_show,

@@ -16,6 +16,7 @@ __all__ = [
     "bench_horovod",
     "bench_net",
     "bench_pipeline",
+    "bench_tp",
 ]
 
 
@@ -329,4 +330,40 @@ def bench_pipeline(
         except ConfigError as exc:  # the figures are written; only the picture is missing
             print(f"plot  none: {exc}")
             break
+    return 0
+
+
+def bench_tp(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    cases: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:WIDTH:LAYERS:B:T [...]")] = (
+        "llama:128:4:2:64",
+        "qwen2:128:4:2:64",
+        "mistral:64:2:2:32",
+    ),
+    rounds: int = 60,
+    budget: float = 40.0,
+    out: str = "runs/bench-tp",
+) -> int:
+    """Measure tensor parallelism: transformers' plan and torch's, over Gloo and braid, and braid's.
+
+    Args:
+        n: Number of ranks, 2 or 4.
+        cases: Models (llama, mistral, qwen2) with width, layers, sequences and positions.
+        rounds: Largest number of steps of each engine, in turns; figures are medians over them.
+        budget: Seconds for a case, about.
+        out: Directory for tp.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import tp
+
+    bench = tp.TpBench(
+        ranks=n,
+        cases=tuple(map(tp.case_of, cases)),
+        rounds=rounds,
+        budget_s=budget,
+        out=Path(out),
+    )
+    tp.print_tp(tp.run_tp(bench), bench.out)
     return 0
