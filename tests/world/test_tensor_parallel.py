@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,6 +242,7 @@ def _refusals(group: Group) -> list[str]:
         refused({r"^0$": "column", r"^1$": "row"}, odd),
         refused({r"^embed$": "vocab", r"^head$": "row"}),
         refused({r"norm$": "column", r"attention$": "row"}),
+        refused({r"\.up$": "column"}),
         said_by(
             lambda: RowParallelLinear.shard(empty(nn.Linear, 4, 4), group)(torch.ones(1, 4)),
             ConfigError,
@@ -255,7 +257,7 @@ def _refusals(group: Group) -> list[str]:
 def test_what_cannot_be_divided_is_named_before_anything_changes(world):
     first, second = world(2, _refusals)
     assert first == second
-    family, wrong, sizes, tied, no_weight, inputs, shapes = first
+    family, wrong, sizes, tied, no_weight, alone, inputs, shapes = first
     assert "there is no built-in plan for Model" in family
     assert "'colum' is no kind: use column, row" in wrong
     assert "fits no module of the model" in wrong
@@ -263,8 +265,41 @@ def test_what_cannot_be_divided_is_named_before_anything_changes(world):
     assert "1 has 9 rows" in sizes
     assert "head and embed share a weight and divide it in two ways" in tied
     assert "layers.0.attention (Attention) has no weight to divide" in no_weight
+    assert "layers.0.up, layers.1.up would hand on a part" in alone
     assert "2 of 4 inputs on this rank, got 4" in inputs
     assert "need a target of shape [2], got [3]" in shapes
+
+
+class OwnPlan(nn.Module):
+    """A model with a configuration as transformers' models have."""
+
+    def __init__(self, plan: dict[str, str]) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            model_type="new", base_model_tp_plan=plan, num_attention_heads=4, num_key_value_heads=4
+        )
+        self.layers = nn.ModuleList([Layer()])
+
+
+def _own_plan(group: Group) -> Any:
+    styles = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    model = OwnPlan(styles)
+    model.layers[0].up.weight.grad = torch.ones_like(model.layers[0].up.weight)
+    kinds = dict(parallelize(model, group))
+    refused = [
+        said_by(lambda: copy.deepcopy(model), ConfigError),
+        said_by(lambda: parallelize(OwnPlan({**styles, "norm": "odd"}), group), ConfigError),
+    ]
+    assert copy.deepcopy(group) is group
+    return kinds, model.layers[0].up.weight.grad.shape, refused
+
+
+def test_the_plan_of_a_configuration_is_used_and_a_divided_model_is_not_copied(world):
+    for kinds, grad_shape, (copied, unknown) in world(2, _own_plan):
+        assert kinds == {"layers.0.up": "column", "layers.0.down": "row"}
+        assert grad_shape == (2 * WIDTH, WIDTH)
+        assert "a divided model cannot be copied" in copied
+        assert "there is no built-in plan for OwnPlan: pass inputs=" in unknown
 
 
 def _along_axes(group: Group) -> list[Any]:

@@ -122,6 +122,7 @@ def parallelize(
     if inputs is not None:
         division = divide_by_graph(model, group, _slicings(model, kinds), inputs, options)
         return Division(kinds, division.rows)
+    _check_pairs(kinds)
     columns = Counter(name.rpartition(".")[0] for name, kind in kinds.items() if kind == "column")
     for name, kind in kinds.items():
         shares = kind == "column" and columns[name.rpartition(".")[0]] > 1
@@ -248,6 +249,17 @@ def _kind_of_value(value: str | Layout | Strategy) -> str:
         return "row"
     blocks = value.blocks[0] if value.blocks else 1
     return f"column:{blocks}" if blocks > 1 else "column"
+
+
+def _check_pairs(kinds: Mapping[str, str]) -> None:
+    """Raise ConfigError if parts of outputs go to no layer that takes them."""
+    columns = [name for name, kind in kinds.items() if kind.startswith("column")]
+    if columns and "row" not in kinds.values():
+        msg = (
+            f"{', '.join(columns)} would hand on a part of the outputs, and no layer of the plan "
+            "takes it: name a 'row' layer behind, or use 'head', which gathers"
+        )
+        raise ConfigError(msg)
 
 
 def _dim_of(module: nn.Module, kind: str) -> int:

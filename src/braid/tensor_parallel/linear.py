@@ -241,7 +241,7 @@ def _shared_f(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
-    """Keep this rank's part of a parameter, in place; one that is divided alike stays.
+    """Keep this rank's part of a parameter and its gradient, in place, unless it is divided.
 
     Raises:
         ConfigError: The parameter is shared, and another layer has divided it in another way.
@@ -255,7 +255,10 @@ def slice_param(param: torch.Tensor, slicing: Slicing, group: Group) -> None:
             f"and was to be divided as {slicing}: shared parameters need one plan"
         )
         raise ConfigError(msg)
+    grad, param.grad = param.grad, None
     param.data = slicing.part_of(param.data, group.rank, group.size)
+    if grad is not None:
+        param.grad = slicing.part_of(grad, group.rank, group.size)
     param.__dict__["braid_slicing"] = slicing
 
 

@@ -17,6 +17,7 @@ perceptron.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -107,11 +108,32 @@ BRAID_GPT = Family(
 )
 
 
+STYLES = {  # of transformers' own plans
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "head",
+    "colwise_rep": "head",
+    "embedding_rowwise": "vocab",
+}
+
+
 def family_of(model: nn.Module) -> Family | None:
-    """Return the family of a model of transformers or of braid; None if it is of neither."""
-    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    """Return the family of a model of transformers or of braid; None if none is known.
+
+    Where there is no built-in plan, that of the model's configuration holds, if it has styles that
+    are known here only.
+    """
+    config = getattr(model, "config", None)
+    kind = str(getattr(config, "model_type", ""))
     if kind in FAMILIES:
         return FAMILIES[kind]
+    own = getattr(config, "base_model_tp_plan", None)
+    if own and set(own.values()) <= STYLES.keys():
+        plan = {
+            "[0-9]+".join(map(re.escape, name.split("*"))) + "$": STYLES[style]
+            for name, style in own.items()
+        }
+        return Family(plan, heads=("num_attention_heads", "num_key_value_heads"))
     return BRAID_GPT if type(model).__module__ == "braid.train.gpt" else None
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.errors import ConfigError
 from braid.tensor_parallel.slices import Slicing
 
-__all__ = ["Change", "note_change", "slicing_of", "undivide"]
+__all__ = ["Change", "changes_of", "note_change", "slicing_of", "undivide"]
 
 CHANGES = "braid_changes"  # of a divided model
 
@@ -23,9 +24,27 @@ class Change(NamedTuple):
     before: Any
 
 
+class Changes(list[Change]):
+    """Changes of a divided model."""
+
+    def __deepcopy__(self, memo: object) -> Changes:
+        """Refuse: torch would copy parameters without their slicing."""
+        msg = (
+            "a divided model cannot be copied: copy it before parallelize, or make it whole by "
+            "undivide(model, group) first"
+        )
+        raise ConfigError(msg)
+
+
 def note_change(model: nn.Module, module: nn.Module, name: str) -> None:
     """Note the value of an attribute before it is changed."""
-    model.__dict__.setdefault(CHANGES, []).append(Change(module, name, getattr(module, name)))
+    changes_of(model).append(Change(module, name, getattr(module, name)))
+
+
+def changes_of(model: nn.Module) -> Changes:
+    """Return the list of changes of a model, which marks it as divided."""
+    changes: Changes = model.__dict__.setdefault(CHANGES, Changes())
+    return changes
 
 
 def slicing_of(param: torch.Tensor) -> Slicing | None:

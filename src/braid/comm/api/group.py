@@ -95,9 +95,12 @@ class Group(Reductions, Movements, PointToPoint):
         self._successor: Group | None = None
         self._tokens = ""  # of this rank, for a rebuilt group
         self.numbers = Numbers()
-        self._closed = ""
-        self._given_back = False
+        self._closed, self._given_back = "", False
         _GROUPS.add(self)
+
+    def __deepcopy__(self, memo: object) -> Group:
+        """Return the group itself, of which there is one."""
+        return self
 
     @classmethod
     def world(

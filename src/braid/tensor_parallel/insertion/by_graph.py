@@ -22,6 +22,7 @@ from braid.tensor_parallel.insertion.pairing import pair
 from braid.tensor_parallel.insertion.records import Options, Row, Scheme
 from braid.tensor_parallel.linear import slice_param
 from braid.tensor_parallel.slices import Slicing
+from braid.tensor_parallel.whole import changes_of
 
 __all__ = ["Found", "divide_by_graph"]
 
@@ -87,6 +88,7 @@ def divide_by_graph(
         slice_param(params[name], slicing, group)
     forward = DividedForward(model, groups_along(mesh, group), scheme, shapes)
     forward.keep(args, kwargs, captured, lengths, done)
+    changes_of(model)
     model.__dict__["forward"] = forward
     return Found(cut, done.rows, whole)
 
