@@ -261,8 +261,8 @@ def test_what_cannot_be_divided_is_named_before_anything_changes(world):
     assert "there is no built-in plan for Model" in family
     assert "'colum' is no kind: use column, row" in wrong
     assert "fits no module of the model" in wrong
-    assert "0 has 9 rows, which cannot be divided over 2 ranks; valid: 1, 3, 9" in sizes
-    assert "1 has 9 rows" in sizes
+    assert "0 has 9 entries in dim 0, which cannot be divided over 2 ranks; valid: 1, 3, 9" in sizes
+    assert "1 has 9 entries in dim 1" in sizes
     assert "head and embed share a weight and divide it in two ways" in tied
     assert "layers.0.attention (Attention) has no weight to divide" in no_weight
     assert "layers.0.up, layers.1.up would hand on a part" in alone

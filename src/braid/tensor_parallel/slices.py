@@ -34,11 +34,11 @@ class Slicing(NamedTuple):
         unit = length // self.blocks if length % self.blocks == 0 else 0
         if unit and unit % size == 0:
             return
-        each = f"{length} rows" if self.blocks == 1 else f"{self.blocks} blocks of {length} rows"
+        what = "" if self.blocks == 1 else f" for {self.blocks} equal blocks"
         valid = [n for n in range(1, max(unit, 1) + 1) if unit and unit % n == 0 and n <= 64]
         msg = (
-            f"{name} has {each}, which cannot be divided over {size} ranks; valid: "
-            f"{', '.join(map(str, valid)) or 'none'}"
+            f"{name} has {length} entries in dim {self.dim}{what}, which cannot be divided over "
+            f"{size} ranks; valid: {', '.join(map(str, valid)) or 'none'}"
         )
         raise ConfigError(msg)
 

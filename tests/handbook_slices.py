@@ -1,0 +1,221 @@
+"""Pictures of the pages on divided layers, each drawn from layouts, plans, groups or the pass that divides models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from braid.layout import Layout, Mesh, place
+from braid.layout.placement import AxisCost
+from braid.redistribute import plan
+from braid.schedule.bars import COLOURS
+from braid.tensor_parallel import Shard
+from braid.tensor_parallel.insertion import strategies_in
+from braid.tensor_parallel.insertion.annotations import annotated
+from braid.tensor_parallel.insertion.by_graph import AXIS
+from braid.tensor_parallel.insertion.capture import capture
+from braid.tensor_parallel.insertion.divided import insert
+from braid.tensor_parallel.insertion.explain import to_svg
+from braid.tensor_parallel.insertion.pairing import pair
+from braid.tensor_parallel.insertion.records import Options, Row, Scheme
+from braid.topology import Cluster, Level
+
+RANKS, LAYERS = 4, 4
+SIDE, GAP, NAME = 88, 74, 110  # pixels: a matrix, between two, a way's name
+TEXT = 'font-family="sans-serif" font-size="12"'
+
+
+def cuts_of_a_model() -> str:
+    """Four matrices on four ranks, cut four ways; between them what is sent forward."""
+    mesh = Mesh({AXIS: RANKS})
+    column, row, whole = "- | tp", "tp | -", "- | -"
+    ways = {
+        "layers": [whole] * LAYERS,
+        "columns": [column] * LAYERS,
+        "rows": [row] * LAYERS,
+        "columns, rows": [column, row] * (LAYERS // 2),
+    }
+    parts, top = [], 24
+    for name, layouts in ways.items():
+        parts.append(f'<text x="4" y="{top + SIDE / 2:.0f}" font-weight="bold">{name}</text>')
+        for index, text in enumerate(layouts):
+            left = NAME + index * (SIDE + GAP)
+            ranks = [index * RANKS // LAYERS] if name == "layers" else range(RANKS)
+            parts += _matrix(left, top, Layout.parse(mesh, text), ranks)
+            following = layouts[index + 1] if index + 1 < LAYERS else None
+            sent = _sent_after(mesh, text, following) if name != "layers" else "send"
+            if sent and (name != "layers" or following):
+                parts += _arrow(left + SIDE, top + SIDE // 2, sent)
+        top += SIDE + 26
+    legend = [
+        f'<rect x="{NAME + rank * 90}" y="{top - 8}" width="12" height="12" fill="{COLOURS[rank]}"/>'
+        f'<text x="{NAME + rank * 90 + 17}" y="{top + 2}">rank {rank}</text>'
+        for rank in range(RANKS)
+    ]
+    return _svg(NAME + LAYERS * (SIDE + GAP), top + 12, [*parts, *legend])
+
+
+def _matrix(left: int, top: int, layout: Layout, ranks: Sequence[int]) -> list[str]:
+    """Draw a matrix [in, out], each part in the colour of its rank."""
+    drawn = []
+    for rank in ranks:
+        (y0, y1), (x0, x1) = layout.box((SIDE, SIDE), rank)
+        place_at = f'x="{left + x0}" y="{top + y0}" width="{x1 - x0}" height="{y1 - y0}"'
+        title = f"<title>rank {rank}: {layout}</title>"
+        drawn.append(f'<rect {place_at} fill="{COLOURS[rank]}" stroke="white">{title}</rect>')
+    return drawn
+
+
+def _sent_after(mesh: Mesh, weight: str, following: str | None) -> str:
+    """The planner's collectives from the output of a layer to the input of the next; tanh needs sums."""
+    output = Layout.parse(mesh, "- | tp" if weight == "- | tp" else "- | - ; partial tp")
+    wanted = Layout.parse(
+        mesh, "- | tp" if (weight, following) == ("- | tp", "tp | -") else "- | -"
+    )
+    return ", ".join(step.move for step in plan((64, 64), 4, output, wanted).steps)
+
+
+def _arrow(x: int, y: int, label: str) -> list[str]:
+    path = f'<path d="M {x + 6} {y} H {x + GAP - 6}" stroke="#c33" stroke-width="2"/>'
+    return [path, f'<text x="{x + GAP // 2}" y="{y - 6}" text-anchor="middle" fill="#c33" font-size="11">{label}</text>']  # fmt: skip
+
+
+def _svg(width: float, height: float, parts: Sequence[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" {TEXT}>'
+    )
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
+
+
+class TransformerLayer(nn.Module):
+    """A layer of attention and a perceptron, which knows nothing of ranks."""
+
+    def __init__(self, width: int = 1024, heads: int = 16) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in qkv)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm_2(x))))
+
+
+def megatron_layer() -> str:
+    """A layer of a transformer on four ranks, as the pass divides it."""
+    with torch.device("meta"):
+        model, x = TransformerLayer(), torch.empty(8, 512, 1024, requires_grad=True)
+    return to_svg(rows_of(model, x, RANKS))
+
+
+def rows_of(model: nn.Module, x: torch.Tensor, ranks: int) -> list[Row]:
+    """Values and collectives of a model that is divided by its graph, without its ranks."""
+    captured = capture(model, (x,), {}, {})
+    mesh, options = Mesh({AXIS: ranks}), Options()
+    layouts, _ = pair(captured.module.graph, mesh, AXIS, options)
+    return insert(captured, Scheme(mesh, layouts, options, {})).rows
+
+
+HOSTS = Cluster(  # of 8 GPUs with NVLink, each with one card of 400 Gbit/s
+    [
+        Level(name="host", size=8, latency_s=2e-6, bytes_per_s=450e9),
+        Level(name="rack", size=2, latency_s=5e-6, bytes_per_s=50e9),
+    ]
+)
+CELL = 30  # pixels of a rank
+
+
+def groups_on_hosts() -> str:
+    """Groups of 16 ranks on two hosts, in the best order of axes and in the worst."""
+    placement = place(Mesh({"tp": 4, "dp": 2, "pp": 2}), HOSTS)
+    parts, top = [], 20
+    for name, order in (("best", placement.best), ("worst", placement.worst)):
+        ms = f"{order.seconds * 1e3:.4g} ms a step"
+        parts.append(f'<text x="4" y="{top}" font-weight="bold">{name}: {order.mesh}, {ms}</text>')
+        for axis, cost in reversed(list(order.axes.items())):
+            top += CELL + 6
+            parts.append(f'<text x="4" y="{top}">{axis}</text>')
+            parts += _ranks(top - CELL + 10, order.mesh, axis)
+            parts.append(f'<text x="{_place(16) + 8}" y="{top}" fill="#c33">{_spread(cost)}</text>')
+        top += 40
+    return _svg(_place(16) + 300, top - 20, parts)
+
+
+def _place(rank: int) -> int:
+    """Left edge of a rank; hosts stand apart."""
+    return 40 + rank * CELL + rank // HOSTS.levels[0].size * 16
+
+
+def _ranks(top: int, mesh: Mesh, axis: str) -> list[str]:
+    """Draw the ranks of a row, each with the colour and the number of its group along an axis."""
+    groups = sorted({mesh.peers(axis, rank) for rank in range(mesh.size)})
+    drawn = []
+    for number, ranks in enumerate(groups):
+        colour = COLOURS[number % len(COLOURS)]
+        for rank in ranks:
+            box = f'x="{_place(rank)}" y="{top}" width="{CELL - 2}" height="{CELL - 2}"'
+            title = f"<title>rank {rank}, {axis} {list(ranks)}</title>"
+            drawn.append(f'<rect {box} fill="{colour}" fill-opacity="0.6">{title}</rect>')
+            drawn.append(f'<text x="{_place(rank) + CELL // 2 - 1}" y="{top + 19}" text-anchor="middle">{number}</text>')  # fmt: skip
+    return drawn
+
+
+def _spread(cost: AxisCost) -> str:
+    return f"{' x '.join(cost.spread)}: {cost.traffic.operation}, {cost.seconds * 1e3:.4g} ms"
+
+
+class TwoProducts(nn.Module):
+    """Y = X W with rows of X in four parts, then Z = Y V with columns of V in four parts."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = Shard(torch.matmul, ((4, 1), (1, 1)))
+        self.second = Shard(torch.matmul, ((1, 1), (1, 4)))
+        self.w = nn.Parameter(torch.empty(width, width))
+        self.v = nn.Parameter(torch.empty(width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x, self.w), self.v)
+
+
+def one_gather() -> str:
+    """Two products with different splits, and what the pass inserts between them."""
+    with torch.device("meta"):
+        model, x = TwoProducts(), torch.empty(64, 64, requires_grad=True)
+    captured, strategies = capture(model, (x,), {}, {}), strategies_in(model, None)
+    mesh, _ = annotated(captured.module.graph, strategies, RANKS)
+    scheme = Scheme(mesh, {}, Options(gather_outputs=False), strategies)
+    rows = insert(captured, scheme).rows
+    gap, left, top = 66, 10, 46
+    parts = []
+    for name, sign, row in zip("XWYYVZ", ("x", "=", "", "x", "=", ""), rows, strict=True):
+        whole = not any(row.layout.dims)
+        parts += _matrix(left, top, row.layout, range(1 if whole else RANKS))
+        if whole:
+            parts[-1] = parts[-1].replace(COLOURS[0], "#dddddd").replace("rank 0", "all ranks")
+        parts.append(f'<text x="{left}" y="{top - 6}" font-weight="bold">{name}</text>')
+        parts.append(f'<text x="{left}" y="{top + SIDE + 16}">{row.layout}</text>')
+        for number, sent in enumerate(row.collectives):
+            colour, way = ("#777", "backward: ") if sent.backward else ("#c33", "")
+            parts.append(f'<text x="{left}" y="{top + SIDE + 32 + 16 * number}" fill="{colour}">{way}{sent.name}</text>')  # fmt: skip
+        parts.append(f'<text x="{left + SIDE + gap / 2 - 4:.0f}" y="{top + SIDE / 2:.0f}" font-size="18">{sign}</text>')  # fmt: skip
+        left += SIDE + gap
+    return _svg(left, top + SIDE + 60, parts)
+
+
+SLICES: tuple[Callable[[], str], ...] = (
+    cuts_of_a_model,
+    megatron_layer,
+    groups_on_hosts,
+    one_gather,
+)
