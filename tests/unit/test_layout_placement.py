@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import math
 from itertools import permutations
 
@@ -129,12 +131,22 @@ def hosts(number: int, ranks: int = 8) -> Cluster:
         ("tp=8,pp=2,dp=4", 8, "pp=2,dp=4,tp=8", ("pp", "dp")),
         ("dp=8,fsdp=8", 8, "dp=8,fsdp=8", ("dp",)),  # gradients of a shard only leave the host
         ("fsdp=4,dp=2,tp=2", 2, "dp=2,fsdp=4,tp=2", ("dp",)),
-        ("tp=1,pp=2,dp=4", 1, "tp=1,pp=2,dp=4", ()),  # ties: more bytes, closer ranks
+        ("tp=1,dp=4,pp=2", 1, "tp=1,pp=2,dp=4", ()),  # ties: more bytes, closer ranks
     ],
 )
 def test_usual_traffic_puts_slices_and_shards_inside_a_host(mesh, number, best, crossing):
     placement = place(Mesh.parse(mesh), hosts(number))
     assert (str(placement.mesh), placement.crossing()) == (best, crossing)
+
+
+def test_without_a_reason_the_order_stays():
+    mesh = Mesh.parse("b=2,a=2,c=2")
+    assert place(mesh, hosts(1), dict.fromkeys(mesh.axes, 1e9)).mesh == mesh
+
+
+@pytest.mark.parametrize("name", ["grid", "layout", "mesh", "placement", "traffic"])
+def test_examples_in_docstrings_give_what_they_show(name):
+    assert doctest.testmod(importlib.import_module(f"braid.layout.{name}")).failed == 0
 
 
 def test_an_axis_that_does_not_fit_is_divided_over_hosts():

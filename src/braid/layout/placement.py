@@ -42,7 +42,7 @@ from braid.topology import Cluster
 
 __all__ = ["Arrangement", "AxisCost", "Placement", "place"]
 
-MOST_AXES = 7  # whose 5,040 orders take a second
+MOST_AXES = 7  # of several ranks, which have 5,040 orders
 SAME = 1e-9  # relative difference of sums of floats in another order
 HOST = "host"
 Numbers = npt.NDArray[np.int64]
@@ -153,8 +153,9 @@ def place(
 ) -> Placement:
     """Order the axes of a mesh so that a step's collectives take the least time on a cluster.
 
-    Between orders of equal time, axes with more bytes have the closer ranks. An axis that does not
-    fit into a host is divided: as many of its ranks as there is room for are on each.
+    Between orders of equal time, axes with more bytes have the closer ranks, and else the order of
+    the mesh stays. An axis that does not fit into a host is divided over hosts, with as many ranks
+    on each as there is room for.
 
     Args:
         mesh: Axes, in any order.
@@ -173,7 +174,7 @@ def place(
     """
     cluster.check_size(mesh.size)
     flows = traffic_of(mesh, traffic)
-    wide = [axis for axis, size in mesh.axes.items() if size > 1]
+    wide = [axis for axis, size in reversed(list(mesh.axes.items())) if size > 1]
     if len(wide) > MOST_AXES:
         msg = (
             f"{mesh} has {len(wide)} axes of several ranks, and at most {MOST_AXES} can be "
