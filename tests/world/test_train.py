@@ -149,7 +149,7 @@ def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, reco
 
 @pytest.mark.parametrize(
     ("mesh", "ranks"),
-    [("tp=2", 2), ("dp=2,tp=2", 4), ("tp=2,dp=1", 2), ("cp=2", 2), ("dp=2,cp=2", 4)],
+    [("tp=2,dp=1", 2), ("cp=2", 2), ("pp=2,tp=2", 4)],
 )
 def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_without(
     world, config, mesh, ranks
@@ -166,7 +166,9 @@ def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_wit
     begun = last(divided)
     (without,) = world(1, train, replace(more, log_dir=config.log_dir + "-on"), begun)
     resumed = world(ranks, train, replace(divided, steps=6), begun)[0]
-    for continued in (resumed, without):
+    elsewhere = replace(divided, mesh="cp=2", steps=6, log_dir=config.log_dir + "-there")
+    other = world(2, train, elsewhere, begun)[0]
+    for continued in (resumed, without, other):
         assert [step for step, _ in continued.losses] == [5, 6]
         for (_, loss), (_, wanted) in zip(continued.losses, longer.losses, strict=True):
             assert loss == pytest.approx(wanted, rel=1e-4)
@@ -177,9 +179,8 @@ def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_wit
     [
         ("pp=2", 3, "--mesh pp=2 has 2 ranks, got -n 3"),
         ("pp=2,dp=2", 2, "--mesh pp=2,dp=2 has 4 ranks, got -n 2"),
-        ("pp=2,tp=2", 4, "--mesh pp=2,tp=2: pp and tp together are not there yet"),
         ("ep=2", 2, "--mesh ep=2: ep is not there yet"),
-        ("cp=2,tp=2", 4, "--mesh cp=2,tp=2: tp and cp together are not there yet"),
+        ("cp=2,zz=2", 4, "--mesh cp=2,zz=2: zz is not there yet: use pp=N for a pipeline"),
         ("cp=3", 3, "cannot be divided into 6 equal chunks, two of each rank: use --context"),
         ("tp=8", 8, "has . heads, which cannot be divided over 8 ranks; valid: 1, 2"),
         ("pp", 2, "a mesh is written as pp=2,dp=4"),

@@ -54,7 +54,8 @@ def context_parallel(
         group: Ranks that share the sequences; all call the model with the same whole batch.
         attention: Way to compute it: ring or all_to_all.
         inputs: Dim of positions of each argument of the model's forward that has one, by name;
-            None for the names that models of transformers use. Give a model that has positions in
+            None for the names that models of transformers use; empty for a layer whose inputs are
+            divided already. Give a model that has positions in
             any other way an argument `position_ids`, which is filled in.
 
     Apart from attention the model must compute each position for itself: neither convolutions along
@@ -76,7 +77,9 @@ def context_parallel(
     names = list(inspect.signature(model.forward).parameters)
     wanted = INPUTS if inputs is None else inputs
     unknown = [name for name in wanted if name not in names]
-    if not set(wanted) - {*unknown, "position_ids"} or (inputs is not None and unknown):
+    is_layer = inputs is not None and not inputs
+    has_none = not set(wanted) - {*unknown, "position_ids"} and not is_layer
+    if has_none or (inputs is not None and unknown):
         problems.append(
             f"forward of {type(model).__name__} has no argument {', '.join(unknown)}: pass the dim "
             f"of positions of its arguments ({', '.join(names)}) as inputs, such as "
@@ -121,8 +124,9 @@ class ContextParallel:
                 module.register_forward_hook(self._leave, always_call=True),
             )
         ]
-        self._handles.append(model.register_forward_pre_hook(self._split, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(self._check_calls))
+        if inputs:
+            self._handles.append(model.register_forward_pre_hook(self._split, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(self._check_calls))
         if self._adapter is not None:
             self._handles += self._adapter.handles
 

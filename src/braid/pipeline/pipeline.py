@@ -302,13 +302,21 @@ class Pipeline(nn.Module):
         grads = [(p, p.grad) for p in self.parameters() if p.grad is not None]
         squares = torch.zeros((), dtype=torch.float64)
         for param, grad in grads:
-            if not self._tied.counts_elsewhere(param):
+            if not self.counts_elsewhere(param):
                 squares += grad.double().square().sum().cpu()
         norm = self.group.all_reduce(squares).sqrt()
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
         for _, grad in grads:
             grad.mul_(factor)
         return norm
+
+    def counts_elsewhere(self, param: torch.Tensor) -> bool:
+        """Return whether another rank of the pipeline counts this parameter in a norm."""
+        return self._tied.counts_elsewhere(param)
+
+    def fail_with(self, *groups: Group) -> None:
+        """Let other groups of this rank fail when a step fails, so that none waits in them."""
+        self._messages.others += [group for group in groups if group.size > 1]
 
     def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients."""

@@ -18,7 +18,7 @@ from braid.tensor_parallel.sequence import (
 )
 from braid.tensor_parallel.sequence_linear import sequence_column_linear
 from braid.tensor_parallel.slices import Slicing
-from braid.tensor_parallel.whole import slicing_of, undivide
+from braid.tensor_parallel.whole import divide_states, slicing_of, undivide
 
 __all__ = [
     "ColumnParallelLinear",
@@ -29,6 +29,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "clip_grad_norm_",
     "column_linear",
+    "divide_states",
     "gather_sequence",
     "parallelize",
     "reduce_scatter_sequence",

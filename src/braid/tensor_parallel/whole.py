@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.tensor_parallel.slices import Slicing
 
-__all__ = ["Change", "changes_of", "note_change", "slicing_of", "undivide"]
+__all__ = ["Change", "changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
 
 CHANGES = "braid_changes"  # of a divided model
 
@@ -51,6 +53,24 @@ def slicing_of(param: torch.Tensor) -> Slicing | None:
     """Return how a parameter is divided; None if it is whole."""
     slicing: Slicing | None = getattr(param, "braid_slicing", None)
     return slicing
+
+
+@torch.no_grad()
+def divide_states(
+    optimizer: Optimizer, shapes: Mapping[torch.Tensor, torch.Size], group: Group
+) -> None:
+    """Keep this rank's parts of an optimizer's states, in place, where they are whole.
+
+    Args:
+        optimizer: Optimizer of parameters that have been divided since.
+        shapes: Shapes that the parameters had before.
+        group: Ranks that share the model.
+    """
+    for param, state in optimizer.state.items():
+        slicing = slicing_of(param)
+        for name, value in state.items():
+            if slicing is not None and getattr(value, "shape", None) == shapes.get(param):
+                state[name] = slicing.part_of(value, group.rank, group.size)
 
 
 @torch.no_grad()

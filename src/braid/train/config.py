@@ -168,24 +168,22 @@ class TrainConfig:
         """Number of ranks of a pipeline; 1 without one.
 
         Raises:
-            ConfigError: The mesh has other axes than pp, tp, cp and dp, or two of the first three.
+            ConfigError: The mesh has other axes than pp, tp, cp and dp.
         """
         axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {}
         if others := set(axes) - {"pp", "tp", "cp", "dp"}:
             msg = (
                 f"--mesh {self.mesh}: {', '.join(sorted(others))} is not there yet: use pp=N for a "
-                "pipeline, tp=N for divided layers, cp=N for divided sequences, and dp=N for "
-                "replicas of any"
-            )
-            raise ConfigError(msg)
-        divided = [name for name in ("pp", "tp", "cp") if axes.get(name, 1) > 1]
-        if len(divided) > 1:
-            msg = (
-                f"--mesh {self.mesh}: {' and '.join(divided)} together are not there yet: use one "
-                "of them"
+                "pipeline, tp=N for divided layers, cp=N for divided sequences and dp=N for "
+                "replicas, in any combination"
             )
             raise ConfigError(msg)
         return axes.get("pp", 1)
+
+    @property
+    def is_on_mesh(self) -> bool:
+        """Whether ranks share a replica."""
+        return self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks > 1
 
     @property
     def num_tensor_ranks(self) -> int:

@@ -124,8 +124,10 @@ class _Embed(nn.Module):
         super().__init__()
         self.token, self.position = model.token, model.position
 
-    def forward(self, tokens_bt: Tensor) -> Tensor:
-        return _embedded(self.token, self.position, tokens_bt)
+    def forward(self, tokens_bt: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Map tokens to activations; with divided sequences tokens and their positions."""
+        tokens, positions = tokens_bt if isinstance(tokens_bt, tuple) else (tokens_bt, None)
+        return _embedded(self.token, self.position, tokens, positions)
 
 
 class _Head(nn.Module):

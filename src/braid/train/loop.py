@@ -30,6 +30,7 @@ from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.sampling import OrderedSampler, SampleOrder
 from braid.train.config import MODELS, TrainConfig
 from braid.train.gpt import GPT, flops_per_token, generate
+from braid.train.mesh_shards import MeshShards
 from braid.train.reports import (
     Checkpointed,
     Evaluated,
@@ -40,11 +41,8 @@ from braid.train.reports import (
     Started,
     Stepped,
 )
-from braid.train.sequence_shards import SequenceShards
 from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
 from braid.train.stage_balance import stage_balance
-from braid.train.stages import PipelineShards
-from braid.train.tensor_shards import TensorShards
 
 __all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
 
@@ -119,22 +117,14 @@ class Trainer:
         config = self._config
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
-        if config.num_tensor_ranks > 1:
-            return TensorShards(self._model, self._optimizer, windows, self._group, config)
-        if config.num_sequence_ranks > 1:
-            return SequenceShards(self._model, windows, self._group, config)
-        if config.num_stage_ranks == 1:
+        if not config.is_on_mesh:
             return ParallelShards(self._model, windows, self._group)
         balance, picture = stage_balance(
             config, self._group, self._model.layers(), lambda rows: windows.batch(range(rows))[0]
         )
         self._notes += (picture,) if picture else ()
-        return PipelineShards(
-            self._model,
-            windows,
-            self._group,
-            config,
-            balance=balance,
+        return MeshShards(
+            self._model, self._optimizer, windows, self._group, config, balance=balance
         )
 
     def resume(self, loaded: Checkpoint) -> None:
@@ -371,6 +361,7 @@ class Trainer:
             steps=config.steps,
             num_ranks=self._group.size,
             shards=self._num_shards,
+            mesh=self._config.mesh,
             threads=torch.get_num_threads(),
             model=config.model,
             num_params=sum(p.numel() for p in self._model.parameters()),

@@ -225,7 +225,9 @@ class _Figures(ProgressColumn):
 
 def describe_start(start: Started) -> list[str]:
     """Lines that describe the model, the data and the ranks of a training."""
-    shards = "" if start.shards == start.num_ranks else f" running {start.shards} shards in turn"
+    shards = f" as {start.mesh}" if start.mesh else f" running {start.shards} shards in turn"
+    if start.shards == start.num_ranks:
+        shards = ""
     lines = [
         f"model    {start.model}, {_count(start.num_params)} parameters, torch {start.torch}",
         (

@@ -73,6 +73,7 @@ class Started(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_onl
     flops_per_step: int
     peak_flops_per_s: float
     torch: str
+    mesh: str = ""
     resumed_from: str = ""
     notes: tuple[str, ...] = ()
 

@@ -1,0 +1,253 @@
+"""`HybridParallel`: stages, replicas, divided sequences and divided layers on one mesh.
+
+    hybrid = HybridParallel(model, "pp=2,dp=2,tp=2", group, num_microbatches=8)
+    hybrid.divide_states(optimizer)      # made before, of the whole model
+    loss = hybrid.step(batch, target, loss=nn.functional.cross_entropy)
+    hybrid.clip_grad_norm_(1.0)
+    optimizer.step()
+
+    pp    stages of layers        Pipeline over the ranks that differ along pp only
+    tp    parts of layers         parallelize, before stages are made
+    dp    samples                 replicas of the pipeline; gradients are added over them
+    cp    positions               replicas, too; attention sees the positions of all
+
+A mesh of one stage is a pipeline of one stage, whose micro-batches accumulate gradients: one path
+for each number of ranks along each axis.
+
+Source: D. Narayanan et al., Efficient large-scale language model training on GPU clusters using
+Megatron-LM, SC 2021, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.autograd.nested import map_tensors, tensors_in
+from braid.checkpoint import Snapshot
+from braid.comm import Group
+from braid.compose.snapshot import HybridSnapshot
+from braid.context_parallel import ContextParallel, context_parallel, position_ids, split_sequence
+from braid.errors import ConfigError
+from braid.layout import Mesh
+from braid.pipeline import Pipeline
+from braid.tensor_parallel import divide_states, parallelize, slicing_of, undivide
+
+__all__ = ["AXES", "HybridParallel"]
+
+AXES = {
+    "pp": "stages of a pipeline",
+    "dp": "replicas",
+    "cp": "divided sequences",
+    "tp": "divided layers",
+}
+SEQUENCE_DIM = 1
+
+
+class HybridParallel:
+    """Trains a model on a mesh.
+
+    Every rank makes the whole model, alike. Its layers are divided in place, and each rank trains
+    the parameters of its stages, so that its optimizer may be made of the whole model or of
+    `parameters()`.
+
+    Args:
+        model: The model.
+        mesh: Numbers of ranks along pp, dp, cp and tp, such as `pp=2,dp=2,tp=2`, in any order; the
+            last axis varies fastest.
+        group: Ranks of the mesh.
+        layers: The model as modules in a row, of the same parameters; the model itself when None,
+            an `nn.Sequential`.
+        num_microbatches: See `Pipeline`.
+        plan: See `parallelize`; None for a model whose family is known.
+        options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
+
+    With cp, inputs and targets are cut along dim 1, and the first layer is given (inputs, position
+    ids).
+
+    Attributes:
+        mesh: The mesh.
+        place: Index of this rank along each axis.
+        groups: Ranks along each axis, by its name.
+        pipeline: Stages of this rank.
+
+    Raises:
+        ConfigError: The mesh has other axes or another number of ranks, layers or heads cannot be
+            divided; all problems are named.
+        MismatchError: Ranks have other models or arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: str | Mesh,
+        group: Group,
+        *,
+        layers: Sequence[nn.Module] | None = None,
+        num_microbatches: int = 1,
+        plan: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+        _check(self.mesh, group, model, layers)
+        self.place = self.mesh.coordinates(group.rank)
+        self._model = model
+        self._group = group
+        self.groups = {axis: self._along((axis,)) for axis in AXES}
+        self._replicas = self._along(("dp", "cp"))
+        self._tensor, self._sequence = self.groups["tp"], self.groups["cp"]
+        self._shapes: dict[torch.Tensor, torch.Size] = {p: p.shape for p in model.parameters()}
+        if self._tensor.size > 1:
+            parallelize(model, self._tensor, plan)
+        rows = list(layers) if layers is not None else list(_children(model))
+        self._divided: list[ContextParallel] = []
+        if self._sequence.size > 1:
+            self._divided = [context_parallel(row, self._sequence, inputs={}) for row in rows]
+        self.pipeline = Pipeline(
+            model if isinstance(model, nn.Sequential) and layers is None else rows,
+            num_microbatches=num_microbatches,
+            process_group=self.groups["pp"],
+            replicas=self._replicas if self._replicas.size > 1 else None,
+            **options,
+        )
+        self.pipeline.fail_with(self._tensor, self._sequence)
+        self._owners = self._owners_of()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that this rank trains."""
+        return list(self.pipeline.parameters())
+
+    def divide_states(self, optimizer: Optimizer) -> None:
+        """Keep this rank's parts of an optimizer's states that are whole."""
+        divide_states(optimizer, self._shapes, self._tensor)
+
+    def step(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
+        """Run forwards and backwards of a batch; see `Pipeline.step`.
+
+        Args:
+            batch: Inputs of this rank's replica; all ranks of it give the same.
+            target: Targets of the loss.
+            loss: Function (output, target) that returns the mean loss over samples.
+
+        Returns:
+            Mean loss over all replicas, on all ranks.
+        """
+        return self.pipeline.step(*self._cut(batch, target), loss=loss)
+
+    def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
+        """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
+        return self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their 2-norm over the whole mesh is at most `max_norm`.
+
+        Each element counts once: parameters that stages share, those that are whole on all ranks
+        of tp, and those of replicas.
+
+        Returns:
+            The norm before scaling, on all ranks.
+
+        Raises:
+            ConfigError: `max_norm` is negative or not a number.
+
+        Cost: two all_reduces of 8 bytes.
+        """
+        if not max_norm >= 0:
+            msg = f"max_norm must not be negative, got {max_norm}"
+            raise ConfigError(msg)
+        grads = [(p, p.grad) for p in self.pipeline.parameters() if p.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64)
+        for param, grad in grads:
+            is_mine = slicing_of(param) is not None or not self._tensor.rank
+            if is_mine and not self.pipeline.counts_elsewhere(param):
+                squares += grad.double().square().sum().cpu()
+        for group in (self._tensor, self.groups["pp"]):
+            squares = group.all_reduce(squares)
+        norm = squares.sqrt()
+        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        for _, grad in grads:
+            grad.mul_(factor)
+        return norm
+
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """Return what this rank writes of a checkpoint: each element is written once.
+
+        Args:
+            tensors: Tensors of a whole model and its optimizer by name, as
+                `braid.checkpoint.training_tensors` has them.
+        """
+        return HybridSnapshot(
+            tensors,
+            dict(self._model.named_parameters()),
+            self._owners,
+            self._tensor,
+            stage=self.place.get("pp", 0),
+            writes=not self._replicas.rank,
+        )
+
+    def make_whole(self) -> None:
+        """Give all ranks the whole model, as it is trained; a collective.
+
+        Nothing is left of the mesh: make another `HybridParallel` to train on.
+        """
+        for divided in self._divided:
+            divided.remove()
+        if self._tensor.size > 1:
+            undivide(self._model, self._tensor)
+        if self.groups["pp"].size > 1:
+            for name, param in self._model.named_parameters():
+                self.groups["pp"].broadcast(param.detach(), self._owners[name])
+
+    def _along(self, axes: tuple[str, ...]) -> Group:
+        """Return the ranks that differ from this one along some axes only."""
+        here = [axis for axis in self.mesh.axes if axis in axes]
+        group = self._group.split(self.mesh.peers(here, self._group.rank)[0])
+        assert group is not None, "every rank is in a group of its own peers"
+        return group
+
+    def _owners_of(self) -> dict[str, int]:
+        """Return the first rank of the pipeline that trains a parameter, by name."""
+        trained = set(self.pipeline.parameters())
+        named = list(self._model.named_parameters())
+        mine = torch.tensor([int(param in trained) for _, param in named])
+        holders = self.groups["pp"].all_gather(mine).view(self.groups["pp"].size, -1)
+        names = [name for name, _ in named]
+        return dict(zip(names, holders.argmax(0).tolist(), strict=True))
+
+    def _cut(self, batch: Any, target: Any) -> tuple[Any, Any]:
+        """Return the positions of this rank, of inputs and targets."""
+        size, rank = self._sequence.size, self._sequence.rank
+        if size == 1:
+            return batch, target
+        first = next(iter(tensors_in(batch)))
+        rows, length = first.shape[0], first.shape[SEQUENCE_DIM]
+        own = position_ids(size, rank, length, device=first.device).expand(rows, -1)
+        parts = [
+            map_tensors(value, lambda x: split_sequence(size, rank, x, SEQUENCE_DIM))
+            for value in (batch, target)
+        ]
+        return (parts[0], own), parts[1]
+
+
+def _children(model: nn.Module) -> Sequence[nn.Module]:
+    return list(model.children())
+
+
+def _check(mesh: Mesh, group: Group, model: nn.Module, layers: Sequence[nn.Module] | None) -> None:
+    problems = []
+    if others := [axis for axis in mesh.axes if axis not in AXES]:
+        known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
+        problems.append(f"the mesh {mesh} has {', '.join(others)}: its axes may be {known}")
+    if mesh.size != group.size:
+        problems.append(f"the mesh {mesh} has {mesh.size} ranks, and the group {group.size}")
+    if layers is None and not isinstance(model, nn.Sequential):
+        problems.append(
+            f"{type(model).__name__} is no nn.Sequential: give its layers in a row as layers="
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))

@@ -1,0 +1,109 @@
+"""A mesh of stages, divided layers and divided sequences in place of shards.
+
+The model and the optimizer are made, and resumed, whole; they are divided before the first step. A
+checkpoint has whole tensors, from the ranks that train their parts. So a run on a mesh can be
+resumed on any other, or without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from braid.checkpoint import Snapshot
+from braid.comm import Group
+from braid.compose import HybridParallel
+from braid.data import Windows
+from braid.layout import Mesh
+from braid.train.config import TrainConfig
+from braid.train.gpt import GPT, mean_loss
+from braid.train.shards import Round
+
+__all__ = ["MeshShards"]
+
+
+class MeshShards:
+    """Trains a GPT on a mesh; see `Shards`.
+
+    Args:
+        model: The model, equal on all ranks.
+        optimizer: Its optimizer; states are divided with their parameters.
+        windows: Samples to train on.
+        group: All ranks that train.
+        config: Mesh, schedule, micro-batches and recomputation.
+        balance: Number of layers of each stage; as even as possible when None.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        windows: Windows,
+        group: Group,
+        config: TrainConfig,
+        *,
+        balance: Sequence[int] | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._windows = windows
+        self._group = group
+        self._config = config
+        self._balance = balance
+        mesh = Mesh.parse(config.mesh)
+        self._count = dict(mesh.axes).get("dp", 1)
+        self._number = mesh.coordinates(group.rank).get("dp", 0)
+        self._made: HybridParallel | None = None
+
+    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+        """See `Shards`."""
+        hybrid = self._hybrid()
+        with self._group.context.events.span("data"):
+            inputs, targets = self._windows.batch(self._share(batch))
+        loss = hybrid.step(inputs, targets, loss=mean_loss)
+        stops = self._group.all_gather(torch.tensor([int(stop)]))
+        return Round((loss.item(),), bool(stops.any()))
+
+    def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
+        """See `Shards`."""
+        hybrid = self._hybrid()
+        return hybrid.evaluate(*windows.batch(self._share(indices)), loss=mean_loss).item()
+
+    def clip(self, max_norm: float) -> float:
+        """See `Shards`."""
+        return self._hybrid().clip_grad_norm_(max_norm).item()
+
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+        """See `Shards`."""
+        return self._hybrid().snapshot(tensors)
+
+    def share_weights(self) -> None:
+        """See `Shards`: every rank has the whole model again."""
+        self._hybrid().make_whole()
+
+    def _hybrid(self) -> HybridParallel:
+        """Return the model on the mesh, made once the whole one may have been resumed."""
+        if self._made is None:
+            config, every = self._config, self._config.recompute
+            is_piped = config.num_stage_ranks > 1
+            self._made = HybridParallel(
+                self._model,
+                config.mesh,
+                self._group,
+                layers=self._model.layers(),
+                num_microbatches=config.microbatches if is_piped else 1,
+                schedule=config.schedule,
+                balance=self._balance,
+                recompute=int(every) if every.isdecimal() else every,
+                seed=config.seed,
+            )
+            self._made.divide_states(self._optimizer)
+        return self._made
+
+    def _share(self, indices: Sequence[int]) -> Sequence[int]:
+        """Return the samples of this rank's replica; all of them if there are too few."""
+        if len(indices) < self._count:
+            return indices
+        first, end = (k * len(indices) // self._count for k in (self._number, self._number + 1))
+        return indices[first:end]

@@ -1,0 +1,169 @@
+"""A model trained on any mesh is the model that one process trains."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import said_by
+
+from braid.checkpoint import training_tensors
+from braid.comm import Group
+from braid.compose import HybridParallel
+from braid.errors import CommError, ConfigError
+from braid.layout import Mesh
+from braid.train.config import MODELS
+from braid.train.gpt import GPT, mean_loss
+
+ROWS, LENGTH, STEPS = 8, 8, 3
+SIZE = MODELS["tiny"]
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randint(256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
+
+
+def model() -> GPT:
+    return GPT(SIZE, LENGTH).double()
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+
+def _alone() -> tuple[list[float], list[float], list[torch.Tensor]]:
+    """Losses, norms and parameters of one process."""
+    own = model()
+    optimizer = adam(own)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = mean_loss(own(tokens(step)), tokens(step + 10))
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(nn.utils.clip_grad_norm_(own.parameters(), 0.5).item())
+        optimizer.step()
+    return losses, norms, [param.detach() for param in own.parameters()]
+
+
+def _trained(group: Group, mesh: str, schedule: str) -> Any:
+    own = model()
+    optimizer = adam(own)
+    hybrid = HybridParallel(
+        own, mesh, group, layers=own.layers(), num_microbatches=2, schedule=schedule
+    )
+    replicas = hybrid.groups["dp"]
+    mine = torch.arange(ROWS).chunk(replicas.size)[replicas.rank]
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = hybrid.step(tokens(step)[mine], tokens(step + 10)[mine], loss=mean_loss)
+        losses.append(loss.item())
+        norms.append(hybrid.clip_grad_norm_(0.5).item())
+        optimizer.step()
+    evaluated = hybrid.evaluate(tokens(0)[mine], tokens(10)[mine], loss=mean_loss).item()
+    snapshot = hybrid.snapshot(training_tensors(own, optimizer))
+    pieces = [(p.name, p.global_shape, p.tensor.numel()) for p in snapshot.pieces()]
+    hybrid.make_whole()
+    return losses, norms, [param.detach() for param in own.parameters()], evaluated, pieces
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [
+        ("pp=1", "1f1b"),
+        ("tp=2", "1f1b"),
+        ("cp=2", "gpipe"),
+        ("pp=2,tp=2", "zb_h1"),
+        ("tp=2,pp=2", "zbv"),
+        ("cp=2,tp=2", "1f1b"),
+        ("pp=2,cp=2", "1f1b"),
+        ("dp=2,tp=2", "1f1b"),
+        ("dp=2,pp=1", "gpipe"),
+        ("pp=2,dp=2,tp=2", "1f1b"),
+    ],
+)
+def test_each_axis_alone_and_all_together_train_like_one_process(world, mesh, schedule):
+    losses, norms, params = _alone()
+    ranks = world(Mesh.parse(mesh).size, _trained, mesh, schedule)
+    written: Counter[str] = Counter()
+    wanted: dict[str, int] = {}
+    for own_losses, own_norms, own_params, evaluated, pieces in ranks:
+        assert own_losses == pytest.approx(losses, rel=1e-12)
+        assert own_norms == pytest.approx(norms, rel=1e-10)
+        assert evaluated < losses[0]
+        for own, param in zip(own_params, params, strict=True):
+            assert (own - param).abs().max() < 1e-9
+        for name, shape, count in pieces:
+            written[name] += count
+            wanted[name] = torch.Size(shape).numel()
+    assert dict(written) == wanted, "each element of a checkpoint is written once"
+    assert sum(name.startswith("model/") for name in wanted) == len(params)
+
+
+class Perceptron(nn.Module):
+    """Two layers; the second one fails before it has summed anything, if it is to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.up = nn.utils.skip_init(nn.Linear, 4, 4)
+        self.down = nn.utils.skip_init(nn.Linear, 4, 4)
+        for param in self.parameters():
+            param.data.fill_(0.1)
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        if self.fails:
+            msg = "no such key"
+            raise KeyError(msg)
+        return self.down(x)
+
+
+def _fails(group: Group) -> str:
+    own = nn.Sequential(Perceptron(fails=False), Perceptron(fails=group.rank == 3))
+    plan = {r"up$": "column", r"down$": "row"}
+    hybrid = HybridParallel(own, "pp=2,tp=2", group, plan=plan)
+    x = torch.ones(2, 4)
+    try:
+        hybrid.step(x, x, loss=nn.functional.mse_loss)
+    except (CommError, KeyError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return "no error"
+
+
+def test_a_failure_is_known_along_all_axes(world):
+    *others, own = world(4, _fails)
+    assert own.startswith("CommError") or "no such key" in own
+    for text in others:
+        assert "rank 3" in text
+        assert "no such key" in text
+
+
+def _mistakes(group: Group) -> list[str]:
+    own = model()
+
+    def refused(mesh: str, **options: Any) -> str:
+        copied = copy.deepcopy(own)
+        options = {"layers": copied.layers(), **options}
+        return said_by(lambda: HybridParallel(copied, mesh, group, **options), ConfigError)
+
+    hybrid = HybridParallel(copy.deepcopy(own), "tp=2", group, layers=own.layers())
+    return [
+        refused("tp=4,ep=2", layers=None),
+        refused("pp=2", balance=[1, 1, 1]),
+        said_by(lambda: hybrid.clip_grad_norm_(-1.0), ConfigError),
+    ]
+
+
+def test_mistakes_are_named(world):
+    for everything, balance, norm in world(2, _mistakes):
+        assert "has ep: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
+        assert "has 8 ranks, and the group 2" in everything
+        assert "GPT is no nn.Sequential" in everything
+        assert "balance must be 2 numbers" in balance
+        assert "max_norm must not be negative" in norm
