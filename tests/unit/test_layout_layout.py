@@ -77,6 +77,25 @@ def test_nested_uneven_parts_are_divided_axis_by_axis():
     ]
 
 
+def test_packed_blocks_are_each_divided_and_have_no_box():
+    layout = Layout.parse(MESH, "3*tp | - ; varying dp")
+    assert str(layout) == "3*tp | - ; varying dp"
+    assert (layout.blocks, layout.varying) == ((3, 1), ("dp",))
+    first, second = (layout.pieces((12, 2), rank) for rank in (0, 3))
+    assert first == (((0, 2), (0, 2)), ((4, 6), (0, 2)), ((8, 10), (0, 2)))
+    assert second == (((2, 4), (0, 2)), ((6, 8), (0, 2)), ((10, 12), (0, 2)))
+    plain = Layout.parse(MESH, "1*tp | -")
+    assert (str(plain), plain.pieces((4, 2), 0)) == ("tp | -", (((0, 2), (0, 2)),))
+    with pytest.raises(ConfigError, match="has packed blocks, so that a rank's part is no box"):
+        layout.box((12, 2), 0)
+    with pytest.raises(ConfigError, match=r"shape \[11, 2\] is no multiple of the packed blocks"):
+        layout.pieces((11, 2), 0)
+    with pytest.raises(ConfigError, match="blocks are \\(2,\\): give a number for each"):
+        Layout(MESH, ((), ()), (), (), (2,))
+    with pytest.raises(ConfigError, match="is named 2 times, and splits one dim, is partial or"):
+        Layout.parse(MESH, "tp | - ; varying tp")
+
+
 def test_text_names_dims_in_order_and_partial_axes_in_the_order_of_the_mesh():
     layout = Layout(MESH, ((), ("tp",)), ("cp", "dp"))
     assert (str(layout), layout.partial) == ("- | tp ; partial dp,cp", ("dp", "cp"))
@@ -98,7 +117,7 @@ def test_text_names_dims_in_order_and_partial_axes_in_the_order_of_the_mesh():
         (lambda: Layout(MESH, ((),), "dp"), "partial is 'dp'"),
         (
             lambda: Layout.parse(MESH, "dp |"),
-            r"a layout is written as 'dp,tp \| - ; partial cp'.* got 'dp \|'",
+            r"a layout is written as 'dp,tp \| 3\*tp \| - ; partial cp ; varying ep'.* got 'dp \|'",
         ),
         (lambda: Layout.parse(MESH, "dp ; sum tp"), "got 'dp ; sum tp'"),
         (lambda: Layout.parse(MESH, "dp ; partial"), "got 'dp ; partial'"),

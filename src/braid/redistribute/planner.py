@@ -135,6 +135,11 @@ def _check(
                 f"the target {target} is partial over {','.join(added)}, and the source {source} "
                 "is not: values become partial by computing, not by moving"
             )
+    problems += [
+        f"the {role} layout {layout} has packed blocks, which are not moved: gather the dim first"
+        for role, layout in (("source", source), ("target", target))
+        if layout.blocks
+    ]
     unknown = [axis for axis in costs if axis not in source.mesh.axes]
     if unknown:
         problems.append(f"there are costs of {','.join(unknown)}, no axis of {source.mesh}")
