@@ -44,6 +44,7 @@ BUDGETS_S = {
     "world/test_readme": 15,
     "world/test_rebuild": 10,
     "world/test_redistribute": 8,
+    "world/test_sharding": 25,
     "world/test_store": 5,
     "world/test_sync_batch_norm": 10,
     "world/test_tensor_parallel": 10,

@@ -258,6 +258,7 @@ def train(
     microbatches: int = 4,
     balance: Annotated[str, tyro.conf.arg(metavar="BY", help_behavior_hint=NO_DEFAULT)] = "",
     recompute: str = "never",
+    shard: int = 0,
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
@@ -295,6 +296,8 @@ def train(
             such as 3,4,3 (default: as even as possible).
         recompute: Micro-batches that are computed again in backward to save memory: always,
             except_last, never, or a number of layers between what is kept.
+        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2 for
+            gradients, too, 3 for parameters, too; 0 for nothing.
     """
     from rich.console import Console
 
@@ -325,6 +328,7 @@ def train(
         microbatches=microbatches,
         balance=balance,
         recompute=recompute,
+        shard=shard,
     )
     num_ranks = (Mesh.parse(mesh).size if mesh else 1) if n is None else n
     outcome = command.train(

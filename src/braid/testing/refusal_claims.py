@@ -38,7 +38,7 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(torch.ones(2).to(torch.uint16), "avg"), "uint16"),
         (lambda: group.reduce_scatter([1.0]), "list"),  # type: ignore[list-item]
         (lambda: group.all_to_all([1.0]), "list"),  # type: ignore[call-overload]
-        (lambda: group.persistent("all_reduce", [1.0]), "list"),  # type: ignore[arg-type]
+        (lambda: group.persistent("all_reduce", [1.0]), "list"),  # type: ignore[list-item]
         (lambda: group.broadcast(x, group.size), str(group.size)),
         (lambda: group.reduce_scatter(odd), "multiple"),
         (lambda: group.all_gather(x, out=torch.ones(1, 1)), "[1, 1]"),

@@ -81,6 +81,8 @@ class TrainConfig:
             such as 3,4,3; as even as possible when empty.
         recompute: Micro-batches of a pipeline that are computed again in backward: `always`,
             `except_last`, `never`, or a number of layers; see `Pipeline`.
+        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2 for
+            gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
     """
 
     model: str = "tiny"
@@ -105,6 +107,7 @@ class TrainConfig:
     microbatches: int = 4
     balance: str = ""
     recompute: str = "never"
+    shard: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -148,6 +151,13 @@ class TrainConfig:
             problems.append(
                 f"recompute must be one of {', '.join(RECOMPUTE_MODES)} or a number of layers > 0, "
                 f"got {self.recompute!r}"
+            )
+        if self.shard not in {0, 1, 2, 3}:
+            problems.append(f"shard must be 0, 1, 2 or 3, got {self.shard}")
+        if self.shard and self.reference_shards:
+            problems.append(
+                f"shard={self.shard} divides over ranks, and reference_shards="
+                f"{self.reference_shards} runs on one: leave one of them out"
             )
         if problems:
             raise ConfigError("; ".join(problems))
@@ -215,6 +225,13 @@ class TrainConfig:
             msg = f"--mesh {self.mesh} has {Mesh.parse(self.mesh).size} ranks, got -n {num_ranks}"
             raise ConfigError(msg)
         self._check_stages()
+        divided = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
+        if self.shard and divided > 1:
+            msg = (
+                f"--shard {self.shard} together with --mesh {self.mesh} is not there yet: use one "
+                "of them"
+            )
+            raise ConfigError(msg)
         heads = MODELS[self.model].heads
         if heads % self.num_tensor_ranks:
             valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

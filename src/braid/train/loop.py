@@ -43,6 +43,7 @@ from braid.train.reports import (
 )
 from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
 from braid.train.stage_balance import stage_balance
+from braid.train.zero_shards import ZeroShards
 
 __all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
 
@@ -117,6 +118,8 @@ class Trainer:
         config = self._config
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
+        if config.shard:
+            return ZeroShards(self._model, self._optimizer, windows, self._group, config.shard)
         if not config.is_on_mesh:
             return ParallelShards(self._model, windows, self._group)
         balance, picture = stage_balance(
@@ -289,13 +292,17 @@ class Trainer:
         if self._saved_step == self._step:
             return
         group = self._group
-        snapshot = self._shards.snapshot(training_tensors(self._model, self._optimizer))
+        if isinstance(self._shards, ZeroShards):
+            snapshot, numbers = self._shards.snapshot({}), self._shards.numbers()
+        else:
+            snapshot = self._shards.snapshot(training_tensors(self._model, self._optimizer))
+            numbers = training_numbers(self._model, self._optimizer)
         state = {
             "sampler": self._sampler.state_dict(),
             "data": self._corpus.digest,
             "model": self._config.model,
             "seed": self._config.seed,
-            **training_numbers(self._model, self._optimizer),
+            **numbers,
         }
         with group.context.events.span("checkpoint", seq=self._step):
             path = save(

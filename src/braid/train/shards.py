@@ -17,6 +17,7 @@ from braid.checkpoint import ReplicatedSnapshot, Snapshot
 from braid.comm import Group
 from braid.data import Windows
 from braid.data_parallel import DistributedDataParallel, accumulate
+from braid.params.exact_norm import clip_pieces_
 from braid.sampling import share_of
 from braid.train.gpt import GPT
 
@@ -105,7 +106,7 @@ class ParallelShards:
 
     def clip(self, max_norm: float) -> float:
         """See `Shards`."""
-        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
+        return clip_whole(self._model, max_norm)
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         """See `Shards`."""
@@ -151,7 +152,7 @@ class ReferenceShards:
 
     def clip(self, max_norm: float) -> float:
         """See `Shards`."""
-        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
+        return clip_whole(self._model, max_norm)
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
         """See `Shards`."""
@@ -171,3 +172,12 @@ class ReferenceShards:
             return value
 
         return loss
+
+
+def clip_whole(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients of a model that this rank has whole; returns the norm before.
+
+    The norm has the bits that ranks with parts of the gradients compute together.
+    """
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    return clip_pieces_(grads, max_norm).item()

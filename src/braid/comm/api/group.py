@@ -36,7 +36,7 @@ from braid.comm.engines.engine import Engine
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.shared_memory import SharedMemoryEngine
 from braid.comm.engines.work import StepsBy, Work
-from braid.comm.tensors.arguments import Data, check_movable, check_seconds, is_number
+from braid.comm.tensors.arguments import Parts, check_movable, check_seconds, is_number
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
 from braid.store import Store, exchange_numbers
@@ -179,9 +179,9 @@ class Group(Reductions, Movements, PointToPoint):
     def persistent(
         self,
         kind: str,
-        x: Data,
+        x: Parts,
         *,
-        out: Data | None = None,
+        out: Parts | None = None,
         op: str = "sum",
         root: int = 0,
         wire: str | None = None,
@@ -193,8 +193,10 @@ class Group(Reductions, Movements, PointToPoint):
 
         Args:
             kind: all_reduce, broadcast, all_gather, reduce_scatter or all_to_all.
-            x: Contiguous tensor; kept alive by the request.
-            out: Contiguous tensor for the result of the last three kinds.
+            x: Contiguous tensor; kept alive by the request. For a reduce_scatter also one tensor
+                per member, neighbours in memory.
+            out: Contiguous tensor for the result of the last three kinds; for an all_gather also
+                one tensor per member.
             op: Reduction.
             root: Group rank of the root of a broadcast.
             wire: Wire format of an all_reduce. What a lossy format leaves out at one start is added

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from braid.comm.api.batch import Batch
-from braid.comm.api.face import Face
+from braid.comm.api.face import Face, is_sequence
 from braid.comm.engines.collective import Collective, Describer
 from braid.comm.engines.engine import Engine
 from braid.comm.engines.work import StepsBy, Work
-from braid.comm.tensors.arguments import Data, as_tensor
+from braid.comm.tensors.arguments import as_tensor
 from braid.errors import ConfigError, StaleError
 
 __all__ = ["Numbers", "Request", "describe_persistent"]
@@ -197,7 +198,7 @@ class Request:
 
 
 def describe_persistent(
-    group: Face, kind: str, x: Data, *, out: Data | None, op: str, root: int, wire: str | None
+    group: Face, kind: str, x: Any, *, out: Any, op: str, root: int, wire: str | None
 ) -> Collective:
     """Return the collective of `Group.persistent`, whose arguments these are.
 
@@ -228,7 +229,8 @@ def describe_persistent(
     collective = batch.collectives[0]
     copied = collective.copies is not None and collective.copies.needed
     # an array that is read-only has been copied without anybody's doing
-    if copied or collective.ins[0].data_ptr() != as_tensor(x).data_ptr():
+    first = as_tensor(next((part for part in x if part.numel()), x[0]) if is_sequence(x) else x)
+    if copied or collective.ins[0].data_ptr() != first.data_ptr():
         msg = (
             f"a tensor registered for {kind} would have to be copied at every start: pass "
             "x.contiguous() on the group's device, and an out that does not overlap it"

@@ -92,6 +92,7 @@ class Copies:
 
         No copy is made if the parts are neighbours in memory.
         """
+        parts = [part for part in parts if part.numel()] or parts[:1]
         first = parts[0]
         numel = sum(part.numel() for part in parts)
         if _are_neighbours(parts, numel):

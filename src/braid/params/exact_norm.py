@@ -1,0 +1,151 @@
+"""The norm of gradients that are divided over ranks, with the bits of the undivided ones.
+
+Problem: a sum of floating-point numbers depends on its order, so the norm of a gradient that is cut
+into pieces differs in the last bits from that of the whole, and clipping carries the difference
+into every weight.
+
+Idea: a definition of the sum of squares that no cut changes. Squares of BLOCK neighbours of a
+parameter, in float64, are added pair by pair. Sums of blocks then become integers of a common
+scale, which have no rounding, in whichever order ranks and parameters are added:
+
+    x ** 2     |16 elements|16 elements|...|    float64, added pairwise inside of a block
+    blocks     b0          b1                   times a power of two, cut into limbs of 22 bits
+    limbs      h0 + h1 + ...  m0 + m1 + ...     int64, exact for up to 2**40 blocks
+
+Cuts have to be multiples of BLOCK elements of a parameter.
+
+Source: J. Demmel, H. D. Nguyen, "Parallel Reproducible Summation", IEEE Trans. Computers, 2015, for
+the idea of cutting all summands along one grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from braid.comm import Group
+from braid.errors import ConfigError
+
+__all__ = ["BLOCK", "clip_pieces_", "exact_norm"]
+
+BLOCK = 16  # elements
+LIMB_BITS = 22
+NUM_LIMBS = 3
+CHUNK = 1 << 17  # elements whose squares stay in the cache
+
+
+def exact_norm(
+    pieces: Iterable[torch.Tensor], groups: Sequence[Group] = (), norm_type: float = 2.0
+) -> torch.Tensor:
+    """Return the norm of all pieces of all ranks, as if they were one vector.
+
+    Args:
+        pieces: Pieces that this rank owns, each from a multiple of BLOCK elements of its parameter
+            on; of each parameter, any number.
+        groups: Ranks over which parameters are cut; several groups if along several axes.
+        norm_type: p of the p-norm; may be infinite. The bits of norms other than 2 and infinity
+            may depend on the cut.
+
+    Raises:
+        ConfigError: `norm_type` is not positive.
+
+    Cost: two all_reduces of at most 24 bytes for each group; four passes over the pieces.
+    """
+    if not norm_type > 0:
+        msg = f"norm_type must be above 0, got {norm_type}"
+        raise ConfigError(msg)
+    given = [piece for piece in pieces if piece.numel()]
+    device = given[0].device if given else torch.device("cpu")
+    if math.isinf(norm_type):
+        tops = [piece.detach().abs().max().double().reshape(1) for piece in given]
+        return _largest(tops, device, groups).float().reshape(())
+    blocks = [_blocks(part, norm_type) for piece in given for part in _chunks(piece)]
+    most = float(_largest([block.max().reshape(1) for block in blocks], device, groups))
+    if not math.isfinite(most) or not most:
+        return torch.tensor(most, dtype=torch.float32, device=device)
+    shift = LIMB_BITS - math.frexp(most)[1]
+    limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
+    for block in blocks:
+        limbs += _limbs(block, shift)
+    for group in groups:
+        limbs = group.all_reduce(limbs)
+    total = sum(int(n) << (LIMB_BITS * i) for i, n in enumerate(reversed(limbs.tolist())))
+    bits = shift + (NUM_LIMBS - 1) * LIMB_BITS
+    exact = math.ldexp(total, -bits)
+    norm = math.sqrt(exact) if norm_type == 2.0 else exact ** (1.0 / norm_type)
+    return torch.tensor(norm, dtype=torch.float32, device=device)
+
+
+def clip_pieces_(
+    pieces: Sequence[torch.Tensor],
+    max_norm: float,
+    groups: Sequence[Group] = (),
+    *,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale pieces of gradients so that the norm of all is at most `max_norm`.
+
+    Returns:
+        The norm before scaling; the same on all ranks.
+
+    Raises:
+        ConfigError: The norm is not finite and `error_if_nonfinite` is set, or `max_norm` is
+            negative.
+    """
+    if not max_norm >= 0:
+        msg = f"max_norm must not be negative, got {max_norm}"
+        raise ConfigError(msg)
+    norm = exact_norm(pieces, groups, norm_type)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        msg = f"norm of the gradients is {norm.item()}: look for the first layer with such values"
+        raise ConfigError(msg)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for piece in pieces:
+        piece.detach().mul_(factor.to(piece.device))
+    return norm
+
+
+def _largest(
+    values: Sequence[torch.Tensor], device: torch.device, groups: Sequence[Group]
+) -> torch.Tensor:
+    """Return the largest of all values of all ranks; NaN if one is NaN."""
+    most = torch.zeros(1, dtype=torch.float64, device=device)
+    if values:
+        most = torch.maximum(most, torch.cat([*values]).max())
+    for group in groups:
+        most = group.all_reduce(most, op="max")
+    return most
+
+
+def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    flat = piece.detach()
+    flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
+    return torch.split(flat, CHUNK)
+
+
+def _blocks(x: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the sum of powers of each block."""
+    wide = x.double()
+    powers = wide.square() if norm_type == 2.0 else wide.abs().pow(norm_type)
+    if missing := -x.numel() % BLOCK:
+        powers = torch.nn.functional.pad(powers, (0, missing))
+    rows = powers.view(-1, BLOCK)
+    while rows.shape[1] > 1:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half] + rows[:, half:]
+    return rows.view(-1)
+
+
+def _limbs(blocks: torch.Tensor, shift: int) -> torch.Tensor:
+    """Return the sums of the blocks' limbs, the highest first."""
+    half = shift // 2  # 2.0**shift may be too large for a number
+    rest = blocks * math.ldexp(1.0, half) * math.ldexp(1.0, shift - half)
+    sums = []
+    for _ in range(NUM_LIMBS):
+        limb = rest.floor()
+        sums.append(limb.sum(dtype=torch.float64).to(torch.int64))
+        rest = (rest - limb) * (1 << LIMB_BITS)
+    return torch.stack(sums)

@@ -1,0 +1,320 @@
+"""The engine: units, flat vectors, gradients and an optimizer that steps on this rank's pieces.
+
+                     stage 1              stage 2              stage 3
+    parameters       whole                whole                in parts, whole while a unit computes
+    gradients        whole                in parts             in parts
+    optimizer        in parts             in parts             in parts
+
+    backward         reduce-scatter of gradients, unit by unit
+    step             on this rank's pieces
+    after the step   all-gather of parameters                  (before use, unit by unit)
+
+Sums are in the order of ranks and divided once. So all stages have the bits of one process that
+runs the ranks' samples in turn, for optimizers that treat elements one by one, and for others if
+each parameter belongs to one rank.
+
+Source: S. Rajbhandari et al., "ZeRO", SC 2020; Y. Zhao et al., "PyTorch FSDP", VLDB 2023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.params import ParamRecord, ParamTable
+from braid.params.exact_norm import clip_pieces_, exact_norm
+from braid.sharding.flat_gradients import FlatGradients
+from braid.sharding.flat_shard import FlatShard, Places
+from braid.sharding.options import ShardingOptions
+from braid.sharding.partition import assign_owners, by_elements, by_owners
+from braid.sharding.reducer import ShardReducer
+from braid.sharding.residency import Residency, Unit
+from braid.sharding.slots import Slot, plan_slots
+from braid.sharding.units import MARK, UnitSpec, check_params, default_units, divide_into_units
+
+__all__ = ["Sharding"]
+
+
+class Sharding:
+    """Parameters, gradients and optimizer states of a model, divided over ranks.
+
+    Args:
+        model: Model to train; the same on all ranks, up to values. Changed in place.
+        group: Ranks that own the parts.
+        options: Stage, units, data types and checks.
+        replicas: Ranks that own the same part, whose gradients are averaged, too; None if there are
+            none.
+
+    Attributes:
+        model, options: As given.
+        places: Ranks that own parts, and their replicas.
+        table: Parameters by name; their objects are the model's own.
+
+    Raises:
+        ConfigError: The model cannot be sharded; all problems are named.
+        MismatchError: Ranks have other parameters or options; the message shows which.
+
+    Cost: stages 1 and 2 send 2 l (n-1)/n bytes a rank and step, l = bytes of all parameters, as
+        data parallel training does; stage 3 sends 3 l (n-1)/n, less the root's if it stays whole.
+
+    On failure: a lost rank raises PeerLostError in everyone's forward, backward or step. Ranks of
+        which one alone ended a backward with an exception wait for it until their deadline.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        options: ShardingOptions | None = None,
+        *,
+        replicas: Group | None = None,
+    ) -> None:
+        self.options = options or ShardingOptions()
+        self.model = model
+        self.places = Places(group=group, replicas=replicas)
+        self.table = ParamTable.of(model, self.options.ignored)
+        check_params(model, self.table, sorted(group.devices))
+        self._compare()
+        modules = self.options.units
+        specs = divide_into_units(
+            model, default_units(model) if modules is None else modules, self.table
+        )
+        sites = _sites_of(model)
+        flats = [self._make_flats(spec) for spec in specs]
+        for flat in (flat for own in flats for flat in own):
+            flat.sites = [sites.get(id(p), []) for p in (r.param for r in flat.records)]
+            flat.leave()
+        self._flats = [flat for own in flats for flat in own]
+        self._use_param_slots(specs, flats)
+        self._units = [
+            Unit(spec.name, spec.module, own, frees_after_forward=self._frees(spec))
+            for spec, own in zip(specs, flats, strict=True)
+        ]
+        self._gradients = self._make_gradients()
+        self._unit_of = {id(flat): unit for unit in self._units for flat in unit.flats}
+        self._reducer = ShardReducer(
+            self._gradients, _control(group, replicas), self._on_complete, self._on_backward_ended
+        )
+        self._residency = Residency(self._units, self._reducer.backward_begins, self._reducer.reset)
+        setattr(model, MARK, self)
+
+    @property
+    def flats(self) -> Sequence[FlatShard]:
+        """The flat vectors, those of the root first."""
+        return self._flats
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The units, the root first."""
+        return self._units
+
+    def owned(self) -> Iterator[tuple[ParamRecord, nn.Parameter]]:
+        """Yield each parameter of the model with this rank's piece of it."""
+        for flat in self._flats:
+            yield from zip(flat.records, flat.owned, strict=True)
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's pieces."""
+        return [owned.grad for _, owned in self.owned() if owned.grad is not None]
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all gradients as if they were one vector, each element once.
+
+        A collective, with the same result on all ranks and for any number of them.
+        """
+        return exact_norm(self.pieces(), [self.places.group], norm_type)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; a collective.
+
+        Returns:
+            The norm before scaling.
+        """
+        return clip_pieces_(
+            self.pieces(),
+            max_norm,
+            [self.places.group],
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those that `no_sync` has left on whole parameters."""
+        self._reducer.drop()
+        for _, owned in self.owned():
+            owned.grad = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of backwards inside local; the next backward outside averages the sum.
+
+        Cost: memory for whole gradients.
+        """
+        return self._reducer.no_sync()
+
+    def share_step(self) -> None:
+        """Let all ranks have the parameters that an optimizer's step has changed; a collective.
+
+        No-op at stage 3, where parameters are gathered before use.
+        """
+        for flat in self._flats:
+            if flat.slot is None:
+                flat.refresh()
+                flat.start_gather()
+        for flat in self._flats:
+            if flat.slot is None:
+                flat.finish_gather()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let the model have whole parameters inside, to be read; a collective."""
+        self._residency.gather_all()
+        try:
+            yield
+        finally:
+            self._residency.free_all()
+
+    def undo(self) -> None:
+        """Give all ranks whole parameters again, with memory of their own; a collective.
+
+        The optimizer steps on the pieces still, and is of no use any more.
+        """
+        self._residency.free_all()
+        self._residency.close()
+        self._reducer.close()
+        for flat in self._flats:
+            flat.undo()
+        delattr(self.model, MARK)
+
+    def _compare(self) -> None:
+        """Compare parameters and options over ranks, and copy the values of the first rank."""
+        for group in (self.places.group, self.places.replicas):
+            if group is None:
+                continue
+            if self.options.init_sync:
+                self.table.make_equal(group, self.options.in_common())
+            else:
+                self.table.compare(group, self.options.in_common())
+
+    def _make_flats(self, spec: UnitSpec) -> list[FlatShard]:
+        """Make the flat vectors of a unit: frozen parameters, and each dtype, have their own."""
+        kinds: dict[tuple[torch.dtype, bool], list[ParamRecord]] = {}
+        for record in spec.records:
+            kinds.setdefault((record.param.dtype, record.param.requires_grad), []).append(record)
+        options, group = self.options, self.places.group
+        flats = []
+        for (dtype, _), records in kinds.items():
+            numels = [record.param.numel() for record in records]
+            if options.whole:
+                owners = [self._owner_of(record) for record in records]
+                partition = by_owners(numels, owners, group.size)
+            else:
+                partition = by_elements(numels, group.size)
+            flats.append(
+                FlatShard(
+                    records,
+                    partition,
+                    self.places,
+                    stage=options.stage,
+                    dtypes=options.dtypes_of(dtype),
+                    title=f"{spec.name or 'root'} ({str(dtype).removeprefix('torch.')})",
+                    whole=options.whole,
+                )
+            )
+        return flats
+
+    def _owner_of(self, record: ParamRecord) -> int:
+        if not hasattr(self, "_owners"):
+            numels = [r.param.numel() for r in self.table]
+            owners = assign_owners(numels, self.places.group.size)
+            self._owners = {id(r.param): o for r, o in zip(self.table, owners, strict=True)}
+        return self._owners[id(record.param)]
+
+    def _frees(self, spec: UnitSpec) -> bool:
+        """Return whether a unit is in parts between forward and backward."""
+        wanted = self.options.reshard_after_forward
+        return bool(spec.name) if wanted is None else wanted
+
+    def _use_param_slots(self, specs: Sequence[UnitSpec], flats: Sequence[list[FlatShard]]) -> None:
+        """Give vectors their slots; units that are whole at the same time have different ones."""
+        if self.options.stage != 3:
+            for flat in self._flats:
+                flat.use_slot(None)
+            return
+        keys = [
+            (spec.depth, index % 2, number) if spec.name and self._frees(spec) else (index, number)
+            for index, (spec, own) in enumerate(zip(specs, flats, strict=True))
+            for number in range(len(own))
+        ]
+        slots: list[Slot[FlatShard]] = plan_slots(
+            keys,
+            [flat.partition.length for flat in self._flats],
+            [flat.dtypes.compute for flat in self._flats],
+            [flat.allocate for flat in self._flats],
+        )
+        for flat, slot in zip(self._flats, slots, strict=True):
+            flat.use_slot(slot)
+
+    def _make_gradients(self) -> list[FlatGradients]:
+        """Return the gradients in the order of backward: the root's come last."""
+        flats = [flat for flat in reversed(self._flats) if flat.requires_grad]
+        lengths = [flat.partition.length for flat in flats]
+        dtypes = [flat.dtypes.reduce for flat in flats]
+        keeps = self.options.stage == 1
+        slots: list[Slot[FlatGradients]] = plan_slots(
+            [index if keeps else index % 2 for index in range(len(flats))],
+            lengths,
+            dtypes,
+            [flat.allocate for flat in flats],
+        )
+        parts: list[Slot[FlatGradients]] = plan_slots(
+            [index % 2 for index in range(len(flats))],
+            [max(flat.partition.widths) if _sums_aside(flat) else 0 for flat in flats],
+            dtypes,
+            [flat.allocate for flat in flats],
+        )
+        return [
+            FlatGradients(flat, slot, part if _sums_aside(flat) else None)
+            for flat, slot, part in zip(flats, slots, parts, strict=True)
+        ]
+
+    def _on_complete(self, flat: FlatShard) -> None:
+        unit = self._unit_of[id(flat)]
+        if all(self._reducer.is_complete(own) for own in unit.flats):
+            self._residency.after_backward(unit)
+
+    def _on_backward_ended(self) -> None:
+        self._residency.free_all()
+
+    def __repr__(self) -> str:
+        numel = sum(flat.numel for flat in self._flats)
+        return (
+            f"Sharding(stage {self.options.stage}, {len(self._units)} units, {numel} numbers over "
+            f"{self.places.group!r})"
+        )
+
+
+def _sums_aside(flat: FlatShard) -> bool:
+    """Return whether sums need other memory than that of the pieces' gradients."""
+    return flat.stage == 1 or flat.dtypes.reduce != flat.dtypes.master
+
+
+def _sites_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return the modules and names under which each parameter is registered."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():  # noqa: SLF001 - tied ones each time
+            if param is not None:
+                sites.setdefault(id(param), []).append((module, name))
+    return sites
+
+
+def _control(group: Group, replicas: Group | None) -> list[Group]:
+    """Return groups that together are all ranks that average, for messages besides the data."""
+    own = [group] if replicas is None else [group, replicas]
+    return [other for part in own if (other := part.split(0)) is not None]

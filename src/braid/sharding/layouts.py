@@ -1,0 +1,91 @@
+"""Where parameters, gradients and optimizer states lie at each stage, as layouts.
+
+    stage   compute   storage   gradient   optimizer      bytes sent, x parameters
+      0     -         -         -          -              2   (data parallel)
+      1     -         -         -          shard          2   reduce-scatter, all-gather
+      2     -         -         shard      shard          2   the same
+      3     -         shard     shard      shard          3   one more all-gather, for backward
+
+A parameter whose storage layout is `shard` and whose compute layout is `-` is gathered before use.
+With an axis of replicas, all layouts are the same: axes that a layout does not name hold replicas.
+
+Source: S. Rajbhandari et al., "ZeRO", SC 2020, section 5 and 7.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.layout import Layout, Mesh
+
+__all__ = ["SHARD", "STAGES", "Bytes", "Layouts", "layouts_of"]
+
+SHARD = "shard"
+STAGES = (1, 2, 3)
+
+
+class Layouts(NamedTuple):
+    """Layouts of a flat vector of parameters.
+
+    Attributes:
+        compute: Layout in forward and backward.
+        storage: Layout between uses.
+        gradient: Layout of gradients after backward.
+        optimizer: Layout of the optimizer's parameters and states.
+    """
+
+    compute: Layout
+    storage: Layout
+    gradient: Layout
+    optimizer: Layout
+
+
+def layouts_of(stage: int, mesh: Mesh, axis: str = SHARD) -> Layouts:
+    """Return the layouts of a stage.
+
+    Args:
+        stage: 1, 2 or 3.
+        mesh: Mesh of the ranks; other axes than `axis` hold replicas.
+        axis: Axis over which vectors are cut.
+
+    Raises:
+        ConfigError: There is no such stage.
+    """
+    if stage not in STAGES:
+        msg = f"stage must be 1, 2 or 3, got {stage!r}"
+        raise ConfigError(msg)
+    whole, cut = Layout(mesh, ((),)), Layout(mesh, ((axis,),))
+    return Layouts(
+        compute=whole,
+        storage=cut if stage >= STAGES[2] else whole,
+        gradient=cut if stage >= STAGES[1] else whole,
+        optimizer=cut,
+    )
+
+
+class Bytes(NamedTuple):
+    """Bytes for each parameter.
+
+    Attributes:
+        param: Of a parameter as it computes.
+        gradient: Of a gradient as backward leaves it.
+        owned_gradient: Of a gradient as the optimizer reads it, if that is another tensor.
+        states: Of the optimizer's states, and of the parameter in float32 if that is another
+            tensor.
+    """
+
+    param: float
+    gradient: float
+    owned_gradient: float
+    states: float
+
+    def live(self, stage: int, num_ranks: int) -> float:
+        """Return the bytes on each rank for each parameter of the model, between steps.
+
+        >>> Bytes(2, 2, 0, 12).live(3, 4), Bytes(2, 2, 0, 12).live(2, 4)
+        (4.0, 5.5)
+        """
+        param = self.param / (num_ranks if stage == STAGES[2] else 1)
+        gradient = self.gradient / (num_ranks if stage >= STAGES[1] else 1)
+        return param + gradient + (self.owned_gradient + self.states) / num_ranks

@@ -1,0 +1,274 @@
+"""When the parameters of which unit are whole: gathered before use, freed after it.
+
+    forward    |--- unit 0 ---|--- unit 1 ---|--- unit 2 ---|
+    gather      0  1           .  2           .
+    free                       0              1                    (all but the root)
+
+    backward   |--- unit 2 ---|--- unit 1 ---|--- unit 0 ---|
+    gather      2  1           .  0
+    free                       2              1              0
+
+While a unit computes, the next one is on its way, if its slot is free. The order is that of the
+last forward; it is a guess and need not hold. What backward needs and nobody has gathered, such as
+parameters of a unit that was freed too early, is gathered when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from braid.autograd.nested import tensors_in
+from braid.params.autograd_grad import is_in_backward
+from braid.sharding.flat_shard import FlatShard
+from braid.sharding.saved_params import SavedParams
+
+__all__ = ["Residency", "Unit"]
+
+
+class Unit:
+    """A module whose parameters are gathered together.
+
+    Args:
+        name: Name of the module.
+        module: The module.
+        flats: Its parameters, one flat vector for each dtype.
+        frees_after_forward: Whether parameters are freed between forward and backward.
+
+    Attributes:
+        name, module, flats, frees_after_forward: As given.
+        num_forwards: Number of forward passes under way.
+        in_backward: Whether a backward has reached the unit's outputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        flats: Sequence[FlatShard],
+        *,
+        frees_after_forward: bool,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.flats = list(flats)
+        self.frees_after_forward = frees_after_forward
+        self.num_forwards = 0
+        self.in_backward = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters are there."""
+        return all(flat.is_whole for flat in self.flats)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the unit computes in a forward."""
+        return self.num_forwards > 0
+
+    def __repr__(self) -> str:
+        state = "whole" if self.is_whole else "in parts"
+        return f"Unit({self.name or 'root'!r}, {len(self.flats)} vectors, {state})"
+
+
+class Residency:
+    """Gathers and frees the parameters of units.
+
+    Args:
+        units: All units; the first one is the root.
+        on_backward: Called when a backward reaches the outputs of a unit.
+        reset: Called when a forward of the root begins.
+
+    Attributes:
+        units: As given.
+        order: Units in the order of the last forward of the root.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        on_backward: Callable[[], None],
+        reset: Callable[[], None],
+    ) -> None:
+        self.units = list(units)
+        self.order: list[Unit] = []
+        self._earlier_order: list[Unit] = []
+        self._reset = reset
+        self._on_backward = on_backward
+        self._unit_of = {id(flat): unit for unit in units for flat in unit.flats}
+        self._slots = list({id(f.slot): f.slot for u in units for f in u.flats if f.slot}.values())
+        self._places: dict[int, int] = {}  # of units in the order, the last one of each
+        self._saved = SavedParams(self._find, self._restore)
+        self._aside: dict[int, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._num_pinned = 0
+        for unit in self.units if self._slots else ():
+            self._add_hooks(unit)
+
+    def close(self) -> None:
+        """Remove the hooks; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def gather_all(self) -> None:
+        """Gather all units, each into new memory where it has none of its own, until `free_all`."""
+        self._num_pinned += 1
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.slot is not None and not flat.is_whole:
+                    flat.release()
+                    flat.use_aside()
+                flat.enter()
+
+    def free_all(self) -> None:
+        """Free all units, also after an exception in a forward or backward."""
+        self._num_pinned = 0
+        for unit in self.units:
+            unit.num_forwards = 0
+            unit.in_backward = False
+            self.free(unit)
+        self._aside.clear()
+
+    def free(self, unit: Unit) -> None:
+        """Free the parameters of a unit."""
+        if self._num_pinned:
+            return
+        for flat in unit.flats:
+            flat.release()
+            flat.leave()
+
+    # Forward
+
+    def _add_hooks(self, unit: Unit) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            self._before_forward(unit)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._after_forward(unit, output)
+
+        module = unit.module
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _before_forward(self, unit: Unit) -> None:
+        again = is_in_backward()  # a checkpoint computes a forward again
+        is_root = unit is self.units[0]
+        if is_root and not again and not unit.num_forwards:
+            self._begin()
+        unit.num_forwards += 1
+        self._make_whole(unit)
+        if not again:
+            if not is_root:
+                self._places[id(unit)] = len(self.order)
+                self.order.append(unit)
+            self._prefetch(self._next_in_forward(unit))
+        self._saved.push()
+
+    def _begin(self) -> None:
+        self._reset()
+        if not self._num_pinned:
+            self.free_all()
+        for unit in self.units:
+            for flat in unit.flats:
+                flat.refresh()
+        self._earlier_order, self.order = self.order, []
+        self._places = {}
+
+    def _after_forward(self, unit: Unit, output: Any) -> None:
+        self._saved.pop()
+        unit.num_forwards -= 1
+        if unit.num_forwards or unit.in_backward:
+            return
+        outputs = [x for x in tensors_in(output) if x.requires_grad and not x.is_leaf]
+        for x in outputs if torch.is_grad_enabled() else ():
+            x.register_hook(lambda _grad: self._before_backward(unit))  # type: ignore[no-untyped-call]
+        if unit.frees_after_forward or not outputs:
+            self.free(unit)
+        elif not self._num_pinned:
+            for flat in unit.flats:
+                flat.leave()
+        if unit is self.units[0]:
+            for other in self.units[1:]:  # gathered ahead for nothing
+                if not other.is_in_use and (other.frees_after_forward or not outputs):
+                    self.free(other)
+
+    def _next_in_forward(self, unit: Unit) -> Unit | None:
+        """Return the unit that came next in the last forward; at first, that of the list."""
+        earlier = self._earlier_order or self.units[1:]
+        index = len(self.order)
+        return earlier[index] if index < len(earlier) and earlier[index] is not unit else None
+
+    # Backward
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._on_backward()
+        if unit.in_backward:
+            return
+        unit.in_backward = True
+        self._make_whole(unit)
+        place = self._places.get(id(unit), len(self.order))
+        self._prefetch(self.order[place - 1] if place else None)
+
+    def after_backward(self, unit: Unit) -> None:
+        """Free a unit whose gradients are all there."""
+        if unit.in_backward and not unit.is_in_use:
+            self.free(unit)
+
+    def _find(self, address: int) -> FlatShard | None:
+        """Return the vector that lies at an address, if it is to be freed."""
+        for slot in self._slots:
+            holder = slot.holder
+            if holder is not None and holder.offset_of(address) >= 0:
+                return holder
+        return None
+
+    def _restore(self, flat: FlatShard) -> torch.Tensor:
+        if not flat.is_whole:
+            slot = flat.slot
+            unit = self._unit_of[id(flat)]
+            if slot is None or slot.holder in {None, flat}:
+                flat.start_gather()
+                flat.finish_gather()
+                unit.in_backward = True
+            else:
+                if id(flat) not in self._aside:
+                    self._aside[id(flat)] = flat.gather_aside()
+                return self._aside[id(flat)]
+        assert flat.full is not None
+        return flat.full
+
+    # Slots
+
+    def _make_whole(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if not flat.is_whole:
+                self._make_room(flat)
+                if flat.full is None and flat.slot is not None and flat.slot.holder is not None:
+                    flat.use_aside()
+                    continue
+                flat.start_gather()
+        for flat in unit.flats:
+            flat.finish_gather()
+            flat.enter()
+
+    def _make_room(self, flat: FlatShard) -> None:
+        """Free the slot of a vector, unless the holder computes in a forward."""
+        holder = None if flat.slot is None else flat.slot.holder
+        if holder is None or holder is flat:
+            return
+        unit = self._unit_of[id(holder)]
+        if not unit.is_in_use:
+            holder.release()
+            holder.leave()
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        for flat in () if unit is None else unit.flats:
+            if flat.slot is not None and flat.slot.holder is None and flat.full is None:
+                flat.start_gather()
