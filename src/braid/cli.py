@@ -296,8 +296,8 @@ def train(
             such as 3,4,3 (default: as even as possible).
         recompute: Micro-batches that are computed again in backward to save memory: always,
             except_last, never, or a number of layers between what is kept.
-        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2 for
-            gradients, too, 3 for parameters, too; 0 for nothing.
+        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
+            for gradients, too, 3 for parameters, too; 0 for nothing.
     """
     from rich.console import Console
 

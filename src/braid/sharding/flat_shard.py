@@ -32,9 +32,9 @@ class Dtypes:
     """Data types of a flat vector.
 
     Attributes:
-        compute: Of parameters in forward and backward.
-        master: Of the pieces that the optimizer changes.
-        reduce: Of gradients as they are summed.
+        compute: Dtype of parameters in forward and backward.
+        master: Dtype of the pieces that the optimizer changes.
+        reduce: Dtype of gradients as they are summed.
     """
 
     compute: torch.dtype
@@ -74,7 +74,7 @@ class FlatShard:
 
     Attributes:
         records, partition, places, stage, dtypes, title, whole: As given.
-        pieces: What this rank owns of each parameter.
+        pieces: Elements of each parameter that this rank owns.
         shapes: Shape of each parameter.
         owned: Parameters of the optimizer: this rank's pieces.
         leaves: Parameters that compute; between uses of a unit, they have no values at stage 3.

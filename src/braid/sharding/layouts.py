@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer states lie at each stage, as layouts.
+"""Layouts of parameters, gradients and optimizer states at each stage.
 
     stage   compute   storage   gradient   optimizer      bytes sent, x parameters
       0     -         -         -          -              2   (data parallel)
@@ -68,10 +68,10 @@ class Bytes(NamedTuple):
     """Bytes for each parameter.
 
     Attributes:
-        param: Of a parameter as it computes.
-        gradient: Of a gradient as backward leaves it.
-        owned_gradient: Of a gradient as the optimizer reads it, if that is another tensor.
-        states: Of the optimizer's states, and of the parameter in float32 if that is another
+        param: Bytes of a parameter as it computes.
+        gradient: Bytes of a gradient as backward leaves it.
+        owned_gradient: Bytes of a gradient as the optimizer reads it, if that is another tensor.
+        states: Bytes of the optimizer's states, and of the parameter in float32 if that is another
             tensor.
     """
 

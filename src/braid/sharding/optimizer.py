@@ -1,4 +1,4 @@
-"""Which optimizers can be sharded how, and the optimizer that steps on this rank's pieces.
+"""Rules by which optimizers can be sharded, and the step on the pieces of this rank.
 
 by elements   each element changes by its own gradient and state: any cut gives the same bits
 whole         rules look at the shape or the norm of a parameter: each belongs to one rank

@@ -1,4 +1,4 @@
-"""Which elements of a unit's parameters each rank owns, as plain numbers.
+"""Places of parameters in flat vectors, and the cuts between ranks, as plain numbers.
 
 The parameters of a unit lie one after the other in a flat vector, which is cut once per rank:
 

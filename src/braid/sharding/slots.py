@@ -29,7 +29,7 @@ class Slot(Generic[Holder]):
 
     Attributes:
         tensor: As given.
-        holder: What uses the memory now; None if it is free.
+        holder: Vector that uses the memory now; None if it is free.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

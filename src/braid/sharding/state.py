@@ -30,7 +30,7 @@ MASTER = "master"
 
 
 class ShardedSnapshot:
-    """What this rank writes of a sharded training; a `Snapshot` of `braid.checkpoint`.
+    """The part of a sharded training that this rank writes; a `Snapshot` of `braid.checkpoint`.
 
     Args:
         sharding: The engine.

@@ -81,8 +81,8 @@ class TrainConfig:
             such as 3,4,3; as even as possible when empty.
         recompute: Micro-batches of a pipeline that are computed again in backward: `always`,
             `except_last`, `never`, or a number of layers; see `Pipeline`.
-        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2 for
-            gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
+        shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
+            for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
     """
 
     model: str = "tiny"
