@@ -11,13 +11,17 @@ Ranks are numbered host by host, so the order of axes decides which ranks share 
 The first order sends gradients between hosts, once a step, the second one activations, in each
 layer. Every order is computed, so the one returned is the best by this prediction:
 
-    collectives along an axis are rings; all groups of an axis send at the same time, and share
-    links; a round takes as long as its slowest message; axes take turns, and nothing overlaps
+    collectives along an axis are rings, one for each level of the cluster, as in an all-reduce by
+    hosts; all groups of an axis send at the same time, and share links; a round takes as long as
+    its slowest message; axes take turns, and nothing overlaps
 
-So a ring with m ranks on each host takes an m-th of the network that its ranks would take apart:
-where the network is nearly as quick as a host's links, even a ring of activations may lie over it.
-An all-to-all goes in rounds too, to each further neighbour in turn. The seconds of an axis depend
-only on its size and its stride, which is the number of ranks from one index to the next.
+              host 0    host 1                           1. reduce_scatter on each host: l bytes
+    group     0 1 2 3 | 8 9 10 11     of 2 levels        2. all_reduce between hosts: l/4 bytes
+                                                         3. all_gather on each host: l bytes
+
+A group that is not divided evenly over hosts is one ring. An all-to-all goes in rounds, to each
+further neighbour in turn. The seconds of an axis depend only on its size and its stride, which is
+the number of ranks from one index to the next.
 
 Source: the rule for tensor parallelism inside a host is that of D. Narayanan et al., Efficient
 large-scale language model training on GPU clusters, SC 2021, section 3.
@@ -217,21 +221,43 @@ def _strides(mesh: Mesh, order: Sequence[str]) -> Iterator[tuple[str, int]]:
 def _seconds(cluster: Cluster, num_ranks: int, size: int, stride: int, flow: Traffic) -> float:
     """Return the seconds of a step's collectives of all groups of an axis."""
     ranks = np.arange(_enough(cluster, num_ranks, size * stride))
-    index = ranks // stride % size
 
-    def slowest(shift: int, nbytes: float) -> float:
+    def slowest(size: int, stride: int, shift: int, nbytes: float) -> float:
+        index = ranks // stride % size
         targets = ranks + ((index + shift) % size - index) * stride
         return float(messages_s(cluster, ranks, targets, nbytes).max())
 
     if flow.operation == "send":
-        ends = index == size - 1  # the last index has no next one
+        ends = ranks // stride % size == size - 1  # the last index has no next one
         sent = messages_s(cluster, ranks[~ends], ranks[~ends] + stride, flow.nbytes)
         return flow.count * float(sent.max())
     if flow.operation == "all_to_all":
         share = flow.nbytes / size
-        return flow.count * math.fsum(slowest(shift, share) for shift in range(1, size))
-    cost = form("ring", flow.operation, size, flow.nbytes)
-    return flow.count * cost.messages * slowest(1, cost.nbytes / cost.messages)
+        return flow.count * math.fsum(slowest(size, stride, i, share) for i in range(1, size))
+    total, nbytes = 0.0, flow.nbytes
+    for part, step in _levels(cluster, num_ranks, size, stride):
+        cost = form("ring", flow.operation, part, nbytes)
+        total += cost.messages * slowest(part, step, 1, cost.nbytes / cost.messages)
+        nbytes /= part
+    return flow.count * total
+
+
+def _levels(cluster: Cluster, num_ranks: int, size: int, stride: int) -> list[tuple[int, int]]:
+    """Return the rings of a group, from the lowest level: number of ranks, and their stride.
+
+    Groups that are not divided evenly over the units of a level are one ring.
+    """
+    rings = []
+    below, block = stride, size * stride
+    for width in accumulate((level.size for level in cluster.levels), mul):
+        upper = min(width, block)
+        if upper > below:
+            cuts_groups = block % upper or (width > block and width % block and num_ranks > width)
+            if upper % below or cuts_groups:
+                return [(size, stride)]
+            rings.append((upper // below, below))
+            below = upper
+    return rings
 
 
 def _enough(cluster: Cluster, num_ranks: int, block: int) -> int:
