@@ -26,7 +26,12 @@ from braid.commands.bench import (
     bench_pipeline,
     bench_tp,
 )
-from braid.commands.checkpoint import checkpoint_export, checkpoint_ls, checkpoint_verify
+from braid.commands.checkpoint import (
+    checkpoint_export,
+    checkpoint_ls,
+    checkpoint_reshard,
+    checkpoint_verify,
+)
 from braid.commands.convert import convert
 from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
@@ -468,4 +473,5 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "checkpoint ls": checkpoint_ls,
     "checkpoint verify": checkpoint_verify,
     "checkpoint export": checkpoint_export,
+    "checkpoint reshard": checkpoint_reshard,
 }

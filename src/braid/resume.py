@@ -27,16 +27,21 @@ from torch import nn
 
 from braid import checkpoint
 from braid.checkpoint import (
+    BackgroundSaver,
     Checkpoint,
+    PartedCheckpoint,
     ReplicatedSnapshot,
+    Snapshot,
     from_plain,
     restore_training,
     to_plain,
     training_numbers,
     training_tensors,
 )
+from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.snapshot import OWN
 from braid.comm import Group
+from braid.compose import HybridParallel
 from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
 from braid.pipeline import Pipeline
@@ -55,11 +60,12 @@ INNER = ("module", "_orig_mod")  # of wrappers for data parallelism, and of torc
 def save(
     directory: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | HybridParallel,
     optimizer: torch.optim.Optimizer | None = None,
     step: int,
     group: Group | None = None,
     keep: int = 3,
+    saver: BackgroundSaver | None = None,
     **parts: Any,
 ) -> Path:
     """Save a training after a step; all ranks call it.
@@ -69,11 +75,13 @@ def save(
 
     Args:
         directory: Directory of the checkpoints, on a file system that all ranks see.
-        model: Model, which may be wrapped or compiled; it is the same on all ranks.
+        model: Model, which may be wrapped or compiled, the same on all ranks; or one on a mesh.
         optimizer: Its optimizer.
         step: Number of the step that was done last.
         group: Ranks that train together; all ranks when None.
         keep: Number of checkpoints to keep, this one included.
+        saver: Writes while training goes on, `BackgroundSaver(group)`: the path is that of the
+            checkpoint to be, and a failure is raised by the next save or `saver.wait()`.
         parts: Further objects with `state_dict()`, such as `scheduler=scheduler`; the same on all
             ranks.
 
@@ -89,7 +97,7 @@ def save(
     group = world() if group is None else group
     _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict")
-    plain = _unwrapped(model)
+    plain = model.model if isinstance(model, HybridParallel) else _unwrapped(model)
     tensors = training_tensors(plain, optimizer)
     kept = {
         name: to_plain(part.state_dict(), f"{PARTS}/{name}", tensors)
@@ -102,12 +110,19 @@ def save(
         if control is not None and group.rank == 0:
             control.send(Saved(saved_step, str(path), sha256_ok))
 
+    snapshot: Snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
+    if isinstance(model, HybridParallel):
+        snapshot = model.snapshot(tensors)
+    state = {**training_numbers(plain, optimizer), PARTS: kept}
+    if saver is not None:
+        saver.save(directory, snapshot, step=step, state=state, keep=keep, on_saved=notify_launcher)
+        return CheckpointDirectory(directory).final(step)
     return checkpoint.save(
         directory,
-        ReplicatedSnapshot(tensors, rank=group.rank, size=group.size),
+        snapshot,
         step=step,
         group=group,
-        state={**training_numbers(plain, optimizer), PARTS: kept},
+        state=state,
         keep=keep,
         on_saved=notify_launcher,
     )
@@ -116,7 +131,7 @@ def save(
 def load(
     directory: str | os.PathLike[str],
     *,
-    model: nn.Module,
+    model: nn.Module | HybridParallel,
     optimizer: torch.optim.Optimizer | None = None,
     group: Group | None = None,
     **parts: Any,
@@ -164,7 +179,10 @@ def load(
     for skipped in loaded.skipped if group.rank == 0 else ():
         LOG.warning("braid: passed over %s: %s", skipped.path, skipped.reason)
     LOG.info("goes on after step %d of %s", loaded.manifest.step, loaded.path)
-    restore_training(loaded, _unwrapped(model), optimizer)
+    if isinstance(model, HybridParallel):
+        restore_training(PartedCheckpoint(loaded, model), model.model, optimizer)
+    else:
+        restore_training(loaded, _unwrapped(model), optimizer)
     for name, part in parts.items():
         part.load_state_dict(from_plain(kept[name], loaded.read))
     _restore_random(loaded)
@@ -186,18 +204,22 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _refuse_parts_of(model: nn.Module, group: Group) -> None:
+def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
     """Raise ConfigError for a model of which ranks have parts: each would pass for the whole."""
+    if isinstance(model, HybridParallel):
+        return
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = (
-            "the model is divided over ranks, and would be saved or loaded in parts: call "
-            "braid.tensor_parallel.undivide(model, group) before, and parallelize afterwards"
+            "the model is divided over ranks, and would be saved or loaded in parts: train it as "
+            "braid.compose.HybridParallel(model, 'tp=2', group), which can be saved, or call "
+            "braid.tensor_parallel.undivide(model, group) before and parallelize afterwards"
         )
         raise ConfigError(msg)
     if isinstance(model, Pipeline) and group.size > 1:
         msg = (
-            "a Pipeline has other layers on each rank, which braid.save does not put together yet: "
-            "save and load pipeline.state_dict() on each rank in a file of its own"
+            "a Pipeline has other layers on each rank: train it as "
+            "braid.compose.HybridParallel(model, 'pp=2', group), which can be saved, or save and "
+            "load pipeline.state_dict() on each rank in a file of its own"
         )
         raise ConfigError(msg)
 

@@ -32,7 +32,7 @@ def test_a_family_of_commands_lists_its_own_only(capsys):
     code, text = exit_and_output(["checkpoint", "--help"], capsys)
     assert (code, text.split("\n")[0]) == (
         0,
-        "usage: braid checkpoint {ls,verify,export} [OPTIONS ...]",
+        "usage: braid checkpoint {ls,verify,export,reshard} [OPTIONS ...]",
     )
     assert "Look at checkpoints" in text
     assert "bench" not in text

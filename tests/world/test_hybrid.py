@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from training import said_by
 
+import braid
 from braid.checkpoint import training_tensors
 from braid.comm import Group
 from braid.compose import HybridParallel
@@ -142,6 +143,36 @@ def test_a_failure_is_known_along_all_axes(world):
     for text in others:
         assert "rank 3" in text
         assert "no such key" in text
+
+
+def _saved(group: Group, mesh: str, directory: str, first: int, last: int) -> Any:
+    own = model()
+    optimizer = adam(own)
+    hybrid = HybridParallel(own, mesh, group, layers=own.layers(), num_microbatches=2)
+    assert braid.load(directory, model=hybrid, optimizer=optimizer, group=group) == first
+    replicas = hybrid.groups["dp"]
+    mine = torch.arange(ROWS).chunk(replicas.size)[replicas.rank]
+    losses = []
+    for step in range(first, last):
+        optimizer.zero_grad()
+        losses.append(hybrid.step(tokens(step)[mine], tokens(step + 10)[mine], loss=mean_loss))
+        hybrid.clip_grad_norm_(0.5)
+        optimizer.step()
+    braid.save(directory, model=hybrid, optimizer=optimizer, step=last - 1, group=group)
+    return [loss.item() for loss in losses]
+
+
+def test_a_run_goes_on_on_any_other_mesh(world, tmp_path):
+    expected, _, params = _alone()
+    losses = []
+    for step, mesh in enumerate(("dp=2,tp=2", "pp=2,tp=2", "cp=2")):
+        size = Mesh.parse(mesh).size
+        losses += world(size, _saved, mesh, str(tmp_path), step, step + 1)[0]
+    assert losses == pytest.approx(expected, rel=1e-12)
+    whole = model()
+    world(1, lambda group: braid.load(str(tmp_path), model=whole, group=group))
+    for own, param in zip(whole.parameters(), params, strict=True):
+        assert (own - param).abs().max() < 1e-9
 
 
 def _mistakes(group: Group) -> list[str]:

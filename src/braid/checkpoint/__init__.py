@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from braid.checkpoint.background import BackgroundSaver, Saving
 from braid.checkpoint.exporting import export_model
+from braid.checkpoint.importing import read_model
 from braid.checkpoint.inspection import Comparison, Listed, compare, ls
 from braid.checkpoint.loading import Checkpoint, Skipped, load, read_manifest, verify
 from braid.checkpoint.manifest import FileEntry, Manifest, Origin, Piece, TensorEntry
+from braid.checkpoint.parted import PartedCheckpoint, Parts
 from braid.checkpoint.plain_values import from_plain, to_plain
+from braid.checkpoint.resharding import reshard
 from braid.checkpoint.saving import OnSaved, save
 from braid.checkpoint.snapshot import ReplicatedSnapshot, Slice, Snapshot
 from braid.checkpoint.training_state import restore_training, training_numbers, training_tensors
 
 __all__ = [
+    "BackgroundSaver",
     "Checkpoint",
     "Comparison",
     "FileEntry",
@@ -19,8 +24,11 @@ __all__ = [
     "Manifest",
     "OnSaved",
     "Origin",
+    "PartedCheckpoint",
+    "Parts",
     "Piece",
     "ReplicatedSnapshot",
+    "Saving",
     "Skipped",
     "Slice",
     "Snapshot",
@@ -31,6 +39,8 @@ __all__ = [
     "load",
     "ls",
     "read_manifest",
+    "read_model",
+    "reshard",
     "restore_training",
     "save",
     "to_plain",

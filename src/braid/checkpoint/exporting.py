@@ -14,65 +14,107 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
 
-from braid.checkpoint.directory import CheckpointDirectory
-from braid.checkpoint.loading import Checkpoint, verify
+from braid.checkpoint.loading import Checkpoint, open_last
 from braid.checkpoint.tensor_file import write_tensor_file
 from braid.checkpoint.training_state import TIED
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, ConfigError
 
-__all__ = ["export_model"]
+__all__ = ["FORMS", "export_model", "model_tensors"]
 
 ROOT = "model/"
 METADATA = {"format": "pt"}
 
 
-def export_model(where: str | os.PathLike[str], out: str | os.PathLike[str]) -> int:
-    """Write the model's parameters and buffers to one file, and return the number of their names.
+def export_model(
+    where: str | os.PathLike[str], out: str | os.PathLike[str], form: str = "safetensors"
+) -> int:
+    """Write the model's parameters and buffers, and return the number of their names.
 
     Args:
-        where: A checkpoint, or a directory of checkpoints, of which the last one is taken.
-        out: File to write, such as `model.safetensors`; it must not exist.
+        where: A checkpoint, a directory of checkpoints, or a run; the last one is taken.
+        out: File to write, such as `model.safetensors`, or directory for `dcp`; it must not exist.
+        form: `safetensors`, `torch` (a state dict, for `torch.load`) or `dcp` (torch's distributed
+            checkpoint, with the model under `model`).
 
     Raises:
         CheckpointError: The checkpoint is damaged or has no model, or the file cannot be written;
             then no part of it is left.
+        ConfigError: There is no such form.
 
     Cost: one pass over the checkpoint to verify it, one over the model; the model is in memory.
     """
-    path, target = Path(where), Path(out)
-    if not path.is_dir():
-        msg = f"there is no checkpoint, and no directory of checkpoints, at {path}"
-        raise CheckpointError(msg)
-    steps = CheckpointDirectory(path).steps()
-    if steps:
-        path = CheckpointDirectory(path).locate(steps[-1])
-    checkpoint = Checkpoint(path, verify(path))
-    names = [name for name in checkpoint.names() if name.startswith(ROOT)]
-    if not names:
-        msg = f"{path} has no model, but {len(checkpoint.names())} other tensors"
-        raise CheckpointError(msg)
-    tensors = {name.removeprefix(ROOT): checkpoint.read(name) for name in names}
-    for name, stored in _tied(checkpoint).items():
-        if stored in tensors:
-            tensors.setdefault(name, tensors[stored])
+    if form not in FORMS:
+        msg = f"there is no form {form!r}: choose out of {', '.join(FORMS)}"
+        raise ConfigError(msg)
+    target = Path(out)
+    tensors = model_tensors(open_last(where))
     part = target.with_name(f"{target.name}.part")
     try:
         if target.exists():
             raise FileExistsError(errno.EEXIST, "the file exists; choose another name")
-        part.unlink(missing_ok=True)
-        write_tensor_file(part, dict(sorted(tensors.items(), key=_wide_first)), METADATA)
+        _remove(part)
+        FORMS[form](part, tensors)
         part.replace(target)
     except OSError as exc:
         msg = f"cannot write {target}: {exc.strerror}"
         raise CheckpointError(msg) from exc
     finally:
-        part.unlink(missing_ok=True)
+        _remove(part)
     return len(tensors)
+
+
+def model_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the model's tensors, tied ones under each of their names.
+
+    Raises:
+        CheckpointError: There is no model.
+    """
+    names = [name for name in checkpoint.names() if name.startswith(ROOT)]
+    if not names:
+        msg = f"{checkpoint.path} has no model, but {len(checkpoint.names())} other tensors"
+        raise CheckpointError(msg)
+    tensors = {name.removeprefix(ROOT): checkpoint.read(name) for name in names}
+    for name, stored in _tied(checkpoint).items():
+        if stored in tensors:
+            tensors.setdefault(name, tensors[stored])
+    return tensors
+
+
+def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    write_tensor_file(path, dict(sorted(tensors.items(), key=_wide_first)), METADATA)
+
+
+def _write_torch(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, path)
+
+
+def _write_dcp(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save  # noqa: PLC0415 - slow
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it saves from one process
+        save({"model": tensors}, checkpoint_id=path, no_dist=True)
+
+
+FORMS: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def _tied(checkpoint: Checkpoint) -> dict[str, str]:

@@ -31,7 +31,7 @@ from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.types import TensorSpec
 
-__all__ = ["Checkpoint", "Skipped", "load", "read_manifest", "verify"]
+__all__ = ["Checkpoint", "Skipped", "load", "open_last", "read_manifest", "verify"]
 
 LOG = logging.getLogger(__name__)
 
@@ -278,6 +278,24 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
     if problems:
         raise CheckpointError("; ".join(problems))
     return manifest
+
+
+def open_last(where: str | os.PathLike[str]) -> Checkpoint:
+    """Return a checkpoint, or the last one of a directory, with all files verified.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = Path(where)
+    if not path.is_dir():
+        msg = f"there is no checkpoint, and no directory of checkpoints, at {path}"
+        raise CheckpointError(msg)
+    inner = path / "checkpoints"
+    path = inner if inner.is_dir() else path
+    steps = CheckpointDirectory(path).steps()
+    if steps:
+        path = CheckpointDirectory(path).locate(steps[-1])
+    return Checkpoint(path, verify(path))
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

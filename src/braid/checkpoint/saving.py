@@ -43,7 +43,7 @@ from braid.checkpoint.tensor_file import tensor_file_bytes, write_tensor_file
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 
-__all__ = ["OnSaved", "save"]
+__all__ = ["REMEDY", "OnSaved", "Written", "publish", "save", "write_pieces"]
 
 LOG = logging.getLogger(__name__)
 
@@ -60,7 +60,14 @@ class _Plan(Report, frozen=True):
     writer: str = ""
 
 
-class _Written(Report, frozen=True):
+class Written(Report, frozen=True):
+    """Report of a rank whose file is written.
+
+    Attributes:
+        file: Entry of the file; None where it could not be written.
+        tensors: Pieces in it, by name of the tensor.
+    """
+
     file: FileEntry | None = None
     tensors: dict[str, TensorEntry] = msgspec.field(default_factory=dict)
 
@@ -121,11 +128,11 @@ def save(
     try:
         raise_problems(action, [p.problem for p in plans], size=group.size, remedy=REMEDY)
         raise_problems(action, [space], size=1, remedy=REMEDY)
-        written = exchange(group, _write(home, pieces, step, group.rank, plans[0].writer))
+        written = exchange(group, write_pieces(home, pieces, step, group.rank, plans[0].writer))
         raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
         done = Report()
         if group.rank == 0:
-            done = _publish(home, written, step, state or {}, numerics or {})
+            done = publish(home, written, step, state or {}, numerics or {})
         reports = exchange(group, done)
         raise_problems(action, [r.problem for r in reports], size=group.size, remedy=REMEDY)
     except CheckpointError:
@@ -154,9 +161,10 @@ def _prepare(home: CheckpointDirectory, pieces: list[Slice], step: int, *, first
         return _Plan(str(exc))
 
 
-def _write(
-    home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int, writer: str
-) -> _Written:
+def write_pieces(
+    home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int, writer: str = ""
+) -> Written:
+    """Write the file of a rank; the report has its entry, or the problem."""
     tensors = _named(pieces)
     name = f"rank-{rank:05d}.safetensors"
     try:
@@ -171,23 +179,24 @@ def _write(
                 f", which needs {tensor_file_bytes(tensors):,} bytes; {free:,} are left on "
                 "this disk"
             )
-        return _Written(problem + _other_run(home, exc, writer))
+        return Written(problem + _other_run(home, exc, writer))
     entries: dict[str, TensorEntry] = {}
     for key, piece in zip(tensors, pieces, strict=True):
         dtype = str(piece.tensor.dtype).removeprefix("torch.")
         box = Piece(name, key, piece.offset, tuple(piece.tensor.shape))
         before = entries[piece.name].pieces if piece.name in entries else ()
         entries[piece.name] = TensorEntry(piece.global_shape, dtype, (*before, box))
-    return _Written(file=file, tensors=entries)
+    return Written(file=file, tensors=entries)
 
 
-def _publish(
+def publish(
     home: CheckpointDirectory,
-    written: list[_Written],
+    written: list[Written],
     step: int,
     state: Mapping[str, Any],
     numerics: Mapping[str, Any],
 ) -> Report:
+    """Write the manifest of all ranks' files, and make the checkpoint visible."""
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
     for rank, part in enumerate(written):

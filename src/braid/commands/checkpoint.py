@@ -11,7 +11,7 @@ from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
 from braid.last_words import print_error
 
-__all__ = ["checkpoint_export", "checkpoint_ls", "checkpoint_verify"]
+__all__ = ["checkpoint_export", "checkpoint_ls", "checkpoint_reshard", "checkpoint_verify"]
 
 
 def checkpoint_ls(
@@ -79,23 +79,48 @@ def checkpoint_verify(
 def checkpoint_export(
     where: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
+    form: Annotated[str, tyro.conf.arg(metavar="FORM")] = "safetensors",
 ) -> int:
-    """Write the model of a checkpoint as one safetensors file, for any other program.
+    """Write the model of a checkpoint for other programs.
 
     Args:
         where: Checkpoint, directory of checkpoints, or run, of which the last one is taken.
-        out: File to write, such as model.safetensors; it must not exist.
+        out: File to write, such as model.safetensors, or directory for dcp; it must not exist.
+        form: safetensors, torch (for torch.load), or dcp (torch's distributed checkpoint).
     """
-    from pathlib import Path
-
     from braid.checkpoint import export_model
     from braid.errors import CheckpointError
 
-    inner = Path(where) / "checkpoints"
     try:
-        count = export_model(inner if inner.is_dir() else where, out)
+        count = export_model(where, out, form)
     except CheckpointError as exc:
         print_error("nothing was written", str(exc))
         return 1
     print(f"{out}: {count} tensors")
+    return 0
+
+
+def checkpoint_reshard(
+    where: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY")],
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
+) -> int:
+    """Write a checkpoint anew, as another number of ranks would have written it.
+
+    Any number of ranks resumes from what any number wrote: this is for the size of files only.
+
+    Args:
+        where: Checkpoint, directory of checkpoints, or run, of which the last one is taken.
+        out: Directory of checkpoints to write to.
+        n: Number of files.
+    """
+    from braid.checkpoint import reshard
+    from braid.errors import CheckpointError
+
+    try:
+        path = reshard(where, out, n)
+    except CheckpointError as exc:
+        print_error("nothing was written", str(exc))
+        return 1
+    print(f"{path}: {n} files")
     return 0

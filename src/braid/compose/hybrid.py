@@ -28,9 +28,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.autograd.nested import map_tensors, tensors_in
-from braid.checkpoint import Snapshot
+from braid.checkpoint import ReplicatedSnapshot, Snapshot
+from braid.checkpoint.snapshot import OWN
 from braid.comm import Group
-from braid.compose.snapshot import HybridSnapshot
+from braid.compose.snapshot import HybridSnapshot, param_of
 from braid.context_parallel import ContextParallel, context_parallel, position_ids, split_sequence
 from braid.errors import ConfigError
 from braid.layout import Mesh
@@ -70,6 +71,7 @@ class HybridParallel:
     ids).
 
     Attributes:
+        model: The model, of which this rank has parts.
         mesh: The mesh.
         place: Index of this rank along each axis.
         groups: Ranks along each axis, by its name.
@@ -95,7 +97,7 @@ class HybridParallel:
         self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         _check(self.mesh, group, model, layers)
         self.place = self.mesh.coordinates(group.rank)
-        self._model = model
+        self.model = model
         self._group = group
         self.groups = {axis: self._along((axis,)) for axis in AXES}
         self._replicas = self._along(("dp", "cp"))
@@ -115,6 +117,7 @@ class HybridParallel:
             **options,
         )
         self.pipeline.fail_with(self._tensor, self._sequence)
+        self._params = dict(model.named_parameters())
         self._owners = self._owners_of()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -181,14 +184,34 @@ class HybridParallel:
             tensors: Tensors of a whole model and its optimizer by name, as
                 `braid.checkpoint.training_tensors` has them.
         """
+        own = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
         return HybridSnapshot(
-            tensors,
-            dict(self._model.named_parameters()),
+            {name: tensor for name, tensor in tensors.items() if name not in own},
+            self._params,
             self._owners,
             self._tensor,
             stage=self.place.get("pp", 0),
             writes=not self._replicas.rank,
+            own=ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size),
         )
+
+    def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""
+        param = self._params.get(param_of(name))
+        slicing = None if param is None else slicing_of(param)
+        if slicing is None or param is None or tuple(param.shape) != tuple(part):
+            return part
+        return slicing.whole_shape(param, self._tensor.size)
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of a checkpoint; see `braid.checkpoint.Parts`."""
+        param = self._params.get(param_of(name))
+        slicing = None if param is None else slicing_of(param)
+        if slicing is None or param is None:
+            return whole
+        if tuple(whole.shape) != slicing.whole_shape(param, self._tensor.size):
+            return whole
+        return slicing.part_of(whole, self._tensor.rank, self._tensor.size)
 
     def make_whole(self) -> None:
         """Give all ranks the whole model, as it is trained; a collective.
@@ -198,9 +221,9 @@ class HybridParallel:
         for divided in self._divided:
             divided.remove()
         if self._tensor.size > 1:
-            undivide(self._model, self._tensor)
+            undivide(self.model, self._tensor)
         if self.groups["pp"].size > 1:
-            for name, param in self._model.named_parameters():
+            for name, param in self.model.named_parameters():
                 self.groups["pp"].broadcast(param.detach(), self._owners[name])
 
     def _along(self, axes: tuple[str, ...]) -> Group:
@@ -213,7 +236,7 @@ class HybridParallel:
     def _owners_of(self) -> dict[str, int]:
         """Return the first rank of the pipeline that trains a parameter, by name."""
         trained = set(self.pipeline.parameters())
-        named = list(self._model.named_parameters())
+        named = list(self.model.named_parameters())
         mine = torch.tensor([int(param in trained) for _, param in named])
         holders = self.groups["pp"].all_gather(mine).view(self.groups["pp"].size, -1)
         names = [name for name, _ in named]

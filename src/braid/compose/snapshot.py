@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from braid.checkpoint import Slice
+from braid.checkpoint import Slice, Snapshot
 from braid.comm import Group
 from braid.tensor_parallel import slicing_of
 
-__all__ = ["HybridSnapshot"]
+__all__ = ["HybridSnapshot", "param_of"]
 
 
 class HybridSnapshot:
@@ -28,6 +28,7 @@ class HybridSnapshot:
         group: Ranks that share layers.
         stage: Rank of this one in its pipeline.
         writes: Whether this rank's replica writes.
+        own: Tensors that differ from rank to rank, which each rank writes.
     """
 
     def __init__(
@@ -39,20 +40,23 @@ class HybridSnapshot:
         *,
         stage: int,
         writes: bool,
+        own: Snapshot,
     ) -> None:
         self._tensors = {
             name: tensor
             for name, tensor in tensors.items()
-            if writes and owners.get(_param_of(name), 0) == stage
+            if writes and owners.get(param_of(name), 0) == stage
         }
         self._params = params
         self._group = group
+        self._own = own
 
     def pieces(self) -> Iterable[Slice]:
         """See `Snapshot`."""
+        yield from self._own.pieces()
         rank, size = self._group.rank, self._group.size
         for name, tensor in self._tensors.items():
-            param = self._params.get(_param_of(name))
+            param = self._params.get(param_of(name))
             slicing = None if param is None else slicing_of(param)
             if slicing is not None and param is not None and tensor.shape == param.shape:
                 shape = slicing.whole_shape(tensor, size)
@@ -62,7 +66,7 @@ class HybridSnapshot:
                 yield Slice(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
 
 
-def _param_of(name: str) -> str:
+def param_of(name: str) -> str:
     """Return the parameter of `model/NAME` or `optimizer/NAME/STATE`."""
     root, _, rest = name.partition("/")
     return rest if root == "model" else rest.rpartition("/")[0]

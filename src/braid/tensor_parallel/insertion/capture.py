@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from braid.errors import ConfigError
@@ -63,6 +62,8 @@ def capture(
     Raises:
         ConfigError: torch.export refuses the model, such as one that branches on data.
     """
+    from torch.export import Dim  # noqa: PLC0415 - slow
+
     args, kwargs = pytree.tree_map_only(  # an input given twice stays two inputs
         torch.Tensor, lambda x: x.detach().clone(), (args, dict(sorted(kwargs.items())))
     )

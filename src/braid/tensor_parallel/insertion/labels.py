@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch.fx.experimental.symbolic_shapes import statically_known_true
-
 __all__ = ["Dims", "Labels", "Size", "broadcast", "equal", "grouped", "kept"]
 
 Size = object  # int or torch.SymInt
@@ -47,6 +45,12 @@ class Labels:
 
 def equal(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for any input."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import (  # noqa: PLC0415 - imports sympy
+        statically_known_true,
+    )
+
     return bool(statically_known_true(a == b))
 
 

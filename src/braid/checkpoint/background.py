@@ -1,0 +1,191 @@
+"""Saving behind the training: a copy is taken, and written while the next steps are computed.
+
+    training    step 200 │ copy │ step 201 │ step 202 │ step 203 ...
+    thread                      └ write, hash, fsync, manifest, rename ┘
+
+The training stands still for the copy only. What is written is as safe as by `save`: the same
+phases on all ranks, and nothing to be seen before the rename. The copy is kept for the next save,
+so it costs its memory once.
+
+Source: J. Mohan et al., CheckFreq: frequent, fine-grained DNN checkpointing, FAST 2021.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from braid.checkpoint.saving import OnSaved, save
+from braid.checkpoint.snapshot import Slice, Snapshot
+from braid.comm import Group
+
+__all__ = ["BackgroundSaver", "Saving"]
+
+
+class Saving:
+    """A save that may be under way.
+
+    Attributes:
+        step: Number of completed steps.
+        stall_s: Seconds for which the caller waited: for the save before, and for the copy.
+        write_s: Seconds of the write; 0 while it is under way.
+    """
+
+    def __init__(self, step: int, stall_s: float) -> None:
+        self.step = step
+        self.stall_s = stall_s
+        self.write_s = 0.0
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> Path:
+        """Wait for the end, and return the path of the checkpoint.
+
+        Raises:
+            CheckpointError: Saving failed, with the same message on every rank.
+            PeerLostError: A rank died.
+        """
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None, "a save without an error has a path"
+        return self._path
+
+    def finish(self, path: Path | None, error: BaseException | None, write_s: float) -> None:
+        """Note the end."""
+        self._path, self._error, self.write_s = path, error, write_s
+        self._done.set()
+
+
+class BackgroundSaver:
+    """Saves checkpoints of a group while its ranks train; one at a time.
+
+    Args:
+        group: Ranks whose snapshots make up a checkpoint. A group of their own is made of them,
+            so that messages of a save and of the training are not mixed up; a collective.
+    """
+
+    def __init__(self, group: Group) -> None:
+        own = group.split(0)
+        assert own is not None, "all ranks are in the group"
+        self._group = own
+        self._last: Saving | None = None
+        self._copies: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        snapshot: Snapshot,
+        *,
+        step: int,
+        state: Mapping[str, Any] | None = None,
+        numerics: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        on_saved: OnSaved | None = None,
+    ) -> Saving:
+        """Begin to write a checkpoint; see `braid.checkpoint.save` for the arguments.
+
+        Waits for the save before, whose failure is raised here.
+
+        Args:
+            directory: Directory of the run's checkpoints.
+            snapshot: Tensors that this rank owns; they may change as soon as this returns.
+            step: Number of completed steps.
+            state: Values that are no tensors.
+            numerics: Settings on which bits depend.
+            keep: Number of checkpoints to keep.
+            on_saved: Called in the background thread.
+
+        Raises:
+            CheckpointError: The save before failed; nothing of this one has begun.
+
+        Cost: a copy of the owned bytes, in memory of the host.
+        """
+        began = time.perf_counter()
+        self.wait()
+        pieces = [self._copied(piece) for piece in snapshot.pieces()]
+        values, facts = copy.deepcopy(dict(state or {})), copy.deepcopy(dict(numerics or {}))
+        saving = Saving(step, time.perf_counter() - began)
+
+        def write() -> None:
+            start = time.perf_counter()
+            path, error = None, None
+            try:
+                path = save(
+                    directory,
+                    _Copies(pieces),
+                    step=step,
+                    group=self._group,
+                    state=values,
+                    numerics=facts,
+                    keep=keep,
+                    on_saved=on_saved,
+                )
+            except BaseException as exc:  # noqa: BLE001 - raised where the save is waited for
+                error = exc
+            saving.finish(path, error, time.perf_counter() - start)
+
+        self._last = saving
+        # no daemon: a program that ends has its checkpoint first
+        threading.Thread(target=write, name="braid-checkpoint").start()
+        return saving
+
+    def wait(self) -> Path | None:
+        """Wait for the save under way, and return its path; None if there is none.
+
+        Raises:
+            CheckpointError: It failed, with the same message on every rank.
+        """
+        last, self._last = self._last, None
+        return None if last is None else last.wait()
+
+    def close(self) -> None:
+        """Wait for the save under way, and free the copy."""
+        self._copies.clear()
+        self.wait()
+
+    def __enter__(self) -> BackgroundSaver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _copied(self, piece: Slice) -> Slice:
+        """Return a piece with a copy of its values, in the memory of the last copy if it fits."""
+        source = piece.tensor.detach()
+        key = piece.name, piece.offset
+        kept = self._copies.get(key)
+        if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
+            kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._copies[key] = kept
+        kept.copy_(source)
+        return piece._replace(tensor=kept)
+
+
+class _Copies:
+    """Pieces that were taken."""
+
+    def __init__(self, pieces: list[Slice]) -> None:
+        self._pieces = pieces
+
+    def pieces(self) -> Iterable[Slice]:
+        """See `Snapshot`."""
+        return self._pieces
