@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from braid.mesh_groups import mesh
     from braid.pipeline import Pipeline
     from braid.resume import load, save
+    from braid.sharding import FullyShardedDataParallel
     from braid.tensor_parallel import parallelize
 
 _ROOT_NAMES = {
@@ -42,6 +43,7 @@ _ROOT_NAMES = {
     "ConfigError": "errors",
     "DataParallel": "data_parallel",
     "DistributedDataParallel": "data_parallel",
+    "FullyShardedDataParallel": "sharding",
     "Group": "comm",
     "InternalError": "errors",
     "MismatchError": "errors",
@@ -72,6 +74,7 @@ __all__ = [
     "ConfigError",
     "DataParallel",
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "Group",
     "InternalError",
     "MismatchError",

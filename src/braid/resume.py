@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from braid.checkpoint import (
     Checkpoint,
     PartedCheckpoint,
     ReplicatedSnapshot,
+    Slice,
     Snapshot,
     from_plain,
     restore_training,
@@ -46,6 +47,7 @@ from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
 from braid.pipeline import Pipeline
 from braid.rendezvous import ControlClient, Loaded, Saved
+from braid.sharding import ShardedSnapshot, restore_sharded, sharded_numbers, sharding_of
 from braid.tensor_parallel import slicing_of
 
 __all__ = ["load", "save"]
@@ -98,7 +100,8 @@ def save(
     _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict")
     plain = model.model if isinstance(model, HybridParallel) else _unwrapped(model)
-    tensors = training_tensors(plain, optimizer)
+    sharding = sharding_of(plain)
+    tensors = training_tensors(plain, optimizer) if sharding is None else {}
     kept = {
         name: to_plain(part.state_dict(), f"{PARTS}/{name}", tensors)
         for name, part in parts.items()
@@ -113,7 +116,12 @@ def save(
     snapshot: Snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
     if isinstance(model, HybridParallel):
         snapshot = model.snapshot(tensors)
-    state = {**training_numbers(plain, optimizer), PARTS: kept}
+    if sharding is None:
+        numbers = training_numbers(plain, optimizer)
+    else:
+        snapshot = _Together([ShardedSnapshot(sharding, optimizer), snapshot])
+        numbers = sharded_numbers(sharding, optimizer)
+    state = {**numbers, PARTS: kept}
     if saver is not None:
         saver.save(directory, snapshot, step=step, state=state, keep=keep, on_saved=notify_launcher)
         return CheckpointDirectory(directory).final(step)
@@ -181,6 +189,8 @@ def load(
     LOG.info("goes on after step %d of %s", loaded.manifest.step, loaded.path)
     if isinstance(model, HybridParallel):
         restore_training(PartedCheckpoint(loaded, model), model.model, optimizer)
+    elif (sharding := sharding_of(_unwrapped(model))) is not None:
+        restore_sharded(loaded, sharding, optimizer)
     else:
         restore_training(loaded, _unwrapped(model), optimizer)
     for name, part in parts.items():
@@ -191,6 +201,18 @@ def load(
         step, path = loaded.manifest.step, str(loaded.path)
         control.send(Loaded(step, path, wanted or "auto"))
     return loaded.manifest.step + 1
+
+
+class _Together:
+    """Snapshots of which each has other tensors."""
+
+    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def pieces(self) -> Iterator[Slice]:
+        """See `Snapshot`."""
+        for snapshot in self._snapshots:
+            yield from snapshot.pieces()
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

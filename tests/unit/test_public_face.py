@@ -18,6 +18,7 @@ ROOT_NAMES = [
     "ConfigError",
     "DataParallel",
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "Group",
     "InternalError",
     "MismatchError",

@@ -37,8 +37,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from braid.comm import Group
-from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
+from braid.params.process_groups import group_of
 
 __all__ = ["SyncBatchNorm"]
 

@@ -1,20 +1,37 @@
 """Parameters, gradients and optimizer states divided over ranks: ZeRO and FSDP as layouts."""
 
-from braid.sharding.engine import Sharding
+from braid.sharding.engine import Sharding, sharding_of
+from braid.sharding.fsdp import FullyShardedDataParallel
+from braid.sharding.fully_shard import FSDPModule, fully_shard
 from braid.sharding.layouts import Bytes, Layouts, layouts_of
-from braid.sharding.optimizer import attach, needs_whole
+from braid.sharding.optimizer import attach, needs_whole, shard_optimizer
 from braid.sharding.options import ShardingOptions
+from braid.sharding.policies import (
+    CPUOffloadPolicy,
+    DiskOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from braid.sharding.state import ShardedSnapshot, restore_sharded, sharded_numbers
 
 __all__ = [
     "Bytes",
+    "CPUOffloadPolicy",
+    "DiskOffloadPolicy",
+    "FSDPModule",
+    "FullyShardedDataParallel",
     "Layouts",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ShardedSnapshot",
     "Sharding",
     "ShardingOptions",
     "attach",
+    "fully_shard",
     "layouts_of",
     "needs_whole",
     "restore_sharded",
+    "shard_optimizer",
     "sharded_numbers",
+    "sharding_of",
 ]

@@ -27,16 +27,18 @@ from torch import nn
 from braid.comm import Group
 from braid.params import ParamRecord, ParamTable
 from braid.params.exact_norm import clip_pieces_, exact_norm
-from braid.sharding.flat_gradients import FlatGradients
+from braid.sharding.flat_gradients import FlatGradients, sums_in_dtype_of_pieces
 from braid.sharding.flat_shard import FlatShard, Places
+from braid.sharding.offload import StatesOnDisk
 from braid.sharding.options import ShardingOptions
 from braid.sharding.partition import assign_owners, by_elements, by_owners
+from braid.sharding.policies import DiskOffloadPolicy
 from braid.sharding.reducer import ShardReducer
 from braid.sharding.residency import Residency, Unit
 from braid.sharding.slots import Slot, plan_slots
 from braid.sharding.units import MARK, UnitSpec, check_params, default_units, divide_into_units
 
-__all__ = ["Sharding"]
+__all__ = ["Sharding", "sharding_of"]
 
 
 class Sharding:
@@ -52,6 +54,7 @@ class Sharding:
     Attributes:
         model, options: As given.
         places: Ranks that own parts, and their replicas.
+        disk: Files of the optimizer's states, if they are there.
         table: Parameters by name; their objects are the model's own.
 
     Raises:
@@ -100,6 +103,12 @@ class Sharding:
             self._gradients, _control(group, replicas), self._on_complete, self._on_backward_ended
         )
         self._residency = Residency(self._units, self._reducer.backward_begins, self._reducer.reset)
+        policy = self.options.offload
+        self.disk = (
+            StatesOnDisk(policy.directory, group.context.rank)
+            if isinstance(policy, DiskOffloadPolicy)
+            else None
+        )
         setattr(model, MARK, self)
 
     @property
@@ -156,6 +165,15 @@ class Sharding:
         Cost: memory for whole gradients.
         """
         return self._reducer.no_sync()
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether backwards average gradients; read when one begins."""
+        return self._reducer.synchronizes
+
+    @synchronizes.setter
+    def synchronizes(self, value: bool) -> None:
+        self._reducer.synchronizes = value
 
     def share_step(self) -> None:
         """Let all ranks have the parameters that an optimizer's step has changed; a collective.
@@ -299,9 +317,15 @@ class Sharding:
         )
 
 
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """Return the engine that has divided a model; None if it is whole."""
+    engine = vars(model).get(MARK)
+    return engine if isinstance(engine, Sharding) else None
+
+
 def _sums_aside(flat: FlatShard) -> bool:
     """Return whether sums need other memory than that of the pieces' gradients."""
-    return flat.stage == 1 or flat.dtypes.reduce != flat.dtypes.master
+    return flat.stage == 1 or not sums_in_dtype_of_pieces(flat)
 
 
 def _sites_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -19,7 +19,7 @@ from braid.comm import Request, StepsBy, Work
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.slots import Slot
 
-__all__ = ["FlatGradients"]
+__all__ = ["FlatGradients", "sums_in_dtype_of_pieces"]
 
 
 class FlatGradients:
@@ -47,7 +47,7 @@ class FlatGradients:
         self.slot = slot
         self.is_launched = False
         self._part_slot = part
-        partition, dtypes, places = flat.partition, flat.dtypes, flat.places
+        partition, places = flat.partition, flat.places
         low, high = partition.bounds[places.group.rank : places.group.rank + 2]
         whole = slot.tensor[: partition.length]
         self._views = [
@@ -56,10 +56,10 @@ class FlatGradients:
                 partition.starts, partition.numels, flat.shapes, strict=True
             )
         ]
-        if flat.stage == 1 and dtypes.reduce == dtypes.master:
+        if flat.stage == 1 and sums_in_dtype_of_pieces(flat):
             self._memory = whole[low:high]  # the other parts are not needed after the sum
         else:
-            self._memory = torch.zeros(high - low, dtype=dtypes.master, device=flat.device)
+            self._memory = flat.zeros(high - low)
         self._sum = self._memory if part is None else part.tensor[: high - low]
         self._grads = [flat.shaped(self._memory, i) for i in range(len(flat.pieces))]
         rows = torch.split(whole, list(partition.widths))
@@ -154,3 +154,9 @@ class FlatGradients:
         for leaf in self.flat.leaves:
             leaf.grad = None
         self.is_launched = False
+
+
+def sums_in_dtype_of_pieces(flat: FlatShard) -> bool:
+    """Return whether sums have the dtype and the device of the pieces' gradients."""
+    same_device = flat.master_device == flat.device
+    return flat.dtypes.reduce == flat.dtypes.master and same_device

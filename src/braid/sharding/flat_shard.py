@@ -35,11 +35,15 @@ class Dtypes:
         compute: Dtype of parameters in forward and backward.
         master: Dtype of the pieces that the optimizer changes.
         reduce: Dtype of gradients as they are summed.
+        on_host: Whether the pieces are in the host's memory, wherever parameters compute.
+        pinned: Whether that memory is pinned.
     """
 
     compute: torch.dtype
     master: torch.dtype
     reduce: torch.dtype
+    on_host: bool = False
+    pinned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +108,7 @@ class FlatShard:
         self._low, self._high = partition.bounds[rank : rank + 2]
         self.pieces = partition.pieces(rank)
         self.device = records[0].param.device
+        self.master_device = torch.device("cpu") if dtypes.on_host else self.device
         self.allocate = allocator(
             places.group, "cpu" if self.device.type == "cpu" else str(self.device)
         )
@@ -137,6 +142,12 @@ class FlatShard:
         """The whole vector, if it is there or on its way."""
         return self._full
 
+    def zeros(self, numel: int) -> torch.Tensor:
+        """Return memory like that of the pieces."""
+        pinned = self.dtypes.pinned and self.device.type == "cuda"
+        dtype, device = self.dtypes.master, self.master_device
+        return torch.zeros(numel, dtype=dtype, device=device, pin_memory=pinned)
+
     # Parameters
 
     def use_slot(self, slot: Slot[FlatShard] | None) -> None:
@@ -158,7 +169,7 @@ class FlatShard:
     def refresh(self) -> None:
         """Copy the optimizer's numbers to where peers read them, if that is elsewhere."""
         if self._source.data_ptr() != self._master.data_ptr():
-            self._source.copy_(self._master)
+            self._source.copy_(self._master, non_blocking=self.dtypes.pinned)
 
     def start_gather(self) -> None:
         """Start to gather the whole vector; the slot is free."""
@@ -183,9 +194,11 @@ class FlatShard:
 
     def gather_aside(self) -> torch.Tensor:
         """Gather the whole vector into new memory, and return it."""
-        full = self.allocate((self.partition.length,), self.dtypes.compute)
-        rows = torch.split(full, list(self.partition.widths))
-        self.places.group.all_gather(self._source, out=rows)
+        return self._gathered(self._source)
+
+    def _gathered(self, own: torch.Tensor) -> torch.Tensor:
+        full = self.allocate((self.partition.length,), own.dtype)
+        self.places.group.all_gather(own, out=torch.split(full, list(self.partition.widths)))
         return full
 
     def use_aside(self) -> None:
@@ -235,7 +248,7 @@ class FlatShard:
     def _make_master(self, values: Sequence[torch.Tensor]) -> None:
         """Allocate the memory of this rank, and copy the parameters' values into it."""
         dtypes, width = self.dtypes, self._high - self._low
-        same = dtypes.compute == dtypes.master
+        same = dtypes.compute == dtypes.master and self.master_device == self.device
         if self.stage == 3:
             self._source = self.allocate((width,), dtypes.compute).zero_()
         else:
@@ -244,9 +257,7 @@ class FlatShard:
             for view, value in zip(views, values, strict=True):
                 view.copy_(value)
             self._source = self._full[self._low : self._high]
-        self._master = (
-            self._source if same else torch.zeros(width, dtype=dtypes.master, device=self.device)
-        )
+        self._master = self._source if same else self.zeros(width)
         for piece, value in zip(self.pieces, values, strict=True):
             self._master[piece.start : piece.start + piece.numel].copy_(
                 value.reshape(-1)[piece.begin : piece.end]
@@ -268,13 +279,18 @@ class FlatShard:
                 leaves.append(record.param)
         return owned, leaves
 
+    def whole_values(self) -> list[torch.Tensor]:
+        """Gather the whole parameters in the dtype of the model, in new memory; a collective."""
+        dtype: torch.dtype = getattr(torch, self.records[0].spec.dtype)
+        self.refresh()
+        exact = self._source if self.dtypes.compute == dtype else self._master
+        full = self._gathered(exact.to(self.device)).to(dtype)
+        return [view.clone() for view in _views(full, self.partition, self.shapes)]
+
     def undo(self) -> None:
         """Give the original parameters whole values again, in memory of their own."""
-        self.refresh()
-        full = self.gather_aside() if self._full is None else self._full
-        views = _views(full, self.partition, self.shapes)
-        for record, view in zip(self.records, views, strict=True):
-            record.param.data = view.to(getattr(torch, record.spec.dtype), copy=True)
+        for record, value in zip(self.records, self.whole_values(), strict=True):
+            record.param.data = value
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:

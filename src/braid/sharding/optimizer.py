@@ -12,11 +12,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from braid.errors import ConfigError
+from braid.params.process_groups import group_of
 from braid.sharding.engine import Sharding
+from braid.sharding.options import ShardingOptions
 
-__all__ = ["attach", "needs_whole"]
+__all__ = ["attach", "needs_whole", "shard_optimizer"]
 
 BY_ELEMENTS = frozenset(
     [
@@ -65,15 +68,8 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         ConfigError: The optimizer cannot be sharded.
     """
-    kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    name = kinds[0]
-    for kind in kinds:
-        if kind in REFUSED:
-            msg = (
-                f"{name} cannot be sharded: {REFUSED[kind]}. Use DistributedDataParallel, or "
-                "another optimizer such as AdamW"
-            )
-            raise ConfigError(msg)
+    _check_known(optimizer)
+    name = type(optimizer).__name__
     if name in BY_ELEMENTS:
         return False
     if name not in WHOLE:
@@ -86,17 +82,59 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def attach(sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    stage: int = 1,
+    process_group: Any = None,
+    whole: bool | None = None,
+    **options: Any,
+) -> Sharding:
+    """Divide the states of an optimizer over ranks, and gradients and parameters by stage (ZeRO).
+
+    The model and the optimizer stay the same objects. Call `clip_grad_norm_` and `zero_grad` of
+    what is returned, since gradients at all stages are those of this rank's pieces.
+
+    Args:
+        optimizer: Optimizer of the model; its states, if there are some, are cut.
+        model: The model; the same on all ranks, up to values.
+        stage: 1 for states of the optimizer, 2 for gradients, too, 3 for parameters, too.
+        process_group: Ranks that own the parts; see `DistributedDataParallel`.
+        whole: Whether each parameter belongs to one rank; by the optimizer's rule when None.
+        options: Further fields of `ShardingOptions`.
+
+    Raises:
+        ConfigError: The model or the optimizer cannot be sharded.
+        MismatchError: Ranks have other parameters or options; the message shows which.
+
+    Cost: see `Sharding`.
+    """
+    _check_known(optimizer)
+    needs = needs_whole(optimizer) if whole is None else whole
+    sharding = Sharding(
+        model,
+        group_of(process_group),
+        ShardingOptions(stage=stage, whole=needs, **options),
+    )
+    attach(sharding, optimizer, whole=whole)
+    return sharding
+
+
+def attach(
+    sharding: Sharding, optimizer: torch.optim.Optimizer, *, whole: bool | None = None
+) -> None:
     """Let an optimizer step on this rank's pieces, in place; states that it has are cut.
 
     Args:
         sharding: Engine whose model has the optimizer's parameters.
         optimizer: Optimizer of the model, made before or after sharding.
+        whole: Whether its rule needs whole parameters; known by its name when None.
 
     Raises:
         ConfigError: The optimizer cannot be sharded, or not like this, or has other parameters.
     """
-    _check(sharding, optimizer)
+    _check(sharding, optimizer, whole)
     places = {}
     for flat in sharding.flats:
         for index, record in enumerate(flat.records):
@@ -115,6 +153,8 @@ def attach(sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
                 name: _cut(value, shape, piece.begin, piece.end, whole=flat.whole)
                 for name, value in state.items()
             }
+    if sharding.disk is not None:
+        sharding.disk.register(optimizer)
     reference = weakref.ref(sharding)
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -125,7 +165,18 @@ def attach(sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_post_hook(after_step)
 
 
-def _check(sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
+def _check_known(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that cannot be sharded in any way."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in REFUSED:
+            msg = (
+                f"{type(optimizer).__name__} cannot be sharded: {REFUSED[kind.__name__]}. Use "
+                "DistributedDataParallel, or another optimizer such as AdamW"
+            )
+            raise ConfigError(msg)
+
+
+def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | None) -> None:
     problems = []
     params = [p for group in optimizer.param_groups for p in group["params"]]
     known = {id(record.param) for record in sharding.table}
@@ -136,7 +187,8 @@ def _check(sharding: Sharding, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer has {len(strangers)} parameters that are not the model's, the first "
             f"of shape {list(strangers[0].shape)}: make it from model.parameters()"
         )
-    if needs_whole(optimizer) and not sharding.options.whole:
+    _check_known(optimizer)
+    if whole is None and not sharding.options.whole and needs_whole(optimizer):
         problems.append(
             f"{type(optimizer).__name__} needs whole parameters, and elements were divided: pass "
             "whole=True"

@@ -11,8 +11,11 @@ from torch import nn
 from braid.errors import ConfigError
 from braid.sharding.flat_shard import Dtypes
 from braid.sharding.layouts import STAGES
+from braid.sharding.policies import CPUOffloadPolicy, OffloadPolicy
 
 __all__ = ["ShardingOptions"]
+
+NOT_OFFLOADED = OffloadPolicy()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,7 @@ class ShardingOptions:
         reduce_dtype: Data type of gradients as they are summed; that of parameters in backward when
             None.
         master_dtype: Data type of the optimizer's pieces; the parameters' own when None.
+        offload: Place of the pieces and of the optimizer's states.
         ignored: Names of parameters that stay as they are, on each rank.
         init_sync: Whether values of the first rank are copied to all.
     """
@@ -42,6 +46,7 @@ class ShardingOptions:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
+    offload: OffloadPolicy = NOT_OFFLOADED
     ignored: frozenset[str] = frozenset()
     init_sync: bool = True
 
@@ -70,6 +75,8 @@ class ShardingOptions:
             compute=compute,
             master=self.master_dtype or dtype,
             reduce=self.reduce_dtype or compute,
+            on_host=isinstance(self.offload, CPUOffloadPolicy),
+            pinned=isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory,
         )
 
     def in_common(self) -> dict[str, object]:

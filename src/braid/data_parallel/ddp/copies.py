@@ -31,9 +31,9 @@ from typing_extensions import Self
 
 from braid.comm import Group
 from braid.data_parallel.ddp.join import Joinable
-from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
 from braid.params import GradientReducer
+from braid.params.process_groups import group_of
 
 __all__ = ["CopyableWrapper"]
 

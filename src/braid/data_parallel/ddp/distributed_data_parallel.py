@@ -45,13 +45,13 @@ from braid.data_parallel.ddp.once_warnings import OnceWarnings
 from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
 from braid.data_parallel.ddp.settings import WrapperSettings
 from braid.data_parallel.finite import NonfiniteHandler, nonfinite_handler
-from braid.data_parallel.groups import group_of, shown_group_of
 from braid.data_parallel.hooks.catalogue import hook_of
 from braid.data_parallel.replicas.data_parallel import DataParallel
 from braid.errors import ConfigError
 from braid.params import GradientReducer, Hook, ParamTable
 from braid.params.bucket_times import BucketTimes
 from braid.params.lost_requests import reclaim_lost_requests
+from braid.params.process_groups import group_of, shown_group_of
 
 __all__ = ["DistributedDataParallel"]
 

@@ -30,7 +30,6 @@ from torch.utils.hooks import RemovableHandle
 from braid.data_parallel.ddp.arguments import arguments_in_common, caps_of
 from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
 from braid.data_parallel.finite import NonfiniteHandler, handle_nonfinite, nonfinite_handler
-from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
 from braid.params import (
     GradientReducer,
@@ -42,6 +41,7 @@ from braid.params import (
 )
 from braid.params.lost_requests import reclaim_lost_requests
 from braid.params.optimizer_in_place import ChangedOptimizer, change_in_place
+from braid.params.process_groups import group_of
 
 __all__ = ["DistributedOptimizer"]
 

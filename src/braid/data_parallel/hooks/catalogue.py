@@ -20,11 +20,11 @@ import torch
 
 from braid.comm import Group, StepsBy
 from braid.comm.formats import by_name
-from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks.powersgd import COMPRESSED, PowerSGDHook, PowerSGDOptions
 from braid.errors import ConfigError
 from braid.params import GradBucket, Hook, ParamTable
 from braid.params.grad_bucket import Steps
+from braid.params.process_groups import group_of
 
 __all__ = ["NAMES", "CastHook", "bf16_hook", "fp16_hook", "hook_of"]
 

@@ -31,10 +31,10 @@ import torch
 from braid.comm import Group
 from braid.data_parallel.finite_check import FiniteCheck
 from braid.data_parallel.flat_params import FlatParams, Params, mean, parameters_in
-from braid.data_parallel.groups import group_of
 from braid.data_parallel.step_counts import is_whole
 from braid.errors import ConfigError
 from braid.params import ParamTable
+from braid.params.process_groups import group_of
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
 

@@ -45,9 +45,9 @@ from braid.data_parallel.flat_params import (
     parameters_in,
     refuse_others,
 )
-from braid.data_parallel.groups import group_of
 from braid.data_parallel.local_sgd.mixing import Mixing
 from braid.errors import ConfigError
+from braid.params.process_groups import group_of
 from braid.types import text_digest
 
 __all__ = ["DPSGD", "Decentralized", "PushSum"]

@@ -34,10 +34,10 @@ from braid.data_parallel.flat_params import (
     parameters_in,
     refuse_others,
 )
-from braid.data_parallel.groups import group_of
 from braid.data_parallel.step_counts import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
+from braid.params.process_groups import group_of
 
 __all__ = ["DiLoCo"]
 

@@ -1,0 +1,152 @@
+"""fully_shard: the calls of FSDP2, blocks first and the model last.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+A call notes that a module is a unit. The model is divided when its first forward begins, or its
+methods are used, since only then is known which module is the outermost one. The parameters are
+the same objects before and after, so an optimizer may be made in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.errors import ConfigError
+from braid.sharding import gathered_state
+from braid.sharding.engine import Sharding
+from braid.sharding.fsdp import make_sharding, refuse_placement
+
+__all__ = ["FSDPModule", "fully_shard"]
+
+NOTE = "braid_fully_shard"  # arguments of the call, as an attribute of the module
+
+
+class FSDPModule:
+    """Methods that a module has after `fully_shard`; its class derives from its own and this."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward; the first one of the outermost module divides it before."""
+        if NOTE in vars(self):
+            _engine_of(self)  # type: ignore[arg-type]  # a module, see the class
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the module
+
+    @property
+    def sharding(self) -> Sharding:
+        """The engine; a collective at its first use."""
+        return _engine_of(self)  # type: ignore[arg-type]  # a module, see the class
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; a collective.
+
+        Use it in place of torch's function, which sees the pieces of one rank only.
+
+        Returns:
+            The norm before scaling.
+        """
+        return self.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Let backwards from now on average gradients, or keep them local."""
+        self.sharding.synchronizes = requires_gradient_sync
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of backwards inside local; see `Sharding.no_sync`."""
+        return self.sharding.no_sync()
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Let the module have whole parameters inside, to be read; a collective."""
+        return self.sharding.gathered()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return whole parameters and buffers; a collective."""
+        return gathered_state.state_dict(self.sharding)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load whole parameters and buffers, of which each rank takes its pieces."""
+        gathered_state.load_state_dict(self.sharding, state)
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: Any = None,
+    process_group: Any = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Any = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Let a module be a unit of a sharded model, or the model itself.
+
+    The arguments of the outermost module hold for all units.
+
+    Args:
+        module: Block, or model; changed in place.
+        mesh: See `FullyShardedDataParallel`.
+        process_group: See `FullyShardedDataParallel`.
+        reshard_after_forward: See `FullyShardedDataParallel`.
+        shard_placement_fn: Refused.
+        mp_policy: See `FullyShardedDataParallel`.
+        offload_policy: See `FullyShardedDataParallel`.
+        ignored_params: See `FullyShardedDataParallel`.
+
+    Returns:
+        The module, whose class has the methods of `FSDPModule`, too.
+
+    Raises:
+        ConfigError: The module has been passed before, or `shard_placement_fn` is given.
+    """
+    refuse_placement(shard_placement_fn)
+    if NOTE in vars(module):
+        msg = f"this {type(module).__name__} has been passed to fully_shard before: pass it once"
+        raise ConfigError(msg)
+    kind = type(module)
+    module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    vars(module)[NOTE] = {
+        "mesh": mesh,
+        "process_group": process_group,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored": ignored_params,
+    }
+    return module
+
+
+def _engine_of(module: nn.Module) -> Sharding:
+    """Return the engine of the outermost module, made if it is not there yet.
+
+    Raises:
+        ConfigError: The module is a unit of another one.
+    """
+    engine = vars(module).get("braid_fully_shard_engine")
+    if isinstance(engine, Sharding):
+        return engine
+    note = vars(module).get(NOTE)
+    if note is None:
+        msg = (
+            f"{type(module).__name__} is a unit of a sharded model: use the methods of the model "
+            "that fully_shard was called with last"
+        )
+        raise ConfigError(msg)
+    inner = [m for m in module.modules() if NOTE in vars(m)]
+    for unit in inner:
+        del vars(unit)[NOTE]
+    note = dict(note)
+    units = [unit for unit in inner if unit is not module]
+    sharding = make_sharding(
+        module, note.pop("process_group"), note.pop("mesh"), units=units or None, **note
+    )
+    vars(module)["braid_fully_shard_engine"] = sharding
+    return sharding
