@@ -4,6 +4,7 @@ from braid.sharding.engine import Sharding, sharding_of
 from braid.sharding.fsdp import FullyShardedDataParallel
 from braid.sharding.fully_shard import FSDPModule, fully_shard
 from braid.sharding.layouts import Bytes, Layouts, layouts_of
+from braid.sharding.memory import LiveBytes, live_bytes
 from braid.sharding.optimizer import attach, needs_whole, shard_optimizer
 from braid.sharding.options import ShardingOptions
 from braid.sharding.policies import (
@@ -21,6 +22,7 @@ __all__ = [
     "FSDPModule",
     "FullyShardedDataParallel",
     "Layouts",
+    "LiveBytes",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardedSnapshot",
@@ -29,6 +31,7 @@ __all__ = [
     "attach",
     "fully_shard",
     "layouts_of",
+    "live_bytes",
     "needs_whole",
     "restore_sharded",
     "shard_optimizer",

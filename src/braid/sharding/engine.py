@@ -36,7 +36,14 @@ from braid.sharding.policies import DiskOffloadPolicy
 from braid.sharding.reducer import ShardReducer
 from braid.sharding.residency import Residency, Unit
 from braid.sharding.slots import Slot, plan_slots
-from braid.sharding.units import MARK, UnitSpec, check_params, default_units, divide_into_units
+from braid.sharding.units import (
+    MARK,
+    UnitSpec,
+    check_params,
+    check_shapes,
+    default_units,
+    divide_into_units,
+)
 
 __all__ = ["Sharding", "sharding_of"]
 
@@ -79,6 +86,7 @@ class Sharding:
         self.options = options or ShardingOptions()
         self.model = model
         self.places = Places(group=group, replicas=replicas)
+        check_shapes(model)
         self.table = ParamTable.of(model, self.options.ignored)
         check_params(model, self.table, sorted(group.devices))
         self._compare()
@@ -110,11 +118,18 @@ class Sharding:
             else None
         )
         setattr(model, MARK, self)
+        for record in self.table:
+            setattr(record.param, MARK, True)
 
     @property
     def flats(self) -> Sequence[FlatShard]:
         """The flat vectors, those of the root first."""
         return self._flats
+
+    @property
+    def gradients(self) -> Sequence[FlatGradients]:
+        """Gradients of the flat vectors, in the order of backward."""
+        return self._gradients
 
     @property
     def units(self) -> Sequence[Unit]:
@@ -208,6 +223,8 @@ class Sharding:
         for flat in self._flats:
             flat.undo()
         delattr(self.model, MARK)
+        for record in self.table:
+            delattr(record.param, MARK)
 
     def _compare(self) -> None:
         """Compare parameters and options over ranks, and copy the values of the first rank."""

@@ -84,11 +84,17 @@ class FlatGradients:
         """Whether a sum has been started and not been waited for."""
         return self._work is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory of the pieces' gradients, unless they are a part of the slot."""
-        inside = self.flat.stage == 1 and self._sum.data_ptr() != self._memory.data_ptr()
-        return 0 if inside else self._memory.nbytes
+    def kept_memory(self) -> list[torch.Tensor]:
+        """Return memory that is this vector's alone: all gradients at stage 1, else the pieces'."""
+        if self.flat.stage != 1:
+            return [self._memory]
+        inside = sums_in_dtype_of_pieces(self.flat)
+        return [self.slot.tensor] if inside else [self.slot.tensor, self._memory]
+
+    def shared_memory(self) -> list[torch.Tensor]:
+        """Return memory that other vectors use, too."""
+        slots = [self._part_slot] if self.flat.stage == 1 else [self.slot, self._part_slot]
+        return [slot.tensor for slot in slots if slot is not None]
 
     def has_gradients(self) -> list[bool]:
         """Return whether each whole parameter has a gradient on this rank."""

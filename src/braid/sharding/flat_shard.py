@@ -166,6 +166,13 @@ class FlatShard:
         """Slot of the whole vector; None if it has memory of its own."""
         return self._slot
 
+    def kept_memory(self) -> list[torch.Tensor]:
+        """Return the memory that is held between uses, each once."""
+        kept = [self._source] if self._slot is not None or self._full is None else [self._full]
+        if self._master.data_ptr() != self._source.data_ptr():
+            kept.append(self._master)
+        return kept
+
     def refresh(self) -> None:
         """Copy the optimizer's numbers to where peers read them, if that is elsewhere."""
         if self._source.data_ptr() != self._master.data_ptr():

@@ -117,6 +117,8 @@ class Residency:
 
     def gather_all(self) -> None:
         """Gather all units, each into new memory where it has none of its own, until `free_all`."""
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            flat.refresh()
         self._num_pinned += 1
         for unit in self.units:
             for flat in unit.flats:

@@ -49,7 +49,7 @@ class SavedParams:
         if outer is not None and getattr(outer[0], "sharding", None) is self:
             torch._C._autograd._push_saved_tensors_default_hooks(*outer)  # noqa: SLF001
             return
-        outer_pack, outer_unpack = outer or (_same, _same)
+        outer_pack, outer_unpack = outer or (_detached, _same)
         find, restore = self._find, self._restore
 
         def pack(x: torch.Tensor) -> Any:
@@ -80,6 +80,14 @@ class SavedParams:
 def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the hooks that are in force."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """Pack a tensor as it is; autograd adds its place in the graph when it unpacks.
+
+    A graph that held its own output as it is would never be freed.
+    """
+    return x.detach()
 
 
 def _same(x: Any) -> Any:

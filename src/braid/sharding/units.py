@@ -17,7 +17,7 @@ from braid.errors import ConfigError
 from braid.params import ParamRecord, ParamTable
 from braid.types import first_few
 
-__all__ = ["UnitSpec", "check_params", "default_units", "divide_into_units"]
+__all__ = ["UnitSpec", "check_params", "check_shapes", "default_units", "divide_into_units"]
 
 MARK = "braid_sharding"  # attribute of sharded modules
 
@@ -100,6 +100,19 @@ def _around(name: str, specs: dict[str, UnitSpec]) -> list[str]:
     return [prefix for prefix in dict.fromkeys(prefixes) if prefix in specs]
 
 
+def check_shapes(model: nn.Module) -> None:
+    """Check that all parameters have a shape.
+
+    Raises:
+        ConfigError: Some are of lazy modules.
+    """
+    kind = nn.parameter.UninitializedParameter
+    lazy = [name for name, param in model.named_parameters() if isinstance(param, kind)]
+    if lazy:
+        msg = f"{first_few(lazy)} have no shape yet: run the model once before"
+        raise ConfigError(msg)
+
+
 def check_params(model: nn.Module, table: ParamTable, devices: Sequence[str]) -> None:
     """Check that parameters can be cut over ranks.
 
@@ -108,6 +121,7 @@ def check_params(model: nn.Module, table: ParamTable, devices: Sequence[str]) ->
     """
     problems = []
     marked = [name or type(model).__name__ for name, m in model.named_modules() if MARK in vars(m)]
+    marked = marked or [name for name, param in model.named_parameters() if MARK in vars(param)]
     if marked:
         problems.append(f"{first_few(marked)} is sharded already: shard a model once, at its root")
     if not any(record.param.requires_grad for record in table):
@@ -115,9 +129,6 @@ def check_params(model: nn.Module, table: ParamTable, devices: Sequence[str]) ->
             f"none of the {len(table)} parameters requires a gradient: there is nothing to train, "
             "use the model as it is"
         )
-    lazy = [r.name for r in table if isinstance(r.param, nn.parameter.UninitializedParameter)]
-    if lazy:
-        problems.append(f"{first_few(lazy)} have no shape yet: run the model once before")
     places: dict[str, list[str]] = {}
     for record in table:
         places.setdefault(str(record.param.device), []).append(record.name)
@@ -135,7 +146,7 @@ def check_params(model: nn.Module, table: ParamTable, devices: Sequence[str]) ->
         ("are no floating-point numbers: register them as buffers", _is_integer),
     )
     for text, is_wrong in checks:
-        names = [] if lazy else [r.name for r in table if is_wrong(r.param)]
+        names = [r.name for r in table if is_wrong(r.param)]
         if names:
             problems.append(f"{first_few(names)} {text}")
     sparse = [record.name for record in table if record.sparse]
