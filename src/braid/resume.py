@@ -99,28 +99,28 @@ def save(
     group = world() if group is None else group
     _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict")
-    plain = model.model if isinstance(model, HybridParallel) else _unwrapped(model)
-    sharding = sharding_of(plain)
-    tensors = training_tensors(plain, optimizer) if sharding is None else {}
+    others: dict[str, torch.Tensor] = {}
     kept = {
-        name: to_plain(part.state_dict(), f"{PARTS}/{name}", tensors)
-        for name, part in parts.items()
+        name: to_plain(part.state_dict(), f"{PARTS}/{name}", others) for name, part in parts.items()
     }
-    tensors |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
+    others |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
 
     def notify_launcher(saved_step: int, path: Path, sha256_ok: bool) -> None:
         control = _launcher()
         if control is not None and group.rank == 0:
             control.send(Saved(saved_step, str(path), sha256_ok))
 
-    snapshot: Snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
+    snapshot: Snapshot
     if isinstance(model, HybridParallel):
-        snapshot = model.snapshot(tensors)
-    if sharding is None:
-        numbers = training_numbers(plain, optimizer)
-    else:
-        snapshot = _Together([ShardedSnapshot(sharding, optimizer), snapshot])
+        snapshot, numbers = model.checkpoint(optimizer, others)
+    elif (sharding := sharding_of(plain := _unwrapped(model))) is not None:
+        own = ReplicatedSnapshot(others, rank=group.rank, size=group.size)
+        snapshot = _Together([ShardedSnapshot(sharding, optimizer), own])
         numbers = sharded_numbers(sharding, optimizer)
+    else:
+        tensors = training_tensors(plain, optimizer) | others
+        snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
+        numbers = training_numbers(plain, optimizer)
     state = {**numbers, PARTS: kept}
     if saver is not None:
         saver.save(directory, snapshot, step=step, state=state, keep=keep, on_saved=notify_launcher)
@@ -167,6 +167,12 @@ def load(
     """
     group = world() if group is None else group
     _refuse_parts_of(model, group)
+    if isinstance(model, HybridParallel) and model.is_sharded:
+        msg = (
+            "a model on a mesh with shard= is in pieces: load into the model and its optimizer "
+            "first, then make HybridParallel of it, whose attach() cuts the optimizer's states"
+        )
+        raise ConfigError(msg)
     _check_parts(parts, "load_state_dict")
     wanted = _asked_for()
     named = wanted not in {"", "auto"} or Path(directory).name.startswith("step-")
@@ -229,7 +235,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
     """Raise ConfigError for a model of which ranks have parts: each would pass for the whole."""
     if isinstance(model, HybridParallel):
-        return
+        return  # it knows which parts it has
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = (
             "the model is divided over ranks, and would be saved or loaded in parts: train it as "

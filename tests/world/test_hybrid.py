@@ -12,7 +12,6 @@ from torch import nn
 from training import said_by
 
 import braid
-from braid.checkpoint import training_tensors
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.errors import CommError, ConfigError
@@ -51,46 +50,55 @@ def _alone() -> tuple[list[float], list[float], list[torch.Tensor]]:
     return losses, norms, [param.detach() for param in own.parameters()]
 
 
-def _trained(group: Group, mesh: str, schedule: str) -> Any:
+def _trained(group: Group, mesh: str, schedule: str, shard: int) -> Any:
     own = model()
     optimizer = adam(own)
     hybrid = HybridParallel(
-        own, mesh, group, layers=own.layers(), num_microbatches=2, schedule=schedule
+        own, mesh, group, layers=own.layers(), num_microbatches=2, schedule=schedule, shard=shard
     )
+    hybrid.attach(optimizer)
+    assert hybrid.is_sharded == bool(shard)
     replicas = hybrid.groups["dp"]
     mine = torch.arange(ROWS).chunk(replicas.size)[replicas.rank]
     losses, norms = [], []
     for step in range(STEPS):
-        optimizer.zero_grad()
+        hybrid.zero_grad()
         loss = hybrid.step(tokens(step)[mine], tokens(step + 10)[mine], loss=mean_loss)
         losses.append(loss.item())
         norms.append(hybrid.clip_grad_norm_(0.5).item())
         optimizer.step()
     evaluated = hybrid.evaluate(tokens(0)[mine], tokens(10)[mine], loss=mean_loss).item()
-    snapshot = hybrid.snapshot(training_tensors(own, optimizer))
+    snapshot, numbers = hybrid.checkpoint(optimizer)
+    assert numbers["optimizer"]["type"] == "AdamW"
     pieces = [(p.name, p.global_shape, p.tensor.numel()) for p in snapshot.pieces()]
     hybrid.make_whole()
     return losses, norms, [param.detach() for param in own.parameters()], evaluated, pieces
 
 
 @pytest.mark.parametrize(
-    ("mesh", "schedule"),
+    ("mesh", "schedule", "shard"),
     [
-        ("pp=1", "1f1b"),
-        ("tp=2", "1f1b"),
-        ("cp=2", "gpipe"),
-        ("pp=2,tp=2", "zb_h1"),
-        ("tp=2,pp=2", "zbv"),
-        ("cp=2,tp=2", "1f1b"),
-        ("pp=2,cp=2", "1f1b"),
-        ("dp=2,tp=2", "1f1b"),
-        ("dp=2,pp=1", "gpipe"),
-        ("pp=2,dp=2,tp=2", "1f1b"),
+        ("pp=1", "1f1b", 0),
+        ("tp=2", "1f1b", 0),
+        ("cp=2", "gpipe", 0),
+        ("pp=2,tp=2", "zb_h1", 0),
+        ("tp=2,pp=2", "zbv", 0),
+        ("cp=2,tp=2", "1f1b", 0),
+        ("pp=2,cp=2", "1f1b", 0),
+        ("dp=2,tp=2", "1f1b", 0),
+        ("dp=2,pp=1", "gpipe", 0),
+        ("pp=2,dp=2,tp=2", "1f1b", 0),
+        ("pp=2,dp=2", "1f1b", 1),
+        ("pp=2,dp=2", "gpipe", 2),
+        ("pp=2,dp=2", "1f1b", 3),
+        ("dp=2,tp=2", "1f1b", 3),
+        ("cp=2", "1f1b", 3),
+        ("pp=2,dp=2,tp=2", "1f1b", 3),
     ],
 )
-def test_each_axis_alone_and_all_together_train_like_one_process(world, mesh, schedule):
+def test_each_axis_alone_and_all_together_train_like_one_process(world, mesh, schedule, shard):
     losses, norms, params = _alone()
-    ranks = world(Mesh.parse(mesh).size, _trained, mesh, schedule)
+    ranks = world(Mesh.parse(mesh).size, _trained, mesh, schedule, shard)
     written: Counter[str] = Counter()
     wanted: dict[str, int] = {}
     for own_losses, own_norms, own_params, evaluated, pieces in ranks:
@@ -187,12 +195,14 @@ def _mistakes(group: Group) -> list[str]:
     return [
         refused("tp=4,ep=2", layers=None),
         refused("pp=2", balance=[1, 1, 1]),
+        refused("pp=2", schedule="zbv", shard=2),
         said_by(lambda: hybrid.clip_grad_norm_(-1.0), ConfigError),
     ]
 
 
 def test_mistakes_are_named(world):
-    for everything, balance, norm in world(2, _mistakes):
+    for everything, balance, split, norm in world(2, _mistakes):
+        assert "cannot be sharded, got shard=2: use 1f1b" in split
         assert "has ep: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
         assert "has 8 ranks, and the group 2" in everything
         assert "GPT is no nn.Sequential" in everything

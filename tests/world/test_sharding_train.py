@@ -57,5 +57,4 @@ def test_what_cannot_be_combined_is_refused(config):
         replace(config, shard=4)
     with pytest.raises(ConfigError, match="leave one of them out"):
         replace(config, shard=3, reference_shards=2)
-    with pytest.raises(ConfigError, match="together with --mesh pp=2"):
-        replace(config, shard=3, mesh="pp=2").check_ranks(2)
+    assert replace(config, shard=3, mesh="pp=2,dp=2").check_ranks(4) == 2

@@ -148,14 +148,14 @@ def test_replicas_of_a_pipeline_train_like_one_process(world, config, mesh, reco
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ranks"),
-    [("tp=2,dp=1", 2), ("cp=2", 2), ("pp=2,tp=2", 4)],
+    ("mesh", "ranks", "shard"),
+    [("tp=2,dp=1", 2, 0), ("cp=2", 2, 0), ("pp=2,tp=2", 4, 0), ("pp=2,dp=2", 4, 2)],
 )
 def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_without(
-    world, config, mesh, ranks
+    world, config, mesh, ranks, shard
 ):
-    divided = replace(config, mesh=mesh, model="mini", steps=4)
-    alone = replace(divided, mesh="", log_dir=config.log_dir + "-alone")
+    divided = replace(config, mesh=mesh, model="mini", steps=4, shard=shard)
+    alone = replace(divided, mesh="", shard=0, log_dir=config.log_dir + "-alone")
     (expected,) = world(1, train, alone)
     curve, *_ = world(ranks, train, divided)
     losses = [loss for _, loss in expected.losses]
@@ -166,7 +166,7 @@ def test_divided_layers_and_sequences_train_like_one_process_and_are_resumed_wit
     begun = last(divided)
     (without,) = world(1, train, replace(more, log_dir=config.log_dir + "-on"), begun)
     resumed = world(ranks, train, replace(divided, steps=6), begun)[0]
-    elsewhere = replace(divided, mesh="cp=2", steps=6, log_dir=config.log_dir + "-there")
+    elsewhere = replace(divided, mesh="cp=2", shard=0, steps=6, log_dir=config.log_dir + "-there")
     other = world(2, train, elsewhere, begun)[0]
     for continued in (resumed, without, other):
         assert [step for step, _ in continued.losses] == [5, 6]

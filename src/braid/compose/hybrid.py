@@ -1,7 +1,7 @@
 """`HybridParallel`: stages, replicas, divided sequences and divided layers on one mesh.
 
     hybrid = HybridParallel(model, "pp=2,dp=2,tp=2", group, num_microbatches=8)
-    hybrid.divide_states(optimizer)      # made before, of the whole model
+    hybrid.attach(optimizer)             # made of the whole model
     loss = hybrid.step(batch, target, loss=nn.functional.cross_entropy)
     hybrid.clip_grad_norm_(1.0)
     optimizer.step()
@@ -10,6 +10,8 @@
     tp    parts of layers         parallelize, before stages are made
     dp    samples                 replicas of the pipeline; gradients are added over them
     cp    positions               replicas, too; attention sees the positions of all
+
+With `shard` replicas own parts of optimizer states, gradients and parameters; see `sharded_stages`.
 
 A mesh of one stage is a pipeline of one stage, whose micro-batches accumulate gradients: one path
 for each number of ranks along each axis.
@@ -20,7 +22,7 @@ Megatron-LM, SC 2021, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +30,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.autograd.nested import map_tensors, tensors_in
-from braid.checkpoint import ReplicatedSnapshot, Snapshot
+from braid.checkpoint import ReplicatedSnapshot, Snapshot, training_numbers, training_tensors
 from braid.checkpoint.snapshot import OWN
 from braid.comm import Group
+from braid.compose.sharded_stages import ShardedStages
 from braid.compose.snapshot import HybridSnapshot, param_of
 from braid.context_parallel import ContextParallel, context_parallel, position_ids, split_sequence
 from braid.errors import ConfigError
@@ -65,6 +68,9 @@ class HybridParallel:
             an `nn.Sequential`.
         num_microbatches: See `Pipeline`.
         plan: See `parallelize`; None for a model whose family is known.
+        shard: State that replicas own parts of: 1 for optimizer states, 2 for gradients, too, 3 for
+            parameters, too; 0 for none. The optimizer then needs `attach`, and replicas equally
+            many samples.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
 
     With cp, inputs and targets are cut along dim 1, and the first layer is given (inputs, position
@@ -92,6 +98,7 @@ class HybridParallel:
         layers: Sequence[nn.Module] | None = None,
         num_microbatches: int = 1,
         plan: Mapping[str, str] | None = None,
+        shard: int = 0,
         **options: Any,
     ) -> None:
         self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
@@ -113,20 +120,47 @@ class HybridParallel:
             model if isinstance(model, nn.Sequential) and layers is None else rows,
             num_microbatches=num_microbatches,
             process_group=self.groups["pp"],
-            replicas=self._replicas if self._replicas.size > 1 else None,
+            replicas=self._replicas if self._replicas.size > 1 and not shard else None,
             **options,
         )
+        self._sharded: ShardedStages | None = None
+        if shard and self.pipeline.splits_backward:
+            msg = (
+                "a schedule that splits backwards into those of inputs and of weights cannot be "
+                f"sharded, got shard={shard}: use 1f1b, gpipe or interleaved"
+            )
+            raise ConfigError(msg)
+        if shard:
+            self._sharded = ShardedStages(
+                model, rows, self.pipeline.parameters(), self._replicas, self._tensor, shard
+            )
         self.pipeline.fail_with(self._tensor, self._sequence)
         self._params = dict(model.named_parameters())
         self._owners = self._owners_of()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas own parts of what they train."""
+        return self._sharded is not None
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank trains."""
         return list(self.pipeline.parameters())
 
-    def divide_states(self, optimizer: Optimizer) -> None:
-        """Keep this rank's parts of an optimizer's states that are whole."""
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let an optimizer of the whole model step on what this rank has; states it has are cut."""
         divide_states(optimizer, self._shapes, self._tensor)
+        if self._sharded is not None:
+            self._sharded.attach(optimizer)
+
+    def _grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, bool]]:
+        """Yield parameters with their gradients, and whether replicas have the same."""
+        if self._sharded is not None:
+            yield from self._sharded.grads()
+            return
+        for param in self.pipeline.parameters():
+            if param.grad is not None:
+                yield param, param.grad, True
 
     def step(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Run forwards and backwards of a batch; see `Pipeline.step`.
@@ -139,11 +173,17 @@ class HybridParallel:
         Returns:
             Mean loss over all replicas, on all ranks.
         """
-        return self.pipeline.step(*self._cut(batch, target), loss=loss)
+        if self._sharded is None:
+            return self.pipeline.step(*self._cut(batch, target), loss=loss)
+        with self._sharded.sharding.no_sync():
+            own = self.pipeline.step(*self._cut(batch, target), loss=loss)
+        self._sharded.average()
+        return self._replicas.all_reduce(own, op="avg")
 
     def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
-        return self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
+        own = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
+        return own if self._sharded is None else self._replicas.all_reduce(own, op="avg")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -158,42 +198,65 @@ class HybridParallel:
         Raises:
             ConfigError: `max_norm` is negative or not a number.
 
-        Cost: two all_reduces of 8 bytes.
+        Cost: three all_reduces of 8 bytes.
         """
         if not max_norm >= 0:
             msg = f"max_norm must not be negative, got {max_norm}"
             raise ConfigError(msg)
-        grads = [(p, p.grad) for p in self.pipeline.parameters() if p.grad is not None]
+        grads = list(self._grads())
         squares = torch.zeros((), dtype=torch.float64)
-        for param, grad in grads:
+        for param, grad, is_copied in grads:
             is_mine = slicing_of(param) is not None or not self._tensor.rank
-            if is_mine and not self.pipeline.counts_elsewhere(param):
+            is_first = not is_copied or not self._replicas.rank
+            if is_mine and is_first and not self.pipeline.counts_elsewhere(param):
                 squares += grad.double().square().sum().cpu()
-        for group in (self._tensor, self.groups["pp"]):
+        for group in (self._tensor, self.groups["pp"], self._replicas):
             squares = group.all_reduce(squares)
         norm = squares.sqrt()
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for _, grad in grads:
+        for _, grad, _ in grads:
             grad.mul_(factor)
         return norm
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        """Return what this rank writes of a checkpoint: each element is written once.
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        if self._sharded is not None:
+            self._sharded.sharding.zero_grad()
+        for param in self.pipeline.parameters():
+            param.grad = None
+
+    def checkpoint(
+        self, optimizer: Optimizer | None, others: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[Snapshot, dict[str, Any]]:
+        """Return what this rank writes of a checkpoint, and values that are no tensors.
+
+        Each element of the model and of the optimizer's states is written once.
 
         Args:
-            tensors: Tensors of a whole model and its optimizer by name, as
-                `braid.checkpoint.training_tensors` has them.
+            optimizer: Optimizer of the whole model; None to leave it out.
+            others: Further tensors by name; those of this rank alone begin with `own/`.
         """
-        own = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
-        return HybridSnapshot(
-            {name: tensor for name, tensor in tensors.items() if name not in own},
+        further = dict(others or {})
+        if self._sharded is not None:
+            tensors = self._sharded.kept_tensors(optimizer)
+            numbers = self._sharded.numbers(optimizer)
+        else:
+            tensors = training_tensors(self.model, optimizer)
+            numbers = training_numbers(self.model, optimizer)
+        own = {name: x for name, x in further.items() if name.startswith(OWN)}
+        shared = {name: x for name, x in further.items() if name not in own}
+        snapshot = HybridSnapshot(
+            tensors | shared,
             self._params,
             self._owners,
             self._tensor,
             stage=self.place.get("pp", 0),
             writes=not self._replicas.rank,
-            own=ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size),
+            own=[ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size)],
         )
+        if self._sharded is not None:
+            snapshot.own.append(self._sharded.snapshot(optimizer))
+        return snapshot, numbers
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""
@@ -218,6 +281,8 @@ class HybridParallel:
 
         Nothing is left of the mesh: make another `HybridParallel` to train on.
         """
+        if self._sharded is not None:
+            self._sharded.sharding.undo()
         for divided in self._divided:
             divided.remove()
         if self._tensor.size > 1:

@@ -21,6 +21,9 @@ __all__ = ["HybridSnapshot", "param_of"]
 class HybridSnapshot:
     """Tensors of this rank as boxes of whole ones; see `braid.checkpoint.Snapshot`.
 
+    Attributes:
+        own: Further snapshots of this rank.
+
     Args:
         tensors: Tensors by name: `model/NAME`, `optimizer/NAME/STATE` and others.
         params: Parameters by name.
@@ -28,7 +31,7 @@ class HybridSnapshot:
         group: Ranks that share layers.
         stage: Rank of this one in its pipeline.
         writes: Whether this rank's replica writes.
-        own: Tensors that differ from rank to rank, which each rank writes.
+        own: Further snapshots of this rank.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class HybridSnapshot:
         *,
         stage: int,
         writes: bool,
-        own: Snapshot,
+        own: Iterable[Snapshot] = (),
     ) -> None:
         self._tensors = {
             name: tensor
@@ -49,11 +52,12 @@ class HybridSnapshot:
         }
         self._params = params
         self._group = group
-        self._own = own
+        self.own = list(own)
 
     def pieces(self) -> Iterable[Slice]:
         """See `Snapshot`."""
-        yield from self._own.pieces()
+        for other in self.own:
+            yield from other.pieces()
         rank, size = self._group.rank, self._group.size
         for name, tensor in self._tensors.items():
             param = self._params.get(param_of(name))

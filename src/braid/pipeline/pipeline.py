@@ -314,6 +314,12 @@ class Pipeline(nn.Module):
         """Return whether another rank of the pipeline counts this parameter in a norm."""
         return self._tied.counts_elsewhere(param)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule has gradients of inputs and of weights as actions of their own."""
+        program = self._make(self.group.size, self._num_microbatches)
+        return any(action.kind == "W" for actions in program.ranks for action in actions)
+
     def fail_with(self, *groups: Group) -> None:
         """Let other groups of this rank fail when a step fails, so that none waits in them."""
         self._messages.others += [group for group in groups if group.size > 1]

@@ -190,6 +190,13 @@ class Sharding:
     def synchronizes(self, value: bool) -> None:
         self._reducer.synchronizes = value
 
+    def average(self) -> None:
+        """Average the gradients that backwards inside of `no_sync` have left; a collective.
+
+        For engines that run several backwards of their own, such as those of a pipeline.
+        """
+        self._reducer.average()
+
     def share_step(self) -> None:
         """Let all ranks have the parameters that an optimizer's step has changed; a collective.
 

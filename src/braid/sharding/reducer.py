@@ -109,6 +109,14 @@ class ShardReducer(GradientListener):
         finally:
             self.synchronizes = before
 
+    def average(self) -> None:
+        """Average the gradients that backwards inside of `no_sync` have left; a collective."""
+        self._is_in_backward, self._sums, self._next = True, True, 0
+        for gradients in self._gradients:
+            gradients.reset()
+            self._missing[id(gradients)] = 0
+        self._backward_ended()
+
     def reset(self) -> None:
         """Forget a backward that an exception has ended."""
         if self._is_in_backward:

@@ -225,13 +225,6 @@ class TrainConfig:
             msg = f"--mesh {self.mesh} has {Mesh.parse(self.mesh).size} ranks, got -n {num_ranks}"
             raise ConfigError(msg)
         self._check_stages()
-        divided = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
-        if self.shard and divided > 1:
-            msg = (
-                f"--shard {self.shard} together with --mesh {self.mesh} is not there yet: use one "
-                "of them"
-            )
-            raise ConfigError(msg)
         heads = MODELS[self.model].heads
         if heads % self.num_tensor_ranks:
             valid = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

@@ -21,8 +21,6 @@ from braid.checkpoint import (
     OnSaved,
     restore_training,
     save,
-    training_numbers,
-    training_tensors,
 )
 from braid.comm import Group
 from braid.data import Corpus, Windows
@@ -118,7 +116,7 @@ class Trainer:
         config = self._config
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
-        if config.shard:
+        if config.shard and not config.is_on_mesh:
             return ZeroShards(self._model, self._optimizer, windows, self._group, config.shard)
         if not config.is_on_mesh:
             return ParallelShards(self._model, windows, self._group)
@@ -292,11 +290,7 @@ class Trainer:
         if self._saved_step == self._step:
             return
         group = self._group
-        if isinstance(self._shards, ZeroShards):
-            snapshot, numbers = self._shards.snapshot({}), self._shards.numbers()
-        else:
-            snapshot = self._shards.snapshot(training_tensors(self._model, self._optimizer))
-            numbers = training_numbers(self._model, self._optimizer)
+        snapshot, numbers = self._shards.checkpoint(self._optimizer)
         state = {
             "sampler": self._sampler.state_dict(),
             "data": self._corpus.digest,

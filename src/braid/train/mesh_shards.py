@@ -7,7 +7,8 @@ resumed on any other, or without one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -74,9 +75,9 @@ class MeshShards:
         """See `Shards`."""
         return self._hybrid().clip_grad_norm_(max_norm).item()
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """See `Shards`."""
-        return self._hybrid().snapshot(tensors)
+        return self._hybrid().checkpoint(optimizer)
 
     def share_weights(self) -> None:
         """See `Shards`: every rank has the whole model again."""
@@ -97,8 +98,9 @@ class MeshShards:
                 balance=self._balance,
                 recompute=int(every) if every.isdecimal() else every,
                 seed=config.seed,
+                shard=config.shard,
             )
-            self._made.divide_states(self._optimizer)
+            self._made.attach(self._optimizer)
         return self._made
 
     def _share(self, indices: Sequence[int]) -> Sequence[int]:

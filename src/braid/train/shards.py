@@ -7,13 +7,19 @@ things only: gradients and losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from braid.checkpoint import ReplicatedSnapshot, Snapshot
+from braid.checkpoint import (
+    ReplicatedSnapshot,
+    Snapshot,
+    training_numbers,
+    training_tensors,
+)
 from braid.comm import Group
 from braid.data import Windows
 from braid.data_parallel import DistributedDataParallel, accumulate
@@ -56,8 +62,8 @@ class Shards(Protocol):
         """Scale gradients to at most this norm; returns the norm before."""
         ...
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        """Return the tensors of a checkpoint that this rank writes, of all by name."""
+    def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
+        """Return the tensors that this rank writes, and values that are no tensors."""
         ...
 
     def share_weights(self) -> None:
@@ -108,9 +114,11 @@ class ParallelShards:
         """See `Shards`."""
         return clip_whole(self._model, max_norm)
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """See `Shards`."""
-        return ReplicatedSnapshot(tensors, rank=self._group.rank, size=self._group.size)
+        tensors = training_tensors(self._model, optimizer)
+        snapshot = ReplicatedSnapshot(tensors, rank=self._group.rank, size=self._group.size)
+        return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
         """See `Shards`: every rank has them."""
@@ -154,9 +162,10 @@ class ReferenceShards:
         """See `Shards`."""
         return clip_whole(self._model, max_norm)
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
+    def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """See `Shards`."""
-        return ReplicatedSnapshot(tensors, rank=0, size=1)
+        snapshot = ReplicatedSnapshot(training_tensors(self._model, optimizer))
+        return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
         """See `Shards`: this rank has them."""

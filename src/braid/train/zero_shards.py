@@ -7,7 +7,7 @@ without dividing anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,14 +81,10 @@ class ZeroShards:
         """See `Shards`."""
         return self._sharding().clip_grad_norm_(max_norm).item()
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> Snapshot:
-        """See `Shards`; this rank writes its pieces, whatever `tensors` are."""
-        del tensors
-        return ShardedSnapshot(self._sharding(), self._optimizer)
-
-    def numbers(self) -> dict[str, Any]:
-        """Return values of the training that are no tensors; a collective."""
-        return sharded_numbers(self._sharding(), self._optimizer)
+    def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
+        """See `Shards`; a collective."""
+        sharding = self._sharding()
+        return ShardedSnapshot(sharding, optimizer), sharded_numbers(sharding, optimizer)
 
     def share_weights(self) -> None:
         """See `Shards`: all parameters become whole again."""
