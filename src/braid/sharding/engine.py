@@ -20,15 +20,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.errors import ConfigError
+from braid.layout import Mesh
 from braid.params import ParamRecord, ParamTable
 from braid.params.exact_norm import clip_pieces_, exact_norm
+from braid.params.optimizer_in_place import refuse_copy
 from braid.sharding.flat_gradients import FlatGradients, sums_in_dtype_of_pieces
 from braid.sharding.flat_shard import FlatShard, Places
+from braid.sharding.layouts import SHARD, layouts_of
 from braid.sharding.offload import StatesOnDisk
 from braid.sharding.options import ShardingOptions
 from braid.sharding.partition import assign_owners, by_elements, by_owners
@@ -44,8 +49,11 @@ from braid.sharding.units import (
     default_units,
     divide_into_units,
 )
+from braid.types import first_few
 
 __all__ = ["Sharding", "sharding_of"]
+
+REPLICA = "replica"
 
 
 class Sharding:
@@ -62,6 +70,7 @@ class Sharding:
         model, options: As given.
         places: Ranks that own parts, and their replicas.
         disk: Files of the optimizer's states, if they are there.
+        layouts: Layouts of the flat vectors of parameters.
         table: Parameters by name; their objects are the model's own.
 
     Raises:
@@ -87,6 +96,10 @@ class Sharding:
         self.model = model
         self.places = Places(group=group, replicas=replicas)
         check_shapes(model)
+        axes = (
+            {SHARD: group.size} if replicas is None else {REPLICA: replicas.size, SHARD: group.size}
+        )
+        self.layouts = layouts_of(self.options.stage, Mesh(axes))
         self.table = ParamTable.of(model, self.options.ignored)
         check_params(model, self.table, sorted(group.devices))
         self._compare()
@@ -110,7 +123,9 @@ class Sharding:
         self._reducer = ShardReducer(
             self._gradients, _control(group, replicas), self._on_complete, self._on_backward_ended
         )
-        self._residency = Residency(self._units, self._reducer.backward_begins, self._reducer.reset)
+        self._residency = Residency(
+            self._units, self._reducer.backward_begins, self._before_forward
+        )
         policy = self.options.offload
         self.disk = (
             StatesOnDisk(policy.directory, group.context.rank)
@@ -324,6 +339,38 @@ class Sharding:
             FlatGradients(flat, slot, part if _sums_aside(flat) else None)
             for flat, slot, part in zip(flats, slots, parts, strict=True)
         ]
+
+    def _before_forward(self) -> None:
+        """Check at the begin of a forward that parameters are those that were divided.
+
+        Raises:
+            ConfigError: They are not, or frozen ones are to be trained now.
+        """
+        self._reducer.reset()
+        problems = []
+        if moved := [name for flat in self._flats for name in flat.moved()]:
+            problems.append(
+                f"{first_few(moved)} have other memory than when the model was sharded: call "
+                "model.to(...), model.half() and such before"
+            )
+        trained = {id(gradients.flat) for gradients in self._gradients}
+        frozen = [flat for flat in self._flats if id(flat) not in trained]
+        if any(record.param.requires_grad for flat in frozen for record in flat.records):
+            names = [r.name for f in frozen for r in f.records if r.param.requires_grad]
+            problems.append(
+                f"{first_few(names)} were frozen when the model was sharded, and require a "
+                "gradient now: unfreeze them before"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled, which would share the ranks' memory and channels.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy("a sharded model")
 
     def _on_complete(self, flat: FlatShard) -> None:
         unit = self._unit_of[id(flat)]

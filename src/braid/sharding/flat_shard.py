@@ -142,6 +142,19 @@ class FlatShard:
         """The whole vector, if it is there or on its way."""
         return self._full
 
+    def moved(self) -> list[str]:
+        """Return the names of parameters that are no longer in this vector's memory."""
+        memory, params = self._master, self.owned
+        if self._slot is None:
+            assert self._full is not None
+            memory, params = self._full, self.leaves
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.numel() * memory.element_size()
+        return [
+            record.name
+            for record, param in zip(self.records, params, strict=True)
+            if param.numel() and not begin <= param.data_ptr() < end
+        ]
+
     def zeros(self, numel: int) -> torch.Tensor:
         """Return memory like that of the pieces."""
         pinned = self.dtypes.pinned and self.device.type == "cuda"

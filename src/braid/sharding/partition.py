@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from braid.errors import ConfigError
 from braid.layout import Layout, Mesh
+from braid.sharding.layouts import SHARD
 
 __all__ = [
     "ALIGN",
@@ -37,7 +38,6 @@ __all__ = [
 ]
 
 ALIGN = 32  # elements: 64 bytes of 16-bit numbers, and two vectors of any instruction set
-AXIS = "shard"
 
 
 class Piece(NamedTuple):
@@ -100,7 +100,7 @@ def by_elements(numels: Sequence[int], num_ranks: int) -> Partition:
     """
     starts = list(accumulate(map(_aligned, numels), initial=0))
     blocks = -(-starts[-1] // (num_ranks * ALIGN)) * num_ranks
-    layout = Layout(Mesh({AXIS: num_ranks}), ((AXIS,),))
+    layout = Layout(Mesh({SHARD: num_ranks}), ((SHARD,),))
     boxes = [layout.box((blocks,), rank) for rank in range(num_ranks)]
     bounds = [0, *(end * ALIGN for ((_, end),) in boxes)]
     return Partition(tuple(numels), tuple(starts[:-1]), tuple(bounds))

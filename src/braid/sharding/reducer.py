@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from braid.comm import Group
+from braid.errors import ConfigError
 from braid.params import GradientHooks, ParamRecord
 from braid.params.autograd_grad import at_end_of_backward
 from braid.params.gradient_hooks import GradientListener
@@ -56,11 +57,12 @@ class ShardReducer(GradientListener):
         self._on_end = on_end
         leaves = [(g, i) for g in gradients for i in range(len(g.flat.leaves))]
         self._owner = [g for g, _ in leaves]
-        records = [
+        self._records = records = [
             ParamRecord(g.flat.records[i].names, g.flat.records[i].spec, g.flat.leaves[i])
             for g, i in leaves
         ]
         self._missing: dict[int, int] = {}
+        self._seen: set[int] = set()
         self._groups = list(groups)
         self._firsts: dict[int, int] = {}
         for number, (own, _) in enumerate(leaves):
@@ -81,6 +83,7 @@ class ShardReducer(GradientListener):
         self._is_in_backward = True
         self._sums = self.synchronizes
         self._next = 0
+        self._seen.clear()
         for gradients in self._gradients:
             gradients.reset()
             needed = [leaf for leaf in gradients.flat.leaves if leaf.requires_grad]
@@ -88,9 +91,18 @@ class ShardReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def on_gradient(self, position: int, /) -> None:
-        """See `GradientListener`."""
+        """See `GradientListener`.
+
+        Raises:
+            ConfigError: The sum of the gradient has been started.
+        """
         self.backward_begins()
         gradients = self._owner[position]
+        if position in self._seen:
+            if gradients.is_launched:
+                raise ConfigError(_late_text(self._records[position].name))
+            return
+        self._seen.add(position)
         left = self._missing[id(gradients)] = self._missing[id(gradients)] - 1
         if left:
             return
@@ -121,6 +133,8 @@ class ShardReducer(GradientListener):
         """Forget a backward that an exception has ended."""
         if self._is_in_backward:
             self._is_in_backward = False
+            if self._arrivals is not None:
+                self._arrivals.clear()
             for gradients in self._gradients:
                 gradients.finish()
                 gradients.drop()
@@ -186,3 +200,11 @@ class ShardReducer(GradientListener):
             same = bool((orders == orders[0]).all()) and same
         if same:
             self.order = [self._gradients[n] for n in order]
+
+
+def _late_text(name: str) -> str:
+    return (
+        f"{name!r} got another gradient after its sum was started: the parameter is used in graphs "
+        "that are differentiated separately, such as by re-entrant checkpointing. Checkpoint with "
+        "use_reentrant=False"
+    )

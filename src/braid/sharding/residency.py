@@ -16,7 +16,8 @@ parameters of a unit that was freed too early, is gathered when it is needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from braid.autograd.nested import tensors_in
 from braid.params.autograd_grad import is_in_backward
+from braid.params.optimizer_in_place import refuse_copy
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.saved_params import SavedParams
 
@@ -42,6 +44,7 @@ class Unit:
     Attributes:
         name, module, flats, frees_after_forward: As given.
         num_forwards: Number of forward passes under way.
+        num_pushed: Number of them that replace what autograd saves.
         in_backward: Whether a backward has reached the unit's outputs.
     """
 
@@ -58,6 +61,7 @@ class Unit:
         self.flats = list(flats)
         self.frees_after_forward = frees_after_forward
         self.num_forwards = 0
+        self.num_pushed = 0
         self.in_backward = False
 
     @property
@@ -101,12 +105,17 @@ class Residency:
         self._on_backward = on_backward
         self._unit_of = {id(flat): unit for unit in units for flat in unit.flats}
         self._slots = list({id(f.slot): f.slot for u in units for f in u.flats if f.slot}.values())
+        self._ranges = [
+            (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), slot)
+            for slot in self._slots
+            for x in [slot.tensor]
+        ]
         self._places: dict[int, int] = {}  # of units in the order, the last one of each
         self._saved = SavedParams(self._find, self._restore)
         self._aside: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._num_pinned = 0
-        for unit in self.units if self._slots else ():
+        for unit in self.units if self._slots else self.units[:1]:
             self._add_hooks(unit)
 
     def close(self) -> None:
@@ -147,19 +156,22 @@ class Residency:
     # Forward
 
     def _add_hooks(self, unit: Unit) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            self._before_forward(unit)
-
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._after_forward(unit, output)
-
         module = unit.module
+        before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
 
-    def _before_forward(self, unit: Unit) -> None:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled with a module that has these hooks.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy("a sharded model")
+
+    def _before_forward(self, unit: Unit, _module: nn.Module, _args: Any) -> None:
         again = is_in_backward()  # a checkpoint computes a forward again
         is_root = unit is self.units[0]
         if is_root and not again and not unit.num_forwards:
@@ -171,20 +183,26 @@ class Residency:
                 self._places[id(unit)] = len(self.order)
                 self.order.append(unit)
             self._prefetch(self._next_in_forward(unit))
-        self._saved.push()
+        if self._slots:
+            self._saved.push()
+            unit.num_pushed += 1
 
     def _begin(self) -> None:
         self._reset()
         if not self._num_pinned:
             self.free_all()
-        for unit in self.units:
+        for unit in self.units if self._slots else ():
             for flat in unit.flats:
                 flat.refresh()
         self._earlier_order, self.order = self.order, []
         self._places = {}
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
-        self._saved.pop()
+    def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> None:
+        if unit.num_pushed:
+            unit.num_pushed -= 1
+            self._saved.pop()
+        if not unit.num_forwards:  # an exception has ended it before it began
+            return
         unit.num_forwards -= 1
         if unit.num_forwards or unit.in_backward:
             return
@@ -225,10 +243,10 @@ class Residency:
 
     def _find(self, address: int) -> FlatShard | None:
         """Return the vector that lies at an address, if it is to be freed."""
-        for slot in self._slots:
-            holder = slot.holder
-            if holder is not None and holder.offset_of(address) >= 0:
-                return holder
+        for begin, end, slot in self._ranges:
+            if begin <= address < end:
+                holder = slot.holder
+                return holder if holder is not None and holder.offset_of(address) >= 0 else None
         return None
 
     def _restore(self, flat: FlatShard) -> torch.Tensor:

@@ -1,0 +1,228 @@
+"""Sharding under models and programs that are not simple: shared units, several graphs, exceptions, later changes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from sharding_models import Model, differing, loss_of, values
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import linear, said_by
+
+from braid.comm import Group
+from braid.data_parallel.ddp.reference import accumulate
+from braid.sharding import Sharding, ShardingOptions, attach, sharding_of
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
+
+
+def seeded(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for index, param in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+    return module
+
+
+class Recurrent(nn.Module):
+    """Units that keep their weights in lists, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(seeded(nn.LSTM(8, 8, batch_first=True)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+class Repeated(nn.Module):
+    """Units that are called several times, out of order, and share a weight; sizes and dtypes of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear(8, 8) for _ in range(4))
+        self.layers[2] = copy.deepcopy(self.layers[2]).double()
+        self.layers[3].weight = self.layers[0].weight
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 0, 2, 3, 1):
+            layer = self.layers[index]
+            x = torch.tanh(layer(x.to(layer.bias.dtype)))
+        return x.float() * self.scale + self.empty.sum()
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(Repeated() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.outer[0](x)
+        return {"y": [self.outer[1](x + y)], "name": "outputs in containers"}
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": Recurrent,
+    "repeated": Repeated,
+    "nested": Nested,
+}
+
+
+def loss(model: nn.Module, rank: int, step: int, num_forwards: int) -> torch.Tensor:
+    """The sum of the losses of several forwards, which one backward goes through."""
+    total = torch.zeros(())
+    for number in range(num_forwards):
+        generator = torch.Generator().manual_seed(100 * rank + 10 * step + number)
+        y = model(torch.randn(3, 5, 8, generator=generator))
+        total = total + (y["y"][0] if isinstance(y, dict) else y).square().mean()
+    return total
+
+
+def _train(group: Group, base: nn.Module, num_forwards: int, options: dict[str, Any]) -> Any:
+    model = copy.deepcopy(base)
+    options = dict(options)
+    if options.pop("inner", False):
+        options["units"] = [m for m in model.modules() if isinstance(m, nn.Linear | Repeated)]
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group, ShardingOptions(**options))
+    attach(engine, optimizer)
+    for step in range(2):
+        loss(model, group.rank, step, num_forwards).backward()
+        optimizer.step()
+        engine.zero_grad()
+        with torch.no_grad():
+            loss(model, 0, 0, 1)
+    with engine.gathered():
+        return values(model)
+
+
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("recurrent", {}),
+        ("repeated", {}),
+        ("repeated", {"reshard_after_forward": True}),
+        ("repeated", {"stage": 2}),
+        ("repeated", {"whole": True}),
+        ("nested", {}),
+        ("nested", {"inner": True, "reshard_after_forward": True}),
+    ],
+)
+def test_models_of_all_kinds_have_the_bits_of_one_process(world, name, options, num_forwards):
+    base = MODELS[name]()
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    for step in range(2):
+        accumulate(model, [partial(loss, model, r, step, num_forwards) for r in range(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in world(2, _train, base, num_forwards, options):
+        assert differing(found, values(model)) == []
+
+
+class Fails(Exception):
+    """Raised on purpose."""
+
+
+def _goes_on(group: Group, base: Model, stage: int, where: str) -> Any:
+    def fail(*_args: Any) -> None:
+        raise Fails
+
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group, ShardingOptions(stage=stage))
+    attach(engine, optimizer)
+    block = model.blocks[1].drop
+    hook = (
+        block.register_forward_hook(fail)
+        if where == "forward"
+        else block.register_full_backward_hook(fail)
+    )
+    with pytest.raises(Fails):
+        loss_of(model, group.rank, 7).backward()
+    hook.remove()
+    for step in range(2):
+        loss_of(model, group.rank, step).backward()
+        optimizer.step()
+        engine.zero_grad()
+    with engine.gathered():
+        return values(model)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_an_exception_on_all_ranks(world, where, stage):
+    base = Model()
+    expected = copy.deepcopy(base)
+    optimizer = ADAMW(expected.parameters())
+    for step in range(2):
+        accumulate(expected, [partial(loss_of, expected, r, step) for r in range(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in world(2, _goes_on, base, stage, where):
+        assert differing(found, values(expected)) == []
+
+
+class Tangled(nn.Module):
+    """A weight in two re-entrant checkpoints, whose gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 0):
+            x = torch.tanh(checkpoint(self.layers[index], x, use_reentrant=True))
+        return x
+
+
+def _changes(group: Group) -> list[str]:
+    tangled = Tangled()
+    Sharding(tangled, group)
+    x = torch.ones(2, 8, requires_grad=True)
+    model = Model(frozen=True)
+    engine = Sharding(model, group)
+    said = [
+        said_by(lambda: tangled(x).sum().backward()),
+        said_by(lambda: copy.deepcopy(model)),
+        said_by(lambda: pickle.dumps(model)),
+    ]
+    model.blocks[1].requires_grad_(True)
+    said.append(said_by(lambda: loss_of(model, 0, 0)))
+    model.blocks[1].requires_grad_(False)
+    loss_of(model, 0, 0)
+    assert sharding_of(model) is engine
+    model.double()
+    said.append(said_by(lambda: loss_of(model, 0, 0)))
+    whole = Model()
+    whole.head.weight.requires_grad_(True)
+    other = Sharding(whole, group, ShardingOptions(stage=1))
+    whole.to(torch.float64)
+    said.append(said_by(lambda: loss_of(whole, 0, 0)))
+    assert repr(other).startswith("Sharding(stage 1, 5 units")
+    assert sharding_of(nn.ReLU()) is None
+    return said
+
+
+def test_changes_that_sharding_cannot_follow_are_named(world):
+    parts = [
+        "got another gradient after its sum was started",
+        "a sharded model cannot be copied or pickled",
+        "a sharded model cannot be copied or pickled",
+        "were frozen when the model was sharded",
+        "have other memory than when the model was sharded",
+        "have other memory than when the model was sharded",
+    ]
+    for said in world(2, _changes):
+        assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * 6, said
