@@ -7,8 +7,8 @@ and those of the optimizer's states are names of parameters, so they fit any div
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,28 +89,13 @@ def optimizer_state_dict(sharding: Sharding, optimizer: torch.optim.Optimizer) -
 
     Cost: one all_gather of each state; memory for all of them.
     """
-    group = sharding.places.group
     names = {id(owned): record.name for record, owned in sharding.owned()}
     whole: dict[str, dict[str, Any]] = {}
     for flat in sharding.flats:
         for index, record in enumerate(flat.records):
-            own = optimizer.state.get(flat.owned[index], {})
-            piece = flat.pieces[index]
-            plain = {k: v for k, v in own.items() if not _is_cut(flat, index, v)}
-            shapes = {k: str(v.dtype) for k, v in own.items() if _is_cut(flat, index, v)}
-            facts = group.objects.all_gather((piece.numel, shapes, plain))
-            if not any(shapes or plain for _, shapes, plain in facts):
-                continue
-            owner = next(rank for rank, (numel, _, _) in enumerate(facts) if numel)
-            state = dict(facts[owner][2])
-            for key, dtype_name in facts[owner][1].items():
-                dtype = getattr(torch, dtype_name.removeprefix("torch."))
-                device = flat.master_device
-                value = own[key] if key in own else torch.empty(0, dtype=dtype, device=device)
-                parts = [torch.empty(n, dtype=dtype, device=device) for n, _, _ in facts]
-                group.all_gather(value.detach().reshape(-1), out=parts)
-                state[key] = torch.cat(parts).view(flat.shapes[index])
-            whole[record.name] = state
+            state = _whole_state(flat, index, optimizer.state.get(flat.owned[index], {}))
+            if state:
+                whole[record.name] = state
     groups = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]
     return {"state": whole, "param_groups": groups}
 
@@ -153,6 +138,58 @@ def load_optimizer_state_dict(
         for group, own in zip(state["param_groups"], mine, strict=True)
     ]
     optimizer.load_state_dict({"state": cut, "param_groups": groups})
+
+
+def _whole_state(flat: FlatShard, index: int, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the whole state of a parameter; empty if no rank has one."""
+    group, device = flat.places.group, flat.master_device
+    facts = _Facts.of(flat, index, own)
+    table = [_Facts(*entry) for entry in group.objects.all_gather(tuple(facts))]
+    owner = next((rank for rank, known in enumerate(table) if known.numel), 0)
+    state = dict(table[owner].plain)
+    for key, dtype in table[owner].cut.items():
+        value = own[key] if key in own else _empty((0,), dtype, device)
+        parts = [_empty((known.numel,), dtype, device) for known in table]
+        group.all_gather(value.detach().reshape(-1), out=parts)
+        state[key] = torch.cat(parts).view(flat.shapes[index])
+    for key, (shape, dtype) in table[owner].small.items():
+        is_here = group.rank == owner
+        value = own[key].detach().to(device) if is_here else _empty(shape, dtype, device)
+        state[key] = group.broadcast(value.clone(), owner)
+    return state
+
+
+class _Facts(NamedTuple):
+    """Plain data about the state of a parameter on one rank.
+
+    Attributes:
+        numel: Number of elements of the rank's piece.
+        cut: Data types of states with an element for each element of the piece, by name.
+        small: Shapes and data types of other tensors.
+        plain: Values that are no tensors.
+    """
+
+    numel: int
+    cut: dict[str, str]
+    small: dict[str, tuple[tuple[int, ...], str]]
+    plain: dict[str, Any]
+
+    @classmethod
+    def of(cls, flat: FlatShard, index: int, own: Mapping[str, Any]) -> _Facts:
+        """Return the facts of this rank."""
+        tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+        cut = {key: str(x.dtype) for key, x in tensors.items() if _is_cut(flat, index, x)}
+        return cls(
+            flat.pieces[index].numel,
+            cut,
+            {k: (tuple(x.shape), str(x.dtype)) for k, x in tensors.items() if k not in cut},
+            {key: value for key, value in own.items() if key not in tensors},
+        )
+
+
+def _empty(shape: Sequence[int], dtype: str, device: torch.device) -> torch.Tensor:
+    kind: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+    return torch.empty(tuple(shape), dtype=kind, device=device)
 
 
 def _is_cut(flat: FlatShard, index: int, value: Any) -> bool:

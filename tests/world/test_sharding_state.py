@@ -1,0 +1,196 @@
+"""States of sharded trainings: saved by any number of ranks at any stage, loaded by any other, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharding_models import Model, differing, loss_of, values
+from training import said_by
+
+from braid import DistributedDataParallel, FullyShardedDataParallel, resume
+from braid.comm import Group
+from braid.errors import CheckpointError, ConfigError
+from braid.sharding import Sharding, ShardingOptions, attach
+
+Whole = dict[str, Any]
+
+
+def make(
+    group: Group, kind: str, *, dtype: torch.dtype = torch.float32, optimizer: str = "Adam"
+) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A model that is wrapped, or divided at a stage, with its optimizer and the plain model."""
+    plain = Model(frozen=True, dtype=dtype)
+    options: dict[str, Any] = {"lr": 0.01}
+    if optimizer == "Adam":
+        options["amsgrad"] = True
+    made = getattr(torch.optim, optimizer)(plain.parameters(), **options)
+    masters = None if dtype == torch.float32 else torch.float32
+    if kind == "ddp":
+        return DistributedDataParallel(plain, process_group=group), made, plain
+    whole = optimizer == "Adafactor"
+    if kind == "fsdp":
+        wrapped = FullyShardedDataParallel(
+            plain, group, whole_parameters=whole, master_dtype=masters
+        )
+        attach(wrapped.sharding, made)
+        return wrapped, made, plain
+    engine = Sharding(
+        plain, group, ShardingOptions(stage=int(kind), whole=whole, master_dtype=masters)
+    )
+    attach(engine, made)
+    return plain, made, plain
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    loss_of(model, rank, number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole_state(model: Any, optimizer: torch.optim.Optimizer, group: Group) -> Whole:
+    """Parameters and optimizer states as whole tensors, by name."""
+    engine = getattr(getattr(model, "module", model), "braid_sharding", None)
+    if engine is None:
+        plain = getattr(model, "module", model)
+        names = {id(p): n for n, p in plain.named_parameters()}
+        found: Whole = values(plain)
+        for param, state in optimizer.state.items():
+            found.update({f"{names[id(param)]}/{k}": v.clone() for k, v in state.items()})
+        return found
+    from braid.sharding import gathered_state
+
+    state = gathered_state.optimizer_state_dict(engine, optimizer)["state"]
+    kept = gathered_state.state_dict(engine)
+    found = {record.name: kept[record.name].clone() for record in engine.table}
+    for name, entries in state.items():
+        found.update({f"{name}/{k}": v.clone() for k, v in entries.items()})
+    return found
+
+
+def _save(group: Group, kind: str, directory: str, options: dict[str, Any]) -> Whole:
+    model, optimizer, plain = make(group, kind, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for number in range(2):
+        step(model, optimizer, 0, number)
+    schedule.step()
+    plain.steps.fill_(3)
+    resume.save(directory, model=model, optimizer=optimizer, step=1, group=group, schedule=schedule)
+    return whole_state(model, optimizer, group)
+
+
+def _load(group: Group, kind: str, directory: str, options: dict[str, Any]) -> Whole:
+    model, optimizer, plain = make(group, kind, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    start = resume.load(directory, model=model, optimizer=optimizer, group=group, schedule=schedule)
+    assert start == 2
+    assert plain.steps == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    return whole_state(model, optimizer, group)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("kind", "size", "then", "new_size"),
+    [
+        ("fsdp", 2, "fsdp", 3),
+        ("fsdp", 3, "ddp", 2),
+        ("ddp", 2, "fsdp", 3),
+        ("3", 2, "1", 3),
+        ("2", 3, "3", 1),
+    ],
+)
+def test_a_state_is_loaded_to_the_bit_by_any_division(
+    procs, kind, size, then, new_size, tmp_path: Path
+):
+    saved = procs(size, _save, kind, str(tmp_path), {})[0]
+    assert len(saved) > 50
+    for found in procs(new_size, _load, then, str(tmp_path), {}):
+        assert differing(found, saved) == []
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "Adafactor"}, {"dtype": torch.bfloat16}], ids=["whole", "masters"]
+)
+def test_states_of_other_shapes_and_masters_are_loaded_too(procs, options, tmp_path: Path):
+    saved = procs(2, _save, "fsdp", str(tmp_path), options)[0]
+    for found in procs(3, _load, "fsdp", str(tmp_path), options):
+        assert differing(found, saved) == []
+    if "dtype" in options:
+        masters = procs(3, _masters, str(tmp_path), options)
+        assert sum(masters) > 0
+
+
+def _masters(group: Group, directory: str, options: dict[str, Any]) -> float:
+    """Sum of what the pieces have beyond the model's data type."""
+    model, optimizer, _ = make(group, "fsdp", **options)
+    resume.load(directory, model=model, optimizer=optimizer, group=group)
+    pieces = [owned.detach() for _, owned in model.sharding.owned()]
+    return sum(float((piece - piece.bfloat16()).abs().sum()) for piece in pieces)
+
+
+def _refusals(group: Group, directory: str) -> list[str]:
+    model, optimizer, _ = make(group, "fsdp")
+    resume.save(directory, model=model, optimizer=optimizer, step=0, group=group)
+    other = FullyShardedDataParallel(Model(unused=True), group)
+    adafactor = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = model.state_dict()
+    short = {name: value for name, value in state.items() if name != "norm.weight"}
+    wrong = state | {"norm.weight": torch.zeros(3), "strange": torch.zeros(1)}
+    whole = model.optimizer_state_dict(optimizer)
+    fewer = torch.optim.Adam([model.module.embed.weight])
+    before = [owned.detach().clone() for _, owned in model.sharding.owned()]
+    said = [
+        said_by(lambda: resume.load(directory, model=other, group=group)),
+        said_by(lambda: resume.load(directory, model=model, optimizer=adafactor, group=group)),
+        said_by(lambda: model.load_state_dict(short)),
+        said_by(lambda: model.load_state_dict(wrong)),
+        said_by(lambda: model.load_state_dict(state, assign=True)),
+        said_by(lambda: model.load_optimizer_state_dict(fewer, whole)),
+    ]
+    after = [owned.detach() for _, owned in model.sharding.owned()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return said
+
+
+@pytest.mark.procs
+def test_a_state_of_another_model_is_refused(procs, tmp_path: Path):
+    parts = [
+        "is no checkpoint of this model",
+        "the optimizer is SGD",
+        "norm.weight are missing",
+        "norm.weight has the shape [3], the model's is [24]; strange are not in the model",
+        "leave it out",
+        "make the optimizer as it was made then",
+    ]
+    for said in procs(2, _refusals, str(tmp_path)):
+        assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * 6, said
+        assert said[0].startswith(CheckpointError.__name__)
+        assert said[2].startswith(ConfigError.__name__)
+
+
+def _copied(group: Group, whole: bool) -> Any:
+    """Whole state dicts of one training are loaded into another, which then takes the same steps."""
+    name = "Adafactor" if whole else "Adam"
+    first, optimizer, _ = make(group, "fsdp", optimizer=name)
+    for number in range(2):
+        step(first, optimizer, group.rank, number)
+    state, states = first.state_dict(), first.optimizer_state_dict(optimizer)
+    assert set(state) == set(Model().state_dict())
+    second, other, _ = make(group, "fsdp", optimizer=name)
+    step(second, other, group.rank, 9)
+    second.load_state_dict({name: value.clone() for name, value in state.items()})
+    second.load_optimizer_state_dict(other, copy.deepcopy(states))
+    for model, own in ((first, optimizer), (second, other)):
+        step(model, own, group.rank, 5)
+    return first.state_dict(), second.state_dict()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_whole_state_dicts_continue_a_training(world, whole):
+    for first, second in world(2, _copied, whole):
+        assert differing(second, first) == []
