@@ -15,6 +15,7 @@ import braid
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.errors import CommError, ConfigError
+from braid.expert_parallel import MixtureOfExperts
 from braid.layout import Mesh
 from braid.train.config import MODELS
 from braid.train.gpt import GPT, mean_loss
@@ -114,6 +115,70 @@ def test_each_axis_alone_and_all_together_train_like_one_process(world, mesh, sc
     assert sum(name.startswith("model/") for name in wanted) == len(params)
 
 
+class Expert(nn.Module):
+    """A residual layer of experts."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.mixture = MixtureOfExperts(4, 8, 4, group=group, top_k=2).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixture(x)
+
+
+def experts(group: Group) -> nn.Sequential:
+    """A model with two layers of experts, all on each rank."""
+    alone = group.split(group.rank)
+    assert alone is not None
+    first = nn.utils.skip_init(nn.Linear, 4, 4).double()
+    with torch.no_grad():
+        first.weight.copy_(torch.arange(16.0).view(4, 4) / 16)
+        first.bias.fill_(0.1)
+    return nn.Sequential(first, Expert(alone), Expert(alone))
+
+
+def _mixture(group: Group, mesh: str, directory: str) -> Any:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
+    own = experts(group)
+    optimizer = adam(own)
+    hybrid = HybridParallel(own, mesh, group, num_microbatches=2)
+    hybrid.attach(optimizer)
+    samples = hybrid.samples
+    mine = x.chunk(samples.size)[samples.rank]
+    losses, norms = [], []
+    for _ in range(STEPS):
+        hybrid.zero_grad()
+        losses.append(hybrid.step(mine, mine.flip(1), loss=nn.functional.mse_loss).item())
+        norms.append(hybrid.clip_grad_norm_(0.1).item())
+        optimizer.step()
+    braid.save(directory, model=hybrid, optimizer=optimizer, step=2, group=group)
+    before = [param.detach().clone() for param in own.parameters()]
+    again = HybridParallel(other := experts(group), mesh, group, num_microbatches=2)
+    assert braid.load(directory, model=again, optimizer=adam(other), group=group) == 3
+    trained = set(again.pipeline.parameters())
+    same = all(
+        torch.equal(param.detach(), old)
+        for param, old in zip(other.parameters(), before, strict=True)
+        if param in trained
+    )
+    hybrid.make_whole()
+    return losses, norms, [param.detach() for param in own.parameters()], same
+
+
+@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2", "pp=2,ep=2", "ep=4"])
+def test_experts_have_an_axis_of_their_own(world, tmp_path, mesh):
+    expected = world(1, _mixture, "pp=1", str(tmp_path / "alone"))[0]
+    for losses, norms, params, same in world(
+        Mesh.parse(mesh).size, _mixture, mesh, str(tmp_path / "mesh")
+    ):
+        assert losses == pytest.approx(expected[0], rel=1e-12)
+        assert norms == pytest.approx(expected[1], rel=1e-10)
+        assert same
+        for own, param in zip(params, expected[2], strict=True):
+            assert (own - param).abs().max() < 1e-9
+
+
 class Perceptron(nn.Module):
     """Two layers; the second one fails before it has summed anything, if it is to."""
 
@@ -193,7 +258,7 @@ def _mistakes(group: Group) -> list[str]:
 
     hybrid = HybridParallel(copy.deepcopy(own), "tp=2", group, layers=own.layers())
     return [
-        refused("tp=4,ep=2", layers=None),
+        refused("tp=4,zz=2", layers=None),
         refused("pp=2", balance=[1, 1, 1]),
         refused("pp=2", schedule="zbv", shard=2),
         said_by(lambda: hybrid.clip_grad_norm_(-1.0), ConfigError),
@@ -203,7 +268,7 @@ def _mistakes(group: Group) -> list[str]:
 def test_mistakes_are_named(world):
     for everything, balance, split, norm in world(2, _mistakes):
         assert "cannot be sharded, got shard=2: use 1f1b" in split
-        assert "has ep: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
+        assert "has zz: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
         assert "has 8 ranks, and the group 2" in everything
         assert "GPT is no nn.Sequential" in everything
         assert "balance must be 2 numbers" in balance

@@ -10,6 +10,7 @@
     tp    parts of layers         parallelize, before stages are made
     dp    samples                 replicas of the pipeline; gradients are added over them
     cp    positions               replicas, too; attention sees the positions of all
+    ep    experts                 replicas of all else, with samples of their own
 
 With `shard` replicas own parts of optimizer states, gradients and parameters; see `sharded_stages`.
 
@@ -37,6 +38,12 @@ from braid.compose.sharded_stages import ShardedStages
 from braid.compose.snapshot import HybridSnapshot, param_of
 from braid.context_parallel import ContextParallel, context_parallel, position_ids, split_sequence
 from braid.errors import ConfigError
+from braid.expert_parallel import (
+    average_gradients,
+    divide_experts,
+    is_of_experts,
+    undivide_experts,
+)
 from braid.layout import Mesh
 from braid.pipeline import Pipeline
 from braid.tensor_parallel import divide_states, parallelize, slicing_of, undivide
@@ -47,6 +54,7 @@ AXES = {
     "pp": "stages of a pipeline",
     "dp": "replicas",
     "cp": "divided sequences",
+    "ep": "divided experts",
     "tp": "divided layers",
 }
 SEQUENCE_DIM = 1
@@ -61,8 +69,8 @@ class HybridParallel:
 
     Args:
         model: The model.
-        mesh: Numbers of ranks along pp, dp, cp and tp, such as `pp=2,dp=2,tp=2`, in any order; the
-            last axis varies fastest.
+        mesh: Numbers of ranks along pp, dp, cp, ep and tp, such as `pp=2,dp=2,tp=2`, in any
+            order; the last axis varies fastest.
         group: Ranks of the mesh.
         layers: The model as modules in a row, of the same parameters; the model itself when None,
             an `nn.Sequential`.
@@ -76,11 +84,15 @@ class HybridParallel:
     With cp, inputs and targets are cut along dim 1, and the first layer is given (inputs, position
     ids).
 
+    With ep, layers of experts are divided by `divide_experts`; a loss may add `auxiliary_loss` of
+    the layers of the last stage.
+
     Attributes:
         model: The model, of which this rank has parts.
         mesh: The mesh.
         place: Index of this rank along each axis.
         groups: Ranks along each axis, by its name.
+        samples: Ranks that have samples of their own, in their order: those of dp and ep.
         pipeline: Stages of this rank.
 
     Raises:
@@ -107,11 +119,15 @@ class HybridParallel:
         self.model = model
         self._group = group
         self.groups = {axis: self._along((axis,)) for axis in AXES}
-        self._replicas = self._along(("dp", "cp"))
+        self.samples = self._along(("dp", "ep"))
+        self._replicas = self._along(("dp", "cp", "ep"))
         self._tensor, self._sequence = self.groups["tp"], self.groups["cp"]
+        self._experts, self._alike = self.groups["ep"], self._along(("dp", "cp"))
         self._shapes: dict[torch.Tensor, torch.Size] = {p: p.shape for p in model.parameters()}
         if self._tensor.size > 1:
             parallelize(model, self._tensor, plan)
+        if self._experts.size > 1:
+            divide_experts(model, self._experts)
         rows = list(layers) if layers is not None else list(_children(model))
         self._divided: list[ContextParallel] = []
         if self._sequence.size > 1:
@@ -120,10 +136,13 @@ class HybridParallel:
             model if isinstance(model, nn.Sequential) and layers is None else rows,
             num_microbatches=num_microbatches,
             process_group=self.groups["pp"],
-            replicas=self._replicas if self._replicas.size > 1 and not shard else None,
+            replicas=self._replicas if self._adds_in_pipeline(shard) else None,
             **options,
         )
         self._sharded: ShardedStages | None = None
+        if shard and self._experts.size > 1:
+            msg = f"experts that are divided over ep cannot be sharded yet, got shard={shard}"
+            raise ConfigError(msg)
         if shard and self.pipeline.splits_backward:
             msg = (
                 "a schedule that splits backwards into those of inputs and of weights cannot be "
@@ -150,6 +169,10 @@ class HybridParallel:
     def attach(self, optimizer: Optimizer) -> None:
         """Let an optimizer of the whole model step on what this rank has; states it has are cut."""
         divide_states(optimizer, self._shapes, self._tensor)
+        for param, state in optimizer.state.items() if self._experts.size > 1 else ():
+            for name, value in state.items():
+                if is_of_experts(param) and getattr(value, "shape", None) == self._shapes[param]:
+                    state[name] = value.chunk(self._experts.size)[self._experts.rank].clone()
         if self._sharded is not None:
             self._sharded.attach(optimizer)
 
@@ -173,17 +196,21 @@ class HybridParallel:
         Returns:
             Mean loss over all replicas, on all ranks.
         """
-        if self._sharded is None:
-            return self.pipeline.step(*self._cut(batch, target), loss=loss)
-        with self._sharded.sharding.no_sync():
-            own = self.pipeline.step(*self._cut(batch, target), loss=loss)
-        self._sharded.average()
-        return self._replicas.all_reduce(own, op="avg")
+        inputs, targets = self._cut(batch, target)
+        if self._sharded is not None:
+            with self._sharded.sharding.no_sync():
+                own = self.pipeline.step(inputs, targets, loss=loss)
+            self._sharded.average()
+        else:
+            own = self.pipeline.step(inputs, targets, loss=loss)
+            if self._experts.size > 1:
+                average_gradients(self.pipeline, self._experts, self._alike)
+        return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
 
     def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
         own = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
-        return own if self._sharded is None else self._replicas.all_reduce(own, op="avg")
+        return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -207,7 +234,7 @@ class HybridParallel:
         squares = torch.zeros((), dtype=torch.float64)
         for param, grad, is_copied in grads:
             is_mine = slicing_of(param) is not None or not self._tensor.rank
-            is_first = not is_copied or not self._replicas.rank
+            is_first = not is_copied or not self._rank_among_copies(param)
             if is_mine and is_first and not self.pipeline.counts_elsewhere(param):
                 squares += grad.double().square().sum().cpu()
         for group in (self._tensor, self.groups["pp"], self._replicas):
@@ -251,7 +278,8 @@ class HybridParallel:
             self._owners,
             self._tensor,
             stage=self.place.get("pp", 0),
-            writes=not self._replicas.rank,
+            writes=not self._alike.rank,
+            experts=self._experts,
             own=[ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size)],
         )
         if self._sharded is not None:
@@ -261,16 +289,24 @@ class HybridParallel:
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""
         param = self._params.get(param_of(name))
-        slicing = None if param is None else slicing_of(param)
-        if slicing is None or param is None or tuple(param.shape) != tuple(part):
+        if param is None or tuple(param.shape) != tuple(part):
+            return part
+        if is_of_experts(param):
+            return (part[0] * self._experts.size, *part[1:])
+        slicing = slicing_of(param)
+        if slicing is None:
             return part
         return slicing.whole_shape(param, self._tensor.size)
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor of a checkpoint; see `braid.checkpoint.Parts`."""
         param = self._params.get(param_of(name))
-        slicing = None if param is None else slicing_of(param)
-        if slicing is None or param is None:
+        if param is None:
+            return whole
+        if is_of_experts(param) and tuple(whole.shape) == self.whole_shape(name, param.shape):
+            return whole.chunk(self._experts.size)[self._experts.rank]
+        slicing = slicing_of(param)
+        if slicing is None:
             return whole
         if tuple(whole.shape) != slicing.whole_shape(param, self._tensor.size):
             return whole
@@ -285,11 +321,22 @@ class HybridParallel:
             self._sharded.sharding.undo()
         for divided in self._divided:
             divided.remove()
+        if self._experts.size > 1:
+            undivide_experts(self.model, self._experts)
         if self._tensor.size > 1:
             undivide(self.model, self._tensor)
         if self.groups["pp"].size > 1:
             for name, param in self.model.named_parameters():
                 self.groups["pp"].broadcast(param.detach(), self._owners[name])
+
+    def _adds_in_pipeline(self, shard: int | None = None) -> bool:
+        """Return whether the pipeline itself adds gradients and losses over replicas."""
+        sharded = self._sharded is not None if shard is None else bool(shard)
+        return self._replicas.size > 1 and not sharded and self._experts.size == 1
+
+    def _rank_among_copies(self, param: torch.Tensor) -> int:
+        """Return the rank among those that have the same gradient of a parameter."""
+        return self._alike.rank if is_of_experts(param) else self._replicas.rank
 
     def _along(self, axes: tuple[str, ...]) -> Group:
         """Return the ranks that differ from this one along some axes only."""

@@ -13,6 +13,7 @@ import torch
 
 from braid.checkpoint import Slice, Snapshot
 from braid.comm import Group
+from braid.expert_parallel import is_of_experts
 from braid.tensor_parallel import slicing_of
 
 __all__ = ["HybridSnapshot", "param_of"]
@@ -22,6 +23,7 @@ class HybridSnapshot:
     """Tensors of this rank as boxes of whole ones; see `braid.checkpoint.Snapshot`.
 
     Attributes:
+        experts: Ranks that share experts.
         own: Further snapshots of this rank.
 
     Args:
@@ -31,6 +33,7 @@ class HybridSnapshot:
         group: Ranks that share layers.
         stage: Rank of this one in its pipeline.
         writes: Whether this rank's replica writes.
+        experts: Ranks that share experts.
         own: Further snapshots of this rank.
     """
 
@@ -43,6 +46,7 @@ class HybridSnapshot:
         *,
         stage: int,
         writes: bool,
+        experts: Group,
         own: Iterable[Snapshot] = (),
     ) -> None:
         self._tensors = {
@@ -52,6 +56,7 @@ class HybridSnapshot:
         }
         self._params = params
         self._group = group
+        self._experts = experts
         self.own = list(own)
 
     def pieces(self) -> Iterable[Slice]:
@@ -61,6 +66,12 @@ class HybridSnapshot:
         rank, size = self._group.rank, self._group.size
         for name, tensor in self._tensors.items():
             param = self._params.get(param_of(name))
+            has_shape = param is not None and tensor.shape == param.shape
+            if has_shape and param is not None and is_of_experts(param):
+                yield from self._experts_of(name, tensor)
+                continue
+            if self._experts.rank:
+                continue  # the first one writes what all have
             slicing = None if param is None else slicing_of(param)
             if slicing is not None and param is not None and tensor.shape == param.shape:
                 shape = slicing.whole_shape(tensor, size)
@@ -68,6 +79,15 @@ class HybridSnapshot:
                     yield Slice(name, shape, offset, box)
             elif not rank:
                 yield Slice(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+
+    def _experts_of(self, name: str, tensor: torch.Tensor) -> Iterable[Slice]:
+        """Yield this rank's experts as a box of all."""
+        if self._group.rank:
+            return
+        count = tensor.shape[0]
+        shape = (count * self._experts.size, *tensor.shape[1:])
+        offset = (count * self._experts.rank, *(0,) * (tensor.dim() - 1))
+        yield Slice(name, shape, offset, tensor.detach())
 
 
 def param_of(name: str) -> str:

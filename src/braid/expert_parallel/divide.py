@@ -5,6 +5,8 @@ module with parameters of three dims, (expert, ...), and call it with tokens and
 
     experts(hidden_states, top_k_index, top_k_weights)
 
+Layers of `MixtureOfExperts` that one rank has alone are divided, too.
+
 Each rank keeps some experts of these parameters. The module's own forward then runs them on the
 tokens that have come from all ranks, each with one choice of weight 1.
 """
@@ -22,8 +24,7 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.expert_parallel.dispatch import Dispatch
-from braid.expert_parallel.gradients import is_of_experts
-from braid.expert_parallel.mixture import check_experts, mark_experts
+from braid.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
 
 __all__ = ["divide_experts", "undivide_experts"]
 
@@ -57,7 +58,7 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
         )
     for name in names:
         module = model.get_submodule(name)
-        if any(is_of_experts(param) for param in module.parameters()):
+        if _is_divided(module):
             problems.append(f"{name} is divided already")
             continue
         problems += [f"{name}: {p}" for p in check_experts(_number(module), group.size)]
@@ -79,7 +80,9 @@ def undivide_experts(model: nn.Module, group: Group) -> None:
     Cost: an all_gather of each parameter of experts.
     """
     for _, module in model.named_modules():
-        if _has_experts(module) and "forward" in module.__dict__:
+        if isinstance(module, MixtureOfExperts):
+            module.undivide()
+        elif _has_experts(module) and "forward" in module.__dict__:
             for param in _params(module):
                 param.data = group.all_gather(param.detach().contiguous())
                 param.grad = None
@@ -90,6 +93,9 @@ def undivide_experts(model: nn.Module, group: Group) -> None:
 
 def _divide(module: nn.Module, group: Group) -> None:
     """Keep this rank's experts, and send tokens to those of others."""
+    if isinstance(module, MixtureOfExperts):
+        module.divide(group)
+        return
     total = _number(module)
     own = slice(group.rank * total // group.size, (group.rank + 1) * total // group.size)
     for param in _params(module):
@@ -122,6 +128,8 @@ def _forward(
 
 def _has_experts(module: nn.Module) -> bool:
     """Return whether a module has experts in the form that can be divided."""
+    if isinstance(module, MixtureOfExperts):
+        return True
     if not isinstance(getattr(module, "num_experts", None), int) or not list(_params(module)):
         return False
     if "forward" in module.__dict__:
@@ -134,6 +142,13 @@ def _params(module: nn.Module) -> Iterator[nn.Parameter]:
     for param in module.parameters(recurse=False):
         if param.dim() > 1 and len(param) == _number(module):
             yield param
+
+
+def _is_divided(module: nn.Module) -> bool:
+    """Return whether a module's experts have been divided."""
+    if isinstance(module, MixtureOfExperts):
+        return module.group.size > 1
+    return "forward" in module.__dict__
 
 
 def _number(module: nn.Module) -> int:

@@ -20,7 +20,7 @@ __all__ = ["average_gradients", "clip_grad_norm_", "is_of_experts"]
 
 def is_of_experts(param: torch.Tensor) -> bool:
     """Return whether ranks have different experts in a parameter."""
-    return "braid_experts" in param.__dict__
+    return len(param.__dict__.get("braid_experts", ())) > 1
 
 
 @torch.no_grad()

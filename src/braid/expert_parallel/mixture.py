@@ -93,6 +93,7 @@ class MixtureOfExperts(nn.Module):
             torch.stack([_drawn(f"{seed}/{e}/down", dim, hidden) for e in own])
         )
         mark_experts(group, self.up, self.down)
+        self._whole_group: Group | None = None  # before divide()
         self._counts = self._kept = torch.zeros(group.size, num_experts, dtype=torch.int64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +108,41 @@ class MixtureOfExperts(nn.Module):
         self.load_balance_loss = load_balance_loss(routing, dispatch.counts)
         self.router_z_loss = router_z_loss(routing, dispatch.counts)
         return dispatch.run(tokens, routing.weights, self._experts).view(x.shape)
+
+    @torch.no_grad()
+    def divide(self, group: Group) -> None:
+        """Keep this rank's experts of a layer that has all, in place; the same on all ranks.
+
+        Args:
+            group: Ranks that share the experts from now on.
+
+        Raises:
+            ConfigError: Their number cannot be divided, or they are divided already.
+        """
+        problems = check_experts(self.num_experts, group.size)
+        if self.group.size > 1:
+            problems.append(f"the experts are divided over {self.group.size} ranks already")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        count = self.num_experts // group.size
+        for param in (self.up, self.down):
+            param.data = param.data[group.rank * count : (group.rank + 1) * count].clone()
+            param.grad = None
+        self._whole_group, self.group = self.group, group
+        mark_experts(group, self.up, self.down)
+        self._counts = self._kept = torch.zeros(group.size, self.num_experts, dtype=torch.int64)
+
+    @torch.no_grad()
+    def undivide(self) -> None:
+        """Give each rank all experts again, if `divide` has divided them; a collective."""
+        if self._whole_group is None:
+            return
+        for param in (self.up, self.down):
+            param.data = self.group.all_gather(param.detach().contiguous())
+            param.grad = None
+        self.group, self._whole_group = self._whole_group, None
+        mark_experts(self.group, self.up, self.down)
+        self._counts = self._kept = torch.zeros(1, self.num_experts, dtype=torch.int64)
 
     def statistics(self) -> dict[str, float]:
         """Return numbers of the last forward over all ranks, such as for `braid.log`.
