@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from braid.checkpoint import (
+    BackgroundSaver,
     Checkpoint,
     OnSaved,
+    Saving,
     restore_training,
-    save,
 )
 from braid.comm import Group
 from braid.data import Corpus, Windows
@@ -108,6 +109,8 @@ class Trainer:
         )
         self._step = 0
         self._saved_step = -1
+        self._saver = BackgroundSaver(group)
+        self._saving: Saving | None = None
         self._peak = 0.0
         self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
@@ -177,8 +180,11 @@ class Trainer:
             last = self._step == config.steps
             if last or (config.eval_every and self._step % config.eval_every == 0):
                 self._evaluate()
+            self._report_saved(wait=False)
             if last or signum or self._checkpoint_is_due():
                 self._checkpoint()
+            if last or signum:
+                self._report_saved(wait=True)
         after = self._group.statistics()
         shares = self._shares_of_all(clock.now_ns() - start_ns, before, after)
         if not signum and config.sample_bytes:
@@ -298,19 +304,34 @@ class Trainer:
             "seed": self._config.seed,
             **numbers,
         }
+        self._report_saved(wait=True)  # the one before
         with group.context.events.span("checkpoint", seq=self._step):
-            path = save(
+            self._saving = self._saver.save(
                 self._config.checkpoints,
                 snapshot,
                 step=self._step,
                 state=state,
                 numerics=self.numerics(),
-                group=group,
                 keep=self._config.keep,
                 on_saved=self.on_saved,
             )
         self._saved_step = self._step
-        self._reporter.write(Checkpointed(step=self._step, path=str(path)))
+
+    def _report_saved(self, *, wait: bool) -> None:
+        """Report the save under way, if it is done or is to be waited for."""
+        saving = self._saving
+        if saving is None or not (wait or saving.done()):
+            return
+        self._saving = None
+        path = saving.wait()
+        self._reporter.write(
+            Checkpointed(
+                step=saving.step,
+                path=str(path),
+                stall_s=saving.stall_s,
+                write_s=saving.write_s,
+            )
+        )
 
     def _sample(self) -> None:
         self._shards.share_weights()

@@ -163,7 +163,7 @@ class TrainConsole:
                 Text(f"step {report.step}: loss on held-out text {report.eval_loss:.3f} nats/byte")
             )
         elif isinstance(report, Checkpointed):
-            self._print(Text(f"step {report.step}: saved {report.path}", style="dim"))
+            self._print(Text(_saved(report), style="dim"))
         elif isinstance(report, Sampled):
             self._print(Text("a sample of its own:", style="bold"))
             self._print(Text(report.text, style="italic"))
@@ -221,6 +221,11 @@ class _Figures(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(str(task.fields["figures"]), no_wrap=True, overflow="ellipsis")
+
+
+def _saved(report: Checkpointed) -> str:
+    times = f"{report.stall_s:.2f} s, written in {report.write_s:.2f} s behind it"
+    return f"step {report.step}: saved {report.path}, the training waited {times}"
 
 
 def describe_start(start: Started) -> list[str]:

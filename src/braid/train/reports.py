@@ -101,10 +101,12 @@ class Evaluated(msgspec.Struct, tag_field="kind", tag="eval", frozen=True, kw_on
 
 
 class Checkpointed(msgspec.Struct, tag_field="kind", tag="checkpoint", frozen=True, kw_only=True):
-    """Report that a checkpoint is complete."""
+    """Report that a checkpoint is complete; the training stood still for a part of the time."""
 
     step: int
     path: str
+    stall_s: float = 0.0
+    write_s: float = 0.0
 
 
 class Sampled(msgspec.Struct, tag_field="kind", tag="sample", frozen=True, kw_only=True):
