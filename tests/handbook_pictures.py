@@ -28,6 +28,7 @@ from braid.topology import Cluster, Level, flat
 from handbook_data_parallel import DATA_PARALLEL
 from handbook_pipelines import PIPELINES
 from handbook_sequences import SEQUENCES
+from handbook_sharding import SHARDING
 from handbook_slices import SLICES
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
@@ -270,6 +271,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *PIPELINES,
     *SEQUENCES,
     *SLICES,
+    *SHARDING,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,

@@ -1,0 +1,243 @@
+"""Pictures of the pages on sharding, drawn from layouts, from a recorded step and from cuts of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.layout import Layout, Mesh
+from braid.schedule.bars import COLOURS, Bar, draw
+from braid.sharding import Bytes, Sharding, ShardingOptions, layouts_of
+from braid.sharding.flat_gradients import FlatGradients
+from braid.sharding.flat_shard import FlatShard
+from braid.sharding.layouts import SHARD, STAGES
+from braid.sharding.residency import Residency, Unit
+from braid.testing.worlds import run_threads
+
+TEXT = 'font-family="sans-serif" font-size="12"'
+RANKS = 4
+MIXED = Bytes(2, 2, 0, 12)  # bfloat16 with float32 masters and Adam, as the paper counts
+PIXELS = 24  # of a byte of each parameter
+ROW, LEFT, BETWEEN = 16, 70, 50
+WHOLE = "#dddddd"
+
+
+def zero_memory() -> str:
+    """Bytes of each parameter on four ranks, at each stage."""
+    mesh = Mesh({SHARD: RANKS})
+    everything = Layout(mesh, ((),))
+    kinds = {"parameters": MIXED.param, "gradients": MIXED.gradient, "optimizer": MIXED.states}
+    parts, top = [], 34
+    left = LEFT
+    for name, nbytes in kinds.items():
+        parts.append(f'<text x="{left}" y="14">{name}, {nbytes:g}</text>')
+        left += round(nbytes * PIXELS) + BETWEEN
+    for stage in (0, *STAGES):
+        layouts = [everything] * 3
+        if stage:
+            cut = layouts_of(stage, mesh)
+            layouts = [cut.storage, cut.gradient, cut.optimizer]
+        parts.append(
+            f'<text x="4" y="{top + RANKS * ROW / 2 + 4:g}" font-weight="bold">stage {stage}</text>'
+        )
+        for rank in range(RANKS):
+            left = LEFT
+            for layout, nbytes in zip(layouts, kinds.values(), strict=True):
+                wide = round(nbytes * PIXELS)
+                ((begin, end),) = layout.box((wide,), rank)
+                colour = WHOLE if begin == 0 and end == wide else COLOURS[rank]
+                parts.append(_box(left, top + rank * ROW, wide, "none", f"rank {rank}"))
+                parts.append(
+                    _box(
+                        left + begin,
+                        top + rank * ROW,
+                        end - begin,
+                        colour,
+                        f"rank {rank}: {layout}",
+                    )
+                )
+                left += wide + BETWEEN
+        live = MIXED.live(stage, RANKS) if stage else sum(MIXED)
+        parts.append(
+            f'<text x="{left + 4}" y="{top + RANKS * ROW / 2 + 4:g}">{live:g} bytes</text>'
+        )
+        top += RANKS * ROW + 14
+    return _svg(left + 80, top, parts)
+
+
+def _box(left: int, top: int, wide: int, colour: str, title: str) -> str:
+    place = f'x="{left}" y="{top}" width="{wide}" height="{ROW - 2}"'
+    return f'<rect {place} fill="{colour}" stroke="#bbbbbb"><title>{title}</title></rect>'
+
+
+def _svg(width: float, height: float, parts: Sequence[str]) -> str:
+    size = f'width="{width:.0f}" height="{height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {TEXT}>'
+    return "\n".join([head, *parts, "</svg>"]) + "\n"
+
+
+LAYERS, WIDTH = 4, 32
+SECONDS = {"F": 1e-3, "B": 2e-3, "gather": 0.7e-3, "reduce": 0.7e-3}  # of a layer
+OF_ROOT = 0.5  # of the root's two layers, beside the others
+
+
+class Event(NamedTuple):
+    """What a rank did.
+
+    Attributes:
+        kind: F or B of a module, gather or reduce (started), wait (for a gather) or free.
+        unit: Name of the unit, or of the module that computes.
+        slot: Memory in which the unit is whole.
+    """
+
+    kind: str
+    unit: str
+    slot: str = ""
+
+
+class Chain(nn.Module):
+    """Layers in a ModuleList, which are units, between two that belong to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.utils.skip_init(nn.Linear, WIDTH, WIDTH) for _ in range(LAYERS)
+        )
+        self.head = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH)
+        for param in self.parameters():
+            nn.init.constant_(param, 0.01)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def recorded_step(group: Group) -> list[Event]:
+    """Train for two steps at stage 3, and return what this rank did in the second one."""
+    model, events = Chain(), list[Event]()
+    engine = Sharding(model, group, ShardingOptions(stage=3))
+    names = {id(flat): unit.name or "root" for unit in engine.units for flat in unit.flats}
+    slots = list({id(flat.slot): None for flat in engine.flats})
+
+    def note(kind: str, flat: FlatShard) -> None:
+        slot = "" if flat.slot is None else "abcdef"[slots.index(id(flat.slot))]
+        events.append(Event(kind, names[id(flat)], slot))
+
+    def before(name: str) -> Any:
+        return lambda _module, _args: events.append(Event("F", name))
+
+    def on_embedded(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda _grad: events.append(Event("B", "embed")))  # type: ignore[no-untyped-call]
+
+    model.embed.register_forward_pre_hook(before("embed"))
+    model.embed.register_forward_hook(on_embedded)
+    model.head.register_forward_pre_hook(before("head"))
+    for unit in engine.units[1:]:
+        unit.module.register_forward_pre_hook(before(unit.name))
+    for number in range(2):
+        if number:
+            events.clear()
+        with _noting(names, note, events):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+        engine.zero_grad()
+    return events
+
+
+@contextmanager
+def _noting(
+    names: dict[int, str], note: Callable[[str, FlatShard], None], events: list[Event]
+) -> Iterator[None]:
+    """Note gathers, sums and frees of one rank's vectors."""
+    start, finish, release = FlatShard.start_gather, FlatShard.finish_gather, FlatShard.release
+    launch, backward = FlatGradients.launch, Residency._before_backward
+
+    def started(flat: FlatShard) -> None:
+        if id(flat) in names and flat.full is None:
+            note("gather", flat)
+        start(flat)
+
+    def waited(flat: FlatShard) -> None:
+        if id(flat) in names and not flat.is_whole:
+            note("wait", flat)
+        finish(flat)
+
+    def freed(flat: FlatShard) -> None:
+        if id(flat) in names and flat.full is not None:
+            note("free", flat)
+        release(flat)
+
+    def summed(gradients: FlatGradients) -> None:
+        if id(gradients.flat) in names:
+            note("reduce", gradients.flat)
+        launch(gradients)
+
+    def entered(residency: Residency, unit: Unit) -> None:
+        backward(residency, unit)
+        if id(unit.flats[0]) in names:
+            events.append(Event("B", unit.name or "head"))
+
+    with (
+        patch.object(FlatShard, "start_gather", started),
+        patch.object(FlatShard, "finish_gather", waited),
+        patch.object(FlatShard, "release", freed),
+        patch.object(FlatGradients, "launch", summed),
+        patch.object(Residency, "_before_backward", entered),
+    ):
+        yield
+
+
+def fsdp_step() -> str:
+    """One step at stage 3: what is computed and sent, and which unit is whole; times are assumed."""
+    (events,) = run_threads(1, recorded_step)
+    units = ["root", *(f"layers.{index}" for index in range(LAYERS))]
+    lanes = ["compute", "network", *units]
+    bars: list[Bar] = []
+    now_s = free_s = 0.0  # of the computation, of the network
+    arrives: dict[str, float] = {}
+    holds: dict[str, tuple[float, str]] = {}
+    yellow, green = COLOURS[3], COLOURS[2]
+    for event in events:
+        kind, unit = event.kind, event.unit
+        if kind in {"gather", "reduce"}:
+            begin_s = max(now_s, free_s)
+            free_s = begin_s + SECONDS[kind]
+            short = unit.removeprefix("layers.")
+            colour = yellow if kind == "gather" else COLOURS[5]
+            bars.append(Bar(1, begin_s, free_s, colour, f"{kind} {unit}", short))
+            if kind == "gather":
+                arrives[unit], holds[unit] = free_s, (now_s, event.slot)
+        elif kind == "wait":
+            now_s = max(now_s, arrives[unit])
+        elif kind == "free":
+            begin_s, slot = holds.pop(unit)
+            lane, whole_s = lanes.index(unit), min(arrives[unit], now_s)
+            title = f"{unit} in slot {slot}"
+            bars.append(Bar(lane, begin_s, whole_s, yellow, f"{title}: on its way"))
+            bars.append(Bar(lane, whole_s, now_s, green, f"{title}: whole", slot))
+        else:
+            seconds = SECONDS[kind] * (1 if unit.startswith("layers") else OF_ROOT)
+            colour = COLOURS[0] if kind == "F" else COLOURS[1]
+            short = unit.removeprefix("layers.")[:1]
+            bars.append(Bar(0, now_s, now_s + seconds, colour, f"{kind} {unit}", kind + short))
+            now_s += seconds
+    legend = {
+        "forward": COLOURS[0],
+        "backward": COLOURS[1],
+        "gather": yellow,
+        "whole": green,
+        "sum": COLOURS[5],
+    }
+    return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=700)
+
+
+SHARDING: tuple[Callable[[], str], ...] = (zero_memory, fsdp_step)
