@@ -25,6 +25,7 @@ from braid.commands.bench import (
     bench_net,
     bench_pipeline,
     bench_tp,
+    bench_zero,
 )
 from braid.commands.checkpoint import (
     checkpoint_export,
@@ -459,6 +460,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "bench net": bench_net,
     "bench pipeline": bench_pipeline,
     "bench tp": bench_tp,
+    "bench zero": bench_zero,
     "convert": convert,
     "probe": probe,
     "schedule show": schedule_show,

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from braid.bench import comm, ddp, pipeline
+from braid.bench import comm, ddp, pipeline, zero
 from braid.bench.workers import ddp as ddp_worker
 from braid.bench.workers import pipeline as pipeline_worker
+from braid.bench.workers import zero as zero_worker
 from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
@@ -107,6 +108,47 @@ def test_every_wrapper_trains(tmp_path, quiet):
         assert 11e6 < found.num_params < 26e6
     assert ddp.ddp_table(report).row_count == 15
     assert len(ddp.ddp_verdicts(report)) == 6
+
+
+@pytest.mark.launcher
+@pytest.mark.procs
+def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
+    bench = zero.ZeroBench(cases=(zero.case_of("tiny:1"),), rounds=2, budget_s=1.0, out=tmp_path)
+    (row,) = zero.run_zero(bench, console=quiet).rows
+    assert set(row.step_s) == set(row.speedup) == set(zero_worker.VARIANTS)
+    assert row.num_params == 4 * 32 * 32
+    sent = {stage: live.sent for stage, live in row.live.items()}
+    assert sent == {"stage1": 2.0, "stage2": 2.0, "stage3": 2.75}  # the last layer is kept
+    held = {stage: live.peak - live.slots for stage, live in row.live.items()}
+    states = 8 * 32 * 32 * 4 // 2 + 4 * 4  # and four numbers of steps
+    assert held == {
+        "stage1": 8 * 4096 + states,
+        "stage2": 6 * 4096 + states,
+        "stage3": 4 * 4096 + states,
+    }
+
+
+def test_reports_of_sharding_are_judged_and_shown(tmp_path, capsys):
+    live = zero_worker.Live(peak=120, slots=20, formula=100.0, sent=2.0)
+    seconds = dict.fromkeys(zero_worker.VARIANTS, 0.1)
+    row = zero_worker.Measured(
+        case=zero.case_of("gpt:4"),
+        num_params=10,
+        ranks=2,
+        step_s=seconds,
+        speedup=seconds,
+        live=dict.fromkeys(zero_worker.STAGES, live),
+        rounds_s={},
+    )
+    report = zero.ZeroReport(braid="1", torch="2", machine="one", rows=[row])
+    held = [verdict.held for verdict in zero.zero_verdicts(report)]
+    assert held == [False, *[True] * 6]
+    zero.print_zero(report, tmp_path)
+    assert "braid, stage 3" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="gpt:4"):
+        zero.case_of("gpt")
+    with pytest.raises(ConfigError, match="there is no model rnn"):
+        zero.ZeroBench(cases=(zero_worker.Case("rnn", 1),))
 
 
 def measured(alone_s):

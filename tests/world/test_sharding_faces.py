@@ -277,10 +277,9 @@ class Deep(nn.Module):
 
 def _lives(group: Group, stage: int, mixed: bool) -> Any:
     model = Deep()
-    options = ShardingOptions(stage=stage)
-    if mixed:
-        model.to(torch.bfloat16)
-        options = ShardingOptions(stage=stage, master_dtype=torch.float32)
+    masters = torch.float32 if mixed else None
+    model.to(torch.bfloat16 if mixed else torch.float32)
+    options = ShardingOptions(stage=stage, master_dtype=masters, reshard_after_forward=True)
     engine = Sharding(model, group, options)
     optimizer = torch.optim.Adam(owned for _, owned in engine.owned())
     attach(engine, optimizer)

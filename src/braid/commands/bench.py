@@ -17,6 +17,7 @@ __all__ = [
     "bench_net",
     "bench_pipeline",
     "bench_tp",
+    "bench_zero",
 ]
 
 
@@ -366,4 +367,41 @@ def bench_tp(
         out=Path(out),
     )
     tp.print_tp(tp.run_tp(bench), bench.out)
+    return 0
+
+
+def bench_zero(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    cases: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:BATCH [...]")] = (
+        "gpt:1",
+        "gpt:4",
+        "mlp:64",
+    ),
+    rounds: int = 40,
+    budget: float = 40.0,
+    out: str = "runs/bench-zero",
+) -> int:
+    """Measure sharded training: torch's FSDP2 over Gloo and over braid, and braid's three stages.
+
+    Args:
+        n: Number of ranks.
+        cases: Models with the batch of a rank: gpt and mlp (25 million parameters), and tiny
+            (nothing but the engines).
+        rounds: Largest number of steps of each engine, in turns; figures are medians over them.
+        budget: Seconds for a case, about.
+        out: Directory for zero.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import zero
+
+    bench = zero.ZeroBench(
+        ranks=n,
+        cases=tuple(map(zero.case_of, cases)),
+        rounds=rounds,
+        budget_s=budget,
+        out=Path(out),
+    )
+    zero.print_zero(zero.run_zero(bench), bench.out)
     return 0

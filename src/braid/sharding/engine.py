@@ -78,7 +78,8 @@ class Sharding:
         MismatchError: Ranks have other parameters or options; the message shows which.
 
     Cost: stages 1 and 2 send 2 l (n-1)/n bytes a rank and step, l = bytes of all parameters, as
-        data parallel training does; stage 3 sends 3 l (n-1)/n, less the root's if it stays whole.
+        data parallel training does; stage 3 sends 3 l (n-1)/n, less those of the root and of the
+        last unit if they stay whole.
 
     On failure: a lost rank raises PeerLostError in everyone's forward, backward or step. Ranks of
         which one alone ended a backward with an exception wait for it until their deadline.
@@ -124,7 +125,10 @@ class Sharding:
             self._gradients, _control(group, replicas), self._on_complete, self._on_backward_ended
         )
         self._residency = Residency(
-            self._units, self._reducer.backward_begins, self._before_forward
+            self._units,
+            self._reducer.backward_begins,
+            self._before_forward,
+            keeps_last=self.options.reshard_after_forward is None,
         )
         policy = self.options.offload
         self.disk = (

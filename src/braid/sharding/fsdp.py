@@ -47,7 +47,7 @@ class FullyShardedDataParallel(nn.Module):
         units: Modules whose parameters are gathered together; the elements of the outermost
             ModuleLists when None.
         reshard_after_forward: Whether parameters are freed between forward and backward: None for
-            all units but the root, False to keep them, which sends a third less.
+            all units but the root and the last one, False to keep them, which sends a third less.
         mp_policy: Data types, see `MixedPrecisionPolicy`; also torch's.
         offload_policy: Places, see `CPUOffloadPolicy` and `DiskOffloadPolicy`; also torch's.
         ignored_params: Parameters that stay as they are; nothing is averaged or copied for them.

@@ -29,7 +29,7 @@ class ShardingOptions:
         whole: Whether each parameter belongs to one rank, as optimizers need that look at shapes or
             norms; otherwise all ranks own equally many elements.
         reshard_after_forward: Whether parameters are freed between forward and backward, at stage
-            3; those of all units but the root when None.
+            3; those of all units but the root and the last one when None.
         param_dtype: Data type of parameters in forward and backward; their own when None.
         reduce_dtype: Data type of gradients as they are summed; that of parameters in backward when
             None.

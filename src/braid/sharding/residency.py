@@ -86,6 +86,7 @@ class Residency:
         units: All units; the first one is the root.
         on_backward: Called when a backward reaches the outputs of a unit.
         reset: Called when a forward of the root begins.
+        keeps_last: Whether the unit that came last in the last forward is kept for backward.
 
     Attributes:
         units: As given.
@@ -97,7 +98,10 @@ class Residency:
         units: Sequence[Unit],
         on_backward: Callable[[], None],
         reset: Callable[[], None],
+        *,
+        keeps_last: bool = False,
     ) -> None:
+        self._keeps_last = keeps_last
         self.units = list(units)
         self.order: list[Unit] = []
         self._earlier_order: list[Unit] = []
@@ -209,15 +213,22 @@ class Residency:
         outputs = [x for x in tensors_in(output) if x.requires_grad and not x.is_leaf]
         for x in outputs if torch.is_grad_enabled() else ():
             x.register_hook(lambda _grad: self._before_backward(unit))  # type: ignore[no-untyped-call]
-        if unit.frees_after_forward or not outputs:
+        if not outputs or (unit.frees_after_forward and not self._comes_last(unit)):
             self.free(unit)
         elif not self._num_pinned:
             for flat in unit.flats:
                 flat.leave()
         if unit is self.units[0]:
             for other in self.units[1:]:  # gathered ahead for nothing
-                if not other.is_in_use and (other.frees_after_forward or not outputs):
+                is_ahead = other.frees_after_forward and not self._comes_last(other)
+                if not other.is_in_use and (is_ahead or not outputs):
                     self.free(other)
+
+    def _comes_last(self, unit: Unit) -> bool:
+        """Return whether backward begins with a unit, which is then kept for it."""
+        earlier = self._earlier_order
+        is_last = len(self.order) == len(earlier) and earlier[-1:] == [unit]
+        return self._keeps_last and is_last
 
     def _next_in_forward(self, unit: Unit) -> Unit | None:
         """Return the unit that came next in the last forward; at first, that of the list."""
