@@ -235,7 +235,7 @@ def _refusals(group: Group) -> list[str]:
         assert not any(slicing_of(param) for param in own.parameters())
         return text
 
-    odd = nn.Sequential(empty(nn.Linear, 4, 9), empty(nn.Linear, 9, 5))
+    odd = filled(nn.Sequential(empty(nn.Linear, 4, 9), empty(nn.Linear, 9, 5)))
     return [
         refused(None),
         refused({r"\.nothing$": "column", r"\.up$": "colum"}),
@@ -283,12 +283,14 @@ class OwnPlan(nn.Module):
 
 def _own_plan(group: Group) -> Any:
     styles = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    model = OwnPlan(styles)
+    model = filled(OwnPlan(styles))
     model.layers[0].up.weight.grad = torch.ones_like(model.layers[0].up.weight)
     kinds = dict(parallelize(model, group))
     refused = [
         said_by(lambda: copy.deepcopy(model), ConfigError),
-        said_by(lambda: parallelize(OwnPlan({**styles, "norm": "odd"}), group), ConfigError),
+        said_by(
+            lambda: parallelize(filled(OwnPlan({**styles, "norm": "odd"})), group), ConfigError
+        ),
     ]
     assert copy.deepcopy(group) is group
     return kinds, model.layers[0].up.weight.grad.shape, refused

@@ -21,13 +21,22 @@ from braid.types import first_few
 __all__ = ["checksum", "compare_values"]
 
 
-def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> None:
+RESUME = (
+    "Resume from a checkpoint, and look for what changes parameters outside of the optimizer, or "
+    "is not deterministic, on those ranks"
+)
+
+
+def compare_values(
+    group: Group, records: Sequence[ParamRecord], when: str, advice: str = RESUME
+) -> None:
     """Check that parameters have the same bits on all members; a collective.
 
     Args:
         group: Ranks that hold the parameters.
         records: Parameters to compare.
         when: Moment of the comparison in words, for the message.
+        advice: Advice at the end of the message.
 
     Raises:
         MismatchError: Parameters differ; raised on every member, with names and ranks.
@@ -50,8 +59,7 @@ def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> N
     listed = first_few(lines, 5, "\n")
     msg = (
         f"{len(differ)} of {len(records)} parameters differ between ranks {when}:\n{listed}\n"
-        "Resume from a checkpoint, and look for what changes parameters outside of the optimizer, "
-        "or is not deterministic, on those ranks"
+        f"{advice}"
     )
     raise MismatchError(msg)
 

@@ -32,11 +32,13 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.layout import Layout
+from braid.tensor_parallel.agreement import check_call
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
 from braid.tensor_parallel.insertion import (
     Division,
     Options,
     Strategy,
+    check_expressions,
     divide_by_graph,
     strategies_in,
 )
@@ -89,12 +91,7 @@ def parallelize(
             before anything is changed.
     """
     options = Options(sequence_parallel, strict, gather_outputs)
-    if inputs is None and options != Options():
-        msg = "sequence_parallel, strict and gather_outputs need inputs: a batch to capture"
-        raise ConfigError(msg)
-    if any(slicing_of(param) is not None for param in model.parameters()):
-        msg = "the model is divided already: undivide(model, group) makes it whole again"
-        raise ConfigError(msg)
+    check_call(model, group, plan, inputs, options)
     strategies = strategies_in(model, plan) if inputs is not None else {}
     if strategies:
         division = divide_by_graph(model, group, None, inputs, options, strategies)
@@ -118,7 +115,7 @@ def parallelize(
         raise ConfigError(msg)
     if family is not None:
         check_heads(model, family, group.size)
-    _check(model, kinds, group.size)
+    _check(model, kinds, group.size, by_graph=inputs is not None)
     if inputs is not None:
         division = divide_by_graph(model, group, _slicings(model, kinds), inputs, options)
         return Division(kinds, division.rows)
@@ -165,22 +162,30 @@ def _kinds_of(
     model: nn.Module, own: dict[str, str], known: dict[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield the modules that plans name, with their kinds."""
-    unknown = {kind for kind in own.values() if not KIND.fullmatch(kind)}
-    unused = set(own)
-    for name, _ in model.named_modules():
+    unknown = sorted({kind for kind in own.values() if not KIND.fullmatch(kind)})
+    names = [name for name, _ in model.named_modules()]
+    problems = [f"{kind!r} is no kind: use {', '.join(KINDS)}, or column:N" for kind in unknown]
+    problems += check_expressions(own, names)
+    decided: set[str] = set()
+    for name in names if not problems else ():
         for expression, kind in (*own.items(), *known.items()):
             if re.search(expression, name):
-                unused.discard(expression)
+                decided.add(expression)
                 if kind != "whole":
                     yield name, kind
                 break
-    problems = [f"{kind!r} is no kind: use {', '.join(KINDS)}, or column:N" for kind in unknown]
-    problems += [f"{expression!r} fits no module of the model" for expression in sorted(unused)]
+    if not problems:
+        problems = [
+            f"{expression!r} fits only modules for which an expression before it decides: put it "
+            "in front"
+            for expression in own
+            if expression not in decided
+        ]
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _check(model: nn.Module, kinds: Mapping[str, str], size: int) -> None:
+def _check(model: nn.Module, kinds: Mapping[str, str], size: int, *, by_graph: bool) -> None:
     """Raise ConfigError with everything that cannot be divided, before anything is changed."""
     problems = []
     plans: dict[nn.Parameter, tuple[str, Slicing]] = {}
@@ -192,6 +197,9 @@ def _check(model: nn.Module, kinds: Mapping[str, str], size: int) -> None:
             continue
         weight = cast("nn.Parameter", module.weight)
         dim = number if kind == "slice" else _dim_of(module, kind)
+        if (problem := _unfit(module, kind, dim, weight, by_graph=by_graph)) is not None:
+            problems.append(f"{name} {problem}")
+            continue
         slicing = Slicing(dim, number if kind == "column" else 1)
         try:
             slicing.check(name, weight.shape[dim], size)
@@ -200,8 +208,31 @@ def _check(model: nn.Module, kinds: Mapping[str, str], size: int) -> None:
         other, known = plans.setdefault(weight, (name, slicing))
         if known != slicing:
             problems.append(f"{name} and {other} share a weight and divide it in two ways")
+    problems += [
+        f"{name} shares the weight of {plans[param][0]}, which is divided: name it in the plan, "
+        "too, such as 'head' for a last layer that shares an embedding's rows"
+        for name, module in (model.named_modules() if not by_graph else ())
+        for param in module.parameters(recurse=False)
+        if param in plans and name not in kinds
+    ]
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _unfit(
+    module: nn.Module, kind: str, dim: int, weight: torch.Tensor, *, by_graph: bool
+) -> str | None:
+    """Return why a kind does not fit a module."""
+    if dim >= weight.dim():
+        return f"has a weight of {weight.dim()} dims, and dim {dim} was to be divided"
+    if by_graph or kind == "slice":
+        return None
+    embedding, linear = isinstance(module, nn.Embedding), isinstance(module, nn.Linear)
+    if embedding if kind == "vocab" else linear or is_transposed(module):
+        return None
+    fits = "vocab or slice:1" if embedding else "column, row or head" if linear else "whole"
+    advice = "" if embedding or linear else ", or pass inputs=, a batch, to divide it by its graph"
+    return f"({type(module).__name__}) cannot be divided as {kind!r}: use {fits}{advice}"
 
 
 def _slicings(model: nn.Module, kinds: Mapping[str, str]) -> dict[str, Slicing]:
@@ -238,6 +269,9 @@ def _kind_of_value(value: str | Layout | Strategy) -> str:
     """Return the kind that a value of a plan means; a layout is that of a weight [out, in]."""
     if isinstance(value, str):
         return value
+    if not isinstance(value, Layout | tuple | list):
+        msg = f"a plan has kinds ({', '.join(KINDS)}) or layouts by expression, got {value!r}"
+        raise ConfigError(msg)
     if not isinstance(value, Layout):
         msg = f"{value} is an annotation of an operator, which needs inputs=: a batch to capture"
         raise ConfigError(msg)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -29,10 +29,18 @@ class Change(NamedTuple):
 class Changes(list[Change]):
     """Changes of a divided model."""
 
-    def __deepcopy__(self, memo: object) -> Changes:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         """Refuse: torch would copy parameters without their slicing."""
         msg = (
             "a divided model cannot be copied: copy it before parallelize, or make it whole by "
+            "undivide(model, group) first"
+        )
+        raise ConfigError(msg)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse: a pickled part does not know its group."""
+        msg = (
+            "a divided model cannot be pickled: save its state_dict(), or make it whole by "
             "undivide(model, group) first"
         )
         raise ConfigError(msg)

@@ -18,7 +18,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -101,6 +101,14 @@ class Group(Reductions, Movements, PointToPoint):
     def __deepcopy__(self, memo: object) -> Group:
         """Return the group itself, of which there is one."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: other processes are not members."""
+        msg = (
+            "a group cannot be pickled, nor what refers to it: save tensors, such as a module's "
+            "state_dict()"
+        )
+        raise ConfigError(msg)
 
     @classmethod
     def world(

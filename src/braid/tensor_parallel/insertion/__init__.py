@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from braid.tensor_parallel.insertion.annotations import Shard, Strategy, strategies_in
+from braid.tensor_parallel.insertion.annotations import (
+    Shard,
+    Strategy,
+    check_expressions,
+    strategies_in,
+)
 from braid.tensor_parallel.insertion.by_graph import divide_by_graph
 from braid.tensor_parallel.insertion.division import Division
 from braid.tensor_parallel.insertion.records import Options
 
-__all__ = ["Division", "Options", "Shard", "Strategy", "divide_by_graph", "strategies_in"]
+__all__ = [
+    "Division",
+    "Options",
+    "Shard",
+    "Strategy",
+    "check_expressions",
+    "divide_by_graph",
+    "strategies_in",
+]

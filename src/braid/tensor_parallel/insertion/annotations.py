@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +29,7 @@ from braid.tensor_parallel.insertion.calls import Call, module_of, shape_of
 from braid.tensor_parallel.insertion.labels import Labels
 from braid.tensor_parallel.insertion.rules import rule_of
 
-__all__ = ["Shard", "Strategy", "annotated", "mesh_of", "strategies_in"]
+__all__ = ["Shard", "Strategy", "annotated", "check_expressions", "mesh_of", "strategies_in"]
 
 Strategy = Sequence[Sequence[int]]
 """Number of parts of each dim of each input of an operator."""
@@ -67,14 +67,34 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
     strategies: dict[str, Strategy] = {
         name: module.strategy for name, module in model.named_modules() if isinstance(module, Shard)
     }
-    for expression, value in (plan or {}).items():
-        if isinstance(value, tuple | list):
-            names = [name for name, _ in model.named_modules() if re.search(expression, name)]
-            if not names:
-                msg = f"{expression!r} fits no module of the model"
-                raise ConfigError(msg)
-            strategies.update(dict.fromkeys(names, value))
+    own = {text: value for text, value in (plan or {}).items() if isinstance(value, tuple | list)}
+    names = [name for name, _ in model.named_modules()]
+    problems = check_expressions(own, names)
+    for expression, value in own.items() if not problems else ():
+        strategies.update(dict.fromkeys((n for n in names if re.search(expression, n)), value))
+    if strategies and len(own) < len(plan or {}):
+        kinds = [expression for expression in plan or {} if expression not in own]
+        problems.append(
+            f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) do not go together with "
+            f"annotations of operators ({', '.join(strategies)}): annotate these, too"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
     return strategies
+
+
+def check_expressions(expressions: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return what is wrong with regular expressions of modules: no expression, or no module."""
+    problems = []
+    for expression in expressions:
+        try:
+            fits = any(re.search(expression, name) for name in names)
+        except re.error as exc:
+            problems.append(f"{expression!r} is no regular expression: {exc}")
+            continue
+        if not fits:
+            problems.append(f"{expression!r} fits no module of the model")
+    return problems
 
 
 def annotated(

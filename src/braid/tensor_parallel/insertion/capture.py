@@ -65,12 +65,23 @@ def capture(
     from torch.export import Dim  # noqa: PLC0415 - slow
 
     args, kwargs = pytree.tree_map_only(  # an input given twice stays two inputs
-        torch.Tensor, lambda x: x.detach().clone(), (args, dict(sorted(kwargs.items())))
+        torch.Tensor,
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad),
+        (args, dict(sorted(kwargs.items()))),
     )
     dynamic = pytree.tree_map(
-        lambda x: dict.fromkeys(range(x.dim()), Dim.AUTO) if isinstance(x, torch.Tensor) else None,
+        lambda x: _variable(x) if isinstance(x, torch.Tensor) else None,
         (args, kwargs),
     )
+    try:
+        named = _named_shapes(model, *dynamic)
+    except TypeError as exc:
+        names = ", ".join(inspect.signature(model.forward).parameters)
+        msg = (
+            f"the inputs do not fit {type(model).__name__}.forward({names}): {exc}; "
+            "give a tensor, a tuple by position, or a mapping by name"
+        )
+        raise ConfigError(msg) from exc
     own = {**dict(model.named_buffers(remove_duplicate=False))}
     own.update(model.named_parameters(remove_duplicate=False))
     with _whole(model, shapes), torch.enable_grad():
@@ -79,7 +90,7 @@ def capture(
                 model,
                 args,
                 kwargs,
-                dynamic_shapes=_named_shapes(model, *dynamic),
+                dynamic_shapes=named,
                 strict=False,
             )
         except Exception as exc:
@@ -98,8 +109,14 @@ def capture(
         if node.op == "get_attr" and str(node.target) in own:
             _set_attribute(module, str(node.target), own[str(node.target)])
     _loosen_views(module.graph)
+    _name_dtypes(module.graph)
     _fold_linear(module.graph)
     return Captured(module, exported.call_spec.out_spec)
+
+
+def _variable(x: torch.Tensor) -> dict[int, Any]:
+    """Return the dims that may have another length; torch.export fixes lengths of 0 and 1."""
+    return {dim: Dim.AUTO for dim, size in enumerate(x.shape) if size > 1}
 
 
 def _named_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,16 +126,19 @@ def _named_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 @contextmanager
 def _whole(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Give divided parameters their whole shapes, without memory."""
+    """Give divided parameters their whole shapes, without memory and gradients."""
     params = dict(model.named_parameters(remove_duplicate=False))
-    parts = {name: params[name].data for name in shapes}
+    own = {name: (params[name].data, params[name].grad) for name in shapes}
     try:
         for name, shape in shapes.items():
-            params[name].data = parts[name].new_zeros(()).expand(shape)
+            params[name].grad = None
+            params[name].data = own[name][0].new_zeros(()).expand(shape)
         yield
     finally:
-        for name, part in parts.items():
+        for name, (part, _) in own.items():
             params[name].data = part
+        for name, (_, grad) in own.items():
+            params[name].grad = grad
 
 
 def _set_values(module: fx.GraphModule, own: Mapping[str, torch.Tensor]) -> None:
@@ -155,6 +175,15 @@ def _loosen_views(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
+
+
+def _name_dtypes(graph: fx.Graph) -> None:
+    """Convert to dtypes, not to that of another value, which may be split otherwise."""
+    for node in graph.nodes:
+        if node.target in {torch.ops.aten.type_as.default, torch.ops.aten.to.other}:
+            dtype = node.meta["val"].dtype
+            node.target = torch.ops.aten.to.dtype
+            node.args, node.kwargs = (node.args[0], dtype), {}
 
 
 def _fold_linear(graph: fx.Graph) -> None:

@@ -1,7 +1,7 @@
 """A model whose forward is its graph, with this rank's parts.
 
-The graph is captured anew for another mode or structure of inputs, and for lengths that the first
-capture fixed. What is captured is kept.
+The graph is captured anew for another mode of a module, other frozen parameters, dtypes or buffers,
+another structure of inputs, and for lengths that the first capture fixed. What is captured is kept.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class DividedForward:
         self._scheme = scheme
         self._shapes = shapes
         self._graphs: dict[Any, list[_Graph]] = {}
+        self._modules = list(model.modules())
+        self._params = list(model.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the model."""
@@ -104,7 +106,15 @@ class DividedForward:
         return graph
 
     def _key(self, leaves: list[Any], spec: Any) -> Any:
-        return self._model.training, spec, tuple(map(_kind, leaves)), _autocast(leaves)
+        return self._state(), spec, tuple(map(_kind, leaves)), _autocast(leaves)
+
+    def _state(self) -> Any:
+        """Return what a graph depends on besides inputs: modes, frozen parameters, buffers."""
+        return (
+            tuple(module.training for module in self._modules),
+            tuple((x.requires_grad, x.dtype, x.device) for x in self._params),
+            tuple(id(x) for module in self._modules for x in module._buffers.values()),  # noqa: SLF001
+        )
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
         forward = self._model.__dict__.pop("forward", None)
@@ -153,7 +163,7 @@ def _fixed(x: torch.Tensor) -> tuple[int | None, ...]:
 def _kind(leaf: Any) -> Any:
     """Return what a graph depends on besides lengths: 1 is a length of its own."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, leaf.device, tuple(n == 1 for n in leaf.shape)
+        return leaf.dtype, leaf.device, leaf.requires_grad, tuple(n == 1 for n in leaf.shape)
     return type(leaf), leaf
 
 

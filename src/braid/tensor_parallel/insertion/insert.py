@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
@@ -37,8 +38,9 @@ from braid.tensor_parallel.insertion.choice import Chosen, choose, indivisible
 from braid.tensor_parallel.insertion.labels import Dims, Labels
 from braid.tensor_parallel.insertion.moves import Collective, steps_between
 from braid.tensor_parallel.insertion.records import Conflict, Options, Row
-from braid.tensor_parallel.insertion.rules import SHAPES_ONLY, rule_of
+from braid.tensor_parallel.insertion.rules import SHAPES_ONLY, draws, rule_of
 from braid.tensor_parallel.insertion.special_rules import SPECIAL, Part
+from braid.tensor_parallel.insertion.writes import note_write, written_by
 
 __all__ = ["Insertion"]
 
@@ -67,6 +69,7 @@ class Insertion:
         unknown: Operations without a rule that met parts, with their source lines.
         origins: Parameters whose division splits a value.
         gathered: Outputs of the model that are gathered, with their origins.
+        copies: Values that moves have put beside others.
         choose: Called before each operation, to give its parameters layouts; None if all have.
         forced: Axes of the labels of operations that have an annotation.
     """
@@ -84,6 +87,7 @@ class Insertion:
         self.unknown: dict[str, str] = {}
         self.origins: dict[fx.Node, frozenset[str]] = {}
         self.gathered: dict[fx.Node, frozenset[str]] = {}
+        self.copies: set[fx.Node] = set()
         self.choose: Callable[[Insertion, Call], None] | None = None
         self.forced: Mapping[fx.Node, Mapping[int, tuple[str, ...]]] = {}
         self._params = params
@@ -133,6 +137,8 @@ class Insertion:
         with self.graph.inserting_before(user):
             moved = self._moves(node, target)
         self._moved[node, str(target)] = moved
+        if moved is not node:
+            self.copies.add(moved)
         return moved
 
     def _moves(self, node: fx.Node, target: Layout) -> fx.Node:
@@ -255,11 +261,28 @@ class Insertion:
             self._set_whole(node, xs)
         elif call.name in SPECIAL and SPECIAL[call.name](self, call):
             pass  # replaced by a part of its own
-        elif (rule := rule_of(call)) is not None:
-            self._apply(call, xs, rule(call, [self.layout(x) for x in xs]))
+        elif (labels := self._labels(call, xs)) is not None:
+            self._apply(call, xs, labels)
         else:
             self.unknown[call.name] = source_of(node)
             self._gather_all(node, xs, f"{call.name} has no rule")
+        if written_by(call) is not None:
+            note_write(self, Call(node) if node in self.layouts else call)
+
+    def _labels(self, call: Call, xs: Sequence[fx.Node]) -> Labels | None:
+        """Return the labels of an operation; None if no rule knows these inputs."""
+        rule = rule_of(call)
+        labels = rule(call, [self.layout(x) for x in xs]) if rule is not None else None
+        if labels is None or list(map(len, labels.inputs)) != [len(shape_of(x)) for x in xs]:
+            return None
+        return labels
+
+    def change(self, values: AbstractSet[fx.Node], node: fx.Node) -> None:
+        """Note that an operation has changed values in place: their moves are those of before."""
+        for x in values:
+            self._has_grad[x] = self._has_grad.get(x, False) or self._has_grad.get(node, False)
+            self.origins[x] = self.origins.get(x, frozenset()) | self.origins.get(node, frozenset())
+        self._moved = {key: moved for key, moved in self._moved.items() if key[0] not in values}
 
     def _is_plain(self, x: fx.Node) -> bool:
         layout = self.layout(x)
@@ -278,8 +301,13 @@ class Insertion:
 
     def _gather_all(self, node: fx.Node, xs: Sequence[fx.Node], reason: str) -> None:
         for x in xs:
-            whole = self.whole(len(self.layout(x).dims))
-            node.replace_input_with(x, self.convert(x, whole, reason, node))
+            moved = self.convert(x, self.whole(len(self.layout(x).dims)), reason, node)
+            if moved is not x and draws(Call(node)):  # in the order in which a whole value lies
+                with self.graph.inserting_before(node):
+                    ordered = self.graph.call_function(torch.ops.aten.contiguous.default, (moved,))
+                ordered.meta = dict(x.meta)
+                moved = ordered
+            node.replace_input_with(x, moved)
         self._set_whole(node, xs)
 
     def _item(self, node: fx.Node) -> None:
@@ -316,7 +344,9 @@ class Insertion:
         node = call.node
         chosen: Chosen
         if forced is None:
-            chosen, problems = choose(call, xs, labels, self.layout, set(self._params))
+            written = written_by(call)  # stays where it is; the other inputs are moved
+            kept = self.layout if written is None else self._only(written)
+            chosen, problems = choose(call, xs, labels, kept, set(self._params))
         else:
             chosen = {label: (axes, 1) for label, axes in forced.items()}
             problems = indivisible(call, xs, labels, forced, self.mesh)
@@ -352,6 +382,10 @@ class Insertion:
             total = self.reduce(node)
             if bias is not None:
                 self._add(total, bias, channels=call.name.startswith("aten.conv"))
+
+    def _only(self, x: fx.Node) -> Callable[[fx.Node], Layout]:
+        """Return the layouts of values, as if all but one were whole."""
+        return lambda y: self.layout(y) if y is x else self.whole(len(shape_of(y)))
 
     def _target(
         self,

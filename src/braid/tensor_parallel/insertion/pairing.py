@@ -70,10 +70,11 @@ def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: Options) -> Pairing:
         for name in problem.origins:
             whole[pattern_of(name)] = problem.reason
     if not chooser.layouts:
-        reasons = "; ".join(f"{name}: {why}" for name, why in whole.items())
-        msg = f"no layer can be divided over {mesh.axes[axis]} ranks ({reasons or 'none fits'})"
+        reasons = "; ".join(f"{name}: {why}" for name, why in {**chooser.odd, **whole}.items())
+        none = "it has no linear layer, convolution or large embedding that could be"
+        msg = f"no layer can be divided over {mesh.axes[axis]} ranks ({reasons or none})"
         raise ConfigError(msg)
-    return Pairing(chooser.layouts, whole)
+    return Pairing(chooser.layouts, {**chooser.odd, **whole})
 
 
 def pattern_of(name: str) -> str:
@@ -92,6 +93,7 @@ class _Chooser:
         self._whole = whole
         self._tied = tied
         self._heads: dict[str, int] = {}
+        self.odd: dict[str, str] = {}
 
     def choose(self, insertion: Insertion, call: Call) -> None:
         weight = call.arguments.get("weight")
@@ -121,7 +123,12 @@ class _Chooser:
             blocks = insertion.layout(call["input"]).blocks
             if not blocks:
                 self._set(insertion, chain, 1)
-        elif not any(self._axis in axes for axes in (inner, *dims[:1])) and self._fits(outs):
+        elif not self._fits(outs):
+            valid = [str(n) for n in range(1, 65) if isinstance(outs, int) and outs % n == 0]
+            self.odd[pattern_of(str(chain[-1].target))] = (
+                f"{outs} outputs do not divide; valid: {', '.join(valid)}"
+            )
+        elif not any(self._axis in axes for axes in (inner, *dims[:1])):
             blocks_of_outputs = _packed(call.node, self._size)
             self._set(insertion, chain, 0, blocks_of_outputs)
             if isinstance(outs, int):

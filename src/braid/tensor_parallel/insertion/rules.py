@@ -23,13 +23,21 @@ from braid.tensor_parallel.insertion.calls import Call, shape_of
 from braid.tensor_parallel.insertion.labels import Dims, Labels, broadcast, equal, kept
 from braid.tensor_parallel.insertion.view_rules import VIEWS
 
-__all__ = ["SHAPES_ONLY", "rule_of"]
+__all__ = ["SHAPES_ONLY", "draws", "rule_of"]
 
 Rule = Callable[[Call, Sequence[Layout]], Labels]
 
 POINTWISE = {  # besides those that torch marks as pointwise
     *("aten.dropout", "aten.native_dropout", "aten.to", "aten._to_copy", "aten.type_as"),
-    *("aten.clone", "aten.contiguous", "aten.detach", "aten.alias", "aten.lift_fresh_copy"),
+    *(
+        "aten.fill",
+        "aten.zero",
+        "aten.clone",
+        "aten.contiguous",
+        "aten.detach",
+        "aten.alias",
+        "aten.lift_fresh_copy",
+    ),
     *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like", "aten.where"),
     *("aten.masked_fill", "aten.float", "aten.feature_dropout", "aten.silu", "aten.gelu"),
     *("aten.relu", "aten.__and__", "aten.__or__", "aten.copy", "aten.bernoulli", "aten.selu"),
@@ -43,10 +51,20 @@ SHAPES_ONLY = {  # of their inputs; the outputs are whole
 def rule_of(call: Call) -> Rule | None:
     """Return the rule of an operation; None if it is unknown."""
     name = call.name.removesuffix("_") if not call.name.endswith("__") else call.name
-    if name in FAMILIES:
-        return FAMILIES[name]
     tags = getattr(call.node.target, "tags", ())
-    return _pointwise if name in POINTWISE or torch.Tag.pointwise in tags else None
+    if draws(call):  # parts would get other numbers than the whole
+        return None
+    if name in POINTWISE or torch.Tag.pointwise in tags:
+        return _pointwise
+    return FAMILIES.get(name)
+
+
+def draws(call: Call) -> bool:
+    """Whether an operation draws random numbers: not in evaluation, nor with probability 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(call.node.target, "tags", ()):
+        return False
+    given = [call[n] for n in ("train", "training", "p", "dropout_p") if n in call.arguments]
+    return all(value is None or value for value in given)
 
 
 def _pointwise(call: Call, layouts: Sequence[Layout]) -> Labels:

@@ -52,18 +52,23 @@ class OwnPart(nn.Module):
 
 
 class DividedDropout(nn.Module):
-    """Dropout of a part."""
+    """Dropout of elements of a part, or of its features: what has the same first two dims."""
 
-    def __init__(self, part: OwnPart, p: float) -> None:
+    def __init__(
+        self, part: OwnPart, p: float, *, features: bool = False, inplace: bool = False
+    ) -> None:
         super().__init__()
         self.part = part
         self.p = p
+        self.features = features
+        self.inplace = inplace
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part with elements dropped."""
         ones = torch.ones(self.part.shape(x.shape), dtype=x.dtype, device=x.device)
-        scale: torch.Tensor = self.part(functional.dropout(ones, self.p))
-        return x * scale
+        drop = torch.feature_dropout if self.features else torch.dropout
+        scale: torch.Tensor = self.part(drop(ones, self.p, True))
+        return x.mul_(scale) if self.inplace else x * scale
 
 
 class DividedAttention(nn.Module):

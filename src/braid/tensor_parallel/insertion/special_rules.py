@@ -86,11 +86,17 @@ def _cross_entropy(insertion: Insertion, call: Call) -> bool:
 
 
 def _dropout(insertion: Insertion, call: Call) -> bool:
-    x, p = call["input"], call["p"]
+    (x,), p = call.tensors(), call["p"]
     layout = insertion.layout(x)
     if not call["train"] or not 0 < p < 1 or not any(layout.dims):
         return False
-    insertion.replace(call, lambda groups: DividedDropout(_part(layout, groups), p), (x,), layout)
+    features, inplace = call.name.startswith("aten.feature"), call.name.endswith("_")
+    insertion.replace(
+        call,
+        lambda groups: DividedDropout(_part(layout, groups), p, features=features, inplace=inplace),
+        (x,),
+        layout,
+    )
     return True
 
 
@@ -154,5 +160,7 @@ SPECIAL: dict[str, Callable[[Insertion, Call], bool]] = {
     "aten.cross_entropy_loss": _cross_entropy,
     "aten.dropout": _dropout,
     "aten.dropout_": _dropout,
+    "aten.feature_dropout": _dropout,
+    "aten.feature_dropout_": _dropout,
     "aten.scaled_dot_product_attention": _attention,
 }

@@ -66,6 +66,8 @@ def _expand(call: Call, layouts: Sequence[Layout]) -> Labels:
     ins = tuple(
         lead + dim if equal(size, after[lead + dim]) else None for dim, size in enumerate(before)
     )
+    if call.name == "aten.expand_as":
+        return Labels([ins, kept(len(after))], [kept(len(after))])
     outs = tuple(dim if dim in ins else None for dim in range(len(after)))
     return Labels([ins], [outs], sizes="size")
 
