@@ -62,8 +62,6 @@ def capture(
     Raises:
         ConfigError: torch.export refuses the model, such as one that branches on data.
     """
-    from torch.export import Dim  # noqa: PLC0415 - slow
-
     args, kwargs = pytree.tree_map_only(  # an input given twice stays two inputs
         torch.Tensor,
         lambda x: x.detach().clone().requires_grad_(x.requires_grad),
@@ -116,6 +114,8 @@ def capture(
 
 def _variable(x: torch.Tensor) -> dict[int, Any]:
     """Return the dims that may have another length; torch.export fixes lengths of 0 and 1."""
+    from torch.export import Dim  # noqa: PLC0415 - slow
+
     return {dim: Dim.AUTO for dim, size in enumerate(x.shape) if size > 1}
 
 
