@@ -78,6 +78,16 @@ def test_equal_bits_are_proved(proved, ranks):
     assert f"proved 3 steps on {ranks} ranks: all 6 parameters" in proved(ranks, TASK)
 
 
+SHARDED = """
+def wrap(model, group):
+    return braid.FullyShardedDataParallel(model, group)
+"""
+
+
+def test_a_sharded_model_is_proved_whole(proved):
+    assert "proved 3 steps on 2 ranks: all 6 parameters" in proved(2, TASK + SHARDED)
+
+
 @pytest.mark.launcher
 def test_a_slip_is_found_after_its_step_and_is_the_exit_code(tmp_path, capsys):
     file = tmp_path / "task.py"

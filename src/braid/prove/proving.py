@@ -13,6 +13,7 @@ Memory: two models and their optimizers' state on the first rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from braid.params.hashing import compare_values
 from braid.prove.compare import Difference, difference, difference_of_ranks
 from braid.prove.shares import CHECKED_STEPS, ShareCheck, ShareGap, check_shares, noting_weights
 from braid.prove.task import Task
+from braid.sharding import sharding_of
 
 __all__ = ["Proof", "prove"]
 
@@ -83,8 +85,10 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
     model = task.model()
     wrapped = task.wrap(model, group)
     optimizer = task.optimizer(model.parameters())
-    alone = _Alone(task, group.size, model) if group.rank == 0 else None
-    table = ParamTable.of(model)
+    with _whole(model):
+        alone = _Alone(task, group.size, model) if group.rank == 0 else None
+        table = ParamTable.of(model)
+        numel = sum(record.param.numel() for record in table)
     losses: list[tuple[str, str]] = []
     differ: list[Difference] = []
     checks: list[ShareCheck] = []
@@ -95,20 +99,20 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         step += 1
-        drifted = _drifted(group, table.records, step)
-        if alone is not None:
-            if step <= CHECKED_STEPS:
-                checks.append(check_shares(task, alone.model, group.size, step - 1))
-            expected = alone.step(step - 1)
-            losses.append((f"{loss.item():.9g}", f"{expected:.9g}"))
-            differ = drifted or alone.compare(model)
+        with _whole(model):
+            drifted = _drifted(group, ParamTable.of(model).records, step)
+            if alone is not None:
+                if step <= CHECKED_STEPS:
+                    checks.append(check_shares(task, alone.model, group.size, step - 1))
+                expected = alone.step(step - 1)
+                losses.append((f"{loss.item():.9g}", f"{expected:.9g}"))
+                differ = drifted or alone.compare(model)
         stop = torch.tensor([len(differ)], device="cpu")
         group.broadcast(stop, 0)
         if stop.item():
             break
     if alone is None:
         return None
-    numel = sum(record.param.numel() for record in table)
     first = differ[0] if differ else None
     return Proof(
         group.size,
@@ -172,6 +176,12 @@ class _Alone:
         pairs = zip(model.named_parameters(), self.model.parameters(), strict=True)
         differences = (difference(name, param, expected) for (name, param), expected in pairs)
         return [one for one in differences if one is not None]
+
+
+def _whole(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a block in which a model has whole parameters, also if it is sharded."""
+    sharding = sharding_of(model)
+    return nullcontext() if sharding is None else sharding.gathered()
 
 
 def _drifted(group: Group, records: Sequence[ParamRecord], step: int) -> list[Difference]:
