@@ -226,3 +226,68 @@ def test_changes_that_sharding_cannot_follow_are_named(world):
     ]
     for said in world(2, _changes):
         assert [part in text for part, text in zip(parts, said, strict=True)] == [True] * 6, said
+
+
+def _two_rules(group: Group | None, base: Model) -> Any:
+    """Matrices by Muon, everything else by AdamW."""
+    model = copy.deepcopy(base)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=0.01), ADAMW(others)]
+    if group is None:
+        for step in range(2):
+            accumulate(model, [partial(loss_of, model, r, step) for r in range(2)])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return values(model)
+    engine = Sharding(model, group, ShardingOptions(whole=True))
+    for optimizer in optimizers:
+        attach(engine, optimizer)
+    for step in range(2):
+        loss_of(model, group.rank, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with engine.gathered():
+        return values(model)
+
+
+def test_two_optimizers_share_a_model_of_whole_parameters(world):
+    base = Model()
+    expected = _two_rules(None, base)
+    for found in world(2, _two_rules, base):
+        assert differing(found, expected) == []
+
+
+def _ahead(group: Group) -> list[str]:
+    """The order in which gathers are started and units compute."""
+    model = Model()
+    engine = Sharding(model, group)
+    log: list[str] = []
+    for unit in engine.units:
+        for flat in unit.flats:
+
+            def start(
+                flat: Any = flat, name: str = unit.name, real: Any = flat.start_gather
+            ) -> None:
+                if flat.full is None:
+                    log.append(f"gather {name or 'root'}")
+                real()
+
+            flat.start_gather = start
+    for index, block in enumerate(model.blocks):
+        block.norm.register_forward_hook(lambda *_, i=index: log.append(f"forward {i}"))
+        block.down.register_full_backward_hook(lambda *_, i=index: log.append(f"backward {i}"))
+    loss_of(model, group.rank, 0).backward()
+    log.clear()
+    loss_of(model, group.rank, 1).backward()
+    return [line.replace("blocks.", "") for line in log]
+
+
+def test_the_next_unit_is_gathered_while_one_computes(world):
+    expected = (
+        "gather root, gather 0, gather 1, forward 0, gather 2, forward 1, gather 3, forward 2, "
+        "forward 3, gather 2, backward 3, gather 1, backward 2, gather 0, backward 1, backward 0"
+    )
+    assert [", ".join(log) for log in world(2, _ahead)] == [expected] * 2
