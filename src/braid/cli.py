@@ -38,6 +38,7 @@ from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
 from braid.commands.probe import probe
 from braid.commands.prove import prove
+from braid.commands.roles import Roles
 from braid.commands.schedule import (
     schedule_check,
     schedule_compare,
@@ -164,6 +165,7 @@ def run(
         int | None, tyro.conf.arg(metavar="RANK", help_behavior_hint=NO_DEFAULT)
     ] = None,
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
+    roles: Annotated[Roles, tyro.conf.arg(name="")] = Roles(),  # noqa: B008 - frozen
 ) -> int:
     """Run a program on N ranks of one or several hosts, and name the rank that made it fail.
 
@@ -189,6 +191,7 @@ def run(
         stdin: Rank that reads the standard input, for breakpoint() and input(): it has the
             terminal, and hang reports and deadlines of collectives wait.
         on: Hosts to run on.
+        roles: Servers and workers of a parameter server.
     """
     from braid.commands.several_hosts import choose_where, run_on
     from braid.launch import JobSpec, Supervisor, TerminalConsole
@@ -199,6 +202,7 @@ def run(
     if port != "auto" and not port.isdecimal():
         msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
+    n = roles.num_ranks(n)
     where, options = choose_where(on, n)
     job = JobSpec(
         command=command,
@@ -214,6 +218,7 @@ def run(
         resume=resume,
         stdin_rank=stdin,
         where=options,
+        environ=roles.environ(),
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:

@@ -1,0 +1,55 @@
+"""Reads the options of `braid run` that give ranks the roles of a parameter server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from braid.errors import ConfigError
+
+__all__ = ["SERVERS", "Roles"]
+
+SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    """Numbers of servers and workers.
+
+    Attributes:
+        servers: Ranks that serve a parameter server's tables: the first ones. With --workers in the
+            place of -n.
+        workers: Ranks that train.
+    """
+
+    servers: int = 0
+    workers: int = 0
+
+    def num_ranks(self, n: int | None) -> int | None:
+        """Return the number of ranks that all options together mean.
+
+        Raises:
+            ConfigError: They contradict each other, or a role has no rank.
+        """
+        if not self.servers and not self.workers:
+            return n
+        if self.servers < 1 or self.workers < 1:
+            msg = (
+                f"--servers {self.servers} --workers {self.workers}: a parameter server needs at "
+                "least one of each"
+            )
+            raise ConfigError(msg)
+        total = self.servers + self.workers
+        if n not in {None, total}:
+            roles = f"--servers {self.servers} and --workers {self.workers}"
+            msg = f"{roles} are {total} ranks, got -n {n}"
+            raise ConfigError(msg)
+        return total
+
+    def environ(self, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the environment of ranks, which know the number of servers by it."""
+        own = dict(os.environ if environ is None else environ)
+        if self.servers:
+            own[SERVERS] = str(self.servers)
+        return own

@@ -1,0 +1,68 @@
+"""Consistency of a table: how far workers may be apart, and when a push changes the table.
+
+    staleness 0          bulk synchronous (BSP): all pushes of a clock are added in the order of
+                         workers, and applied once; a pull sees all earlier clocks
+    staleness k          stale synchronous (SSP): a push is applied when it comes; a pull at clock c
+                         waits until all workers have pushed the clocks before c - k
+    staleness infinity   asynchronous: nobody waits
+    quorum n of m        BSP with backup workers: a clock is applied when n have pushed it
+
+Sources: Q. Ho et al., SSP, NeurIPS 2013; J. Chen et al., Revisiting distributed synchronous SGD,
+2016 (backup workers); M. Li et al., Parameter Server, OSDI 2014 (bounded delay).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from braid.errors import ConfigError
+
+__all__ = ["BSP", "Consistency"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Consistency:
+    """Consistency of a table.
+
+    Attributes:
+        staleness: Clocks that a worker may be ahead of the slowest one; infinity for any number.
+        quorum: Pushes with which a clock is complete; all workers' when None. For staleness 0.
+        late: Fate of a push whose clock is complete without it.
+        aggregate: Whether pushes of a clock are averaged or summed.
+
+    Raises:
+        ConfigError: A value is out of range; all problems are named.
+    """
+
+    staleness: float = 0
+    quorum: int | None = None
+    late: Literal["drop", "apply"] = "drop"
+    aggregate: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.staleness >= 0 or (
+            math.isfinite(self.staleness) and self.staleness != int(self.staleness)
+        ):
+            problems.append(f"staleness must be 0, 1, 2, ... or infinity, got {self.staleness!r}")
+        if self.quorum is not None and (self.quorum < 1 or self.staleness != 0):
+            problems.append(
+                f"a quorum is a number of pushes of at least 1 at staleness 0, got {self.quorum} "
+                f"at staleness {self.staleness}"
+            )
+        if self.late not in {"drop", "apply"}:
+            problems.append(f"late must be drop or apply, got {self.late!r}")
+        if self.aggregate not in {"mean", "sum"}:
+            problems.append(f"aggregate must be mean or sum, got {self.aggregate!r}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether pushes of a clock are applied together."""
+        return self.staleness == 0
+
+
+BSP = Consistency()
