@@ -17,7 +17,7 @@ from training import linear, said_by
 
 from braid.comm import Group
 from braid.data_parallel.ddp.reference import accumulate
-from braid.sharding import Sharding, ShardingOptions, attach, sharding_of
+from braid.sharding import ShardedGradScaler, Sharding, ShardingOptions, attach, sharding_of
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
 
@@ -291,3 +291,36 @@ def test_the_next_unit_is_gathered_while_one_computes(world):
         "forward 3, gather 2, backward 3, gather 1, backward 2, gather 0, backward 1, backward 0"
     )
     assert [", ".join(log) for log in world(2, _ahead)] == [expected] * 2
+
+
+def _scaled(group: Group, base: Model, fused: bool) -> Any:
+    model = copy.deepcopy(base)
+    engine = Sharding(model, group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    attach(engine, optimizer)
+    scaler = ShardedGradScaler(engine, init_scale=8.0, growth_interval=100)
+    after = []
+    for step in range(3):
+        scaler.scale(loss_of(model, group.rank, step)).backward()
+        if step == 1 and group.rank == 1:  # only this rank sees it
+            engine.pieces()[0][0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        engine.zero_grad()
+        after.append(scaler.get_scale())
+    with engine.gathered():
+        return values(model), after
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_ranks_agree_on_nonfinite_gradients(world, fused):
+    base = Model()
+    expected = copy.deepcopy(base)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, fused=fused)
+    for step in (0, 2):
+        accumulate(expected, [partial(loss_of, expected, r, step) for r in range(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, scales in world(2, _scaled, base, fused):
+        assert scales == [8.0, 4.0, 4.0]
+        torch.testing.assert_close(found, values(expected), rtol=1e-5, atol=1e-6)

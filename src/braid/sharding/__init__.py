@@ -3,6 +3,7 @@
 from braid.sharding.engine import Sharding, sharding_of
 from braid.sharding.fsdp import FullyShardedDataParallel
 from braid.sharding.fully_shard import FSDPModule, fully_shard
+from braid.sharding.grad_scaler import ShardedGradScaler
 from braid.sharding.layouts import Bytes, Layouts, layouts_of
 from braid.sharding.memory import LiveBytes, live_bytes
 from braid.sharding.optimizer import attach, needs_whole, shard_optimizer
@@ -25,6 +26,7 @@ __all__ = [
     "LiveBytes",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardedGradScaler",
     "ShardedSnapshot",
     "Sharding",
     "ShardingOptions",
