@@ -31,18 +31,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
         places = sharding.places
         self._groups = [g for g in (places.group, places.replicas) if g is not None]
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, torch.Tensor]:
         """Unscale this rank's gradients, and return whether some rank has nonfinite ones."""
-        known = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        found = torch.zeros(1, dtype=torch.float32, device=self._master_device)
+        known = super()._unscale_grads_(*args)
+        nonfinite = torch.zeros(1, dtype=torch.float32, device=self._master_device)
         for own in known.values():
-            found = torch.maximum(found, own.reshape(1).to(found.device))
+            nonfinite = torch.maximum(nonfinite, own.reshape(1).to(nonfinite.device))
         for group in self._groups:
-            found = group.all_reduce(found, op="max")
-        return dict.fromkeys(known, found.reshape(())) or {self._master_device: found.reshape(())}
+            nonfinite = group.all_reduce(nonfinite, op="max")
+        return dict.fromkeys(known or [self._master_device], nonfinite.reshape(()))
