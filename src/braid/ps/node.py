@@ -70,6 +70,7 @@ def join(group: Group, servers: int | None = None, *, address: str = "tcp://127.
     if not is_server:
         for number, where in enumerate(addresses):
             van.connect(f"server:{number}", where)
+    group.barrier()  # nobody leaves before all are connected
     return Node(van, group.rank, servers, group.size - servers)
 
 
