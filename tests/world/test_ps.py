@@ -126,11 +126,17 @@ def test_a_lost_worker_is_named_with_who_waits_for_it(world):
     assert "lost server:0" in waits
 
 
+def _roles(group: Group) -> list[str]:
+    return [
+        said_by(lambda: ps.join(group), ConfigError),
+        said_by(lambda: ps.join(group, 1), ConfigError),
+    ]
+
+
 def test_roles_are_checked(world, monkeypatch):
     monkeypatch.delenv("BRAID_SERVERS", raising=False)
-    (none,) = world(1, lambda group: said_by(lambda: ps.join(group), ConfigError))
+    ((none, all_servers),) = world(1, _roles)
     assert "how many ranks are servers? Pass servers=" in none
-    (all_servers,) = world(1, lambda group: said_by(lambda: ps.join(group, 1), ConfigError))
     assert "of 1 ranks 1 cannot be servers" in all_servers
 
 
