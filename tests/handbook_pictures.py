@@ -26,6 +26,7 @@ from braid.schedule.simulate import Timeline
 from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.topology import Cluster, Level, flat
 from handbook_data_parallel import DATA_PARALLEL
+from handbook_meshes import MESHES
 from handbook_pipelines import PIPELINES
 from handbook_sequences import SEQUENCES
 from handbook_sharding import SHARDING
@@ -272,6 +273,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *SEQUENCES,
     *SLICES,
     *SHARDING,
+    *MESHES,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,
