@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharding_models import Model, differing, loss_of, values
+from sharding_models import Model, differing, loss_of, reference, values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import linear, said_by
@@ -18,6 +18,7 @@ from training import linear, said_by
 from braid.comm import Group
 from braid.data_parallel.ddp.reference import accumulate
 from braid.sharding import ShardedGradScaler, Sharding, ShardingOptions, attach, sharding_of
+from braid.testing.delegated_world import delegated_world
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
 
@@ -324,3 +325,63 @@ def test_ranks_agree_on_nonfinite_gradients(world, fused):
     for found, scales in world(2, _scaled, base, fused):
         assert scales == [8.0, 4.0, 4.0]
         torch.testing.assert_close(found, values(expected), rtol=1e-5, atol=1e-6)
+
+
+def _over_gloo(group: Group, base: Model, stage: int, whole: bool) -> Any:
+    gloo = delegated_world(group.context)
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, gloo, ShardingOptions(stage=stage, whole=whole))
+    attach(engine, optimizer)
+    for step in range(2):
+        loss_of(model, group.rank, step).backward()
+        engine.clip_grad_norm_(0.5)
+        optimizer.step()
+        engine.zero_grad()
+    with engine.gathered():
+        found = values(model)
+    gloo.close()
+    return found
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(("stage", "whole"), [(1, False), (3, False), (3, True)])
+def test_a_backend_of_torch_can_carry_it(procs, stage, whole):
+    """As NCCL on GPUs; its sums are in another order."""
+    base = Model(frozen=True)
+    expected, _ = reference(base, 2, ADAMW, steps=2)
+    for found in procs(2, _over_gloo, base, stage, whole):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _begins(group: Group, init_sync: bool) -> Any:
+    model = Model()
+    model.steps.fill_(group.rank)
+    with torch.no_grad():
+        model.norm.weight.add_(group.rank)
+    options = ShardingOptions(init_sync=init_sync, ignored=frozenset({"norm.bias"}))
+    engine = Sharding(model, group, options)
+    loss_of(model, group.rank, 0).backward()
+    assert model.norm.bias.grad is not None  # of this rank, as it stays
+    assert model.norm.bias.shape == (24,)
+    with engine.gathered():
+        return model.steps.item(), model.norm.weight[0].item(), len(engine.table)
+
+
+def test_ranks_begin_with_the_values_of_the_first(world):
+    numbers = len(list(Model().parameters())) - 1
+    first = Model().norm.weight[0].item()
+    assert world(2, _begins, True) == [(0.0, first, numbers)] * 2
+    second = [step for step, _, _ in world(2, _begins, False)]
+    assert second == [0.0, 1.0]
+
+
+def _differs(group: Group) -> str:
+    stage = 1 + group.rank
+    return said_by(lambda: Sharding(Model(), group, ShardingOptions(stage=stage)))
+
+
+def test_ranks_with_other_options_are_told_which(world):
+    for said in world(2, _differs):
+        assert said.startswith("MismatchError: arguments differ between ranks")
+        assert "rank 1  stage=2" in said

@@ -103,11 +103,11 @@ class Sharding:
         self.layouts = layouts_of(self.options.stage, Mesh(axes))
         self.table = ParamTable.of(model, self.options.ignored)
         check_params(model, self.table, sorted(group.devices))
-        self._compare()
         modules = self.options.units
         specs = divide_into_units(
             model, default_units(model) if modules is None else modules, self.table
         )
+        self._compare([spec.name for spec in specs])
         sites = _sites_of(model)
         flats = [self._make_flats(spec) for spec in specs]
         for flat in (flat for own in flats for flat in own):
@@ -252,15 +252,18 @@ class Sharding:
         for record in self.table:
             delattr(record.param, MARK)
 
-    def _compare(self) -> None:
+    def _compare(self, units: Sequence[str]) -> None:
         """Compare parameters and options over ranks, and copy the values of the first rank."""
+        arguments = {**self.options.in_common(), "units": list(units)}
         for group in (self.places.group, self.places.replicas):
             if group is None:
                 continue
             if self.options.init_sync:
-                self.table.make_equal(group, self.options.in_common())
+                self.table.make_equal(group, arguments)
+                for buffer in self.model.buffers():
+                    group.broadcast(buffer.detach(), 0)
             else:
-                self.table.compare(group, self.options.in_common())
+                self.table.compare(group, arguments)
 
     def _make_flats(self, spec: UnitSpec) -> list[FlatShard]:
         """Make the flat vectors of a unit: frozen parameters, and each dtype, have their own."""

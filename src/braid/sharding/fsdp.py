@@ -55,7 +55,7 @@ class FullyShardedDataParallel(nn.Module):
         whole_parameters: Whether each parameter belongs to one rank.
         master_dtype: Data type of the optimizer's pieces, such as float32 for a bfloat16 model;
             that of the model when None.
-        init_sync: Compare parameters and copy rank 0's values at wrapping.
+        init_sync: Compare parameters, and copy rank 0's values and buffers at wrapping.
 
     Raises:
         ConfigError: The module cannot be sharded, or arguments contradict each other; all problems

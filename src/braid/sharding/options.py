@@ -36,7 +36,7 @@ class ShardingOptions:
         master_dtype: Data type of the optimizer's pieces; the parameters' own when None.
         offload: Place of the pieces and of the optimizer's states.
         ignored: Names of parameters that stay as they are, on each rank.
-        init_sync: Whether values of the first rank are copied to all.
+        init_sync: Whether values of the first rank are copied to all, buffers included.
     """
 
     stage: int = 3
