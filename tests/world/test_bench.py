@@ -113,8 +113,20 @@ def test_every_wrapper_trains(tmp_path, quiet):
 @pytest.mark.launcher
 @pytest.mark.procs
 def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
-    bench = zero.ZeroBench(cases=(zero.case_of("tiny:1"),), rounds=2, budget_s=1.0, out=tmp_path)
-    (row,) = zero.run_zero(bench, console=quiet).rows
+    bench = zero.ZeroBench(
+        cases=(zero.case_of("tiny:1"),),
+        rounds=2,
+        budget_s=1.0,
+        save_mib=64,
+        save_rounds=1,
+        out=tmp_path,
+    )
+    report = zero.run_zero(bench, console=quiet)
+    (row,) = report.rows
+    assert report.saves is not None
+    assert 0 < report.saves.stall_s < report.saves.write_s
+    assert "a save of 64 MiB behind the training" in str(zero.zero_verdicts(report)[-1])
+    assert not (tmp_path / "saves").exists()
     assert set(row.step_s) == set(row.speedup) == set(zero_worker.VARIANTS)
     assert row.num_params == 4 * 32 * 32
     sent = {stage: live.sent for stage, live in row.live.items()}

@@ -24,6 +24,8 @@ from braid.bench.harness.report import (
     save,
     show,
 )
+from braid.bench.workers.saving import Plan as SavePlan
+from braid.bench.workers.saving import Saves
 from braid.bench.workers.zero import MODEL_NAMES, STAGES, VARIANTS, Case, Measured, Plan
 from braid.errors import ConfigError
 
@@ -42,6 +44,7 @@ HEADINGS = {
     "stage2": "braid, stage 2",
     "stage3": "braid, stage 3",
 }
+MOST_STALL = 0.1
 SENT = {"stage1": 2, "stage2": 2, "stage3": 3}
 
 
@@ -49,6 +52,7 @@ class ZeroReport(Report, kw_only=True):
     """Figures of all cases."""
 
     rows: list[Measured]
+    saves: Saves | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,8 @@ class ZeroBench:
         cases: Models with the batch of a rank.
         rounds: Largest number of rounds, with one step of each engine.
         budget_s: Seconds for a case, after which only the least number of rounds is completed.
+        save_mib: MiB of a checkpoint that is saved at once and behind a training; 0 for none.
+        save_rounds: Number of saves of each kind.
         out: Directory for `zero.json` and the run's logs.
     """
 
@@ -67,6 +73,8 @@ class ZeroBench:
     cases: tuple[Case, ...] = CASES
     rounds: int = 40
     budget_s: float = 40.0
+    save_mib: int = 1024
+    save_rounds: int = 5
     out: Path = Path("runs/bench-zero")
 
     def __post_init__(self) -> None:
@@ -76,6 +84,7 @@ class ZeroBench:
             if case.model not in MODEL_NAMES
         ]
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
+        least += [("save_mib", self.save_mib, 0), ("save_rounds", self.save_rounds, 1)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
         check_minimums(least, problems)
 
@@ -119,9 +128,24 @@ def run_zero(bench: ZeroBench, *, console: RichConsole | None = None) -> ZeroRep
         encoded = msgspec.json.encode(plan)
         run_here(bench.ranks, "braid.bench.workers.zero", encoded, log_dir=bench.out / "run")
     report = ZeroReport(**where, rows=msgspec.json.decode(file.read_bytes(), type=list[Measured]))
+    if bench.save_mib:
+        with shown.status(f"saving {bench.save_mib} MiB from {bench.ranks} ranks"):
+            report.saves = _measure_saves(bench, file)
     save(report, bench.out / "zero.json")
     file.unlink()
     return report
+
+
+def _measure_saves(bench: ZeroBench, file: Path) -> Saves:
+    plan = SavePlan(
+        mib=bench.save_mib,
+        rounds=bench.save_rounds,
+        directory=str((bench.out / "saves").resolve()),
+        out=str(file.resolve()),
+    )
+    encoded = msgspec.json.encode(plan)
+    run_here(bench.ranks, "braid.bench.workers.saving", encoded, log_dir=bench.out / "run-saves")
+    return msgspec.json.decode(file.read_bytes(), type=Saves)
 
 
 def zero_verdicts(report: ZeroReport) -> list[Verdict]:
@@ -140,6 +164,18 @@ def zero_verdicts(report: ZeroReport) -> list[Verdict]:
             claim = f"{what}: {stage} sends at most {SENT[stage]} x the parameters, and padding"
             held = live.sent <= SENT[stage] * 1.01
             verdicts.append(Verdict(claim, f"measured {live.sent:.2f}", held))
+    if (saves := report.saves) is not None:
+        share = saves.stall_s / saves.at_once_s
+        claim = (
+            f"a save of {saves.mib} MiB behind the training: it waits less than {MOST_STALL:.0%} "
+            f"of the {saves.at_once_s:.2f} s of a save at once"
+        )
+        slower = saves.step_behind_s / saves.step_s
+        figure = (
+            f"measured {share:.1%}, {saves.stall_s:.3f} s; written in {saves.write_s:.2f} s, in "
+            f"which a step takes {slower:.2f} x as long"
+        )
+        verdicts.append(Verdict(claim, figure, share < MOST_STALL))
     return verdicts
 
 

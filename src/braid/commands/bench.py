@@ -380,6 +380,7 @@ def bench_zero(
     ),
     rounds: int = 40,
     budget: float = 40.0,
+    save_mib: int = 1024,
     out: str = "runs/bench-zero",
 ) -> int:
     """Measure sharded training: torch's FSDP2 over Gloo and over braid, and braid's three stages.
@@ -390,6 +391,7 @@ def bench_zero(
             (nothing but the engines).
         rounds: Largest number of steps of each engine, in turns; figures are medians over them.
         budget: Seconds for a case, about.
+        save_mib: MiB of a checkpoint that is saved at once and behind a training; 0 for none.
         out: Directory for zero.json.
     """
     from pathlib import Path
@@ -401,6 +403,7 @@ def bench_zero(
         cases=tuple(map(zero.case_of, cases)),
         rounds=rounds,
         budget_s=budget,
+        save_mib=save_mib,
         out=Path(out),
     )
     zero.print_zero(zero.run_zero(bench), bench.out)
