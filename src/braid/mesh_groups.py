@@ -9,6 +9,7 @@ mesh.view("ep=4")["ep"]                       # other axes over the same ranks
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 from braid.comm import Group
 from braid.context import init
@@ -69,6 +70,12 @@ class MeshGroups:
             ConfigError: The axes have another number of ranks, or cut across those here.
         """
         return MeshGroups(self.layout.view(axes), self._group)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say which group to pass, where a mesh was taken for one."""
+        axis = next(iter(self.__dict__["layout"].axes)) if "layout" in self.__dict__ else "tp"
+        msg = f"a mesh has no {name!r}: pass the group along its axes, such as mesh[{axis!r}]"
+        raise AttributeError(msg)
 
     def __str__(self) -> str:
         return f"{self.layout}, here {self.coordinates}"

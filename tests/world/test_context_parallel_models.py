@@ -20,6 +20,7 @@ from braid.context_parallel import (
     split_sequence,
 )
 from braid.errors import ConfigError
+from braid.mesh_groups import mesh
 
 WIDTH, VOCABULARY, LENGTH = 16, 13, 24
 
@@ -141,6 +142,10 @@ def _refusals(group: Group) -> list[str]:
             said_by(lambda: model(tokens()[:, :7]), ConfigError),
             said_by(lambda: model(tokens()[:, :8], mask=mask, dropout=0.1), ConfigError),
             said_by(lambda: model(None), ConfigError),
+            said_by(
+                lambda: context_parallel(model, mesh({"cp": group.size}, group), inputs={"ids": 1}),
+                ConfigError,
+            ),
         ]
     assert not torch.overrides._get_current_function_mode_stack()
     texts.append(str(model(tokens()).shape))
@@ -150,7 +155,7 @@ def _refusals(group: Group) -> list[str]:
 def test_models_that_cannot_run_on_divided_sequences_are_refused(world):
     first, second = world(2, _refusals)
     assert first == second
-    names, wrong, calls, length, masked, missing, shape = first
+    names, wrong, calls, length, masked, missing, twice, shape = first
     assert "has no argument input_ids, inputs_embeds" in names
     assert "(tokens, position_ids, dropout, mask) as inputs, such as" in names
     assert (
@@ -162,4 +167,6 @@ def test_models_that_cannot_run_on_divided_sequences_are_refused(world):
     assert "a mask of shape [4, 4] cannot be divided" in masked
     assert "dropout of attention is not divided, got 0.1" in masked
     assert "Model was called without any of tokens" in missing
+    assert 'such as braid.mesh("cp=2")["cp"], got MeshGroups' in twice
+    assert "sequences of Model are divided already: call remove()" in twice
     assert shape == f"torch.Size([2, {LENGTH}, {VOCABULARY}])"

@@ -39,7 +39,11 @@ class Layers(nn.Module):
 
 
 def filled(code: Callable[[Layers, torch.Tensor], torch.Tensor]) -> Layers:
-    model = Layers(code).double()
+    return drawn(Layers(code))
+
+
+def drawn(model: Any) -> Any:
+    model.double()
     for index, param in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(index)
         with torch.no_grad():
@@ -53,8 +57,8 @@ def batch(*shape: int) -> torch.Tensor:
 
 
 def gap(group: Group, model: nn.Module, whole: nn.Module, x: torch.Tensor) -> float:
-    """Largest gap of outputs and gradients, also those of the inputs, as parts of the largest."""
-    gaps, inputs = [], (x.clone().requires_grad_(), x.clone().requires_grad_())
+    """Largest gap of outputs and gradients, also those of the inputs, as a part of the largest."""
+    inputs = (x.clone().requires_grad_(), x.clone().requires_grad_())
     for each in (model, whole):
         each.zero_grad()
     outputs = [each(own) for each, own in zip((model, whole), inputs, strict=True)]
@@ -69,9 +73,8 @@ def gap(group: Group, model: nn.Module, whole: nn.Module, x: torch.Tensor) -> fl
             expected = slicing.part_of(expected, group.rank, group.size)
         if param.grad is not None:
             pairs.append((param.grad, expected))
-    for got, expected in pairs:
-        gaps.append(float((got - expected).detach().abs().max() / expected.detach().abs().max()))
-    return max(gaps)
+    largest = max(expected.detach().abs().max() for _, expected in pairs)
+    return max(float((got - expected).detach().abs().max() / largest) for got, expected in pairs)
 
 
 def _mlp(m: Layers, x: torch.Tensor) -> torch.Tensor:
@@ -165,15 +168,58 @@ def _mixed(m: Layers, x: torch.Tensor) -> torch.Tensor:
     return m.down(hidden * m.scale.type_as(hidden) + m.scale.sum().to(hidden))
 
 
+def _operators(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    query, key = (y.unflatten(-1, (4, WIDTH)) for y in (m.up(x), m.gate(x)))
+    scores = torch.einsum("b t h e, b s h e -> b h t s", query, key).softmax(-1)
+    hidden = torch.einsum("bhts,bshe->bthe", scores, query.roll(1, 1)).flatten(2)
+    hidden = functional.prelu(hidden, m.scale[:1]) / query.norm(dim=-1).mean(-1, keepdim=True)
+    return m.down(hidden.mT.roll(1).mT)
+
+
 def _code(group: Group, code: Any) -> float:
     model, whole = filled(code), filled(code)
     parallelize(model, group, PLAN, inputs=batch(3, 2))
     return gap(group, model, whole, batch(3, 2))
 
 
-@pytest.mark.parametrize("code", [_refilled, _collected, _mixed])
-def test_code_that_changes_values_in_place_or_compares_two_computes_the_same(world, code):
+@pytest.mark.parametrize("code", [_refilled, _collected, _mixed, _operators])
+def test_code_of_any_kind_computes_the_same(world, code):
     assert max(world(2, _code, code)) < 1e-13
+
+
+class Channels(nn.Module):
+    """A gated layer with packed halves, between convolutions of which one has a channel each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.skip_init(nn.Conv1d, WIDTH, 4 * WIDTH, 1)
+        self.each = nn.utils.skip_init(nn.Conv1d, 4 * WIDTH, 4 * WIDTH, 3, padding=1, groups=32)
+        self.last = nn.utils.skip_init(nn.Conv1d, 4 * WIDTH, WIDTH, 1)
+        self.packed = nn.utils.skip_init(nn.Linear, WIDTH, 4 * WIDTH)
+        self.down = nn.utils.skip_init(nn.Linear, 2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.last(self.each(self.first(x.mT).relu()).relu()).mT
+        return self.down(functional.glu(self.packed(x)))
+
+
+def _channels(group: Group) -> tuple[dict[str, str], float]:
+    model = drawn(Channels())
+    whole = copy.deepcopy(model)
+    kinds = dict(parallelize(model, group, inputs=batch(3, 5)))
+    return kinds, gap(group, model, whole, batch(3, 5))
+
+
+def test_convolutions_of_single_channels_and_packed_gates_are_divided(world):
+    for kinds, largest in world(2, _channels):
+        assert kinds == {
+            "first": "column",
+            "each": "column",
+            "last": "row",
+            "packed": "column:2",
+            "down": "row",
+        }
+        assert largest < 1e-13
 
 
 def _lost(m: Layers, x: torch.Tensor) -> torch.Tensor:

@@ -65,13 +65,24 @@ def context_parallel(
         A handle, whose `remove` gives the model back; also a context manager.
 
     Raises:
-        ConfigError: The way of attention is not known, or forward has none of the arguments.
+        ConfigError: The way of attention is not known, forward has none of the arguments, or the
+            model's sequences are divided already.
             Later, in forward: a length that cannot be divided, a mask other than causal, dropout of
             attention, or a model that does not call torch's attention.
 
     Cost: nothing is sent but by attention, and by the loss of models of transformers.
     """
     problems = []
+    if not isinstance(group, Group):
+        given = type(group).__name__  # type: ignore[unreachable]
+        problems.append(
+            f'ranks that share sequences are a group, such as braid.mesh("cp=2")["cp"], got {given}'
+        )
+    if any(map(_is_divided, model.modules())):
+        problems.append(
+            f"sequences of {type(model).__name__} are divided already: call remove() of the handle "
+            "first"
+        )
     if attention not in WAYS:
         problems.append(f"attention is {' or '.join(WAYS)}, not {attention!r}")
     names = list(inspect.signature(model.forward).parameters)
@@ -88,6 +99,11 @@ def context_parallel(
     if problems:
         raise ConfigError("; ".join(problems))
     return ContextParallel(model, group, WAYS[attention], wanted)
+
+
+def _is_divided(module: nn.Module) -> bool:
+    hooks = module._forward_pre_hooks.values()  # noqa: SLF001
+    return any(isinstance(getattr(hook, "__self__", None), ContextParallel) for hook in hooks)
 
 
 class ContextParallel:

@@ -25,6 +25,7 @@ from braid.layout import Layout, Mesh
 from braid.tensor_parallel.insertion.calls import Call, shape_of
 from braid.tensor_parallel.insertion.insert import Insertion
 from braid.tensor_parallel.insertion.records import Conflict, Options
+from braid.tensor_parallel.insertion.rules import is_depthwise
 
 __all__ = ["Pairing", "pair"]
 
@@ -118,6 +119,9 @@ class _Chooser:
         inner = dims[-1] if call.name == "aten.linear" else dims[1]
         outs, ins = shape_of(call["weight"])[:2]
         if call.arguments.get("groups", 1) != 1:
+            if is_depthwise(call) and inner == (self._axis,):
+                self._set(insertion, chain, 0)
+                self._set_bias(insertion, call, 1)
             return
         if inner == (self._axis,) and self._fits(ins):
             blocks = insertion.layout(call["input"]).blocks
@@ -133,10 +137,12 @@ class _Chooser:
             self._set(insertion, chain, 0, blocks_of_outputs)
             if isinstance(outs, int):
                 self._heads[str(chain[-1].target)] = outs
-            bias = call["bias"]
-            if isinstance(bias, fx.Node) and bias.op == "get_attr":
-                layout = Layout(self._mesh, ((self._axis,),), (), (), (blocks_of_outputs,))
-                self._put(insertion, bias, layout)
+            self._set_bias(insertion, call, blocks_of_outputs)
+
+    def _set_bias(self, insertion: Insertion, call: Call, blocks: int) -> None:
+        bias = call["bias"]
+        if isinstance(bias, fx.Node) and bias.op == "get_attr":
+            self._put(insertion, bias, Layout(self._mesh, ((self._axis,),), (), (), (blocks,)))
 
     def small_head(self, trial: Insertion) -> Conflict | None:
         """Return the conflict of an output that is gathered without need."""
@@ -222,6 +228,8 @@ def _packed(node: fx.Node, size: int) -> int:
         if user.op != "call_function":
             break
         name = Call(user).name
+        if name == "aten.glu":
+            return 2 if Call(user)["dim"] % len(shape_of(seen)) == len(shape_of(seen)) - 1 else 1
         if name in {"aten.split", "aten.chunk", "aten.split_with_sizes"}:
             parts = user.meta["val"]
             dim = Call(user)["dim"] % len(shape_of(seen))

@@ -1,7 +1,7 @@
 """Rules: the labels of each operation, in families.
 
     pointwise     dims of the result, broadcast               add, gelu, where, dropout, to, ...
-    contraction   rows and columns; what is summed            linear, matmul, bmm, conv
+    contraction   rows and columns; what is summed            linear, matmul, bmm, conv, einsum
     along dims    some dims whole, the others stay            softmax, norms, cumsum, topk, cat
     reduction     some dims away; sums may be split           sum, mean, amax
     attention     batch and heads                             scaled_dot_product_attention
@@ -23,7 +23,7 @@ from braid.tensor_parallel.insertion.calls import Call, shape_of
 from braid.tensor_parallel.insertion.labels import Dims, Labels, broadcast, equal, kept
 from braid.tensor_parallel.insertion.view_rules import VIEWS
 
-__all__ = ["SHAPES_ONLY", "draws", "rule_of"]
+__all__ = ["SHAPES_ONLY", "draws", "is_depthwise", "rule_of"]
 
 Rule = Callable[[Call, Sequence[Layout]], Labels]
 
@@ -100,9 +100,30 @@ def _matmul(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([first, second], [output], frozenset({inner}))
 
 
+def _einsum(call: Call, layouts: Sequence[Layout]) -> Labels:
+    """Label dims by their letters; diagonals (`ii`) and `...` are not known."""
+    del layouts
+    equation = str(call["equation"]).replace(" ", "")
+    before, arrow, after = equation.partition("->")
+    terms = [*before.split(","), after]
+    if not arrow or "." in equation or any(len(set(term)) < len(term) for term in terms):
+        return Labels([], [])
+    letters = {letter: index for index, letter in enumerate(sorted(set("".join(terms))))}
+    *inputs, output = (_letters(letters, term) for term in terms)
+    return Labels(inputs, [output], frozenset(letters.values()).difference(output))
+
+
+def _letters(letters: dict[str, int], term: str) -> Dims:
+    return tuple(letters[letter] for letter in term)
+
+
 def _convolution(call: Call, layouts: Sequence[Layout]) -> Labels:
     del layouts
     spatial = (None,) * (len(shape_of(call["weight"])) - 2)
+    if is_depthwise(call):
+        channels: Dims = (0, 1, *spatial)[2 + len(spatial) - len(shape_of(call["input"])) :]
+        own: list[Dims] = [channels, (1, None, *spatial), (1,)]
+        return Labels(own[: len(call.tensors())], [channels], counts={"groups": 1})
     one = call["groups"] == 1  # groups of channels belong together
     batch, inner, outer = 0, 1 if one else None, 2 if one else None
     lead = (batch,) if len(shape_of(call["input"])) == len(spatial) + 2 else ()
@@ -122,7 +143,7 @@ def _along(*names: str) -> Rule:
         del layouts
         xs = call.tensors()
         num_dims = len(shape_of(xs[0]))
-        whole = [call[name] for name in names]
+        whole = _dims(call, names) or range(num_dims)
         labels = kept(num_dims, whole)
         shape = shape_of(xs[0])
         inputs = [
@@ -139,6 +160,34 @@ def _along(*names: str) -> Rule:
         return Labels([common for _ in xs], [common for _ in outputs_of(call.node)])
 
     return rule
+
+
+def is_depthwise(call: Call) -> bool:
+    """Whether each channel of a convolution is one of its input."""
+    groups, shape = call.arguments.get("groups", 1), shape_of(call["weight"])
+    return groups > 1 and equal(groups, shape[0]) and equal(shape[1], 1)
+
+
+def _glu(call: Call, layouts: Sequence[Layout]) -> Labels:
+    """Label two packed blocks, which are multiplied: each is split."""
+    num_dims = len(shape_of(call["self"]))
+    dim = call["dim"] % num_dims
+    packed = bool(layouts[0].blocks) and layouts[0].blocks[dim] == 2
+    labels = kept(num_dims, () if packed else (dim,))
+    return Labels([labels], [labels], unpacked=True)
+
+
+def _prelu(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    labels = kept(len(shape_of(call["self"])))
+    one = equal(shape_of(call["weight"])[0], 1)
+    return Labels([labels, (None if one else 1,)], [labels])
+
+
+def _dims(call: Call, names: Sequence[str]) -> list[int]:
+    """Return the dims that arguments name, one or several each."""
+    values = [call[name] for name in names]
+    return [dim for value in values for dim in (value if isinstance(value, list) else [value])]
 
 
 def _layer_norm(call: Call, layouts: Sequence[Layout]) -> Labels:
@@ -223,6 +272,7 @@ FAMILIES: dict[str, Rule] = {
     "aten.matmul": _matmul,
     "aten.mm": _matmul,
     "aten.bmm": _matmul,
+    "aten.einsum": _einsum,
     "aten.conv1d": _convolution,
     "aten.conv2d": _convolution,
     "aten.conv3d": _convolution,
@@ -235,6 +285,9 @@ FAMILIES: dict[str, Rule] = {
     "aten.sort": _along("dim"),
     "aten.topk": _along("dim"),
     "aten.gather": _along("dim"),
+    "aten.roll": _along("dims"),
+    "aten.glu": _glu,
+    "aten.prelu": _prelu,
     "aten.flip": lambda call, _: Labels(
         [kept(len(shape_of(call["self"])), call["dims"])],
         [kept(len(shape_of(call["self"])), call["dims"])],
@@ -247,6 +300,7 @@ FAMILIES: dict[str, Rule] = {
         (
             *("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.argmax", "aten.var"),
             *("aten.std", "aten.any", "aten.all", "aten.max", "aten.min", "aten.logsumexp"),
+            "aten.linalg_vector_norm",
         ),
         _reduction,
     ),

@@ -49,6 +49,8 @@ def _permute(call: Call, layouts: Sequence[Layout]) -> Labels:
             order = [dim % num_dims for dim in call["dims"]]
         case "aten.movedim":
             return Labels([(None,) * num_dims], [(None,) * num_dims])
+        case "aten.mT" | "aten.mH":
+            order = [*range(num_dims - 2), num_dims - 1, num_dims - 2]
         case "aten.t" | "aten.numpy_T":
             order = list(range(num_dims))[::-1]
         case _:
@@ -161,7 +163,11 @@ VIEWS: dict[str, Rule] = {
         _view,
     ),
     **dict.fromkeys(
-        ("aten.permute", "aten.transpose", "aten.t", "aten.numpy_T", "aten.swapaxes"), _permute
+        (
+            *("aten.permute", "aten.transpose", "aten.t", "aten.numpy_T", "aten.swapaxes"),
+            *("aten.mT", "aten.mH"),
+        ),
+        _permute,
     ),
     **dict.fromkeys(("aten.expand", "aten.expand_as"), _expand),
     "aten.slice": _slice,
