@@ -44,6 +44,7 @@ from braid.expert_parallel import (
     is_of_experts,
     undivide_experts,
 )
+from braid.graph import CapturedGraph
 from braid.layout import Mesh
 from braid.pipeline import Pipeline
 from braid.tensor_parallel import divide_states, parallelize, slicing_of, undivide
@@ -72,8 +73,8 @@ class HybridParallel:
         mesh: Numbers of ranks along pp, dp, cp, ep and tp, such as `pp=2,dp=2,tp=2`, in any
             order; the last axis varies fastest.
         group: Ranks of the mesh.
-        layers: The model as modules in a row, of the same parameters; the model itself when None,
-            an `nn.Sequential`.
+        layers: The model as modules in a row, of the same parameters, or as `braid.capture` has
+            captured it; the model itself when None, an `nn.Sequential`.
         num_microbatches: See `Pipeline`.
         plan: See `parallelize`; None for a model whose family is known.
         shard: State that replicas own parts of: 1 for optimizer states, 2 for gradients, too, 3 for
@@ -107,7 +108,7 @@ class HybridParallel:
         mesh: str | Mesh,
         group: Group,
         *,
-        layers: Sequence[nn.Module] | None = None,
+        layers: Sequence[nn.Module] | CapturedGraph | None = None,
         num_microbatches: int = 1,
         plan: Mapping[str, str] | None = None,
         shard: int = 0,
@@ -128,12 +129,16 @@ class HybridParallel:
             parallelize(model, self._tensor, plan)
         if self._experts.size > 1:
             divide_experts(model, self._experts)
-        rows = list(layers) if layers is not None else list(_children(model))
+        if isinstance(layers, CapturedGraph):
+            rows = list(layers.modules.values())
+        else:
+            rows = list(layers if layers is not None else model.children())
         self._divided: list[ContextParallel] = []
         if self._sequence.size > 1:
             self._divided = [context_parallel(row, self._sequence, inputs={}) for row in rows]
+        whole = model if isinstance(model, nn.Sequential) and layers is None else rows
         self.pipeline = Pipeline(
-            model if isinstance(model, nn.Sequential) and layers is None else rows,
+            layers if isinstance(layers, CapturedGraph) else whole,
             num_microbatches=num_microbatches,
             process_group=self.groups["pp"],
             replicas=self._replicas if self._adds_in_pipeline(shard) else None,
@@ -369,15 +374,18 @@ class HybridParallel:
         return (parts[0], own), parts[1]
 
 
-def _children(model: nn.Module) -> Sequence[nn.Module]:
-    return list(model.children())
-
-
-def _check(mesh: Mesh, group: Group, model: nn.Module, layers: Sequence[nn.Module] | None) -> None:
+def _check(
+    mesh: Mesh,
+    group: Group,
+    model: nn.Module,
+    layers: Sequence[nn.Module] | CapturedGraph | None,
+) -> None:
     problems = []
     if others := [axis for axis in mesh.axes if axis not in AXES]:
         known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
         problems.append(f"the mesh {mesh} has {', '.join(others)}: its axes may be {known}")
+    if isinstance(layers, CapturedGraph) and dict(mesh.axes).get("cp", 1) > 1:
+        problems.append("a captured model has no place for positions of divided sequences (cp)")
     if mesh.size != group.size:
         problems.append(f"the mesh {mesh} has {mesh.size} ranks, and the group {group.size}")
     if layers is None and not isinstance(model, nn.Sequential):
