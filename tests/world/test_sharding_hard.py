@@ -17,6 +17,7 @@ from training import linear, said_by
 
 from braid.comm import Group
 from braid.data_parallel.ddp.reference import accumulate
+from braid.errors import CommError
 from braid.sharding import ShardedGradScaler, Sharding, ShardingOptions, attach, sharding_of
 from braid.testing.delegated_world import delegated_world
 
@@ -173,6 +174,49 @@ def test_training_goes_on_after_an_exception_on_all_ranks(world, where, stage):
         optimizer.zero_grad()
     for found in world(2, _goes_on, base, stage, where):
         assert differing(found, values(expected)) == []
+
+
+def _one_fails(group: Group, base: Model, stage: int, fails_at: int) -> Any:
+    def fail(*_args: Any) -> None:
+        raise Fails
+
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group, ShardingOptions(stage=stage))
+    attach(engine, optimizer)
+    said = []
+    for step in range(4):
+        hook = None
+        if step == fails_at and group.rank == 1:
+            hook = model.blocks[2].drop.register_full_backward_hook(fail)
+        said.append(said_by(partial(loss_of(model, group.rank, step).backward), (Fails, CommError)))
+        if hook is not None:
+            hook.remove()
+        if step != fails_at:
+            optimizer.step()
+        engine.zero_grad()
+    with engine.gathered():
+        return values(model), said
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_go_on_after_an_exception_on_one_rank(world, stage, fails_at):
+    base = Model()
+    expected = copy.deepcopy(base)
+    optimizer = ADAMW(expected.parameters())
+    for step in {0, 1, 2, 3} - {fails_at}:
+        accumulate(expected, [partial(loss_of, expected, r, step) for r in range(3)])
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (found, said) in enumerate(world(3, _one_fails, base, stage, fails_at)):
+        assert differing(found, values(expected)) == []
+        failed = said.pop(fails_at)
+        assert said == ["nothing happened"] * 3
+        if rank == 1:
+            assert failed.startswith("Fails")
+        else:
+            assert failed.startswith("CommError: an exception has ended this backward on ranks [1]")
 
 
 class Tangled(nn.Module):

@@ -81,8 +81,10 @@ class Sharding:
         data parallel training does; stage 3 sends 3 l (n-1)/n, less those of the root and of the
         last unit if they stay whole.
 
-    On failure: a lost rank raises PeerLostError in everyone's forward, backward or step. Ranks of
-        which one alone ended a backward with an exception wait for it until their deadline.
+    On failure: a lost rank raises PeerLostError in everyone's forward, backward or step. An
+        exception in the backward of one rank raises CommError in that of the others as soon as it
+        begins its next forward; gradients of the step are dropped, and all may go on. After an
+        exception in its forward at stage 3, the others wait for that rank until their deadline.
     """
 
     def __init__(
@@ -350,10 +352,15 @@ class Sharding:
     def _before_forward(self) -> None:
         """Check at the begin of a forward that parameters are those that were divided.
 
+        If an exception has ended the last backward, the other ranks learn of it before.
+
         Raises:
             ConfigError: They are not, or frozen ones are to be trained now.
         """
-        self._reducer.reset()
+        if self._reducer.is_in_backward:
+            for unit in self._residency.shadow_backward():
+                self._reducer.complete(unit.flats)
+            self._reducer.abandon()
         problems = []
         if moved := [name for flat in self._flats for name in flat.moved()]:
             problems.append(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError
 from braid.params import GradientHooks, ParamRecord
 from braid.params.autograd_grad import at_end_of_backward
 from braid.params.gradient_hooks import GradientListener
@@ -68,7 +68,12 @@ class ShardReducer(GradientListener):
         for number, (own, _) in enumerate(leaves):
             self._firsts.setdefault(id(own), number)
         self._arrivals: list[int] | None = []  # of complete vectors in the first backward
-        self._has = gradients[0].flat.allocate((len(leaves),), torch.uint8).zero_()
+        context = gradients[0].flat.places.group.context
+        self._num_leaves = len(leaves)
+        self._own_flag = len(leaves) + context.rank
+        # who has which gradients, and which ranks have abandoned the backward
+        length = len(leaves) + context.world_size
+        self._has = gradients[0].flat.allocate((length,), torch.uint8).zero_()
         self._requests = [g.persistent("all_reduce", self._has, op="max") for g in groups]
         self._is_in_backward = False
         self._sums = True
@@ -129,15 +134,26 @@ class ShardReducer(GradientListener):
             self._missing[id(gradients)] = 0
         self._backward_ended()
 
-    def reset(self) -> None:
-        """Forget a backward that an exception has ended."""
-        if self._is_in_backward:
-            self._is_in_backward = False
-            if self._arrivals is not None:
-                self._arrivals.clear()
-            for gradients in self._gradients:
-                gradients.finish()
-                gradients.drop()
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended; in a forward, an exception has ended it."""
+        return self._is_in_backward
+
+    def complete(self, flats: Sequence[FlatShard]) -> None:
+        """Expect no further gradients of these vectors in a backward that has been abandoned."""
+        for gradients in self._gradients:
+            if gradients.flat in flats:
+                self._missing[id(gradients)] = 0
+        if self._sums:
+            self._launch_in_order()
+
+    def abandon(self) -> None:
+        """End a backward that an exception has ended here; other ranks are told at its end."""
+        self._is_in_backward = False
+        if self._sums:
+            self._has[self._own_flag] = 1
+            self._finish_sums()
+        self.drop()
 
     def is_complete(self, flat: FlatShard) -> bool:
         """Return whether all gradients of a vector have come in this backward."""
@@ -173,20 +189,36 @@ class ShardReducer(GradientListener):
 
     def _backward_ended(self) -> None:
         self._is_in_backward = False
-        if self._sums:
-            for gradients in self.order[self._next :]:
-                self._launch(gradients)
-            for gradients in self.order:
-                gradients.finish()
-            for request in self._requests:
-                request.start().wait()
-            has = self._has.tolist()
-            for gradients in self._gradients:
-                first = self._firsts[id(gradients)]
-                gradients.deliver(has[first : first + len(gradients.flat.leaves)])
-            if self._arrivals is not None:
-                self._learn_order(self._arrivals)
+        lost = self._finish_sums() if self._sums else []
         self._on_end()
+        if lost:
+            msg = (
+                f"an exception has ended this backward on ranks {lost}, which have gone on: its "
+                "gradients are dropped on all ranks. Go on with the next step, or let the rank end"
+            )
+            raise CommError(msg)
+
+    def _finish_sums(self) -> list[int]:
+        """Wait for all sums and deliver them; return the ranks that have abandoned the backward."""
+        for gradients in self.order[self._next :]:
+            self._launch(gradients)
+        for gradients in self.order:
+            gradients.finish()
+        for request in self._requests:
+            request.start().wait()
+        has = self._has.tolist()
+        self._has.zero_()
+        lost = [rank for rank, flag in enumerate(has[self._num_leaves :]) if flag]
+        for gradients in self._gradients:
+            first = self._firsts[id(gradients)]
+            own = has[first : first + len(gradients.flat.leaves)]
+            gradients.deliver([False] * len(own) if lost else own)
+        if self._arrivals is not None:
+            if lost:
+                self._arrivals.clear()
+            else:
+                self._learn_order(self._arrivals)
+        return lost
 
     def _learn_order(self, arrivals: list[int]) -> None:
         """Start sums in the order of the first backward from now on, if it is that of all ranks."""

@@ -15,7 +15,7 @@ parameters of a unit that was freed too early, is gathered when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -246,6 +246,18 @@ class Residency:
         self._make_whole(unit)
         place = self._places.get(id(unit), len(self.order))
         self._prefetch(self.order[place - 1] if place else None)
+
+    def shadow_backward(self) -> Iterator[Unit]:
+        """Gather what the other ranks gather in the rest of a backward that has ended here.
+
+        Yields:
+            Units in the order of backward, each while its parameters are whole.
+        """
+        for unit in [self.units[0], *dict.fromkeys(reversed(self.order))]:
+            self._before_backward(unit)
+            yield unit
+            if unit is not self.units[0]:
+                self.free(unit)
 
     def after_backward(self, unit: Unit) -> None:
         """Free a unit whose gradients are all there."""
