@@ -24,6 +24,7 @@ proof: $(READY) check
 # other people's libraries, in an environment of their own: they bring plugins for pytest
 frameworks: $(VENV)-frameworks/.ready
 	$(VENV)-frameworks/bin/python -m pytest tests/frameworks
+	$(VENV)-frameworks/bin/python tests/proof.py tp
 
 $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-frameworks

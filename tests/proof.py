@@ -30,13 +30,16 @@ from braid.bench.ddp import (
 )
 from braid.bench.faults import FaultReport, run_fault_trials
 from braid.bench.harness.lab import what_is_missing
-from braid.bench.harness.report import Verdict
+from braid.bench.harness.report import Report, Verdict
 from braid.bench.harness.sizes import size_text
 from braid.bench.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
 from braid.bench.horovod import FusionBench, fusion_verdicts, run_fusion
 from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
 from braid.bench.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
+from braid.bench.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
+from braid.bench.tp import TpBench, run_tp, tp_verdicts
 from braid.bench.workers.comm import Row
+from braid.bench.zero import ZeroBench, run_zero, zero_verdicts
 from braid.events import Recorder
 
 ROOT = Path(__file__).parents[1]
@@ -126,10 +129,13 @@ def main(parts: Sequence[str]) -> int:
         "busy": busy_proof,
         "hooks": hooks_proof,
         "horovod": horovod_proof,
+        "pipeline": pipeline_proof,
+        "zero": zero_proof,
         "network": network_proof,
     }
+    by_name = {**known, "tp": tp_proof}  # whose models are in the environment of `make frameworks`
     commit = commit_of_tree()
-    missed = [text for name in parts or known for text in known[name](commit)]
+    missed = [text for name in parts or known for text in by_name[name](commit)]
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
     return 1 if missed else 0
@@ -198,6 +204,37 @@ def horovod_proof(commit: str) -> list[str]:
     ]
     replace_section("horovod", "\n".join(told), ROOT / "docs" / "from-horovod.md")
     return missed(fusion_verdicts(report))
+
+
+def pipeline_proof(commit: str) -> list[str]:
+    """Pipelines, beside torch's and beside their own formulas."""
+    report = run_pipeline(PipelineBench(out=ROOT / "runs" / "proof-pipeline"))
+    return targets_of("pipeline", "braid bench pipeline", report, pipeline_verdicts(report), commit)
+
+
+def zero_proof(commit: str) -> list[str]:
+    """Sharding, beside FSDP2 and beside its formulas, and saves behind a training."""
+    report = run_zero(ZeroBench(out=ROOT / "runs" / "proof-zero"))
+    return targets_of("zero", "braid bench zero", report, zero_verdicts(report), commit)
+
+
+def tp_proof(commit: str) -> list[str]:
+    """Tensor parallelism, beside transformers' own plan and torch's."""
+    report = run_tp(TpBench(out=ROOT / "runs" / "proof-tp"))
+    return targets_of("tp", "braid bench tp", report, tp_verdicts(report), commit)
+
+
+def targets_of(
+    name: str, command: str, report: Report, verdicts: Sequence[Verdict], commit: str
+) -> list[str]:
+    """Write a section that consists of targets."""
+    told = [
+        f"Measured on {report.machine}, torch {report.torch}, by `{command}`, on commit {commit}:",
+        "",
+        *(f"* {line}" for line in verdicts),
+    ]
+    replace_section(name, "\n".join(told), FIGURES)
+    return missed(verdicts)
 
 
 def missed(verdicts: Sequence[Verdict]) -> list[str]:
