@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 
+from torch import nn
+
+from braid.checkpoint import ReplicatedSnapshot, Snapshot, save, training_tensors
+from braid.checkpoint.loading import open_last
+from braid.comm import Group
+from braid.compose import HybridParallel
 from braid.context_parallel import ring_costs
 from braid.cost import form
+from braid.layout import Mesh
 from braid.schedule.bars import COLOURS
+from braid.testing.worlds import run_threads
 
 TEXT = 'font-family="sans-serif" font-size="12"'
 LAYERS, WIDTH, NUMBER = 32, 4096, 2  # of a model with 6.4 billion parameters, in bfloat16
@@ -97,4 +106,75 @@ def _svg(width: float, height: float, parts: Sequence[str]) -> str:
     return "\n".join([head, *parts, "</svg>"]) + "\n"
 
 
-MESHES: tuple[Callable[[], str], ...] = (which_axis,)
+UNIT = 3  # pixels of an element
+INPUT, INNER = 8, 24  # of the perceptrons in the picture of checkpoints
+SAVED = {  # title -> mesh, shard
+    "2 replicas": ("dp=2", 0),
+    "dp=3, shard 3": ("dp=3", 3),
+    "pp=2, tp=2": ("pp=2,tp=2", 0),
+}
+
+
+class Perceptrons(nn.Module):
+    """Two perceptrons in a ModuleList."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.utils.skip_init(nn.Linear, INPUT, INNER, bias=False),
+                nn.Tanh(),
+                nn.utils.skip_init(nn.Linear, INNER, INPUT, bias=False),
+            )
+            for _ in range(2)
+        )
+        for param in self.parameters():
+            nn.init.constant_(param, 0.1)
+
+
+def _save(group: Group, mesh: str, shard: int, directory: str) -> None:
+    """Save a model that is divided over a mesh."""
+    model = Perceptrons()
+    rows = list(model.layers)
+    plan = {r"\d\.0$": "column", r"\d\.2$": "row"}
+    snapshot: Snapshot = ReplicatedSnapshot(
+        training_tensors(model, None), rank=group.rank, size=group.size
+    )
+    if shard or "tp" in mesh:
+        hybrid = HybridParallel(model, mesh, group, layers=rows, plan=plan, shard=shard)
+        snapshot, _ = hybrid.checkpoint(None)
+    save(directory, snapshot, step=1, group=group)
+
+
+def boxes_of_checkpoints() -> str:
+    """Boxes of a model's tensors, in the colour of the rank that has written them, on three meshes."""
+    parts, top = [], 24
+    for title, (mesh, shard) in SAVED.items():
+        with tempfile.TemporaryDirectory() as directory:
+            run_threads(Mesh.parse(mesh).size, _save, mesh, shard, directory)
+            manifest = open_last(directory).manifest
+        files = sorted(manifest.files)
+        parts.append(f'<text x="4" y="{top + 40}" font-weight="bold">{title}</text>')
+        left = 120
+        for name, entry in manifest.tensors.items():
+            if not shard and top == 24:
+                parts.append(
+                    f'<text x="{left}" y="{top - 10}">{name.removeprefix("model/")}</text>'
+                )
+            for piece in entry.pieces:
+                rank = files.index(piece.file)
+                x, y = left + UNIT * piece.offset[1], top + UNIT * piece.offset[0]
+                high, wide = (UNIT * size for size in piece.shape)
+                box = f'x="{x}" y="{y}" width="{wide}" height="{high}" fill="{COLOURS[rank]}"'
+                about = f"{name} {list(piece.offset)} + {list(piece.shape)}: {piece.file}"
+                parts.append(f'<rect {box} stroke="white"><title>{about}</title></rect>')
+            left += UNIT * max(entry.shape[1], INNER) + 50
+        top += UNIT * INNER + 26
+    for rank in range(4):
+        x = 120 + rank * 90
+        parts.append(f'<rect x="{x}" y="{top - 8}" width="12" height="12" fill="{COLOURS[rank]}"/>')
+        parts.append(f'<text x="{x + 17}" y="{top + 2}">rank {rank}</text>')
+    return _svg(left, top + 12, parts)
+
+
+MESHES: tuple[Callable[[], str], ...] = (which_axis, boxes_of_checkpoints)
