@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,6 +19,7 @@ from braid.sharding import Bytes, Sharding, ShardingOptions, layouts_of
 from braid.sharding.flat_gradients import FlatGradients
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.layouts import SHARD, STAGES
+from braid.sharding.partition import assign_owners, by_elements, by_owners
 from braid.sharding.residency import Residency, Unit
 from braid.testing.worlds import run_threads
 
@@ -240,4 +243,49 @@ def fsdp_step() -> str:
     return draw(lanes, bars, max(bar.end_s for bar in bars), legend=legend, width=700)
 
 
-SHARDING: tuple[Callable[[], str], ...] = (zero_memory, fsdp_step)
+BLOCK = {  # parameters of a transformer's block -> shape
+    "attend": (96, 32),
+    "project": (32, 32),
+    "up": (128, 32),
+    "up.bias": (128,),
+    "down": (32, 128),
+    "down.bias": (32,),
+}
+WIDE = 720  # pixels of a flat vector
+
+
+def pieces_of_optimizers() -> str:
+    """A block as a flat vector on four ranks, cut by elements and by whole parameters."""
+    numels = [math.prod(shape) for shape in BLOCK.values()]
+    cuts = {
+        "by elements": by_elements(numels, RANKS),
+        "whole": by_owners(numels, assign_owners(numels, RANKS), RANKS),
+    }
+    parts, top = [], 34
+    for name, partition in cuts.items():
+        scale = WIDE / partition.length
+        parts.append(f'<text x="4" y="{top + 20}" font-weight="bold">{name}</text>')
+        for rank, (low, high) in enumerate(pairwise(partition.bounds)):
+            box = f'x="{90 + low * scale:.1f}" y="{top}" width="{(high - low) * scale:.1f}"'
+            title = f"<title>rank {rank}: elements {low} to {high}</title>"
+            parts.append(f'<rect {box} height="28" fill="{COLOURS[rank]}">{title}</rect>')
+            middle = 90 + (low + high) / 2 * scale
+            parts.append(f'<text x="{middle:.1f}" y="{top + 19}" text-anchor="middle" fill="white">{high - low}</text>')  # fmt: skip
+        for param, start, numel in zip(BLOCK, partition.starts, numels, strict=True):
+            x = 90 + start * scale
+            parts.append(
+                f'<path d="M{x:.1f} {top - 4}V{top + 32}" stroke="black"><title>{param}</title></path>'
+            )
+            if numel * scale > 7 * len(param):
+                parts.append(f'<text x="{x + 3:.1f}" y="{top - 6}">{param}</text>')
+        top += 74
+    for rank in range(RANKS):
+        x = 90 + rank * 90
+        parts.append(
+            f'<rect x="{x}" y="{top - 18}" width="12" height="12" fill="{COLOURS[rank]}"/>'
+        )
+        parts.append(f'<text x="{x + 17}" y="{top - 8}">rank {rank}</text>')
+    return _svg(WIDE + 100, top + 4, parts)
+
+
+SHARDING: tuple[Callable[[], str], ...] = (zero_memory, fsdp_step, pieces_of_optimizers)
