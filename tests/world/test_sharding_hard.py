@@ -429,3 +429,28 @@ def test_ranks_with_other_options_are_told_which(world):
     for said in world(2, _differs):
         assert said.startswith("MismatchError: arguments differ between ranks")
         assert "rank 1  stage=2" in said
+
+
+def _dropped(group: Group, base: Model) -> list[float]:
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group)
+    attach(engine, optimizer)
+    assert type(optimizer).__name__ == "AdamW"
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert "cannot be copied" in said_by(lambda: copy.deepcopy(optimizer))
+    norms = []
+    for attempt in range(2):
+        if attempt:
+            with engine.no_sync():
+                loss_of(model, group.rank, 3).backward()
+            optimizer.zero_grad()
+        loss_of(model, group.rank, 0).backward()
+        norms.append(engine.grad_norm().item())
+        optimizer.zero_grad()
+    return norms
+
+
+def test_an_optimizer_drops_what_no_sync_has_left(world):
+    for first, second in world(2, _dropped, Model()):
+        assert first == second > 0

@@ -191,9 +191,13 @@ class Sharding:
 
     def zero_grad(self) -> None:
         """Drop all gradients, also those that `no_sync` has left on whole parameters."""
-        self._reducer.drop()
+        self.drop_local_gradients()
         for _, owned in self.owned():
             owned.grad = None
+
+    def drop_local_gradients(self) -> None:
+        """Drop gradients that `no_sync` has left on whole parameters."""
+        self._reducer.drop()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keep gradients of backwards inside local; the next backward outside averages the sum.

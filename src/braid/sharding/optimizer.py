@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from braid.errors import ConfigError
+from braid.params.optimizer_in_place import refuse_copy
 from braid.params.process_groups import group_of
 from braid.sharding.engine import Sharding
 from braid.sharding.options import ShardingOptions
@@ -156,6 +157,8 @@ def attach(
     if sharding.disk is not None:
         sharding.disk.register(optimizer)
     reference = weakref.ref(sharding)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Attached, kind), {"braid_sharding": reference})
 
     def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         engine = reference()
@@ -163,6 +166,27 @@ def attach(
             engine.share_step()
 
     optimizer.register_step_post_hook(after_step)
+
+
+class _Attached:
+    """Methods of an optimizer that steps on pieces; its class derives from its own and this."""
+
+    braid_sharding: weakref.ref[Sharding]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero gradients, and drop those that `no_sync` has left on whole parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
+        engine = type(self).braid_sharding()
+        if engine is not None:
+            engine.drop_local_gradients()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copy and pickle, which would share this rank's pieces.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy("the optimizer of a sharded model")
 
 
 def _check_known(optimizer: torch.optim.Optimizer) -> None:
