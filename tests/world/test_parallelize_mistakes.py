@@ -9,6 +9,7 @@ from torch import nn
 from training import said_by
 
 from braid.comm import Group
+from braid.layout import Layout, Mesh
 from braid.mesh_groups import mesh
 from braid.tensor_parallel import Shard, parallelize, slicing_of
 
@@ -49,6 +50,7 @@ def _calls(group: Group) -> list[str]:
         refused({"^(up|down)$": "row", "up": "column"}),
         refused({"(": "row", "ups": "colum", "downs": "row"}),
         refused({"up": 3}),
+        refused({"up": Layout.parse(Mesh({"tp": 4}), "tp | -")}),
         refused(["up"], model="gpt", along=axes),
         refused({**MLP, "norm": ((1, 1, 1),)}, inputs=IDS),
         refused(inputs=(IDS, IDS)),
@@ -57,7 +59,7 @@ def _calls(group: Group) -> list[str]:
 
 
 def test_each_mistake_is_named_before_anything_is_changed(world):
-    tied, kinds, order, expressions, number, types, both, inputs, odd = world(2, _calls)[0]
+    tied, kinds, order, expressions, number, parts, types, both, inputs, odd = world(2, _calls)[0]
     assert "head shares the weight of embed, which is divided: name it in the plan" in tied
     assert "embed (Embedding) cannot be divided as 'column': use vocab or slice:1" in kinds
     assert "norm has a weight of 1 dims, and dim 1 was to be divided" in kinds
@@ -68,6 +70,7 @@ def test_each_mistake_is_named_before_anything_is_changed(world):
     assert "'ups' fits no module" in expressions
     assert "'colum' is no kind" in expressions
     assert "a plan has kinds (column, row, " in number
+    assert "the layout tp | - of a weight has 4 parts, and the group 2 ranks" in parts
     assert "a model is a torch.nn.Module, got str" in types
     assert 'a group, such as braid.mesh("dp=2,tp=2")["tp"], got MeshGroups' in types
     assert "a plan maps expressions to kinds, got list" in types

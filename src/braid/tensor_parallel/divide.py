@@ -21,6 +21,7 @@ Source: M. Shoeybi et al., Megatron-LM, 2019.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,9 @@ def parallelize(
             r"one from its graph, or give one, such as {r'\.up$': 'column', r'\.down$': 'row'}"
         )
         raise ConfigError(msg)
-    own = {expression: _kind_of_value(value) for expression, value in (plan or {}).items()}
+    own = {
+        expression: _kind_of_value(value, group.size) for expression, value in (plan or {}).items()
+    }
     kinds = dict(_kinds_of(model, own, dict(family.plan) if family is not None else {}))
     if not kinds:
         msg = f"no layer of {type(model).__name__} fits the plan: name them in a plan of your own"
@@ -265,7 +268,7 @@ def _kinds_by_graph(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[s
     return kinds
 
 
-def _kind_of_value(value: str | Layout | Strategy) -> str:
+def _kind_of_value(value: str | Layout | Strategy, size: int) -> str:
     """Return the kind that a value of a plan means; a layout is that of a weight [out, in]."""
     if isinstance(value, str):
         return value
@@ -278,6 +281,10 @@ def _kind_of_value(value: str | Layout | Strategy) -> str:
     split = [dim for dim, axes in enumerate(value.dims) if axes]
     if len(split) != 1 or value.partial or len(value.dims) != MATRIX:
         msg = f"a layout of a weight splits one of its two dims, got {value}"
+        raise ConfigError(msg)
+    parts = math.prod(value.mesh.axes[axis] for axis in value.dims[split[0]])
+    if parts != size:
+        msg = f"the layout {value} of a weight has {parts} parts, and the group {size} ranks"
         raise ConfigError(msg)
     if split[0] == 1:
         return "row"
