@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from training import said_by
 
 from braid.comm import Group
@@ -109,6 +110,39 @@ def _states(group: Group) -> dict[str, float]:
 def test_what_changes_between_steps_is_followed(world):
     for gaps in world(2, _states):
         assert {name: value for name, value in gaps.items() if not value < 1e-13} == {}
+
+
+def _replaced(group: Group) -> list[str]:
+    model = filled(_mlp)
+    parallelize(model, group, PLAN, inputs=batch(3, 2))
+    states = {name: 2 * value for name, value in model.state_dict().items()}
+    texts = [said_by(lambda: torch.func.functional_call(model, states, (batch(3, 2),)))]
+    first, model.first = model.first, nn.Identity()
+    texts.append(said_by(lambda: model(batch(3, 2))))
+    model.first = first
+    model(batch(3, 2))
+    return texts
+
+
+def test_replaced_parameters_and_modules_are_refused(world):
+    params, modules = world(2, _replaced)[0]
+    assert "has its parameters replaced since parallelize" in params
+    assert "the model has modules in it replaced since parallelize" in modules
+
+
+def _recomputed(group: Group) -> float:
+    model, whole = filled(_mlp), filled(_mlp)
+    parallelize(model, group, PLAN, inputs=batch(3, 2))
+    grads = []
+    for each in (model, whole):
+        x = batch(3, 2).requires_grad_()  # which leads to a graph of its own
+        checkpoint(each, x, use_reentrant=False).square().sum().backward()
+        grads.append(x.grad)
+    return float((grads[0] - grads[1]).abs().max())
+
+
+def test_a_divided_model_is_recomputed_in_backward(world):
+    assert max(world(2, _recomputed)) < 1e-13
 
 
 def _dropped(m: Layers, x: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,8 @@ def capture(
         raise ConfigError(msg) from exc
     own = {**dict(model.named_buffers(remove_duplicate=False))}
     own.update(model.named_parameters(remove_duplicate=False))
-    with _whole(model, shapes), torch.enable_grad():
+    own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # not a recomputation's
+    with _whole(model, shapes), torch.enable_grad(), own_hooks:
         try:
             exported = torch.export.export(
                 model,
@@ -110,6 +111,10 @@ def capture(
     _name_dtypes(module.graph)
     _fold_linear(module.graph)
     return Captured(module, exported.call_spec.out_spec)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def _variable(x: torch.Tensor) -> dict[int, Any]:

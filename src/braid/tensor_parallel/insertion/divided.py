@@ -22,6 +22,7 @@ from braid.tensor_parallel.insertion.capture import ONE_AT_A_TIME, Captured, cap
 from braid.tensor_parallel.insertion.insert import Insertion
 from braid.tensor_parallel.insertion.moves import Groups, Move, Step
 from braid.tensor_parallel.insertion.records import Scheme
+from braid.tensor_parallel.insertion.state import ModelState
 
 __all__ = ["DividedForward", "groups_along", "insert", "lengths_of"]
 
@@ -71,8 +72,7 @@ class DividedForward:
         self._scheme = scheme
         self._shapes = shapes
         self._graphs: dict[Any, list[_Graph]] = {}
-        self._modules = list(model.modules())
-        self._params = list(model.parameters())
+        self._state = ModelState(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the model."""
@@ -106,15 +106,7 @@ class DividedForward:
         return graph
 
     def _key(self, leaves: list[Any], spec: Any) -> Any:
-        return self._state(), spec, tuple(map(_kind, leaves)), _autocast(leaves)
-
-    def _state(self) -> Any:
-        """Return what a graph depends on besides inputs: modes, frozen parameters, buffers."""
-        return (
-            tuple(module.training for module in self._modules),
-            tuple((x.requires_grad, x.dtype, x.device) for x in self._params),
-            tuple(id(x) for module in self._modules for x in module._buffers.values()),  # noqa: SLF001
-        )
+        return self._state.key(), spec, tuple(map(_kind, leaves)), _autocast(leaves)
 
     def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
         forward = self._model.__dict__.pop("forward", None)
