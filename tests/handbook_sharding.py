@@ -251,7 +251,7 @@ BLOCK = {  # parameters of a transformer's block -> shape
     "down": (32, 128),
     "down.bias": (32,),
 }
-WIDE = 720  # pixels of a flat vector
+WIDE, MARGIN = 720, 100  # pixels of a flat vector, and before it
 
 
 def pieces_of_optimizers() -> str:
@@ -266,13 +266,13 @@ def pieces_of_optimizers() -> str:
         scale = WIDE / partition.length
         parts.append(f'<text x="4" y="{top + 20}" font-weight="bold">{name}</text>')
         for rank, (low, high) in enumerate(pairwise(partition.bounds)):
-            box = f'x="{90 + low * scale:.1f}" y="{top}" width="{(high - low) * scale:.1f}"'
+            box = f'x="{MARGIN + low * scale:.1f}" y="{top}" width="{(high - low) * scale:.1f}"'
             title = f"<title>rank {rank}: elements {low} to {high}</title>"
             parts.append(f'<rect {box} height="28" fill="{COLOURS[rank]}">{title}</rect>')
-            middle = 90 + (low + high) / 2 * scale
+            middle = MARGIN + (low + high) / 2 * scale
             parts.append(f'<text x="{middle:.1f}" y="{top + 19}" text-anchor="middle" fill="white">{high - low}</text>')  # fmt: skip
         for param, start, numel in zip(BLOCK, partition.starts, numels, strict=True):
-            x = 90 + start * scale
+            x = MARGIN + start * scale
             parts.append(
                 f'<path d="M{x:.1f} {top - 4}V{top + 32}" stroke="black"><title>{param}</title></path>'
             )
@@ -280,12 +280,12 @@ def pieces_of_optimizers() -> str:
                 parts.append(f'<text x="{x + 3:.1f}" y="{top - 6}">{param}</text>')
         top += 74
     for rank in range(RANKS):
-        x = 90 + rank * 90
+        x = MARGIN + rank * 90
         parts.append(
             f'<rect x="{x}" y="{top - 18}" width="12" height="12" fill="{COLOURS[rank]}"/>'
         )
         parts.append(f'<text x="{x + 17}" y="{top - 8}">rank {rank}</text>')
-    return _svg(WIDE + 100, top + 4, parts)
+    return _svg(WIDE + MARGIN + 10, top + 4, parts)
 
 
 SHARDING: tuple[Callable[[], str], ...] = (zero_memory, fsdp_step, pieces_of_optimizers)
