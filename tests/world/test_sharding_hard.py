@@ -454,3 +454,39 @@ def _dropped(group: Group, base: Model) -> list[float]:
 def test_an_optimizer_drops_what_no_sync_has_left(world):
     for first, second in world(2, _dropped, Model()):
         assert first == second > 0
+
+
+def penalty(model: nn.Module, rank: int) -> torch.Tensor:
+    """The squared norm of the gradient with respect to the input."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    value: torch.Tensor = slope.square().mean()
+    return value
+
+
+def _penalized(group: Group, stage: int) -> Any:
+    model = Repeated()
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group, ShardingOptions(stage=stage))
+    attach(engine, optimizer)
+    if stage == 3:
+        return said_by(lambda: penalty(model, group.rank))
+    for _ in range(2):
+        penalty(model, group.rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def test_second_derivatives_are_right_or_refused(world):
+    expected = Repeated()
+    optimizer = ADAMW(expected.parameters())
+    for _ in range(2):
+        accumulate(expected, [partial(penalty, expected, rank) for rank in range(2)])
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in (1, 2):
+        for found in world(2, _penalized, stage):
+            assert differing(found, values(expected)) == []
+    for said in world(2, _penalized, 3):
+        assert said.startswith("ConfigError: a backward with create_graph=True")

@@ -115,7 +115,7 @@ class FlatGradients:
             if leaf.grad is None:
                 view.zero_()
             else:
-                view.copy_(leaf.grad)
+                view.copy_(leaf.grad.detach())
                 leaf.grad = None
         self._work = self._request.start(steps_by=StepsBy.WAITER)
 

@@ -24,12 +24,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.autograd.nested import tensors_in
+from braid.errors import ConfigError
 from braid.params.autograd_grad import is_in_backward
 from braid.params.optimizer_in_place import refuse_copy
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.saved_params import SavedParams
 
 __all__ = ["Residency", "Unit"]
+
+NO_GRAPH = (
+    "a backward with create_graph=True keeps parameters for a second one, and at stage 3 their "
+    "memory is used for others by then: shard at stage 2 for second derivatives"
+)
 
 
 class Unit:
@@ -242,6 +248,8 @@ class Residency:
         self._on_backward()
         if unit.in_backward:
             return
+        if self._slots and torch.is_grad_enabled():
+            raise ConfigError(NO_GRAPH)
         unit.in_backward = True
         self._make_whole(unit)
         place = self._places.get(id(unit), len(self.order))
@@ -254,7 +262,8 @@ class Residency:
             Units in the order of backward, each while its parameters are whole.
         """
         for unit in [self.units[0], *dict.fromkeys(reversed(self.order))]:
-            self._before_backward(unit)
+            with torch.no_grad():
+                self._before_backward(unit)
             yield unit
             if unit is not self.units[0]:
                 self.free(unit)
