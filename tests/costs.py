@@ -39,7 +39,7 @@ BUDGETS_S = {
     "world/test_message": 10,
     "world/test_observe": 15,
     "world/test_pages": 12,
-    "world/test_parallelize": 14,
+    "world/test_parallelize": 18,
     "world/test_pipeline": 24,
     "world/test_portable": 20,
     "world/test_proving": 15,
