@@ -20,6 +20,7 @@ WHOLE = {
     "reports",
     "checkpoints",
     "from-megatron",
+    "from-fsdp2-and-deepspeed",
     "from-torchgpipe",
     "from-torch-pipelining",
 }
