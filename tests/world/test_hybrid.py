@@ -68,6 +68,9 @@ def _trained(group: Group, mesh: str, schedule: str, shard: int) -> Any:
         losses.append(loss.item())
         norms.append(hybrid.clip_grad_norm_(0.5).item())
         optimizer.step()
+        if shard:
+            order = hybrid._sharded.sharding._residency.order
+            assert len(order) <= 2 * len(own.blocks), "units are followed anew in each step"
     evaluated = hybrid.evaluate(tokens(0)[mine], tokens(10)[mine], loss=mean_loss).item()
     snapshot, numbers = hybrid.checkpoint(optimizer)
     assert numbers["optimizer"]["type"] == "AdamW"

@@ -203,6 +203,7 @@ class HybridParallel:
         """
         inputs, targets = self._cut(batch, target)
         if self._sharded is not None:
+            self._sharded.sharding.begin_step()
             with self._sharded.sharding.no_sync():
                 own = self.pipeline.step(inputs, targets, loss=loss)
             self._sharded.average()
@@ -214,6 +215,8 @@ class HybridParallel:
 
     def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
+        if self._sharded is not None:
+            self._sharded.sharding.begin_step()
         own = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
         return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
 

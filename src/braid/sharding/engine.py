@@ -215,6 +215,13 @@ class Sharding:
     def synchronizes(self, value: bool) -> None:
         self._reducer.synchronizes = value
 
+    def begin_step(self) -> None:
+        """Let units see what the optimizer has changed, and follow their order anew.
+
+        A forward of the model begins with it; engines that run parts of the model call it.
+        """
+        self._residency.begin()
+
     def average(self) -> None:
         """Average the gradients that backwards inside of `no_sync` have left; a collective.
 

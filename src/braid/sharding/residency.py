@@ -185,7 +185,7 @@ class Residency:
         again = is_in_backward()  # a checkpoint computes a forward again
         is_root = unit is self.units[0]
         if is_root and not again and not unit.num_forwards:
-            self._begin()
+            self.begin()
         unit.num_forwards += 1
         self._make_whole(unit)
         if not again:
@@ -197,7 +197,8 @@ class Residency:
             self._saved.push()
             unit.num_pushed += 1
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a forward of the root; for engines that run units without it."""
         self._reset()
         if not self._num_pinned:
             self.free_all()
