@@ -35,7 +35,7 @@ BUDGETS_S = {
     "world/test_megatron": 15,
     "world/test_membership": 50,
     "world/test_hybrid": 10,
-    "world/test_insertion": 16,
+    "world/test_insertion": 20,
     "world/test_message": 10,
     "world/test_observe": 15,
     "world/test_pages": 15,

@@ -112,6 +112,7 @@ def test_every_wrapper_trains(tmp_path, quiet):
 
 @pytest.mark.launcher
 @pytest.mark.procs
+@pytest.mark.proof
 def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
     bench = zero.ZeroBench(
         cases=(zero.case_of("tiny:1"),),

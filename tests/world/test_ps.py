@@ -141,6 +141,7 @@ def test_roles_are_checked(world, monkeypatch):
 
 
 @pytest.mark.launcher
+@pytest.mark.proof
 def test_the_example_learns_digits_on_two_servers_and_two_workers(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "ps_logistic.py"
     command = [sys.executable, "-m", "braid", "run", "--servers", "2", "--workers", "2"]
