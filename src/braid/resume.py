@@ -98,7 +98,7 @@ def save(
     """
     group = world() if group is None else group
     _refuse_parts_of(model, group)
-    _check_parts(parts, "state_dict")
+    _check_parts(parts, "state_dict", model)
     others: dict[str, torch.Tensor] = {}
     kept = {
         name: to_plain(part.state_dict(), f"{PARTS}/{name}", others) for name, part in parts.items()
@@ -173,7 +173,7 @@ def load(
             "first, then make HybridParallel of it, whose attach() cuts the optimizer's states"
         )
         raise ConfigError(msg)
-    _check_parts(parts, "load_state_dict")
+    _check_parts(parts, "load_state_dict", model)
     wanted = _asked_for()
     named = wanted not in {"", "auto"} or Path(directory).name.startswith("step-")
     where = Path(wanted if wanted not in {"", "auto"} else directory)
@@ -252,12 +252,20 @@ def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
         raise ConfigError(msg)
 
 
-def _check_parts(parts: Mapping[str, Any], method: str) -> None:
+def _check_parts(parts: Mapping[str, Any], method: str, model: nn.Module | HybridParallel) -> None:
     without = [name for name, part in parts.items() if not callable(getattr(part, method, None))]
     if without:
         msg = (
             f"{', '.join(without)} have no {method}(): pass objects such as a scheduler, a scaler "
             "or a sampler"
+        )
+        raise ConfigError(msg)
+    optimizers = [n for n, part in parts.items() if isinstance(part, torch.optim.Optimizer)]
+    if optimizers and (isinstance(model, HybridParallel) or sharding_of(_unwrapped(model))):
+        msg = (
+            f"{', '.join(optimizers)}: each rank has other states of an optimizer of this model, "
+            "and parts are stored from rank 0 only: make one optimizer with several parameter "
+            "groups, and pass it as optimizer="
         )
         raise ConfigError(msg)
 

@@ -110,6 +110,19 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(procs, tmp_path):
     procs(2, _refusals, str(tmp_path))
 
 
+@pytest.mark.parametrize("call", [resume.save, resume.load])
+def test_a_second_optimizer_of_a_sharded_model_is_refused_as_a_part(world, tmp_path, call):
+    def main(group: Group) -> None:
+        whole = nn.utils.skip_init(nn.Linear, 2, 3)
+        model = braid.FullyShardedDataParallel(whole, group, init_sync=False)
+        second = torch.optim.AdamW(model.parameters())
+        options = {"step": 0} if call is resume.save else {}
+        with pytest.raises(ConfigError, match="second: each rank has other states"):
+            call(str(tmp_path), group=group, model=model, second=second, **options)
+
+    world(2, main)
+
+
 def _refusals(group: Group, directory: str) -> None:
     _save_plain(group, directory)
     with pytest.raises(ConfigError, match=r"sampler have no state_dict\(\): pass objects"):

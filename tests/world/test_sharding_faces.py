@@ -421,3 +421,64 @@ def test_an_unknown_optimizer_gets_whole_parameters_with_a_warning(world):
     with pytest.raises(ConfigError):
         fully_shard(fully_shard(Model()))
     assert clip_pieces_([], 1.0) == 0
+
+
+class LARS(torch.optim.SGD):
+    """A rule that is known, by its name, to look at norms."""
+
+
+def _wrong_steps(group: Group) -> list[str]:
+    def step(kind: Any, **options: Any) -> None:
+        model = FullyShardedDataParallel(Model(), group, **options)
+        optimizer = kind(model.parameters(), lr=0.1)
+        loss = loss_of(model, group.rank, 0)
+        loss.backward()
+        optimizer.step(lambda: loss)
+
+    def second() -> None:
+        params = list((model := Model()).parameters())
+        first = torch.optim.SGD(params[:2], lr=0.1)
+        shard_optimizer(first, model, process_group=group)
+        loss_of(model, group.rank, 0).backward()
+        first.step()
+        torch.optim.SGD(params[2:], lr=0.1).step()
+
+    step(LARS, whole_parameters=True)
+    return [
+        said_by(lambda: step(torch.optim.LBFGS)),
+        said_by(lambda: step(torch.optim.LBFGS, whole_parameters=True)),
+        said_by(lambda: step(LARS)),
+        said_by(second),
+    ]
+
+
+def test_a_step_of_an_optimizer_that_cannot_use_pieces_fails(world):
+    for said in world(2, _wrong_steps):
+        expected = ["LBFGS cannot", "LBFGS cannot", "LARS looks at", "SGD has parameters"]
+        for text, part in zip(said, expected, strict=True):
+            assert text.startswith(f"ConfigError: {part}")
+
+
+def test_two_optimizers_of_one_model_train_as_in_one_process(world):
+    def main(group: Group) -> list[torch.Tensor]:
+        params = list((model := Model()).parameters())
+        halves = [torch.optim.AdamW(params[:3]), torch.optim.SGD(params[3:], lr=0.1)]
+        engine = shard_optimizer(halves[0], model, process_group=group)
+        attach(engine, halves[1])
+        for step in range(3):
+            loss_of(model, group.rank, step).backward()
+            for half in halves:
+                half.step()
+            engine.zero_grad()
+        return [p.detach().clone() for p in params]
+
+    params = list((model := Model()).parameters())
+    halves = [torch.optim.AdamW(params[:3]), torch.optim.SGD(params[3:], lr=0.1)]
+    for step in range(3):
+        accumulate(model, [partial(loss_of, model, rank, step) for rank in range(2)])
+        for half in halves:
+            half.step()
+            half.zero_grad()
+    for values_of_rank in world(2, main):
+        for x, y in zip(values_of_rank, params, strict=True):
+            torch.testing.assert_close(x, y)

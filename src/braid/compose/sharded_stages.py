@@ -25,6 +25,7 @@ from braid.comm import Group
 from braid.compose.snapshot import param_of
 from braid.errors import ConfigError
 from braid.sharding import ShardedSnapshot, Sharding, ShardingOptions, attach, sharded_numbers
+from braid.sharding.optimizer import refuse_wrong_rules
 from braid.sharding.units import default_units
 from braid.tensor_parallel import Slicing, slicing_of
 
@@ -79,6 +80,7 @@ class ShardedStages:
         self._group = group
         self._layer_group = layer_group
         self.sharding = Sharding(model, group, options)
+        refuse_wrong_rules(self.sharding)
 
     def average(self) -> None:
         """Average gradients over replicas."""

@@ -25,6 +25,7 @@ from braid.params.process_groups import group_of
 from braid.sharding import gathered_state
 from braid.sharding.engine import Sharding
 from braid.sharding.meshes import GroupsOfMesh, groups_of_mesh
+from braid.sharding.optimizer import refuse_wrong_rules
 from braid.sharding.options import ShardingOptions
 from braid.sharding.policies import MixedPrecisionPolicy, offload_of, precision_of
 
@@ -36,7 +37,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Parameters stay the same objects: between uses they are this rank's pieces, flat and possibly
     empty, which any optimizer that treats elements one by one may change. Optimizers that look at
-    shapes or norms, such as Muon, Adafactor, LARS and LAMB, need `whole_parameters=True`.
+    shapes or norms, such as Muon, Adafactor, LARS and LAMB, need `whole_parameters=True`, and their
+    steps fail without it; LBFGS cannot be used.
 
     Args:
         module: Module to train; the same on every rank, up to values.
@@ -203,6 +205,7 @@ def make_sharding(
         replicas=groups.replicas,
     )
     _cast(sharding, precision)
+    refuse_wrong_rules(sharding)
     return sharding
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.errors import ConfigError
 from braid.params.optimizer_in_place import refuse_copy
@@ -20,7 +21,7 @@ from braid.params.process_groups import group_of
 from braid.sharding.engine import Sharding
 from braid.sharding.options import ShardingOptions
 
-__all__ = ["attach", "needs_whole", "shard_optimizer"]
+__all__ = ["attach", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
 
 BY_ELEMENTS = frozenset(
     [
@@ -59,6 +60,8 @@ REFUSED = {
     "LBFGS": "it takes inner products of all parameters at once",
     "SparseAdam": "it takes sparse gradients, which are not summed in flat vectors",
 }
+
+ENGINES: dict[int, weakref.ref[Sharding]] = {}  # of parameters, by their ids
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
@@ -119,6 +122,7 @@ def shard_optimizer(
         ShardingOptions(stage=stage, whole=needs, **options),
     )
     attach(sharding, optimizer, whole=whole)
+    refuse_wrong_rules(sharding)
     return sharding
 
 
@@ -166,6 +170,53 @@ def attach(
             engine.share_step()
 
     optimizer.register_step_post_hook(after_step)
+
+
+def refuse_wrong_rules(sharding: Sharding) -> None:
+    """Let steps of an optimizer that is not attached fail if it cannot use the pieces.
+
+    Without it LBFGS, or rules that look at norms, would step on pieces as if they were parameters;
+    at stages 1 and 2 any rule would find no gradients, and change nothing.
+    """
+    ids, reference = [id(record.param) for record in sharding.table], weakref.ref(sharding)
+    ENGINES.update(dict.fromkeys(ids, reference))
+
+    def forget() -> None:
+        for key in ids:
+            if ENGINES.get(key) is reference:
+                del ENGINES[key]
+
+    weakref.finalize(sharding, forget)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Refuse an optimizer that is not attached and cannot use the pieces of its parameters."""
+    if not ENGINES or isinstance(optimizer, _Attached):
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    reference = next((ENGINES[id(p)] for p in params if id(p) in ENGINES), None)
+    engine = None if reference is None else reference()
+    if engine is None:
+        return
+    _check_known(optimizer)
+    name = type(optimizer).__name__
+    if any(owned is not record.param for record, owned in engine.owned()):
+        msg = (
+            f"{name} has parameters of a sharded model, whose gradients have gone to other pieces: "
+            "call sharding.attach(engine, optimizer), or attach(optimizer) of HybridParallel, "
+            "before the first step"
+        )
+        raise ConfigError(msg)
+    if name in WHOLE and not engine.options.whole:
+        msg = (
+            f"{name} looks at shapes or norms of whole parameters, and has pieces: wrap the model "
+            "in FullyShardedDataParallel(model, whole_parameters=True), or call "
+            "sharding.shard_optimizer(optimizer, model, stage=3) in place of wrapping"
+        )
+        raise ConfigError(msg)
+
+
+register_optimizer_step_pre_hook(_before_step)  # one for all models, as they come and go
 
 
 class _Attached:
