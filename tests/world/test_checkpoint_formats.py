@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,20 @@ def test_what_is_no_model_is_named(run, tmp_path):
             read_model(tmp_path / name)
     with pytest.raises(ConfigError, match="there is no form 'onnx': choose out of safetensors"):
         export_model(run, tmp_path / "x", "onnx")
+
+
+def test_a_damaged_checkpoint_is_named_and_so_is_the_one_before(run, tmp_path):
+    before = run.with_name("step-00000004")
+    shutil.copytree(run, before)
+    (run / "rank-00001.safetensors").unlink()
+    for call in (
+        lambda: read_model(run.parent.parent),
+        lambda: export_model(run.parent, tmp_path / "x.pt", "torch"),
+        lambda: reshard(run.parent, tmp_path / "out", 1),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"{run} cannot be used: rank-00001.safetensors is missing: name an earlier one, such "
+            f"as {before}"
+        )

@@ -263,17 +263,30 @@ def _mistakes(group: Group) -> list[str]:
         options = {"layers": copied.layers(), **options}
         return said_by(lambda: HybridParallel(copied, mesh, group, **options), ConfigError)
 
+    def forgotten() -> None:
+        sharded = HybridParallel(row, "dp=2", group, shard=1)
+        optimizer = torch.optim.SGD(row.parameters(), lr=0.1)
+        sharded.step(torch.ones(2, 3), torch.ones(2, 3), loss=nn.functional.mse_loss)
+        optimizer.step()
+
+    row = nn.Sequential(nn.utils.skip_init(nn.Linear, 3, 3))
+    nn.init.ones_(row[0].weight)
+    nn.init.ones_(row[0].bias)
     hybrid = HybridParallel(copy.deepcopy(own), "tp=2", group, layers=own.layers())
     return [
         refused("tp=4,zz=2", layers=None),
         refused("pp=2", balance=[1, 1, 1]),
         refused("pp=2", schedule="zbv", shard=2),
         said_by(lambda: hybrid.clip_grad_norm_(-1.0), ConfigError),
+        said_by(lambda: HybridParallel(row, "dp=2", group, shard=3), ConfigError),
+        said_by(forgotten, ConfigError),
     ]
 
 
 def test_mistakes_are_named(world):
-    for everything, balance, split, norm in world(2, _mistakes):
+    for everything, balance, split, norm, gathered, forgotten in world(2, _mistakes):
+        assert "outside of ModuleLists: use shard=2" in gathered
+        assert "or attach(optimizer) of HybridParallel, before the first step" in forgotten
         assert "cannot be sharded, got shard=2: use 1f1b" in split
         assert "has zz: its axes may be pp (stages of a pipeline), dp (replicas)" in everything
         assert "has 8 ranks, and the group 2" in everything

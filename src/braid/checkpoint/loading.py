@@ -292,10 +292,17 @@ def open_last(where: str | os.PathLike[str]) -> Checkpoint:
         raise CheckpointError(msg)
     inner = path / "checkpoints"
     path = inner if inner.is_dir() else path
-    steps = CheckpointDirectory(path).steps()
+    directory = CheckpointDirectory(path)
+    steps = directory.steps()
     if steps:
-        path = CheckpointDirectory(path).locate(steps[-1])
-    return Checkpoint(path, verify(path))
+        path = directory.locate(steps[-1])
+    try:
+        return Checkpoint(path, verify(path))
+    except CheckpointError as exc:
+        msg = f"{path} cannot be used: {exc}"
+        if len(steps) > 1:
+            msg += f": name an earlier one, such as {directory.locate(steps[-2])}"
+        raise CheckpointError(msg) from exc
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -74,7 +74,7 @@ class ShardedStages:
         options = ShardingOptions(stage=stage, units=units, ignored=frozenset(ignored))
         if len(ignored) == len(self._slicings):
             msg = "no parameter of this rank's stages can be sharded: all are shared by layers" + (
-                " or outside of ModuleLists" if stage == GATHERED else ""
+                " or outside of ModuleLists: use shard=2" if stage == GATHERED else ": use shard=0"
             )
             raise ConfigError(msg)
         self._group = group
