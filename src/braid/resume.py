@@ -47,7 +47,13 @@ from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
 from braid.pipeline import Pipeline
 from braid.rendezvous import ControlClient, Loaded, Saved
-from braid.sharding import ShardedSnapshot, restore_sharded, sharded_numbers, sharding_of
+from braid.sharding import (
+    ShardedSnapshot,
+    has_pieces,
+    restore_sharded,
+    sharded_numbers,
+    sharding_of,
+)
 from braid.tensor_parallel import slicing_of
 
 __all__ = ["load", "save"]
@@ -260,14 +266,21 @@ def _check_parts(parts: Mapping[str, Any], method: str, model: nn.Module | Hybri
             "or a sampler"
         )
         raise ConfigError(msg)
-    optimizers = [n for n, part in parts.items() if isinstance(part, torch.optim.Optimizer)]
-    if optimizers and (isinstance(model, HybridParallel) or sharding_of(_unwrapped(model))):
+    in_pieces = [n for n, part in parts.items() if _has_pieces(part, model)]
+    if in_pieces:
         msg = (
-            f"{', '.join(optimizers)}: each rank has other states of an optimizer of this model, "
-            "and parts are stored from rank 0 only: make one optimizer with several parameter "
-            "groups, and pass it as optimizer="
+            f"{', '.join(in_pieces)}: each rank has other pieces of it, and parts are stored as if "
+            "all ranks had the same: pass one optimizer with several parameter groups as "
+            "optimizer=, and save another sharded model by a call of its own"
         )
         raise ConfigError(msg)
+
+
+def _has_pieces(part: Any, model: nn.Module | HybridParallel) -> bool:
+    """Return whether ranks have other tensors in the state of a part."""
+    if isinstance(part, torch.optim.Optimizer):
+        return isinstance(model, HybridParallel) or has_pieces(part)
+    return isinstance(part, nn.Module) and sharding_of(part) is not None
 
 
 def _launcher() -> ControlClient | None:

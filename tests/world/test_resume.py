@@ -111,14 +111,16 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(procs, tmp_path):
 
 
 @pytest.mark.parametrize("call", [resume.save, resume.load])
-def test_a_second_optimizer_of_a_sharded_model_is_refused_as_a_part(world, tmp_path, call):
+def test_parts_of_which_ranks_have_other_pieces_are_refused(world, tmp_path, call):
     def main(group: Group) -> None:
         whole = nn.utils.skip_init(nn.Linear, 2, 3)
         model = braid.FullyShardedDataParallel(whole, group, init_sync=False)
         second = torch.optim.AdamW(model.parameters())
         options = {"step": 0} if call is resume.save else {}
-        with pytest.raises(ConfigError, match="second: each rank has other states"):
-            call(str(tmp_path), group=group, model=model, second=second, **options)
+        for whose in (model, nn.utils.skip_init(nn.Linear, 1, 1)):
+            parts = {"second": second, "teacher": whole}
+            with pytest.raises(ConfigError, match="second, teacher: each rank has other pieces"):
+                call(str(tmp_path), group=group, model=whose, **parts, **options)
 
     world(2, main)
 

@@ -6,7 +6,7 @@ from braid.sharding.fully_shard import FSDPModule, fully_shard
 from braid.sharding.grad_scaler import ShardedGradScaler
 from braid.sharding.layouts import Bytes, Layouts, layouts_of
 from braid.sharding.memory import LiveBytes, live_bytes
-from braid.sharding.optimizer import attach, needs_whole, shard_optimizer
+from braid.sharding.optimizer import attach, has_pieces, needs_whole, shard_optimizer
 from braid.sharding.options import ShardingOptions
 from braid.sharding.policies import (
     CPUOffloadPolicy,
@@ -32,6 +32,7 @@ __all__ = [
     "ShardingOptions",
     "attach",
     "fully_shard",
+    "has_pieces",
     "layouts_of",
     "live_bytes",
     "needs_whole",

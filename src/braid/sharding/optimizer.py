@@ -21,7 +21,7 @@ from braid.params.process_groups import group_of
 from braid.sharding.engine import Sharding
 from braid.sharding.options import ShardingOptions
 
-__all__ = ["attach", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
+__all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
 
 BY_ELEMENTS = frozenset(
     [
@@ -187,6 +187,12 @@ def refuse_wrong_rules(sharding: Sharding) -> None:
                 del ENGINES[key]
 
     weakref.finalize(sharding, forget)
+
+
+def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has parameters of a sharded model, and states of its pieces."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    return isinstance(optimizer, _Attached) or any(id(p) in ENGINES for p in params)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
