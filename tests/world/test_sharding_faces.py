@@ -482,3 +482,25 @@ def test_two_optimizers_of_one_model_train_as_in_one_process(world):
     for values_of_rank in world(2, main):
         for x, y in zip(values_of_rank, params, strict=True):
             torch.testing.assert_close(x, y)
+
+
+def _states(group: Group) -> tuple[bool, str, bool]:
+    model = nn.Sequential(nn.utils.skip_init(nn.Linear, 6, 6))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fully_shard(model[0], process_group=group)
+    fully_shard(model, process_group=group)
+    before = model.state_dict().keys() == whole.keys()
+    model(torch.ones(2, 6)).sum().backward()
+    text = said_by(model.state_dict, ConfigError)
+    state = model.full_state_dict()
+    return before, text, all(torch.equal(state[name], whole[name]) for name in whole)
+
+
+def test_pieces_do_not_pass_for_the_whole_state(world):
+    for before, text, same in world(2, _states):
+        assert before
+        assert "call full_state_dict() on all ranks, or braid.save" in text
+        assert same

@@ -67,6 +67,22 @@ class FSDPModule:
         """Let the module have whole parameters inside, to be read; a collective."""
         return self.sharding.gathered()
 
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Refuse, once the module is divided: it would have the flat pieces of one rank.
+
+        Raises:
+            ConfigError: The module is divided.
+        """
+        is_asked = not args and not options  # torch passes a destination to modules inside
+        if is_asked and "braid_fully_shard_engine" in vars(self):
+            msg = (
+                "state_dict() of a module after fully_shard would have this rank's flat pieces: "
+                "call full_state_dict() on all ranks, or braid.save, whose checkpoints any number "
+                "of ranks loads"
+            )
+            raise ConfigError(msg)
+        return super().state_dict(*args, **options)  # type: ignore[misc,no-any-return]
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return whole parameters and buffers; a collective."""
         return gathered_state.state_dict(self.sharding)
