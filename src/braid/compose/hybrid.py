@@ -145,9 +145,6 @@ class HybridParallel:
             **options,
         )
         self._sharded: ShardedStages | None = None
-        if shard and self._experts.size > 1:
-            msg = f"experts that are divided over ep cannot be sharded yet, got shard={shard}"
-            raise ConfigError(msg)
         if shard and self.pipeline.splits_backward:
             msg = (
                 "a schedule that splits backwards into those of inputs and of weights cannot be "
@@ -156,7 +153,13 @@ class HybridParallel:
             raise ConfigError(msg)
         if shard:
             self._sharded = ShardedStages(
-                model, rows, self.pipeline.parameters(), self._replicas, self._tensor, shard
+                model,
+                rows,
+                self.pipeline.parameters(),
+                group=self._replicas,
+                alike=self._alike,
+                layer_group=self._tensor,
+                stage=shard,
             )
         self.pipeline.fail_with(self._tensor, self._sequence)
         self._params = dict(model.named_parameters())

@@ -4,6 +4,7 @@ Replicas of a stage own parts of its optimizer states (1), gradients (2) and par
 pipeline runs several backwards for a step, so gradients add up on whole parameters, and are
 averaged once at the end.
 
+Experts that are divided over ranks are left as they are, with gradients of their own replicas.
 Parameters that several layers share are left whole: they may lie on several stages, which add their
 gradients up. So are, at stage 3, those outside of the units that are gathered together.
 
@@ -24,6 +25,7 @@ from braid.checkpoint import Slice, Snapshot
 from braid.comm import Group
 from braid.compose.snapshot import param_of
 from braid.errors import ConfigError
+from braid.expert_parallel import is_of_experts
 from braid.sharding import ShardedSnapshot, Sharding, ShardingOptions, attach, sharded_numbers
 from braid.sharding.optimizer import refuse_wrong_rules
 from braid.sharding.units import default_units
@@ -42,6 +44,7 @@ class ShardedStages:
         layers: Its layers in a row, by which parameters that are shared are known.
         trained: Parameters of this rank's stages.
         group: Replicas, which own the parts.
+        alike: Those of them that have the same experts.
         layer_group: Ranks that share layers.
         stage: See the module.
 
@@ -54,7 +57,9 @@ class ShardedStages:
         model: nn.Module,
         layers: Sequence[nn.Module],
         trained: Iterable[nn.Parameter],
+        *,
         group: Group,
+        alike: Group,
         layer_group: Group,
         stage: int,
     ) -> None:
@@ -66,7 +71,8 @@ class ShardedStages:
         ignored, self._kept = set(), []
         for name, param in model.named_parameters():
             self._slicings[name] = slicing_of(param)
-            is_shared = counts[param] > 1 or (stage == GATHERED and param not in inside)
+            is_outside = stage == GATHERED and param not in inside
+            is_shared = counts[param] > 1 or is_outside or is_of_experts(param)
             if param not in own or is_shared:
                 ignored.add(name)
             if param in own and is_shared:
@@ -78,6 +84,7 @@ class ShardedStages:
             )
             raise ConfigError(msg)
         self._group = group
+        self._alike = alike
         self._layer_group = layer_group
         self.sharding = Sharding(model, group, options)
         refuse_wrong_rules(self.sharding)
@@ -85,11 +92,19 @@ class ShardedStages:
     def average(self) -> None:
         """Average gradients over replicas."""
         self.sharding.average()
-        with self._group.coalesce() as block:
-            for _, param in self._kept:
-                if param.grad is not None:
-                    block.all_reduce(param.grad, op="avg")
-        block.work.wait()
+        for _, param in self._kept:
+            if is_of_experts(param) and param.grad is None:  # no token has come
+                param.grad = torch.zeros_like(param)
+        grads = [(param, param.grad) for _, param in self._kept if param.grad is not None]
+        for param, grad in grads:
+            if is_of_experts(param):  # the sum of the losses of all ranks that share them
+                grad.div_(self._group.size // self._alike.size)
+        for group, of_experts in ((self._group, False), (self._alike, True)):
+            with group.coalesce() as block:
+                for param, grad in grads:
+                    if is_of_experts(param) == of_experts:
+                        block.all_reduce(grad, op="avg")
+            block.work.wait()
 
     def grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, bool]]:
         """Yield parameters with the gradients that are here, and whether other replicas have them.
