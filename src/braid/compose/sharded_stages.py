@@ -44,7 +44,7 @@ class ShardedStages:
         layers: Its layers in a row, by which parameters that are shared are known.
         trained: Parameters of this rank's stages.
         group: Replicas, which own the parts.
-        alike: Those of them that have the same experts.
+        alike: Replicas that have the same experts.
         layer_group: Ranks that share layers.
         stage: See the module.
 
