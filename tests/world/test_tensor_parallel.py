@@ -147,7 +147,7 @@ def test_a_model_has_the_loss_and_gradients_of_one_process(world, size, dtype, t
         assert grads.keys() == expected.keys()
         for name, grad in grads.items():
             assert (grad - expected[name]).abs().max() <= tolerance * largest, name
-        torch.testing.assert_close(own_norm, norm.double(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(own_norm, norm, rtol=1e-5, atol=0)
 
 
 def test_a_layer_costs_two_all_reduces_forward_and_two_backward(world):

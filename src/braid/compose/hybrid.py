@@ -46,6 +46,7 @@ from braid.expert_parallel import (
 )
 from braid.graph import CapturedGraph
 from braid.layout import Mesh
+from braid.params.exact_norm import clip_counted_
 from braid.pipeline import Pipeline
 from braid.tensor_parallel import divide_states, parallelize, slicing_of, undivide
 
@@ -238,23 +239,11 @@ class HybridParallel:
 
         Cost: three all_reduces of 8 bytes.
         """
-        if not max_norm >= 0:
-            msg = f"max_norm must not be negative, got {max_norm}"
-            raise ConfigError(msg)
-        grads = list(self._grads())
-        squares = torch.zeros((), dtype=torch.float64)
-        for param, grad, is_copied in grads:
-            is_mine = slicing_of(param) is not None or not self._tensor.rank
-            is_first = not is_copied or not self._rank_among_copies(param)
-            if is_mine and is_first and not self.pipeline.counts_elsewhere(param):
-                squares += grad.double().square().sum().cpu()
-        for group in (self._tensor, self.groups["pp"], self._replicas):
-            squares = group.all_reduce(squares)
-        norm = squares.sqrt()
-        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for _, grad, _ in grads:
-            grad.mul_(factor)
-        return norm
+        counted = (
+            (grad, self._counts(param, is_copied=is_copied))
+            for param, grad, is_copied in self._grads()
+        )
+        return clip_counted_(counted, max_norm, [self._tensor, self.groups["pp"], self._replicas])
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -345,9 +334,18 @@ class HybridParallel:
         sharded = self._sharded is not None if shard is None else bool(shard)
         return self._replicas.size > 1 and not sharded and self._experts.size == 1
 
-    def _rank_among_copies(self, param: torch.Tensor) -> int:
-        """Return the rank among those that have the same gradient of a parameter."""
-        return self._alike.rank if is_of_experts(param) else self._replicas.rank
+    def _counts(self, param: torch.Tensor, *, is_copied: bool) -> bool:
+        """Return whether this rank counts a gradient in a norm, of all ranks that have the same.
+
+        Args:
+            param: Its parameter.
+            is_copied: Whether replicas have the same gradient.
+        """
+        copies = self._alike if is_of_experts(param) else self._replicas
+        if is_copied and copies.rank:
+            return False
+        is_part = slicing_of(param) is not None
+        return (is_part or not self._tensor.rank) and not self.pipeline.counts_elsewhere(param)
 
     def _along(self, axes: tuple[str, ...]) -> Group:
         """Return the ranks that differ from this one along some axes only."""

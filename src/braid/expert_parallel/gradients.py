@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.params.exact_norm import clip_counted_
 
 __all__ = ["average_gradients", "clip_grad_norm_", "is_of_experts"]
 
@@ -73,16 +73,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Te
 
     Cost: an all_reduce of 8 bytes.
     """
-    if not max_norm >= 0:
-        msg = f"max_norm must not be negative, got {max_norm}"
-        raise ConfigError(msg)
-    grads = [(param, param.grad) for param in model.parameters() if param.grad is not None]
-    squares = torch.zeros((), dtype=torch.float64)
-    for param, grad in grads:
-        if is_of_experts(param) or not group.rank:
-            squares += grad.double().square().sum().cpu()
-    norm = group.all_reduce(squares).sqrt()
-    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    for _, grad in grads:
-        grad.mul_(factor)
-    return norm
+    grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    counted = ((grad, is_of_experts(param) or not group.rank) for param, grad in grads)
+    return clip_counted_(counted, max_norm, [group])

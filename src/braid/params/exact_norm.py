@@ -28,7 +28,7 @@ import torch
 from braid.comm import Group
 from braid.errors import ConfigError
 
-__all__ = ["BLOCK", "clip_pieces_", "exact_norm"]
+__all__ = ["BLOCK", "clip_counted_", "clip_pieces_", "exact_norm"]
 
 BLOCK = 16  # elements
 LIMB_BITS = 22
@@ -42,8 +42,8 @@ def exact_norm(
     """Return the norm of all pieces of all ranks, as if they were one vector.
 
     Args:
-        pieces: Pieces that this rank owns, each from a multiple of BLOCK elements of its parameter
-            on; of each parameter, any number.
+        pieces: Pieces that this rank owns. If each begins at a multiple of BLOCK elements of its
+            parameter, the bits do not depend on the cut.
         groups: Ranks over which parameters are cut; several groups if along several axes.
         norm_type: p of the p-norm; may be infinite. The bits of norms other than 2 and infinity
             may depend on the cut.
@@ -60,11 +60,11 @@ def exact_norm(
     device = given[0].device if given else torch.device("cpu")
     if math.isinf(norm_type):
         tops = [piece.detach().abs().max().double().reshape(1) for piece in given]
-        return _largest(tops, device, groups).float().reshape(())
+        return _largest(tops, device, groups).reshape(())
     blocks = [_blocks(part, norm_type) for piece in given for part in _chunks(piece)]
     most = float(_largest([block.max().reshape(1) for block in blocks], device, groups))
     if not math.isfinite(most) or not most:
-        return torch.tensor(most, dtype=torch.float32, device=device)
+        return torch.tensor(most, dtype=torch.float64, device=device)
     shift = LIMB_BITS - math.frexp(most)[1]
     limbs = torch.zeros(NUM_LIMBS, dtype=torch.int64, device=device)
     for block in blocks:
@@ -75,7 +75,7 @@ def exact_norm(
     bits = shift + (NUM_LIMBS - 1) * LIMB_BITS
     exact = math.ldexp(total, -bits)
     norm = math.sqrt(exact) if norm_type == 2.0 else exact ** (1.0 / norm_type)
-    return torch.tensor(norm, dtype=torch.float32, device=device)
+    return torch.tensor(norm, dtype=torch.float64, device=device)
 
 
 def clip_pieces_(
@@ -83,13 +83,22 @@ def clip_pieces_(
     max_norm: float,
     groups: Sequence[Group] = (),
     *,
+    copies: Sequence[torch.Tensor] = (),
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale pieces of gradients so that the norm of all is at most `max_norm`.
 
+    Args:
+        pieces: Gradients that this rank counts.
+        max_norm: Largest norm.
+        groups: Ranks that count; several groups if along several axes.
+        copies: Gradients here that another rank counts, such as those of parameters that all have.
+        norm_type: See `exact_norm`.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+
     Returns:
-        The norm before scaling; the same on all ranks.
+        The norm before scaling; the same on all ranks. In float64 if a gradient is.
 
     Raises:
         ConfigError: The norm is not finite and `error_if_nonfinite` is set, or `max_norm` is
@@ -98,14 +107,36 @@ def clip_pieces_(
     if not max_norm >= 0:
         msg = f"max_norm must not be negative, got {max_norm}"
         raise ConfigError(msg)
+    scaled = [*pieces, *copies]
     norm = exact_norm(pieces, groups, norm_type)
+    if not any(piece.dtype == torch.float64 for piece in scaled):
+        norm = norm.float()
     if error_if_nonfinite and not bool(norm.isfinite()):
         msg = f"norm of the gradients is {norm.item()}: look for the first layer with such values"
         raise ConfigError(msg)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for piece in pieces:
+    for piece in scaled:
         piece.detach().mul_(factor.to(piece.device))
     return norm
+
+
+def clip_counted_(
+    grads: Iterable[tuple[torch.Tensor, bool]], max_norm: float, groups: Sequence[Group]
+) -> torch.Tensor:
+    """Scale gradients like `clip_pieces_`.
+
+    Args:
+        grads: Gradients here, and whether this rank counts each, or another one that has it, too.
+        max_norm: Largest norm.
+        groups: Ranks that count.
+    """
+    pairs = list(grads)
+    return clip_pieces_(
+        [grad for grad, counts in pairs if counts],
+        max_norm,
+        groups,
+        copies=[grad for grad, counts in pairs if not counts],
+    )
 
 
 def _largest(

@@ -31,6 +31,7 @@ from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.graph import CapturedGraph, Segment, segments, share_modules
 from braid.params import ParamTable
+from braid.params.exact_norm import clip_counted_
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
@@ -290,9 +291,6 @@ class Pipeline(nn.Module):
 
         Cost: an all_reduce of 8 bytes.
         """
-        if not max_norm >= 0:
-            msg = f"max_norm must not be negative, got {max_norm}"
-            raise ConfigError(msg)
         if self._optimizers:
             msg = (
                 "step_in_program steps before the norm over all stages is known: step after "
@@ -300,15 +298,8 @@ class Pipeline(nn.Module):
             )
             raise ConfigError(msg)
         grads = [(p, p.grad) for p in self.parameters() if p.grad is not None]
-        squares = torch.zeros((), dtype=torch.float64)
-        for param, grad in grads:
-            if not self.counts_elsewhere(param):
-                squares += grad.double().square().sum().cpu()
-        norm = self.group.all_reduce(squares).sqrt()
-        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        for _, grad in grads:
-            grad.mul_(factor)
-        return norm
+        counted = ((grad, not self.counts_elsewhere(param)) for param, grad in grads)
+        return clip_counted_(counted, max_norm, [self.group])
 
     def counts_elsewhere(self, param: torch.Tensor) -> bool:
         """Return whether another rank of the pipeline counts this parameter in a norm."""

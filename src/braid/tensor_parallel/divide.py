@@ -33,6 +33,7 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.layout import Layout
+from braid.params.exact_norm import clip_counted_
 from braid.tensor_parallel.agreement import check_call
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
 from braid.tensor_parallel.insertion import (
@@ -146,19 +147,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, group: Group) -> torch.Te
 
     Cost: an all_reduce of 8 bytes.
     """
-    if not max_norm >= 0:
-        msg = f"max_norm must not be negative, got {max_norm}"
-        raise ConfigError(msg)
     grads = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    squares = torch.zeros((), dtype=torch.float64)
-    for param, grad in grads:
-        if slicing_of(param) is not None or not group.rank:
-            squares += grad.double().square().sum().cpu()
-    norm = group.all_reduce(squares).sqrt()
-    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    for _, grad in grads:
-        grad.mul_(factor)
-    return norm
+    counted = ((grad, slicing_of(param) is not None or not group.rank) for param, grad in grads)
+    return clip_counted_(counted, max_norm, [group])
 
 
 def _kinds_of(
