@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, quantiles
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid.bench.harness.one_host import run_here
+from braid.bench.harness.one_host import figures_of
 from braid.bench.harness.report import (
     Report,
     Verdict,
@@ -113,28 +112,25 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    bench.out.mkdir(parents=True, exist_ok=True)
     where = measured_on()
-    figures = bench.out / "figures.json"
-    plan = Plan(
-        cases=bench.cases,
-        rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
-        budget_s=bench.budget_s,
-        out=str(figures.resolve()),
-    )
+
+    def plan(file: str) -> Plan:
+        return Plan(
+            cases=bench.cases,
+            rounds=bench.rounds,
+            least_rounds=min(bench.rounds, LEAST_ROUNDS),
+            budget_s=bench.budget_s,
+            out=file,
+        )
+
     shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
     with shown.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
-        encoded = msgspec.json.encode(plan)
-        run_here(bench.ranks, "braid.bench.workers.ddp", encoded, log_dir=bench.out / "run")
-    report = DdpReport(
-        **where,
-        models=msgspec.json.decode(figures.read_bytes(), type=list[Measured]),
-        busy=bench.busy,
-    )
+        models = figures_of(
+            bench.ranks, "braid.bench.workers.ddp", plan, list[Measured], out=bench.out
+        )
+    report = DdpReport(**where, models=models, busy=bench.busy)
     save(report, bench.out / "ddp.json")
-    figures.unlink()
     return report
 
 

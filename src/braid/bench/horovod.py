@@ -20,7 +20,7 @@ import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid.bench.harness.one_host import run_here
+from braid.bench.harness.one_host import figures_of
 from braid.bench.harness.report import (
     Report,
     Verdict,
@@ -121,19 +121,18 @@ def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> Fus
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    bench.out.mkdir(parents=True, exist_ok=True)
     where = measured_on()
-    path = bench.out / "figures.json"
-    plan = Plan(
-        cases=bench.cases, rounds=bench.rounds, budget_s=bench.budget_s, out=str(path.resolve())
-    )
+
+    def plan(file: str) -> Plan:
+        return Plan(cases=bench.cases, rounds=bench.rounds, budget_s=bench.budget_s, out=file)
+
     shown = console or RichConsole(stderr=True)
     with shown.status(f"small tensors, steps and exchanges on {bench.ranks} ranks"):
-        encoded = msgspec.json.encode(plan)
-        run_here(bench.ranks, "braid.bench.workers.horovod", encoded, log_dir=bench.out / "run")
+        figures = figures_of(
+            bench.ranks, "braid.bench.workers.horovod", plan, Figures, out=bench.out
+        )
     with shown.status(f"{NUM_RANKS} ranks in one process"):
         thousand = many_ranks(NUM_RANKS, NUM_TENSORS, NUM_CYCLES)
-    figures = msgspec.json.decode(path.read_bytes(), type=Figures)
     report = FusionReport(
         **where,
         ranks=bench.ranks,
@@ -143,7 +142,6 @@ def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> Fus
         thousand=thousand,
     )
     save(report, bench.out / "fusion.json")
-    path.unlink()
     return report
 
 

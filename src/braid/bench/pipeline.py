@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid.bench.harness.one_host import run_here
+from braid.bench.harness.one_host import figures_of
 from braid.bench.harness.report import (
     Report,
     Verdict,
@@ -150,31 +149,33 @@ def run_pipeline(bench: PipelineBench, *, console: RichConsole | None = None) ->
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    bench.out.mkdir(parents=True, exist_ok=True)
     where = measured_on()
-    file = bench.out / "figures.json"
-    plan = Plan(
-        cases=() if bench.sweep else bench.cases,
-        rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
-        budget_s=bench.budget_s,
-        held=() if bench.sweep else HELD,
-        sweep=bench.swept if bench.sweep else None,
-        numbers=SWEEPS[bench.sweep],
-        out=str(file.resolve()),
-    )
+    cases = () if bench.sweep else bench.cases
+
+    def plan(file: str) -> Plan:
+        return Plan(
+            cases=cases,
+            rounds=bench.rounds,
+            least_rounds=min(bench.rounds, LEAST_ROUNDS),
+            budget_s=bench.budget_s,
+            held=() if bench.sweep else HELD,
+            sweep=bench.swept if bench.sweep else None,
+            numbers=SWEEPS[bench.sweep],
+            out=file,
+        )
+
     shown = console or RichConsole(stderr=True)
-    names = ", ".join(f"{case.model} ({case.schedule})" for case in plan.cases) or bench.sweep
+    names = ", ".join(f"{case.model} ({case.schedule})" for case in cases) or bench.sweep
     with shown.status(f"measuring {names} on {bench.ranks} ranks"):
-        encoded = msgspec.json.encode(plan)
-        run_here(bench.ranks, "braid.bench.workers.pipeline", encoded, log_dir=bench.out / "run")
+        figures = figures_of(
+            bench.ranks, "braid.bench.workers.pipeline", plan, Figures, out=bench.out
+        )
     report = PipelineReport(
         **where,
-        figures=msgspec.json.decode(file.read_bytes(), type=Figures),
+        figures=figures,
         swept=f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else "",
     )
     save(report, bench.out / "pipeline.json")
-    file.unlink()
     return report
 
 

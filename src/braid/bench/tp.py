@@ -10,11 +10,10 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid.bench.harness.one_host import run_here
+from braid.bench.harness.one_host import figures_of
 from braid.bench.harness.report import (
     Report,
     Verdict,
@@ -101,24 +100,25 @@ def run_tp(bench: TpBench, *, console: RichConsole | None = None) -> TpReport:
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    bench.out.mkdir(parents=True, exist_ok=True)
     where = measured_on()
-    file = bench.out / "figures.json"
-    plan = Plan(
-        cases=bench.cases,
-        rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
-        budget_s=bench.budget_s,
-        out=str(file.resolve()),
-    )
+
+    def plan(file: str) -> Plan:
+        return Plan(
+            cases=bench.cases,
+            rounds=bench.rounds,
+            least_rounds=min(bench.rounds, LEAST_ROUNDS),
+            budget_s=bench.budget_s,
+            out=file,
+        )
+
     shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} of width {case.width}" for case in bench.cases)
     with shown.status(f"measuring {names} on {bench.ranks} ranks"):
-        encoded = msgspec.json.encode(plan)
-        run_here(bench.ranks, "braid.bench.workers.tp", encoded, log_dir=bench.out / "run")
-    report = TpReport(**where, rows=msgspec.json.decode(file.read_bytes(), type=list[Measured]))
+        rows = figures_of(
+            bench.ranks, "braid.bench.workers.tp", plan, list[Measured], out=bench.out
+        )
+    report = TpReport(**where, rows=rows)
     save(report, bench.out / "tp.json")
-    file.unlink()
     return report
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid.bench.harness.one_host import run_here
+from braid.bench.harness.one_host import figures_of
 from braid.bench.harness.report import (
     Report,
     Verdict,
@@ -112,40 +111,43 @@ def run_zero(bench: ZeroBench, *, console: RichConsole | None = None) -> ZeroRep
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    bench.out.mkdir(parents=True, exist_ok=True)
     where = measured_on()
-    file = bench.out / "figures.json"
-    plan = Plan(
-        cases=bench.cases,
-        rounds=bench.rounds,
-        least_rounds=min(bench.rounds, LEAST_ROUNDS),
-        budget_s=bench.budget_s,
-        out=str(file.resolve()),
-    )
+
+    def plan(file: str) -> Plan:
+        return Plan(
+            cases=bench.cases,
+            rounds=bench.rounds,
+            least_rounds=min(bench.rounds, LEAST_ROUNDS),
+            budget_s=bench.budget_s,
+            out=file,
+        )
+
     shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
     with shown.status(f"training {names} on {bench.ranks} ranks"):
-        encoded = msgspec.json.encode(plan)
-        run_here(bench.ranks, "braid.bench.workers.zero", encoded, log_dir=bench.out / "run")
-    report = ZeroReport(**where, rows=msgspec.json.decode(file.read_bytes(), type=list[Measured]))
+        rows = figures_of(
+            bench.ranks, "braid.bench.workers.zero", plan, list[Measured], out=bench.out
+        )
+    report = ZeroReport(**where, rows=rows)
     if bench.save_mib:
         with shown.status(f"saving {bench.save_mib} MiB from {bench.ranks} ranks"):
-            report.saves = _measure_saves(bench, file)
+            report.saves = _measure_saves(bench)
     save(report, bench.out / "zero.json")
-    file.unlink()
     return report
 
 
-def _measure_saves(bench: ZeroBench, file: Path) -> Saves:
-    plan = SavePlan(
-        mib=bench.save_mib,
-        rounds=bench.save_rounds,
-        directory=str((bench.out / "saves").resolve()),
-        out=str(file.resolve()),
+def _measure_saves(bench: ZeroBench) -> Saves:
+    def plan(file: str) -> SavePlan:
+        return SavePlan(
+            mib=bench.save_mib,
+            rounds=bench.save_rounds,
+            directory=str((bench.out / "saves").resolve()),
+            out=file,
+        )
+
+    return figures_of(
+        bench.ranks, "braid.bench.workers.saving", plan, Saves, out=bench.out, run="run-saves"
     )
-    encoded = msgspec.json.encode(plan)
-    run_here(bench.ranks, "braid.bench.workers.saving", encoded, log_dir=bench.out / "run-saves")
-    return msgspec.json.decode(file.read_bytes(), type=Saves)
 
 
 def zero_verdicts(report: ZeroReport) -> list[Verdict]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
-__all__ = ["run_here"]
+__all__ = ["figures_of", "run_here"]
+
+T = TypeVar("T")
 
 
 def run_here(
@@ -42,6 +47,37 @@ def run_here(
     outcome = Supervisor(_LineConsole(on_line)).run(job)
     if not outcome.ok:
         raise ConfigError(str(outcome))
+
+
+def figures_of(
+    num_ranks: int,
+    module: str,
+    plan: Callable[[str], msgspec.Struct],
+    kind: type[T],
+    *,
+    out: Path,
+    run: str = "run",
+) -> T:
+    """Run a module on all ranks, and return the figures that rank 0 writes.
+
+    Args:
+        num_ranks: World size.
+        module: Name of the module; its argument is the plan.
+        plan: Function of the path of a file, to which rank 0 writes the figures as JSON.
+        kind: Type of the figures.
+        out: Directory of the bench, made if it is not there.
+        run: Name of the run's directory in it.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "figures.json"
+    encoded = msgspec.json.encode(plan(str(file.resolve())))
+    run_here(num_ranks, module, encoded, log_dir=out / run)
+    figures = msgspec.json.decode(file.read_bytes(), type=kind)
+    file.unlink()
+    return figures
 
 
 class _LineConsole(QuietConsole):

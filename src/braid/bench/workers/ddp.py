@@ -21,7 +21,6 @@ import os
 import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
@@ -160,7 +160,13 @@ def _measure(
     for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
         for _ in range(4):
             step()
-    times = _times(group, steps, plan)
+    times = in_rounds(
+        group,
+        steps,
+        rounds=plan.rounds,
+        least_rounds=plan.least_rounds,
+        budget_s=plan.budget_s,
+    )
     mean = {variant: statistics.fmean(own) for variant, own in times.items()}
     speedup = {}
     for variant in COMPARED:
@@ -211,27 +217,6 @@ def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, floa
             samples[variant].append(share)
     percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in samples.items()}
     return {variant: (p[0], p[-1]) for variant, p in percentiles.items()}
-
-
-def _times(group: Group, steps: dict[str, _Step], plan: Plan) -> dict[str, list[float]]:
-    """Time every step: seconds of the slowest rank, by variant."""
-    shuffler, variants = random.Random(0), list(steps)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    began = time.perf_counter()
-    for number in range(plan.rounds):
-        over = torch.tensor([time.perf_counter() - began > plan.budget_s])
-        if group.broadcast(over, 0).item() and number >= plan.least_rounds:
-            break
-        shuffler.shuffle(variants)
-        for variant in variants:
-            group.barrier()
-            start = time.perf_counter()
-            steps[variant]()
-            times[variant].append(time.perf_counter() - start)
-    for variant, own in times.items():
-        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
-        times[variant] = slowest.tolist()
-    return times
 
 
 def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]

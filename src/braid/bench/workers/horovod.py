@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from torch import distributed as dist
 from torch import nn
 
 import braid.compat.horovod.torch as hvd
+from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
@@ -144,7 +144,7 @@ def _small(group: Group, rounds: int) -> Small:
             hvd.synchronize(handle)
 
     ways = {"gloo": each_through_gloo, "gloo, async": all_under_way_in_gloo, "engine": together}
-    times = _in_rounds(group, ways, rounds)
+    times = in_rounds(group, _warmed_up(ways), rounds=rounds)
     ratios = [g / e for g, e in zip(times["gloo"], times["engine"], strict=True)]
     return Small(
         seconds={way: statistics.median(t) for way, t in times.items()},
@@ -178,7 +178,7 @@ def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
         way()
     elapsed = group.all_reduce(torch.tensor([time.perf_counter() - start]), "max").item()
     rounds = min(plan.rounds, max(20, int(plan.budget_s / elapsed)))
-    times = _in_rounds(group, ways, rounds)
+    times = in_rounds(group, _warmed_up(ways), rounds=rounds)
     longer = [h / d - 1.0 for h, d in zip(times["horovod"], times["ddp"], strict=True)]
     return Step(
         model=model,
@@ -238,26 +238,12 @@ def _exchange(group: Group, count: int, rounds: int) -> Exchange:
     )
 
 
-def _in_rounds(
-    group: Group, ways: Mapping[str, Callable[[], None]], rounds: int
-) -> dict[str, list[float]]:
-    """Time each way in every round: seconds of the slowest rank, by way."""
-    shuffler, names = random.Random(0), list(ways)
-    times: dict[str, list[float]] = {name: [] for name in names}
+def _warmed_up(ways: Mapping[str, Callable[[], None]]) -> Mapping[str, Callable[[], None]]:
+    """Return the ways, after each has run a few times."""
     for _ in range(WARM_UP):
         for way in ways.values():
             way()
-    for _ in range(rounds):
-        shuffler.shuffle(names)
-        for name in names:
-            group.barrier()
-            start = time.perf_counter()
-            ways[name]()
-            times[name].append(time.perf_counter() - start)
-    return {
-        name: group.all_reduce(torch.tensor(own, dtype=torch.float64), "max").tolist()
-        for name, own in times.items()
-    }
+    return ways
 
 
 def _quartiles(values: list[float]) -> tuple[float, float]:

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import distributed as dist
 
+from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.pipeline_models import Compute, Job, closed_form, job_of
 from braid.bench.workers.pipeline_parts import Held, Swept, measure_held, measure_sweep
 from braid.comm import Group
@@ -153,7 +152,13 @@ def _measure(
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
-    times = _times(group, steps, plan)
+    times = in_rounds(
+        group,
+        steps,
+        rounds=plan.rounds,
+        least_rounds=plan.least_rounds,
+        budget_s=plan.budget_s,
+    )
     overhead = closed_form(program)
     num_actions = max(map(len, program.ranks))
     least_ideal_s = (1 + overhead) * min(times["compute"])
@@ -176,29 +181,6 @@ def _measure(
 def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the median over the rounds of one time over another one."""
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
-
-
-def _times(
-    group: Group, steps: Mapping[str, Callable[[], object]], plan: Plan
-) -> dict[str, list[float]]:
-    """Time every step: seconds of the slowest rank, by variant."""
-    shuffler, variants = random.Random(0), list(steps)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    began = time.perf_counter()
-    for number in range(plan.rounds):
-        over = torch.tensor([time.perf_counter() - began > plan.budget_s])
-        if group.broadcast(over, 0).item() and number >= plan.least_rounds:
-            break
-        shuffler.shuffle(variants)
-        for variant in variants:
-            group.barrier()
-            start = time.perf_counter()
-            steps[variant]()
-            times[variant].append(time.perf_counter() - start)
-    for variant, own in times.items():
-        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
-        times[variant] = slowest.tolist()
-    return times
 
 
 if __name__ == "__main__":

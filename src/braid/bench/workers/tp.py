@@ -18,11 +18,9 @@ import copy
 import importlib
 import json
 import os
-import random
 import re
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,6 +39,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from braid.bench.harness.rounds import in_rounds
 from braid.comm import Group
 from braid.context import init, shutdown
 from braid.tensor_parallel import parallelize
@@ -224,7 +223,13 @@ def _measure(
     before = group.statistics()["num_operations"]
     steps["braid"]()
     sent = group.statistics()["num_operations"] - before
-    times = _times(group, steps, plan)
+    times = in_rounds(
+        group,
+        steps,
+        rounds=plan.rounds,
+        least_rounds=plan.least_rounds,
+        budget_s=plan.budget_s,
+    )
     sums = totals(division.rows)
     return Measured(
         case=case,
@@ -252,29 +257,6 @@ def _step_of(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Callable[[
         return float(loss.detach())
 
     return step
-
-
-def _times(
-    group: Group, steps: Mapping[str, Callable[[], object]], plan: Plan
-) -> dict[str, list[float]]:
-    """Time every step: seconds of the slowest rank, by variant."""
-    shuffler, variants = random.Random(0), list(steps)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    began = time.perf_counter()
-    for number in range(plan.rounds):
-        over = torch.tensor([time.perf_counter() - began > plan.budget_s])
-        if group.broadcast(over, 0).item() and number >= plan.least_rounds:
-            break
-        shuffler.shuffle(variants)
-        for variant in variants:
-            group.barrier()
-            start = time.perf_counter()
-            steps[variant]()
-            times[variant].append(time.perf_counter() - start)
-    for variant, own in times.items():
-        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
-        times[variant] = slowest.tolist()
-    return times
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
@@ -165,7 +164,13 @@ def _measure(group: Group, over_braid: dist.ProcessGroup, case: Case, plan: Plan
     for step in steps.values():
         for _ in range(WARM_UP):
             step()
-    times = _times(group, steps, plan)
+    times = in_rounds(
+        group,
+        steps,
+        rounds=plan.rounds,
+        least_rounds=plan.least_rounds,
+        budget_s=plan.budget_s,
+    )
     speedup = {
         variant: [f / t for f, t in zip(times["fsdp2"], own, strict=True)]
         for variant, own in times.items()
@@ -236,27 +241,6 @@ def _live(group: Group, step: _Step, engine: Sharding) -> Live:
     numel = sum(flat.numel for flat in engine.flats)
     formula = FLOAT32.live(engine.options.stage, group.size) * numel
     return Live(peak=peak, slots=slots, formula=formula, sent=sent / (4 * numel))
-
-
-def _times(group: Group, steps: dict[str, _Step], plan: Plan) -> dict[str, list[float]]:
-    """Time every step: seconds of the slowest rank, by variant."""
-    shuffler, variants = random.Random(0), list(steps)
-    times: dict[str, list[float]] = {variant: [] for variant in variants}
-    began = time.perf_counter()
-    for number in range(plan.rounds):
-        over = torch.tensor([time.perf_counter() - began > plan.budget_s])
-        if group.broadcast(over, 0).item() and number >= plan.least_rounds:
-            break
-        shuffler.shuffle(variants)
-        for variant in variants:
-            group.barrier()
-            start = time.perf_counter()
-            steps[variant]()
-            times[variant].append(time.perf_counter() - start)
-    for variant, own in times.items():
-        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
-        times[variant] = slowest.tolist()
-    return times
 
 
 if __name__ == "__main__":
