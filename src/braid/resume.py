@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from braid.checkpoint import (
     Checkpoint,
     PartedCheckpoint,
     ReplicatedSnapshot,
-    Slice,
     Snapshot,
     from_plain,
     restore_training,
@@ -40,7 +39,7 @@ from braid.checkpoint import (
     training_tensors,
 )
 from braid.checkpoint.directory import CheckpointDirectory
-from braid.checkpoint.snapshot import OWN
+from braid.checkpoint.snapshot import OWN, JoinedSnapshot
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.context import membership, world
@@ -121,7 +120,7 @@ def save(
         snapshot, numbers = model.checkpoint(optimizer, others)
     elif (sharding := sharding_of(plain := _unwrapped(model))) is not None:
         own = ReplicatedSnapshot(others, rank=group.rank, size=group.size)
-        snapshot = _Together([ShardedSnapshot(sharding, optimizer), own])
+        snapshot = JoinedSnapshot([ShardedSnapshot(sharding, optimizer), own])
         numbers = sharded_numbers(sharding, optimizer)
     else:
         tensors = training_tensors(plain, optimizer) | others
@@ -213,18 +212,6 @@ def load(
         step, path = loaded.manifest.step, str(loaded.path)
         control.send(Loaded(step, path, wanted or "auto"))
     return loaded.manifest.step + 1
-
-
-class _Together:
-    """Snapshots of which each has other tensors."""
-
-    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
-        self._snapshots = snapshots
-
-    def pieces(self) -> Iterator[Slice]:
-        """See `Snapshot`."""
-        for snapshot in self._snapshots:
-            yield from snapshot.pieces()
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -17,12 +17,21 @@ here is `own/00001/model/w` of rank 1 in the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["OWN", "ReplicatedSnapshot", "Slice", "Snapshot", "own_name", "owner_of"]
+__all__ = [
+    "OWN",
+    "JoinedSnapshot",
+    "ReplicatedSnapshot",
+    "Slice",
+    "Snapshot",
+    "own_name",
+    "owner_of",
+    "param_of",
+]
 
 OWN = "own/"
 
@@ -47,6 +56,16 @@ def owner_of(name: str) -> tuple[int | None, str]:
     return (int(match[1]), match[2]) if match else (None, name)
 
 
+def param_of(name: str) -> str:
+    """Return the parameter's name of a tensor `model/NAME` or `optimizer/NAME/STATE`.
+
+    >>> param_of("model/head.weight"), param_of("optimizer/head.weight/exp_avg")
+    ('head.weight', 'head.weight')
+    """
+    root, _, rest = name.partition("/")
+    return rest if root == "model" else rest.rpartition("/")[0]
+
+
 class Slice(NamedTuple):
     """A box of a global tensor.
 
@@ -69,6 +88,22 @@ class Snapshot(Protocol):
     def pieces(self) -> Iterable[Slice]:
         """Return the slices that this rank owns; all ranks together own every element once."""
         ...
+
+
+class JoinedSnapshot:
+    """Several snapshots of a rank, of which each has other tensors.
+
+    Args:
+        snapshots: The snapshots.
+    """
+
+    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
+        self._snapshots = snapshots
+
+    def pieces(self) -> Iterable[Slice]:
+        """Yield the slices of one after the other."""
+        for snapshot in self._snapshots:
+            yield from snapshot.pieces()
 
 
 class ReplicatedSnapshot:

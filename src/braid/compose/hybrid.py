@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 
 from braid.autograd.nested import map_tensors, tensors_in
 from braid.checkpoint import ReplicatedSnapshot, Snapshot, training_numbers, training_tensors
-from braid.checkpoint.snapshot import OWN
+from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
 from braid.comm import Group
 from braid.compose.sharded_stages import ShardedStages
-from braid.compose.snapshot import HybridSnapshot, param_of
+from braid.compose.snapshot import HybridSnapshot
 from braid.context_parallel import ContextParallel, context_parallel, position_ids, split_sequence
 from braid.errors import ConfigError
 from braid.expert_parallel import (
@@ -272,7 +272,7 @@ class HybridParallel:
             numbers = training_numbers(self.model, optimizer)
         own = {name: x for name, x in further.items() if name.startswith(OWN)}
         shared = {name: x for name, x in further.items() if name not in own}
-        snapshot = HybridSnapshot(
+        of_layers = HybridSnapshot(
             tensors | shared,
             self._params,
             self._owners,
@@ -280,11 +280,12 @@ class HybridParallel:
             stage=self.place.get("pp", 0),
             writes=not self._alike.rank,
             experts=self._experts,
-            own=[ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size)],
         )
+        of_rank = ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size)
+        snapshots: list[Snapshot] = [of_rank, of_layers]
         if self._sharded is not None:
-            snapshot.own.append(self._sharded.snapshot(optimizer))
-        return snapshot, numbers
+            snapshots.append(self._sharded.snapshot(optimizer))
+        return JoinedSnapshot(snapshots), numbers
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""

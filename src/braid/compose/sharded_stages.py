@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.checkpoint import Slice, Snapshot
+from braid.checkpoint.snapshot import param_of
 from braid.comm import Group
-from braid.compose.snapshot import param_of
 from braid.errors import ConfigError
 from braid.expert_parallel import is_of_experts
 from braid.sharding import ShardedSnapshot, Sharding, ShardingOptions, attach, sharded_numbers

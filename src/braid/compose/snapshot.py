@@ -11,20 +11,17 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from braid.checkpoint import Slice, Snapshot
+from braid.checkpoint import Slice
+from braid.checkpoint.snapshot import param_of
 from braid.comm import Group
 from braid.expert_parallel import is_of_experts
 from braid.tensor_parallel import slicing_of
 
-__all__ = ["HybridSnapshot", "param_of"]
+__all__ = ["HybridSnapshot"]
 
 
 class HybridSnapshot:
     """Tensors of this rank as boxes of whole ones; see `braid.checkpoint.Snapshot`.
-
-    Attributes:
-        experts: Ranks that share experts.
-        own: Further snapshots of this rank.
 
     Args:
         tensors: Tensors by name: `model/NAME`, `optimizer/NAME/STATE` and others.
@@ -34,7 +31,6 @@ class HybridSnapshot:
         stage: Rank of this one in its pipeline.
         writes: Whether this rank's replica writes.
         experts: Ranks that share experts.
-        own: Further snapshots of this rank.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class HybridSnapshot:
         stage: int,
         writes: bool,
         experts: Group,
-        own: Iterable[Snapshot] = (),
     ) -> None:
         self._tensors = {
             name: tensor
@@ -57,12 +52,9 @@ class HybridSnapshot:
         self._params = params
         self._group = group
         self._experts = experts
-        self.own = list(own)
 
     def pieces(self) -> Iterable[Slice]:
         """See `Snapshot`."""
-        for other in self.own:
-            yield from other.pieces()
         rank, size = self._group.rank, self._group.size
         for name, tensor in self._tensors.items():
             param = self._params.get(param_of(name))
@@ -88,9 +80,3 @@ class HybridSnapshot:
         shape = (count * self._experts.size, *tensor.shape[1:])
         offset = (count * self._experts.rank, *(0,) * (tensor.dim() - 1))
         yield Slice(name, shape, offset, tensor.detach())
-
-
-def param_of(name: str) -> str:
-    """Return the parameter of `model/NAME` or `optimizer/NAME/STATE`."""
-    root, _, rest = name.partition("/")
-    return rest if root == "model" else rest.rpartition("/")[0]

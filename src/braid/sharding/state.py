@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from braid.checkpoint import Checkpoint, Slice, restore_training, training_numbers
+from braid.checkpoint.snapshot import param_of
 from braid.sharding.engine import Sharding
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.partition import boxes_of
@@ -187,7 +188,7 @@ class _PiecesOf(Checkpoint):
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
         """Return this rank's piece of a tensor that has the shape of its parameter."""
-        place = self._places.get(_param_of(name))
+        place = self._places.get(param_of(name))
         if place is None or box is not None:
             return super().read(name, box)
         flat, index = place
@@ -209,7 +210,7 @@ class _PiecesOf(Checkpoint):
         )
 
     def _is_here(self, name: str) -> bool:
-        place = self._places.get(_param_of(name))
+        place = self._places.get(param_of(name))
         if not name.startswith("optimizer/") or place is None:
             return True
         flat, index = place
@@ -232,9 +233,3 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a state_dict holds, and nothing else."""
     kept = nn.Module.state_dict(model, keep_vars=True).keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
-def _param_of(name: str) -> str:
-    """Return the parameter of `model/NAME` or `optimizer/NAME/STATE`."""
-    root, _, rest = name.partition("/")
-    return rest if root == "model" else rest.rpartition("/")[0]

@@ -18,11 +18,12 @@ import os
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from braid.comm.api.batch import Batch
+from braid.comm.api.handle import Handle
 from braid.comm.api.movements import Movements
 from braid.comm.api.objects import Objects
 from braid.comm.api.point_to_point import PointToPoint
@@ -51,7 +52,7 @@ REBUILD_S = 60.0
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-class Group(Reductions, Movements, PointToPoint):
+class Group(Handle, Reductions, Movements, PointToPoint):
     """Ranks that communicate.
 
     Attributes:
@@ -97,18 +98,6 @@ class Group(Reductions, Movements, PointToPoint):
         self.numbers = Numbers()
         self._closed, self._given_back = "", False
         _GROUPS.add(self)
-
-    def __deepcopy__(self, memo: object) -> Group:
-        """Return the group itself, of which there is one."""
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse: other processes are not members."""
-        msg = (
-            "a group cannot be pickled, nor what refers to it: save tensors, such as a module's "
-            "state_dict()"
-        )
-        raise ConfigError(msg)
 
     @classmethod
     def world(
