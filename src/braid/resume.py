@@ -44,6 +44,7 @@ from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
+from braid.expert_parallel import is_of_experts
 from braid.pipeline import Pipeline
 from braid.rendezvous import ControlClient, Loaded, Saved
 from braid.sharding import (
@@ -229,6 +230,12 @@ def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
     """Raise ConfigError for a model of which ranks have parts: each would pass for the whole."""
     if isinstance(model, HybridParallel):
         return  # it knows which parts it has
+    if any(is_of_experts(p) for p in model.parameters()):
+        msg = (
+            "the model's experts are divided over ranks, and a part would pass for all of them: "
+            "train it as braid.compose.HybridParallel(model, 'ep=2', group), which can be saved"
+        )
+        raise ConfigError(msg)
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = (
             "the model is divided over ranks, and would be saved or loaded in parts: train it as "

@@ -99,6 +99,15 @@ def test_nobody_waits_for_who_has_left():
     assert table.leave(0) == []
 
 
+def test_what_a_worker_left_behind_stands_for_no_other():
+    table = TableState(range(3), BSP)
+    table.push(2, 0)
+    table.leave(2)
+    assert applied(table.push(0, 0)) == []
+    assert applied(table.push(1, 0)) == [Apply(((0, 0), (1, 0), (2, 0)), 1 / 3)]
+    assert not table.num_dropped
+
+
 def test_mistakes_are_named():
     table = TableState(range(2), BSP)
     with pytest.raises(CommError, match="worker 7 is not of this table, whose workers are 0, 1"):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from training import said_by
 
+import braid
 from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
@@ -239,13 +240,14 @@ def _refusals(group: Group) -> list[str]:
         said_by(lambda: divide_experts(nn.ReLU(), group), ConfigError),
         said_by(lambda: auxiliary_loss(nn.ReLU()), ConfigError),
         said_by(lambda: clip_grad_norm_(nn.ReLU(), -1, group), ConfigError),
+        said_by(lambda: braid.save("nowhere", model=model, step=0, group=group), ConfigError),
     ]
 
 
 def test_what_cannot_be_divided_is_named(world):
     first, second = world(2, _refusals)
     assert first == second
-    averaged, several, capacity, experts, routers, norm = first
+    averaged, several, capacity, experts, routers, norm, saved = first
     assert "ranks [0, 1] have different experts in up, down, which would be made equal" in averaged
     assert "9 experts cannot be divided over 2 ranks; valid: 1, 3, 9" in several
     assert "top_k must be from 1 to the 9 experts, got 0" in several
@@ -253,3 +255,4 @@ def test_what_cannot_be_divided_is_named(world):
     assert "ReLU has no module of experts with parameters of three dims" in experts
     assert "ReLU has no MixtureOfExperts" in routers
     assert "max_norm must not be negative" in norm
+    assert "experts are divided over ranks, and a part would pass for all of them" in saved

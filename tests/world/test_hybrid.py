@@ -185,6 +185,60 @@ def test_experts_have_an_axis_of_their_own(world, tmp_path, mesh, shard):
             assert (own - param).abs().max() < 1e-9
 
 
+class Counting(torch.optim.SGD):
+    """Plain descent that counts steps as Python numbers."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # no closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    self.state[param]["count"] = self.state[param].get("count", 0) + 1
+
+
+def _normed(group: Group, directory: str) -> list[Any]:
+    def make() -> nn.Sequential:
+        up, down = (nn.utils.skip_init(nn.Linear, *sizes) for sizes in ((3, 4), (4, 3)))
+        for param in (*up.parameters(), *down.parameters()):
+            param.data.copy_(torch.arange(float(param.numel())).view(param.shape).cos())
+        return nn.Sequential(up, nn.Tanh(), nn.BatchNorm1d(4), down)
+
+    def steps(hybrid: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for number in range(3):
+            x = torch.arange(12.0).view(4, 3).sin() + number
+            hybrid.zero_grad()
+            losses.append(hybrid.step(x, x, loss=nn.functional.mse_loss).item())
+            optimizer.step()
+        return losses
+
+    own = make()
+    hybrid = HybridParallel(own, f"pp={group.size}", group)
+    optimizer = Counting(own.parameters(), lr=0.1)
+    steps(hybrid, optimizer)
+    braid.save(directory, model=hybrid, optimizer=optimizer, step=2, group=group)
+    other = make()
+    again = HybridParallel(other, "pp=1", alone := group.split(group.rank))
+    next_one = Counting(other.parameters(), lr=0.1)
+    braid.load(directory, model=again, optimizer=next_one, group=alone)
+    counts = [next_one.state[param]["count"] for param in other.parameters()]
+    goes_on = [steps(hybrid, optimizer), steps(again, next_one)]
+    hybrid.make_whole()
+    same = [torch.equal(a, b) for a, b in zip(own.buffers(), other.buffers(), strict=True)]
+    few = Counting(hybrid.parameters(), lr=0.1)
+    refused = said_by(lambda: hybrid.checkpoint(few), ConfigError)
+    return [counts, goes_on, same, refused]
+
+
+def test_buffers_and_numbers_of_all_stages_are_saved(world, tmp_path):
+    for counts, (losses, others), same, refused in world(2, _normed, str(tmp_path)):
+        assert counts == [3] * 6
+        assert losses == pytest.approx(others, rel=1e-6)
+        assert same == [True] * 3
+        assert "make it of model.parameters() on each rank" in refused
+
+
 class Perceptron(nn.Module):
     """Two layers; the second one fails before it has summed anything, if it is to."""
 

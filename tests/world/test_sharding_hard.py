@@ -15,10 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import linear, said_by
 
+import braid
 from braid.comm import Group
 from braid.data_parallel.ddp.reference import accumulate
 from braid.errors import CommError
 from braid.sharding import ShardedGradScaler, Sharding, ShardingOptions, attach, sharding_of
+from braid.sharding.gathered_state import load_state_dict, state_dict
+from braid.sharding.optimizer import refuse_wrong_rules
 from braid.testing.delegated_world import delegated_world
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -419,6 +422,31 @@ def test_ranks_begin_with_the_values_of_the_first(world):
     assert world(2, _begins, True) == [(0.0, first, numbers)] * 2
     second = [step for step, _, _ in world(2, _begins, False)]
     assert second == [0.0, 1.0]
+
+
+def _left_out(group: Group, directory: str) -> Any:
+    def sharded(value: float) -> tuple[Model, Sharding]:
+        model = Model()
+        model.norm.bias.data.fill_(value)
+        options = ShardingOptions(stage=2, ignored=frozenset({"norm.bias"}))
+        return model, Sharding(model, group, options)
+
+    model, engine = sharded(3.0)
+    braid.save(directory, model=model, step=0, group=group)
+    kept = state_dict(engine)
+    loaded, filled = sharded(0.0)[0], sharded(0.0)
+    braid.load(directory, model=loaded, group=group)
+    load_state_dict(filled[1], kept)
+    refuse_wrong_rules(engine)
+    engine.undo()
+    optimizer = ADAMW(model.parameters())
+    loss_of(model, group.rank, 0).backward()
+    optimizer.step()
+    return loaded.norm.bias[0].item(), filled[0].norm.bias[0].item()
+
+
+def test_ignored_parameters_are_saved_and_an_undone_model_trains_on(world, tmp_path):
+    assert world(2, _left_out, str(tmp_path)) == [(3.0, 3.0)] * 2
 
 
 def _differs(group: Group) -> str:

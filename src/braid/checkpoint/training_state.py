@@ -32,10 +32,18 @@ from braid.checkpoint.loading import Checkpoint
 from braid.checkpoint.plain_values import from_plain, to_plain
 from braid.checkpoint.snapshot import OWN
 from braid.checkpoint.stored_state import generator_states, require_like, stored_optimizer
+from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError, message_of
 from braid.types import TensorSpec
 
-__all__ = ["TIED", "restore_training", "training_numbers", "training_tensors"]
+__all__ = [
+    "TIED",
+    "kept_buffers",
+    "merged_numbers",
+    "restore_training",
+    "training_numbers",
+    "training_tensors",
+]
 
 Generators = Mapping[str, torch.Generator]
 REST = "optimizer_state_dict"
@@ -63,6 +71,12 @@ def training_tensors(
     return {OWN * bool(is_own(name, tensor)) + name: tensor for name, tensor in tensors.items()}
 
 
+def kept_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that `state_dict` would hold, by name."""
+    kept = model.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
 def training_numbers(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -87,6 +101,35 @@ def training_numbers(
             for name, generator in generators.items()
         }
     return numbers
+
+
+def merged_numbers(numbers: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Return the numbers of ranks whose optimizers hold states of other parameters; a collective.
+
+    Args:
+        numbers: Result of `training_numbers`; the same on all ranks but for the states.
+        group: The ranks; the first one that has the state of a parameter counts.
+
+    Raises:
+        ConfigError: The optimizers have other parameters.
+    """
+    if "optimizer" not in numbers:
+        return numbers
+    own = numbers["optimizer"]
+    names = [sorted(one["names"]) for one in own["groups"]]
+    merged: dict[str, dict[str, Any]] = {}
+    all_names = []
+    for theirs_names, theirs in reversed(group.objects.all_gather((names, own["numbers"]))):
+        all_names.append(theirs_names)
+        merged.update(theirs)
+    if any(theirs != names for theirs in all_names):
+        counts = [sum(map(len, theirs)) for theirs in reversed(all_names)]
+        msg = (
+            f"the optimizers of ranks {list(group.ranks)} have {counts} parameters, and a "
+            "checkpoint holds one optimizer: make it of model.parameters() on each rank"
+        )
+        raise ConfigError(msg)
+    return {**numbers, "optimizer": {**own, "numbers": merged}}
 
 
 def restore_training(
@@ -251,10 +294,7 @@ def _filed(
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters, tied ones once, and the buffers that `state_dict` would hold."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
-    kept = model.state_dict().keys()
-    tensors.update({name: b for name, b in model.named_buffers() if name in kept})
-    return tensors
+    return {**dict(model.named_parameters()), **kept_buffers(model)}
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from braid.autograd.nested import map_tensors, tensors_in
 from braid.checkpoint import ReplicatedSnapshot, Snapshot, training_numbers, training_tensors
 from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
+from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
 from braid.compose.sharded_stages import ShardedStages
 from braid.compose.snapshot import HybridSnapshot
@@ -66,8 +67,8 @@ class HybridParallel:
     """Trains a model on a mesh.
 
     Every rank makes the whole model, alike. Its layers are divided in place, and each rank trains
-    the parameters of its stages, so that its optimizer may be made of the whole model or of
-    `parameters()`.
+    the parameters of its stages. Its optimizer is made of the whole model's parameters; one of
+    `parameters()` trains as well, and cannot be saved by `checkpoint` if there are several stages.
 
     Args:
         model: The model.
@@ -255,13 +256,16 @@ class HybridParallel:
     def checkpoint(
         self, optimizer: Optimizer | None, others: Mapping[str, torch.Tensor] | None = None
     ) -> tuple[Snapshot, dict[str, Any]]:
-        """Return what this rank writes of a checkpoint, and values that are no tensors.
+        """Return what this rank writes of a checkpoint, and values that are no tensors; collective.
 
         Each element of the model and of the optimizer's states is written once.
 
         Args:
             optimizer: Optimizer of the whole model; None to leave it out.
             others: Further tensors by name; those of this rank alone begin with `own/`.
+
+        Raises:
+            ConfigError: The optimizer lacks parameters of the model that other stages train.
         """
         further = dict(others or {})
         if self._sharded is not None:
@@ -285,7 +289,7 @@ class HybridParallel:
         snapshots: list[Snapshot] = [of_rank, of_layers]
         if self._sharded is not None:
             snapshots.append(self._sharded.snapshot(optimizer))
-        return JoinedSnapshot(snapshots), numbers
+        return JoinedSnapshot(snapshots), merged_numbers(numbers, self.groups["pp"])
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""
@@ -327,8 +331,8 @@ class HybridParallel:
         if self._tensor.size > 1:
             undivide(self.model, self._tensor)
         if self.groups["pp"].size > 1:
-            for name, param in self.model.named_parameters():
-                self.groups["pp"].broadcast(param.detach(), self._owners[name])
+            for name, tensor in self._named().items():
+                self.groups["pp"].broadcast(tensor.detach(), self._owners[name])
 
     def _adds_in_pipeline(self, shard: int | None = None) -> bool:
         """Return whether the pipeline itself adds gradients and losses over replicas."""
@@ -356,13 +360,16 @@ class HybridParallel:
         return group
 
     def _owners_of(self) -> dict[str, int]:
-        """Return the first rank of the pipeline that trains a parameter, by name."""
-        trained = set(self.pipeline.parameters())
-        named = list(self.model.named_parameters())
-        mine = torch.tensor([int(param in trained) for _, param in named])
-        holders = self.groups["pp"].all_gather(mine).view(self.groups["pp"].size, -1)
-        names = [name for name, _ in named]
-        return dict(zip(names, holders.argmax(0).tolist(), strict=True))
+        """Return the first rank of the pipeline whose stages have a tensor, by name."""
+        mine = {*self.pipeline.parameters(), *self.pipeline.buffers()}
+        named = self._named()
+        is_mine = torch.tensor([int(tensor in mine) for tensor in named.values()])
+        holders = self.groups["pp"].all_gather(is_mine).view(self.groups["pp"].size, -1)
+        return dict(zip(named, holders.argmax(0).tolist(), strict=True))
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Return parameters and kept buffers of the model by name."""
+        return {**dict(self.model.named_parameters()), **kept_buffers(self.model)}
 
     def _cut(self, batch: Any, target: Any) -> tuple[Any, Any]:
         """Return the positions of this rank, of inputs and targets."""

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from braid.checkpoint import Slice, Snapshot
 from braid.checkpoint.snapshot import param_of
+from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.expert_parallel import is_of_experts
@@ -141,10 +142,8 @@ class ShardedStages:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optimizer/{name}/{key}"] = value
-        stored = self.sharding.model.state_dict(keep_vars=True).keys()
-        buffers = self.sharding.model.named_buffers()
-        tensors.update({f"model/{name}": x for name, x in buffers if name in stored})
-        return tensors
+        buffers = kept_buffers(self.sharding.model)
+        return tensors | {f"model/{name}": buffer for name, buffer in buffers.items()}
 
     def snapshot(self, optimizer: Optimizer | None) -> Snapshot:
         """Return this rank's pieces as boxes of whole tensors."""

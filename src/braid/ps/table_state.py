@@ -141,16 +141,20 @@ class TableState:
         return [Keep(worker, clock), Apply(((worker, clock),), scale), *self._freed()]
 
     def _completed(self) -> list[Instruction]:
-        """Return the clocks that are complete now, and the answers that they free."""
+        """Return the clocks that are complete now, and the answers that they free.
+
+        What a worker has pushed before it left is added, and counts for no other worker.
+        """
         done: list[Instruction] = []
-        while len(kept := self._kept.get(self.applied, ())) >= self._needed() > 0:
+        while len(self._kept.get(self.applied, set()) & self.clocks.keys()) >= self._needed() > 0:
+            kept = self._kept.pop(self.applied)
             pushes = tuple((worker, self.applied) for worker in sorted(kept))
-            del self._kept[self.applied]
             done.append(Apply(pushes, self._scale(len(pushes))))
             self.applied += 1
         return [*done, *self._freed()]
 
     def _needed(self) -> int:
+        """Return of how many of the workers that are here a clock needs pushes."""
         quorum = self.consistency.quorum
         return len(self.clocks) if quorum is None else min(quorum, len(self.clocks))
 

@@ -162,6 +162,11 @@ class Sharding:
         for flat in self._flats:
             yield from zip(flat.records, flat.owned, strict=True)
 
+    def ignored(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that stay whole on each rank, by name."""
+        named = self.model.named_parameters()
+        return {name: param for name, param in named if name in self.options.ignored}
+
     def pieces(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's pieces."""
         return [owned.grad for _, owned in self.owned() if owned.grad is not None]

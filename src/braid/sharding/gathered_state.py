@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from braid.checkpoint.training_state import kept_buffers
 from braid.errors import ConfigError
 from braid.sharding.engine import Sharding
 from braid.sharding.flat_shard import FlatShard
@@ -55,10 +56,10 @@ def load_state_dict(
         ConfigError: Names are missing or unknown, or shapes differ; nothing has been changed.
     """
     own = {name: record for record in sharding.table for name in record.names}
-    buffers = dict(sharding.model.named_buffers())
+    whole = {**sharding.ignored(), **kept_buffers(sharding.model)}
     kept = torch.nn.Module.state_dict(sharding.model, keep_vars=True).keys()
     wanted = {name: own[name].spec.shape for name in own if name in kept}
-    wanted |= {name: tuple(buffers[name].shape) for name in buffers if name in kept}
+    wanted |= {name: tuple(tensor.shape) for name, tensor in whole.items()}
     problems = [
         f"{name} has the shape {list(state[name].shape)}, the model's is {list(shape)}"
         for name, shape in wanted.items()
@@ -76,8 +77,8 @@ def load_state_dict(
                 name = next((name for name in record.names if name in state), None)
                 if name is not None:
                     flat.owned[index].copy_(_cut(flat, index, state[name]))
-        for name in buffers.keys() & kept & state.keys():
-            buffers[name].copy_(state[name])
+        for name in whole.keys() & state.keys():
+            whole[name].copy_(state[name])
     sharding.share_step()
 
 

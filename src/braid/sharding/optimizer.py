@@ -20,6 +20,7 @@ from braid.params.optimizer_in_place import refuse_copy
 from braid.params.process_groups import group_of
 from braid.sharding.engine import Sharding
 from braid.sharding.options import ShardingOptions
+from braid.sharding.units import MARK
 
 __all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
 
@@ -114,7 +115,8 @@ def shard_optimizer(
 
     Cost: see `Sharding`.
     """
-    _check_known(optimizer)
+    if whole is not None:
+        _check_known(optimizer)
     needs = needs_whole(optimizer) if whole is None else whole
     sharding = Sharding(
         model,
@@ -191,17 +193,21 @@ def refuse_wrong_rules(sharding: Sharding) -> None:
 
 def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has parameters of a sharded model, and states of its pieces."""
+    return isinstance(optimizer, _Attached) or _engine_of(optimizer) is not None
+
+
+def _engine_of(optimizer: torch.optim.Optimizer) -> Sharding | None:
+    """Return the engine of the first parameter that has one, unless it has been undone."""
     params = (p for group in optimizer.param_groups for p in group["params"])
-    return isinstance(optimizer, _Attached) or any(id(p) in ENGINES for p in params)
+    references = (ENGINES[id(p)] for p in params if id(p) in ENGINES and MARK in vars(p))
+    return next((engine for one in references if (engine := one()) is not None), None)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     """Refuse an optimizer that is not attached and cannot use the pieces of its parameters."""
     if not ENGINES or isinstance(optimizer, _Attached):
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    reference = next((ENGINES[id(p)] for p in params if id(p) in ENGINES), None)
-    engine = None if reference is None else reference()
+    engine = _engine_of(optimizer)
     if engine is None:
         return
     _check_known(optimizer)

@@ -20,6 +20,7 @@ from torch import nn
 
 from braid.checkpoint import Checkpoint, Slice, restore_training, training_numbers
 from braid.checkpoint.snapshot import param_of
+from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.sharding.engine import Sharding
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.partition import boxes_of
@@ -51,9 +52,10 @@ class ShardedSnapshot:
             for index in range(len(flat.records)):
                 yield from self._of(flat, index)
         if places.group.rank == 0:
-            for name, buffer in _buffers(self._sharding.model).items():
-                shape = tuple(buffer.shape)
-                yield Slice(f"model/{name}", shape, (0,) * len(shape), buffer.detach())
+            model = self._sharding.model
+            for name, tensor in {**self._sharding.ignored(), **kept_buffers(model)}.items():
+                shape = tuple(tensor.shape)
+                yield Slice(f"model/{name}", shape, (0,) * len(shape), tensor.detach())
 
     def _of(self, flat: FlatShard, index: int) -> Iterator[Slice]:
         record, owned, piece = flat.records[index], flat.owned[index], flat.pieces[index]
@@ -90,14 +92,7 @@ def sharded_numbers(
     They are the same on all ranks.
     """
     numbers = training_numbers(_Owned(sharding), optimizer)
-    if optimizer is None:
-        return numbers
-    own: dict[str, dict[str, Any]] = numbers["optimizer"]["numbers"]
-    merged: dict[str, dict[str, Any]] = {}
-    for theirs in reversed(sharding.places.group.objects.all_gather(own)):
-        merged.update(theirs)
-    numbers["optimizer"]["numbers"] = merged
-    return numbers
+    return merged_numbers(numbers, sharding.places.group)
 
 
 def restore_sharded(
@@ -143,9 +138,7 @@ class _Owned(nn.Module):
         sharding = self._of["sharding"]
         names = {record.name: owned for record, owned in sharding.owned()}
         yield from ((record.name, names[record.name]) for record in sharding.table)
-        for name, param in sharding.model.named_parameters():
-            if name in sharding.options.ignored:
-                yield name, param
+        yield from sharding.ignored().items()
 
     def named_buffers(self, *_args: Any, **_options: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the model's buffers."""
@@ -227,9 +220,3 @@ def _boxes(flat: FlatShard, index: int, name: str, values: torch.Tensor) -> Iter
             count *= size
         first = box.begin - piece.begin
         yield Slice(name, shape, box.offset, flat_values[first : first + count].view(box.extent))
-
-
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that a state_dict holds, and nothing else."""
-    kept = nn.Module.state_dict(model, keep_vars=True).keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
