@@ -13,6 +13,7 @@ from braid.errors import CommError, ConfigError, PeerLostError
 from braid.message import NUM_PRIORITIES, Delivery, PeerLost, Schema, VanConfig, split_node
 from braid.message.protocol.assembly import Arrived, Inflow
 from braid.message.protocol.heads import Beat, Bye, Cancel, Hello, More, Open, pack, unpack
+from braid.message.protocol.memory_pool import MemoryPool
 from braid.message.protocol.send_queue import Outbox, Outgoing
 from braid.message.protocol.van_state import Carry, Close, Read, VanState
 from braid.message.vans.local_van import hand_over
@@ -39,7 +40,7 @@ def new_outbox(**config):
 
 
 def new_inflow(limit=1 << 20, allocators=None, *, greeted=True):
-    inflow = Inflow("worker:1", SCHEMA, limit, allocators or {})
+    inflow = Inflow("worker:1", SCHEMA, limit, allocators or {}, MemoryPool())
     if greeted:
         inflow.received(HELLO, 0)
     return inflow

@@ -441,7 +441,7 @@ def send_until_lost(van, to="worker:7"):
 def test_a_message_that_has_not_left_when_its_peer_goes_was_not_sent():
     with open_van("server:0", PATIENT) as van:
         with raw_peer(van):
-            sending = van.send("worker:7", Note(1), buffers=[bytes(1_000_000)])
+            sending = van.send("worker:7", Note(1), buffers=[bytes(16 << 20)])
         with pytest.raises(PeerLostError):
             sending.wait(10)
         assert van.statistics().sent == 0

@@ -32,6 +32,9 @@ from braid.wire.unsent import Unsent
 __all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection"]
 
 DEFAULT_TIMEOUT_S = 300.0
+# With the system's 208 KiB, both ends of a unix socket sleep after every 208 KiB. TCP adapts its
+# buffers itself, unless they are set. The system may allow less.
+_UNIX_BUFFER_BYTES = 2 << 20
 
 
 class Connection(Protocol):
@@ -99,7 +102,9 @@ class SocketConnection:
         send_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        else:
             # Small frames are requests that somebody waits for; Nagle would hold them 40 ms.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock

@@ -5,9 +5,9 @@ believes a length allocates whatever a stranger asks for.
 
 Idea: the head of a message contains all its sizes, which are checked before anything is allocated.
 Memory for the buffers is chosen once, when the message itself is known, so the program can decide
-where a tensor goes. Each chunk is then received into its slice of that memory. At most one message
-per priority is open, so a peer can make this process hold 16 of the largest size; a peer that has
-not proven the job's secret gets nothing allocated.
+where a tensor goes; otherwise it comes from a pool. Each chunk is then received into its slice of
+that memory. At most one message per priority is open, so a peer can make this process hold 16 of
+the largest size; a peer that has not proven the job's secret gets nothing allocated.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from braid.message.protocol.heads import (
     as_bytes,
     unpack,
 )
+from braid.message.protocol.memory_pool import MemoryPool
 from braid.message.protocol.schema import Message, Schema
 from braid.message.protocol.vocabulary import Allocate
 
@@ -97,6 +98,7 @@ class Inflow:
         schema: Types of messages.
         max_message_bytes: Largest message that is accepted.
         allocators: Functions that choose the memory for buffers, by type of message.
+        pool: Memory for all other buffers.
 
     On failure: anything but a correct sequence of frames raises CommError; the link must then be
     closed.
@@ -108,11 +110,13 @@ class Inflow:
         schema: Schema,
         max_message_bytes: int,
         allocators: Mapping[type[Message], Allocate],
+        pool: MemoryPool,
     ) -> None:
         self._peer = peer
         self._schema = schema
         self._max_message_bytes = max_message_bytes
         self._allocators = allocators
+        self._pool = pool
         self._open: dict[int, _Assembly] = {}
         self._filling: tuple[_Assembly, tuple[int, ...]] | None = None
         self._greeted = False
@@ -184,7 +188,7 @@ class Inflow:
         if head.body and head.body_bytes:
             raise self._broken(f"two bodies of message {head.name!r}")
         deadline_ns = now_ns + 1000 * head.remaining_us if head.remaining_us else None
-        assembly = _Assembly(head, deadline_ns, self._new_memory(head.body_bytes, head.name))
+        assembly = _Assembly(head, deadline_ns, self._body_memory(head))
         if not head.body_bytes:
             self._decode(assembly, head.body)
         self._open[head.priority] = assembly
@@ -228,7 +232,7 @@ class Inflow:
                 )
                 raise CommError(msg) from exc
         if chosen is None:
-            return [self._new_memory(size, head.name) for size in sizes]
+            return self._pool_memory(head)
         chosen_sizes = tuple(map(len, chosen))
         if chosen_sizes != sizes or any(len(each) and each.readonly for each in chosen):
             msg = (
@@ -239,15 +243,24 @@ class Inflow:
             raise CommError(msg)
         return chosen
 
-    def _new_memory(self, size: int, name: str) -> memoryview:
+    def _body_memory(self, head: Open) -> memoryview:
         try:
-            return memoryview(bytearray(size))
+            return memoryview(bytearray(head.body_bytes))
         except MemoryError as exc:
-            msg = (
-                f"not enough memory for {size} bytes of message {name!r} from {self._peer}: "
-                "send it in parts, or receive_into memory that exists"
-            )
-            raise CommError(msg) from exc
+            raise self._no_memory(head, head.body_bytes) from exc
+
+    def _pool_memory(self, head: Open) -> list[memoryview]:
+        try:
+            return [self._pool.lend(size) for size in head.sizes]
+        except (MemoryError, OSError) as exc:
+            raise self._no_memory(head, sum(head.sizes)) from exc
+
+    def _no_memory(self, head: Open, nbytes: int) -> CommError:
+        msg = (
+            f"not enough memory for {nbytes} bytes of message {head.name!r} from {self._peer}: "
+            "send it in parts, or receive_into memory that exists"
+        )
+        return CommError(msg)
 
     def _broken(self, problem: str) -> CommError:
         msg = f"{self._peer} does not speak the protocol of a braid van: it sent {problem}"

@@ -45,6 +45,7 @@ from braid.message.protocol.assembly import Arrived, Inflow
 from braid.message.protocol.heads import Beat, Bye, Hello
 from braid.message.protocol.inbox import Inbox, Peer
 from braid.message.protocol.link import HALF_CLOSED_S, Carry, Close, Instruction, Link, Read
+from braid.message.protocol.memory_pool import MemoryPool
 from braid.message.protocol.schema import Message, PeerLost, Schema
 from braid.message.protocol.send_queue import Outbox, OutFrame, Outgoing
 from braid.message.protocol.vocabulary import (
@@ -97,6 +98,7 @@ class VanState:
         self._peers: dict[str, Peer] = {}
         self._lost: dict[str, str] = {}  # how the link of a lost peer ended
         self.inbox = Inbox(config)
+        self._pool = MemoryPool()
         self.instructions: deque[Instruction] = deque()
         self._counts: dict[str, Counter[str]] = {}
 
@@ -120,7 +122,7 @@ class VanState:
         """
         config = self.config
         outbox = Outbox(name, config, self._count(name))
-        inflow = Inflow(name, self._schema, config.max_message_bytes, self.allocators)
+        inflow = Inflow(name, self._schema, config.max_message_bytes, self.allocators, self._pool)
         link = self._links[number] = Link(number, name, outbox, inflow, config, now_ns, now_ns)
         if known:
             if name in self._peers:

@@ -91,7 +91,7 @@ class VanConfig:
         timeout_s: Deadline of calls that are given none.
     """
 
-    chunk_bytes: int = 256 << 10
+    chunk_bytes: int = 1 << 20
     max_message_bytes: int = 1 << 30
     max_queue_bytes: int = 64 << 20
     max_queue_messages: int = 1024
