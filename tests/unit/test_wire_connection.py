@@ -287,13 +287,13 @@ def test_a_peer_that_never_reads_times_the_sender_out():
     one, other = socket.socketpair()
     with other, SocketConnection(one, WORKER, send_timeout_s=0.01) as left:
         with pytest.raises(CommTimeout, match=r"rank 3 .* did not read for 0\.01 s"):
-            left.send(b"", [bytes(4_000_000)])
+            left.send(b"", [bytes(40_000_000)])
         assert left.closed
 
 
 def test_posting_never_waits_and_flushing_finishes_it(pair):
     left, right = pair
-    payload = os.urandom(2_000_000)
+    payload = os.urandom(20_000_000)
     queued = left.post(b"", [payload])
     assert queued > 0
     received = in_thread(right.recv, 10)

@@ -253,7 +253,7 @@ def raw_peer(van, *, greet=True):
     """A peer that knows the secret and writes its own frames."""
     connection = connect(van.address, SECRET, Identity("run", "worker", 7), timeout_s=10)
     if greet:
-        connection.send(pack(Hello(1, 0, 1 << 20)))
+        connection.send(pack(Hello(1, 0, 1 << 25)))
         van.wait_for(["worker:7"], 10)
     return connection
 
