@@ -17,50 +17,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.errors import ConfigError
 from braid.params.optimizer_in_place import refuse_copy
+from braid.params.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
 from braid.params.process_groups import group_of
 from braid.sharding.engine import Sharding
 from braid.sharding.options import ShardingOptions
 from braid.sharding.units import MARK
 
 __all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
-
-BY_ELEMENTS = frozenset(
-    [
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "Lion",
-    ]
-)
-WHOLE = frozenset(
-    [
-        "Adafactor",
-        "Muon",
-        "LARS",
-        "LAMB",
-        "Lamb",
-        "Lars",
-        "FusedLAMB",
-        "NovoGrad",
-        "Shampoo",
-        "SOAP",
-        "Kron",
-        "PSGD",
-        "Prodigy",
-    ]
-)
-REFUSED = {
-    "LBFGS": "it takes inner products of all parameters at once",
-    "SparseAdam": "it takes sparse gradients, which are not summed in flat vectors",
-}
 
 ENGINES: dict[int, weakref.ref[Sharding]] = {}  # of parameters, by their ids
 
@@ -74,10 +37,10 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
         ConfigError: The optimizer cannot be sharded.
     """
     _check_known(optimizer)
-    name = type(optimizer).__name__
-    if name in BY_ELEMENTS:
+    name, kind = type(optimizer).__name__, kind_of_optimizer(optimizer)
+    if kind == "by elements":
         return False
-    if name not in WHOLE:
+    if kind == "unknown":
         warnings.warn(
             f"{name} is not known to change each element by itself, so each parameter belongs to "
             "one rank: pass whole=False if it does, or whole=True to silence this",
@@ -219,7 +182,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             "before the first step"
         )
         raise ConfigError(msg)
-    if name in WHOLE and not engine.options.whole:
+    if kind_of_optimizer(optimizer) == "whole" and not engine.options.whole:
         msg = (
             f"{name} looks at shapes or norms of whole parameters, and has pieces: wrap the model "
             "in FullyShardedDataParallel(model, whole_parameters=True), or call "
@@ -254,13 +217,13 @@ class _Attached:
 
 def _check_known(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers that cannot be sharded in any way."""
-    for kind in type(optimizer).__mro__:
-        if kind.__name__ in REFUSED:
-            msg = (
-                f"{type(optimizer).__name__} cannot be sharded: {REFUSED[kind.__name__]}. Use "
-                "DistributedDataParallel, or another optimizer such as AdamW"
-            )
-            raise ConfigError(msg)
+    reason = refusal_of_optimizer(optimizer)
+    if reason is not None:
+        msg = (
+            f"{type(optimizer).__name__} cannot be sharded: {reason}. Use "
+            "DistributedDataParallel, or another optimizer such as AdamW"
+        )
+        raise ConfigError(msg)
 
 
 def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | None) -> None:

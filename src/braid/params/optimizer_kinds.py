@@ -1,0 +1,71 @@
+"""Optimizers by the part of a model that one of their updates looks at.
+
+by elements   each element changes by its own gradient and state: any cut gives the same bits
+whole         rules look at the shape or the norm of a parameter, which must not be cut
+refused       LBFGS takes inner products of all parameters; SparseAdam takes sparse gradients
+unknown       anything else, such as an optimizer of the user's
+
+Classes are known by name, so that packages which define them need not be imported.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from torch.optim import Optimizer
+
+__all__ = ["OptimizerKind", "kind_of_optimizer", "refusal_of_optimizer"]
+
+OptimizerKind: TypeAlias = Literal["by elements", "whole", "unknown"]
+
+BY_ELEMENTS = frozenset(
+    [
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "Lion",
+    ]
+)
+WHOLE = frozenset(
+    [
+        "Adafactor",
+        "Muon",
+        "LARS",
+        "LAMB",
+        "Lamb",
+        "Lars",
+        "FusedLAMB",
+        "NovoGrad",
+        "Shampoo",
+        "SOAP",
+        "Kron",
+        "PSGD",
+        "Prodigy",
+    ]
+)
+REFUSED = {
+    "LBFGS": "it takes inner products of all parameters at once",
+    "SparseAdam": "it takes sparse gradients, which are not summed in flat vectors",
+}
+
+
+def kind_of_optimizer(optimizer: Optimizer) -> OptimizerKind:
+    """Return whether an optimizer changes each element by itself, as far as its name shows."""
+    name = type(optimizer).__name__
+    if name in BY_ELEMENTS:
+        return "by elements"
+    return "whole" if name in WHOLE else "unknown"
+
+
+def refusal_of_optimizer(optimizer: Optimizer) -> str | None:
+    """Return why an optimizer can step on no part of a model; None if it may."""
+    names = (kind.__name__ for kind in type(optimizer).__mro__)
+    return next((REFUSED[name] for name in names if name in REFUSED), None)

@@ -1,0 +1,33 @@
+"""Storage of one shard of a table on a server."""
+
+from __future__ import annotations
+
+from braid.ps.storage.dense import DenseStorage, SumStorage
+from braid.ps.storage.initial_rows import Constant, Init, Normal, Uniform
+from braid.ps.storage.keys import shard_of, to_signed, to_unsigned
+from braid.ps.storage.rules import FTRL, SGD, Adagrad, Adam, AdamW, RowWiseAdagrad, Rule
+from braid.ps.storage.sparse import SparseStorage
+from braid.ps.storage.storage import State, Storage, Tensors
+
+__all__ = [
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Constant",
+    "DenseStorage",
+    "Init",
+    "Normal",
+    "RowWiseAdagrad",
+    "Rule",
+    "SparseStorage",
+    "State",
+    "Storage",
+    "SumStorage",
+    "Tensors",
+    "Uniform",
+    "shard_of",
+    "to_signed",
+    "to_unsigned",
+]

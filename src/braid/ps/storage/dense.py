@@ -1,0 +1,196 @@
+"""Storage of dense shards: a flat vector that is stepped, or replaced by a sum.
+
+Problem: each pull needs values that do not change while they are sent. A copy for each pull costs
+as much memory traffic as the sending, with w workers w times in each clock.
+
+Idea: copy on write. A read lends the live vector; the next step first moves to a copy if it has
+been lent since the last one. So one copy serves all readers between two steps, and memory that was
+lent is freed with its last reader.
+
+    apply   read  read  read   apply             apply
+      │       └─────┴─────┴──── copy, step         └ step in place: nobody has read
+
+Sources: M. Li et al., OSDI 2014; Y. Jiang et al., BytePS, OSDI 2020 (servers that only sum).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from braid.errors import ConfigError
+from braid.ps.storage.checks import Expected, check_floating, check_tensors, described
+from braid.ps.storage.rules import Rule
+from braid.ps.storage.steppers import ADVICE, MakeOptimizer, stepper_of
+from braid.ps.storage.storage import State, Storage, Tensors
+
+__all__ = ["DenseStorage", "SumStorage"]
+
+
+class _Vector(Storage):
+    """Storage of a flat vector, which pushes and reads have the shape of."""
+
+    def __init__(self, values: torch.Tensor, table: str) -> None:
+        check_floating(table, values.dtype)
+        if values.dim() != 1:
+            msg = (
+                f"table {table!r}: a dense shard is a vector, got values of shape "
+                f"{list(values.shape)}: pass values.flatten()"
+            )
+            raise ConfigError(msg)
+        self.table = table
+        self._values = values.detach().clone(memory_format=torch.contiguous_format)
+        self._updates = 0
+
+    def check(self, push: Tensors) -> None:
+        expected = Expected("grad", self._values.dtype, tuple(self._values.shape))
+        advice = "Give workers and servers the same table"
+        check_tensors(self.table, "a push", push, [expected], advice)
+
+    def check_query(self, query: Tensors) -> None:
+        check_tensors(self.table, "a query", query, [], "Pull the whole shard, without tensors")
+
+    @torch.no_grad()
+    def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
+        """Add pushes in the given order, and scale the sum once, in the first push's memory.
+
+        A first push that is not contiguous is copied. Sums are rounded to the table's dtype at each
+        addition, as autograd does where one process computes the gradients in turn.
+        """
+        total = pushes[0][0].detach().contiguous()
+        for (grad,) in pushes[1:]:
+            total.add_(grad)
+        return (total if scale == 1.0 else total.mul_(scale),)
+
+    @abstractmethod
+    def read(self, query: Tensors) -> Tensors:
+        """Return the live vector, which later calls of `apply` do not write to."""
+
+    def _check_values(self, state: Mapping[str, torch.Tensor]) -> None:
+        missing = [name for name in ("values", "updates") if name not in state]
+        if missing:
+            msg = f"table {self.table!r}: the state lacks {', '.join(missing)}. {ADVICE}"
+            raise ConfigError(msg)
+        expected = Expected("values", self._values.dtype, tuple(self._values.shape))
+        if expected.differs(state["values"]):
+            msg = (
+                f"table {self.table!r}: the state does not fit: expected values {expected}, got "
+                f"{described(state['values'])}. Split a table's state into as many shards as the "
+                "table has"
+            )
+            raise ConfigError(msg)
+
+
+class DenseStorage(_Vector):
+    """A shard of a dense table, stepped by an optimizer.
+
+    A push is `(grad,)`, a query is `()`, and a read gives `(values,)`, of shape [n] each.
+
+    Args:
+        values: First values of the shard; copied.
+        rule: A rule whose update changes each element by itself, or a function that makes such an
+            optimizer of torch, such as `partial(torch.optim.SGD, lr=0.1)`.
+        table: Name of the table, for messages.
+        by_elements: Whether an optimizer whose class is not known may be taken to change each
+            element by itself.
+
+    Shape:
+        values: [n], of any floating dtype. Rules step half precision in float32; optimizers of
+        torch step in the dtype of the values.
+
+    Raises:
+        ConfigError: The values are no vector of floats, or the optimizer needs a whole parameter.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        rule: Rule | MakeOptimizer,
+        *,
+        table: str,
+        by_elements: bool = False,
+    ) -> None:
+        super().__init__(values, table)
+        self._stepper = stepper_of(table, self._values, rule, by_elements=by_elements)
+        self._lent = False
+
+    @torch.no_grad()
+    def apply(self, update: Tensors) -> None:
+        """Take one step; a vector that has been lent is copied first."""
+        (grad,) = update
+        if self._lent:
+            self._values = self._values.clone()
+            self._lent = False
+        self._stepper.step(self._values, grad)
+        self._updates += 1
+
+    def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
+        """Return the live vector, which the next `apply` replaces by a copy.
+
+        Cost: none here; one copy of the shard in the next `apply`, however many reads there were.
+        """
+        self._lent = True
+        return (self._values,)
+
+    def export(self) -> State:
+        """See `Storage`."""
+        updates = torch.tensor(self._updates)
+        return {"values": self._values.clone(), "updates": updates, **self._stepper.export()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Storage`."""
+        self._check_values(state)
+        rest = {name: each for name, each in state.items() if name not in {"values", "updates"}}
+        self._stepper.check(rest)
+        self._stepper.load(rest)
+        self._values = state["values"].detach().clone(memory_format=torch.contiguous_format)
+        self._updates = int(state["updates"])
+        self._lent = False
+
+    def set_lr(self, lr: float) -> None:
+        """See `Storage`."""
+        self._stepper.set_lr(lr)
+
+
+class SumStorage(_Vector):
+    """A shard of a table of sums: values are those of the last merged update.
+
+    A push is `(grad,)`, a query is `()`, and a read gives `(sum,)`, of shape [n] each. Workers run
+    the optimizer.
+
+    Args:
+        values: First values, until the first update; copied.
+        table: Name of the table, for messages.
+
+    Raises:
+        ConfigError: The values are no vector of floats.
+    """
+
+    def __init__(self, values: torch.Tensor, *, table: str) -> None:
+        super().__init__(values, table)
+
+    def apply(self, update: Tensors) -> None:
+        """Replace the values by the update, without a copy."""
+        (self._values,) = update
+        self._updates += 1
+
+    def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
+        """Return the values of the last update, which nothing writes to."""
+        return (self._values,)
+
+    def export(self) -> State:
+        """See `Storage`."""
+        return {"values": self._values.clone(), "updates": torch.tensor(self._updates)}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Storage`."""
+        unknown = sorted(set(state) - {"values", "updates"})
+        if unknown:
+            msg = f"table {self.table!r}: the state has the unknown {', '.join(unknown)}. {ADVICE}"
+            raise ConfigError(msg)
+        self._check_values(state)
+        self._values = state["values"].detach().clone(memory_format=torch.contiguous_format)
+        self._updates = int(state["updates"])

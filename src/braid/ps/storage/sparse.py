@@ -1,0 +1,225 @@
+"""Storage of sparse shards: rows by id, which come into being when they are first pushed.
+
+Problem: tables of embeddings have more ids than memory, of which a batch touches few. Python
+objects for ids or rows cost 10 to 50 times as much as the arithmetic on them.
+
+Idea: rows lie in growing tensors below a hash index that looks up whole batches. An update gathers
+its rows, steps them with the table's rule, and scatters them, a chunk at a time. A row that is not
+there has its initial values, which are computed from its id; reading creates nothing.
+
+    push (ids, grads) ─┐ merge: ids distinct and ascending, gradients added in the order of pushes
+    push (ids, grads) ─┴──> (ids, grads) ── find, create ── gather ── step ── scatter
+
+Rows that are new or stale may be kept out: see `braid.ps.storage.admission` and `eviction`.
+
+Sources: M. Li et al., OSDI 2014; B. Jiang et al., XDL, DLP-KDD 2019 (admission and eviction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from braid.errors import ConfigError
+from braid.ps.storage.checks import (
+    Expected,
+    check_floating,
+    check_names,
+    check_tensors,
+    described,
+)
+from braid.ps.storage.initial_rows import Init, initial_rows
+from braid.ps.storage.row_table import RowTable, Width
+from braid.ps.storage.rules import Rule
+from braid.ps.storage.storage import State, Storage, Tensors
+
+__all__ = ["SparseStorage"]
+
+CHUNK_BYTES = 1 << 18  # of gradients, so that rows and state of a chunk stay in a core's cache
+ADVICE = "Give workers and servers the same table"
+
+
+class SparseStorage(Storage):
+    """A shard of a sparse table.
+
+    A push is `(ids, grads)`, a query is `(ids,)`, and a read gives `(rows,)`.
+
+    Args:
+        dim: Number of elements of a row.
+        init: Distribution of initial rows.
+        rule: Optimizer of the rows.
+        seed: Seed of initial rows.
+        table: Name of the table, on which initial rows depend, too.
+        dtype: Dtype of rows and gradients; half precision is stepped in float32.
+
+    Shape:
+        ids: [n], int64, any values, also repeated; grads and rows: [n, dim].
+
+    Raises:
+        ConfigError: `dim` is not positive, or the dtype is not a floating one.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        init: Init,
+        rule: Rule,
+        *,
+        seed: int,
+        table: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_floating(table, dtype)
+        if dim < 1:
+            msg = f"table {table!r}: rows need at least 1 element, got dim {dim}"
+            raise ConfigError(msg)
+        self.table = table
+        self._dim, self._dtype, self._seed = dim, dtype, seed
+        self._init, self._rule = init, rule
+        self._compute = torch.promote_types(dtype, torch.float32)
+        state = {
+            f"state.{name}": Width(
+                dim if column.per_element else 1,
+                torch.int64 if column.counts else self._compute,
+                column.fill,
+            )
+            for name, column in rule.columns.items()
+        }
+        values, last_update = Width(dim, dtype), Width(1, torch.int64)
+        self._rows = RowTable({"values": values, **state, "last_update": last_update})
+        self._updates = 0
+
+    def check(self, push: Tensors) -> None:
+        """See `Storage`."""
+        expected = [
+            Expected("ids", torch.int64, (None,)),
+            Expected("grads", self._dtype, (None, self._dim)),
+        ]
+        check_tensors(self.table, "a push", push, expected, ADVICE)
+        ids, grads = push
+        if len(ids) != len(grads):
+            msg = (
+                f"table {self.table!r}: a push has a gradient for each id, got {len(ids)} ids and "
+                f"{len(grads)} gradients"
+            )
+            raise ConfigError(msg)
+
+    def check_query(self, query: Tensors) -> None:
+        """See `Storage`."""
+        expected = [Expected("ids", torch.int64, (None,))]
+        check_tensors(self.table, "a query", query, expected, ADVICE)
+
+    @torch.no_grad()
+    def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
+        """Add gradients of the same id in the order of pushes, and scale the sums once.
+
+        A single push whose ids are distinct and ascending is scaled in its own memory. Tables of
+        half precision are summed and scaled in float32, and rounded once.
+
+        Returns:
+            Distinct ids, ascending, and their gradients.
+
+        Cost: one sort of the ids and one pass over the gradients; neither for a single push in
+        order.
+        """
+        ids, grads = pushes[0]
+        if len(pushes) > 1:
+            ids, grads = (torch.cat([push[part] for push in pushes]) for part in (0, 1))
+        ids, grads = ids.contiguous(), grads.detach().contiguous()
+        if not bool((ids[1:] > ids[:-1]).all()):
+            ids, places = torch.unique(ids, return_inverse=True)
+            # index_add_ adds row by row, in the order of the source, with any number of threads
+            sums = grads.new_zeros((len(ids), self._dim), dtype=self._compute)
+            grads = sums.index_add_(0, places, grads.to(self._compute))
+        return ids, (grads if scale == 1.0 else grads.mul_(scale)).to(self._dtype)
+
+    @torch.no_grad()
+    def apply(self, update: Tensors) -> None:
+        """Take one step; ids without rows get theirs.
+
+        Cost: about 300 ns for each row at dim 32 with Adagrad, on one core.
+        """
+        ids, grads = update
+        self._updates += 1
+        slots = self._rows.find(ids)
+        new = (slots < 0).nonzero().flatten()
+        if len(new):
+            slots.index_copy_(0, new, self._create(ids.index_select(0, new)))
+        self._step(slots, grads)
+
+    def _create(self, ids: torch.Tensor) -> torch.Tensor:
+        slots = self._rows.insert(ids)
+        self._rows.columns["values"].index_copy_(0, slots, self._initial(ids))
+        return slots
+
+    def _initial(self, ids: torch.Tensor) -> torch.Tensor:
+        return initial_rows(self._init, self._seed, self.table, ids, self._dim, self._dtype)
+
+    def _step(self, slots: torch.Tensor, grads: torch.Tensor) -> None:
+        columns = self._rows.columns
+        columns["last_update"].index_fill_(0, slots, self._updates)
+        states = {
+            name.removeprefix("state."): column
+            for name, column in columns.items()
+            if name.startswith("state.")
+        }
+        values = columns["values"]
+        size = max(1, CHUNK_BYTES // (self._dim * self._compute.itemsize))
+        for begin in range(0, len(slots), size):
+            some, part = slots[begin : begin + size], grads[begin : begin + size]
+            rows = values.index_select(0, some).to(self._compute)
+            state = {name: column.index_select(0, some) for name, column in states.items()}
+            self._rule.step(rows, part.to(self._compute), state)
+            values.index_copy_(0, some, rows.to(self._dtype))
+            for name, column in states.items():
+                column.index_copy_(0, some, state[name])
+
+    @torch.no_grad()
+    def read(self, query: Tensors) -> Tensors:
+        """Return a copy of rows; an id without a row has its initial values.
+
+        Cost: about 70 ns for each row at dim 32, on one core; 1 us for one that is not there.
+        """
+        (ids,) = query
+        ids = ids.contiguous()
+        slots = self._rows.find(ids)
+        missing = (slots < 0).nonzero().flatten()
+        rows = self._rows.columns["values"].index_select(0, slots.clamp_(min=0))
+        if len(missing):
+            rows.index_copy_(0, missing, self._initial(ids.index_select(0, missing)))
+        return (rows,)
+
+    @torch.no_grad()
+    def export(self) -> State:
+        """Return ids in ascending order, their columns, the number of updates and the rate."""
+        ids, columns = self._rows.export()
+        lr = torch.tensor(self._rule.learning_rate, dtype=torch.float64)
+        return {"ids": ids, **columns, "updates": torch.tensor(self._updates), "lr": lr}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Storage`."""
+        columns = self._rows.columns
+        check_names(self.table, state, ["ids", *columns, "updates", "lr"])
+        rows = len(state["ids"])
+        expected = [
+            Expected("ids", torch.int64, (None,)),
+            *(Expected(k, each.dtype, (rows, each.shape[1])) for k, each in columns.items()),
+        ]
+        problems = [
+            f"expected {each.name} {each}, got {described(state[each.name])}"
+            for each in expected
+            if each.differs(state[each.name])
+        ]
+        if problems:
+            msg = f"table {self.table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
+            raise ConfigError(msg)
+        rule = self._rule.with_learning_rate(float(state["lr"]))
+        self._rows.load(state["ids"], state)
+        self._updates = int(state["updates"])
+        self._rule = rule
+
+    def set_lr(self, lr: float) -> None:
+        """See `Storage`."""
+        self._rule = self._rule.with_learning_rate(lr)

@@ -1,0 +1,284 @@
+"""Optimizers of a dense shard behind one interface: a rule, or an optimizer of torch.
+
+A stepper owns the optimizer's state, not the values, which the storage may move to other memory.
+Its state by name is one table for both kinds:
+
+    state.<name>     of each element, shape [n]; or one for the shard, shape []
+    scalar.<name>    number that an optimizer of torch keeps as int or float, shape []
+    lr               learning rate, shape []
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.errors import ConfigError
+from braid.params.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
+from braid.ps.storage.checks import Expected, check_names, described
+from braid.ps.storage.rules import Rule
+from braid.ps.storage.storage import State
+
+__all__ = [
+    "ADVICE",
+    "MakeOptimizer",
+    "RuleStepper",
+    "Stepper",
+    "TorchStepper",
+    "allocate",
+    "stepper_of",
+]
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+ADVICE = "Load the export of a table with the same kind of optimizer"
+
+
+class Stepper(ABC):
+    """Steps a flat vector, and keeps the optimizer's state."""
+
+    @abstractmethod
+    def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
+        """Step values in place with a gradient, which is not changed; both have shape [n]."""
+
+    @abstractmethod
+    def export(self) -> State:
+        """Return a copy of the state."""
+
+    @abstractmethod
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Check a state before anything is changed.
+
+        Raises:
+            ConfigError: Names, dtypes or shapes do not fit.
+        """
+
+    @abstractmethod
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the state by a copy of a checked one."""
+
+    @abstractmethod
+    def set_lr(self, lr: float) -> None:
+        """Change the learning rate.
+
+        Raises:
+            ConfigError: The rate is out of range.
+        """
+
+
+def stepper_of(
+    table: str, values: torch.Tensor, rule: Rule | MakeOptimizer, *, by_elements: bool
+) -> Stepper:
+    """Return the stepper for a rule, or for a function that makes an optimizer of torch.
+
+    Raises:
+        ConfigError: Its update does not change each element by itself.
+    """
+    if isinstance(rule, Rule):
+        return RuleStepper(table, values, rule)
+    return TorchStepper(table, values, rule, by_elements=by_elements)
+
+
+def allocate(rule: Rule, shape: tuple[int, int], dtype: torch.dtype) -> State:
+    """Return the columns of a rule's state for rows that are new.
+
+    Args:
+        rule: The rule.
+        shape: Number of rows, and elements of a row.
+        dtype: Dtype of columns that are no counts.
+    """
+    rows, dim = shape
+    return {
+        name: torch.full(
+            (rows, dim if column.per_element else 1),
+            column.fill,
+            dtype=torch.int64 if column.counts else dtype,
+        )
+        for name, column in rule.columns.items()
+    }
+
+
+class RuleStepper(Stepper):
+    """Steps a flat vector as one row.
+
+    Args:
+        table: Name of the table, for messages.
+        values: Vector, whose length and dtype count.
+        rule: The rule.
+
+    Raises:
+        ConfigError: The rule does not change each element by itself.
+    """
+
+    def __init__(self, table: str, values: torch.Tensor, rule: Rule) -> None:
+        if not rule.by_elements:
+            msg = (
+                f"table {table!r}: {type(rule).__name__} needs whole rows, and a dense table may "
+                "be cut anywhere. Use another rule such as Adagrad, or a sparse table"
+            )
+            raise ConfigError(msg)
+        self._table = table
+        self._rule = rule
+        self._dtype = torch.promote_types(values.dtype, torch.float32)
+        self._state = allocate(rule, (1, len(values)), self._dtype)
+
+    def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
+        """See `Stepper`."""
+        rows = values.to(self._dtype)  # the same memory unless the table has half precision
+        self._rule.step(rows[None], grad.to(self._dtype)[None], self._state)
+        if rows is not values:
+            values.copy_(rows)
+
+    def export(self) -> State:
+        """See `Stepper`."""
+        lr = torch.tensor(self._rule.learning_rate, dtype=torch.float64)
+        state = {f"state.{name}": self._part(name).clone() for name in self._state}
+        return {**state, "lr": lr}
+
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Stepper`."""
+        check_names(self._table, state, [*(f"state.{name}" for name in self._state), "lr"])
+        problems = []
+        for name in self._state:
+            own, tensor = self._part(name), state[f"state.{name}"]
+            expected = Expected(f"state.{name}", own.dtype, tuple(own.shape))
+            if expected.differs(tensor):
+                problems.append(f"expected {expected.name} {expected}, got {described(tensor)}")
+        if problems:
+            msg = f"table {self._table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
+            raise ConfigError(msg)
+        self._rule.with_learning_rate(float(state["lr"]))
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Stepper`."""
+        for name in self._state:
+            self._part(name).copy_(state[f"state.{name}"])
+        self.set_lr(float(state["lr"]))
+
+    def set_lr(self, lr: float) -> None:
+        """See `Stepper`."""
+        self._rule = self._rule.with_learning_rate(lr)
+
+    def _part(self, name: str) -> torch.Tensor:
+        """Return a view of a column: [n] for elements, [] for a row."""
+        column = self._state[name]
+        return column[0] if self._rule.columns[name].per_element else column[0, 0]
+
+
+class TorchStepper(Stepper):
+    """Steps a flat vector with an optimizer of torch.
+
+    Args:
+        table: Name of the table, for messages.
+        values: Vector, whose length and dtype count.
+        make: Makes the optimizer of a list of one parameter.
+        by_elements: Whether an optimizer of an unknown name is taken to change each element by
+            itself.
+
+    Raises:
+        ConfigError: The optimizer is not known to, or has several parameter groups.
+    """
+
+    def __init__(
+        self, table: str, values: torch.Tensor, make: MakeOptimizer, *, by_elements: bool
+    ) -> None:
+        self._table = table
+        self._param = nn.Parameter(values.detach())
+        self._optimizer = self._checked(make([self._param]), by_elements=by_elements)
+
+    def _checked(self, optimizer: object, *, by_elements: bool) -> Optimizer:
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            msg = (
+                f"table {self._table!r}: the optimizer must be a rule of braid.ps.storage or a "
+                f"function such as partial(torch.optim.SGD, lr=0.1), which returned a {kind}"
+            )
+            raise ConfigError(msg)
+        name, kind = type(optimizer).__name__, kind_of_optimizer(optimizer)
+        reason = refusal_of_optimizer(optimizer)
+        if reason is None and kind == "whole":
+            reason = "it looks at the shape or the norm of a whole parameter"
+        if reason is None and kind == "unknown" and not by_elements:
+            reason = "it is not known to do so; if it does, pass by_elements=True"
+        if reason is not None:
+            msg = (
+                f"table {self._table!r}: a table is cut over servers, so its optimizer must change "
+                f"each element by itself, and not {name}: {reason}. Use an optimizer such as "
+                "torch.optim.SGD or AdamW"
+            )
+            raise ConfigError(msg)
+        groups = [len(group["params"]) for group in optimizer.param_groups]
+        if groups != [1]:
+            msg = (
+                f"table {self._table!r}: an optimizer has one group with the one parameter that it "
+                f"is given, got groups of {groups} parameters"
+            )
+            raise ConfigError(msg)
+        return optimizer
+
+    def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
+        """See `Stepper`."""
+        self._param.data = values
+        self._param.grad = grad
+        self._optimizer.step()
+        self._param.grad = None
+
+    def export(self) -> State:
+        """See `Stepper`."""
+        state: State = {"lr": torch.tensor(float(self._group["lr"]), dtype=torch.float64)}
+        for name, value in self._optimizer.state[self._param].items():
+            if isinstance(value, torch.Tensor):
+                state[f"state.{name}"] = value.detach().clone()
+            elif value is not None:
+                dtype = torch.float64 if isinstance(value, float) else torch.int64
+                state[f"scalar.{name}"] = torch.tensor(value, dtype=dtype)
+        return state
+
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Stepper`."""
+        problems = [] if "lr" in state else ["it lacks lr"]
+        for name, value in state.items():
+            if not name.startswith(("state.", "scalar.")):
+                if name != "lr":
+                    problems.append(f"it has the unknown {name}")
+            elif value.shape not in {self._param.shape, torch.Size()}:
+                length = len(self._param)
+                problems.append(
+                    f"expected {name} of shape [{length}] or [], got {described(value)}"
+                )
+        if problems:
+            msg = f"table {self._table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
+            raise ConfigError(msg)
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Stepper`."""
+        own: dict[str, Any] = {}
+        for key, value in state.items():
+            kind, _, name = key.partition(".")
+            if kind == "state":
+                own[name] = value.detach().clone()
+            elif kind == "scalar":
+                own[name] = value.item()
+        self._optimizer.state.clear()
+        if own:
+            self._optimizer.state[self._param] = own
+        self.set_lr(float(state["lr"]))
+
+    def set_lr(self, lr: float) -> None:
+        """See `Stepper`."""
+        if not 0 <= lr < math.inf:
+            msg = f"table {self._table!r}: a learning rate must be at least 0 and finite, got {lr}"
+            raise ConfigError(msg)
+        if isinstance(self._group["lr"], torch.Tensor):
+            self._group["lr"].fill_(lr)
+        else:
+            self._group["lr"] = lr
+
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[0]

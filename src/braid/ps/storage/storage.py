@@ -1,0 +1,107 @@
+"""Interface of a server's storage for one shard of a table.
+
+A shard is the part of a table that lies on one server. It moves between servers and is replicated
+as a whole. A protocol decides when pushes are applied, and by whom; a storage decides nothing: it
+checks, adds, steps, reads and exports tensors.
+
+    push ── check ──┐
+    push ── check ──┴─ merge ── update ─┬─ apply       on the primary
+                                        └─ apply       on each replica: the same bits
+
+Only merged updates travel to replicas, so that each push is added once.
+
+Source: M. Li et al., Scaling distributed machine learning with the parameter server, OSDI 2014
+(section 4.3: replication after aggregation).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["State", "Storage", "Tensors"]
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+State: TypeAlias = dict[str, torch.Tensor]
+
+
+class Storage(ABC):
+    """Values, optimizer state and counts of one shard of a table.
+
+    Methods other than `check` and `check_query` take tensors that have been checked.
+
+    Attributes:
+        table: Name of the table, for messages.
+    """
+
+    table: str
+
+    @abstractmethod
+    def check(self, push: Tensors) -> None:
+        """Check the tensors of a push before anything is changed.
+
+        Raises:
+            ConfigError: Number, dtypes or shapes of the tensors do not fit the table.
+        """
+
+    @abstractmethod
+    def check_query(self, query: Tensors) -> None:
+        """Check the tensors of a query.
+
+        Raises:
+            ConfigError: Number, dtypes or shapes of the tensors do not fit the table.
+        """
+
+    @abstractmethod
+    def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
+        """Add pushes in the given order, and scale the sum once.
+
+        Args:
+            pushes: At least one push. The first one must not be used afterwards, since the result
+                may lie in its memory.
+            scale: Factor of the sum.
+
+        Returns:
+            An update for `apply`, with the same bits whenever the arguments are the same.
+        """
+
+    @abstractmethod
+    def apply(self, update: Tensors) -> None:
+        """Take one step of the optimizer with a merged update.
+
+        The update is not written to, then or later, but may be kept and read: do not change it.
+        The same updates in the same order give the same bits on all replicas.
+        """
+
+    @abstractmethod
+    def read(self, query: Tensors) -> Tensors:
+        """Return values to send.
+
+        Later calls of `apply` do not change them; nor may the caller.
+        """
+
+    @abstractmethod
+    def export(self) -> State:
+        """Return a copy of the whole state, by name: values, optimizer state, counts."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace the whole state by a copy of an exported one.
+
+        Raises:
+            ConfigError: Names, dtypes or shapes do not fit the table; nothing has been changed.
+        """
+
+    def set_lr(self, lr: float) -> None:
+        """Change the learning rate, which is part of the exported state.
+
+        Raises:
+            ConfigError: The table has no optimizer, or the rate is out of range.
+        """
+        msg = f"table {self.table!r} has no optimizer whose learning rate could become {lr}"
+        raise ConfigError(msg)
