@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from braid.ps.storage.admission import Admission
 from braid.ps.storage.dense import DenseStorage, SumStorage
+from braid.ps.storage.eviction import Eviction
 from braid.ps.storage.initial_rows import Constant, Init, Normal, Uniform
 from braid.ps.storage.keys import shard_of, to_signed, to_unsigned
+from braid.ps.storage.resharding import join_shards, range_of_shard, split_state
 from braid.ps.storage.rules import FTRL, SGD, Adagrad, Adam, AdamW, RowWiseAdagrad, Rule
 from braid.ps.storage.sparse import SparseStorage
 from braid.ps.storage.storage import State, Storage, Tensors
@@ -15,8 +18,10 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Admission",
     "Constant",
     "DenseStorage",
+    "Eviction",
     "Init",
     "Normal",
     "RowWiseAdagrad",
@@ -27,7 +32,10 @@ __all__ = [
     "SumStorage",
     "Tensors",
     "Uniform",
+    "join_shards",
+    "range_of_shard",
     "shard_of",
+    "split_state",
     "to_signed",
     "to_unsigned",
 ]

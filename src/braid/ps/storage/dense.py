@@ -68,6 +68,10 @@ class _Vector(Storage):
     def read(self, query: Tensors) -> Tensors:
         """Return the live vector, which later calls of `apply` do not write to."""
 
+    def statistics(self) -> dict[str, int]:
+        """Return the numbers of updates and of bytes of the values."""
+        return {"num_updates": self._updates, "num_bytes": self._values.nbytes}
+
     def _check_values(self, state: Mapping[str, torch.Tensor]) -> None:
         missing = [name for name in ("values", "updates") if name not in state]
         if missing:

@@ -10,7 +10,7 @@ there has its initial values, which are computed from its id; reading creates no
     push (ids, grads) ─┐ merge: ids distinct and ascending, gradients added in the order of pushes
     push (ids, grads) ─┴──> (ids, grads) ── find, create ── gather ── step ── scatter
 
-Rows that are new or stale may be kept out: see `braid.ps.storage.admission` and `eviction`.
+Rows that are rare or stale may be kept out: see `braid.ps.storage.admission` and `eviction`.
 
 Sources: M. Li et al., OSDI 2014; B. Jiang et al., XDL, DLP-KDD 2019 (admission and eviction).
 """
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from braid.errors import ConfigError
+from braid.ps.storage.admission import Admission, Candidates
 from braid.ps.storage.checks import (
     Expected,
     check_floating,
@@ -29,6 +30,7 @@ from braid.ps.storage.checks import (
     check_tensors,
     described,
 )
+from braid.ps.storage.eviction import Eviction, oldest_slots, stale_slots
 from braid.ps.storage.initial_rows import Init, initial_rows
 from braid.ps.storage.row_table import RowTable, Width
 from braid.ps.storage.rules import Rule
@@ -37,6 +39,7 @@ from braid.ps.storage.storage import State, Storage, Tensors
 __all__ = ["SparseStorage"]
 
 CHUNK_BYTES = 1 << 18  # of gradients, so that rows and state of a chunk stay in a core's cache
+COUNTS = ("num_admitted", "num_dropped", "num_evicted")
 ADVICE = "Give workers and servers the same table"
 
 
@@ -51,6 +54,8 @@ class SparseStorage(Storage):
         rule: Optimizer of the rows.
         seed: Seed of initial rows.
         table: Name of the table, on which initial rows depend, too.
+        admit: Condition on which an id gets a row; at once when None.
+        evict: Condition on which rows are removed; never when None.
         dtype: Dtype of rows and gradients; half precision is stepped in float32.
 
     Shape:
@@ -68,6 +73,8 @@ class SparseStorage(Storage):
         *,
         seed: int,
         table: str,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         check_floating(table, dtype)
@@ -88,7 +95,11 @@ class SparseStorage(Storage):
         }
         values, last_update = Width(dim, dtype), Width(1, torch.int64)
         self._rows = RowTable({"values": values, **state, "last_update": last_update})
+        self._candidates = Candidates(admit)
+        self._evict = evict
         self._updates = 0
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._empty = self.export()  # names, dtypes and widths of a state
 
     def check(self, push: Tensors) -> None:
         """See `Storage`."""
@@ -136,7 +147,7 @@ class SparseStorage(Storage):
 
     @torch.no_grad()
     def apply(self, update: Tensors) -> None:
-        """Take one step; ids without rows get theirs.
+        """Take one step; ids without rows get theirs, if they are admitted.
 
         Cost: about 300 ns for each row at dim 32 with Adagrad, on one core.
         """
@@ -145,8 +156,21 @@ class SparseStorage(Storage):
         slots = self._rows.find(ids)
         new = (slots < 0).nonzero().flatten()
         if len(new):
-            slots.index_copy_(0, new, self._create(ids.index_select(0, new)))
+            slots.index_copy_(0, new, self._admit(ids.index_select(0, new)))
+            kept = (slots >= 0).nonzero().flatten()
+            if len(kept) < len(slots):
+                slots, grads = slots.index_select(0, kept), grads.index_select(0, kept)
         self._step(slots, grads)
+        self._remove_unused()
+
+    def _admit(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the slots of new rows, and -1 for ids that are not admitted yet."""
+        admitted = self._candidates.admit(ids, self._updates).nonzero().flatten()
+        self._counts["num_admitted"] += len(admitted)
+        self._counts["num_dropped"] += len(ids) - len(admitted)
+        slots = torch.full_like(ids, -1)
+        created = self._create(ids.index_select(0, admitted))
+        return slots.index_copy_(0, admitted, created)
 
     def _create(self, ids: torch.Tensor) -> torch.Tensor:
         slots = self._rows.insert(ids)
@@ -175,6 +199,20 @@ class SparseStorage(Storage):
             for name, column in states.items():
                 column.index_copy_(0, some, state[name])
 
+    def _remove_unused(self) -> None:
+        if self._evict is None:
+            return
+        before = self._evict.unused_since(self._updates)
+        if before is not None:
+            self._remove(stale_slots(self._rows, before))
+            self._candidates.forget(before)
+        self._remove(oldest_slots(self._rows, self._evict.max_rows))
+
+    def _remove(self, slots: torch.Tensor) -> None:
+        if len(slots):
+            self._rows.remove(slots)
+            self._counts["num_evicted"] += len(slots)
+
     @torch.no_grad()
     def read(self, query: Tensors) -> Tensors:
         """Return a copy of rows; an id without a row has its initial values.
@@ -192,34 +230,69 @@ class SparseStorage(Storage):
 
     @torch.no_grad()
     def export(self) -> State:
-        """Return ids in ascending order, their columns, the number of updates and the rate."""
+        """Return rows and candidates by ascending ids, and the numbers of the shard.
+
+        Returns:
+            `ids` [rows]; `values`, `state.*`, `last_update` [rows, width]; `candidate.ids` [m],
+            `candidate.count`, `candidate.last_update` [m, 1]; `updates`, `lr` and counts [].
+        """
         ids, columns = self._rows.export()
-        lr = torch.tensor(self._rule.learning_rate, dtype=torch.float64)
-        return {"ids": ids, **columns, "updates": torch.tensor(self._updates), "lr": lr}
+        others, counts = self._candidates.export()
+        return {
+            "ids": ids,
+            **columns,
+            "candidate.ids": others,
+            **{f"candidate.{name}": each for name, each in counts.items()},
+            "updates": torch.tensor(self._updates),
+            "lr": torch.tensor(self._rule.learning_rate, dtype=torch.float64),
+            **{name: torch.tensor(count) for name, count in self._counts.items()},
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """See `Storage`."""
-        columns = self._rows.columns
-        check_names(self.table, state, ["ids", *columns, "updates", "lr"])
-        rows = len(state["ids"])
-        expected = [
-            Expected("ids", torch.int64, (None,)),
-            *(Expected(k, each.dtype, (rows, each.shape[1])) for k, each in columns.items()),
-        ]
-        problems = [
-            f"expected {each.name} {each}, got {described(state[each.name])}"
-            for each in expected
-            if each.differs(state[each.name])
-        ]
+        self._check_state(state)
+        rule = self._rule.with_learning_rate(float(state["lr"]))
+        counts = {
+            name.removeprefix("candidate."): each
+            for name, each in state.items()
+            if name.startswith("candidate.")
+        }
+        self._rows.load(state["ids"], state)
+        self._candidates.load(counts.pop("ids"), counts)
+        self._updates = int(state["updates"])
+        self._counts = {name: int(state[name]) for name in COUNTS}
+        self._rule = rule
+
+    def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        check_names(self.table, state, list(self._empty))
+        rows, others = len(state["ids"]), len(state["candidate.ids"])
+        problems = []
+        for name, own in self._empty.items():
+            length = others if name.startswith("candidate.") else rows
+            shape = (length, *own.shape[1:]) if own.dim() else ()
+            expected = Expected(name, own.dtype, shape)
+            if expected.differs(state[name]):
+                problems.append(f"expected {name} {expected}, got {described(state[name])}")
         if problems:
             msg = f"table {self.table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
             raise ConfigError(msg)
-        rule = self._rule.with_learning_rate(float(state["lr"]))
-        self._rows.load(state["ids"], state)
-        self._updates = int(state["updates"])
-        self._rule = rule
 
     def set_lr(self, lr: float) -> None:
         """See `Storage`."""
         self._rule = self._rule.with_learning_rate(lr)
+
+    def statistics(self) -> dict[str, int]:
+        """Return numbers of rows, candidates, bytes, and what became of ids and gradients.
+
+        Returns:
+            `num_admitted` counts rows that were created, `num_dropped` gradients of ids that were
+            not admitted yet, `num_evicted` rows that were removed.
+        """
+        return {
+            "num_updates": self._updates,
+            "num_rows": len(self._rows),
+            "num_candidates": len(self._candidates),
+            "num_bytes": self._rows.num_bytes + self._candidates.num_bytes,
+            **self._counts,
+        }

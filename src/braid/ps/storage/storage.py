@@ -97,6 +97,10 @@ class Storage(ABC):
             ConfigError: Names, dtypes or shapes do not fit the table; nothing has been changed.
         """
 
+    @abstractmethod
+    def statistics(self) -> dict[str, int]:
+        """Return counts by name, among them `num_updates` and `num_bytes`."""
+
     def set_lr(self, lr: float) -> None:
         """Change the learning rate, which is part of the exported state.
 

@@ -1,0 +1,162 @@
+"""The state of a whole table from those of its shards, and back, for any number of shards.
+
+Snapshots then do not depend on how many servers wrote them.
+
+    shard 0  [0, 4)  ─┐                      ┌─ shard 0  [0, 6)
+    shard 1  [4, 8)  ─┼─ join ── [0, 12) ── split
+    shard 2  [8, 12) ─┘                      └─ shard 1  [6, 12)
+
+A dense table has a range of elements on each shard; a sparse one the ids that `shard_of` gives it.
+
+    name                      dense               sparse
+    values, state.*           [n]                 [rows, width], in the order of ids
+    ids, last_update                              [rows], [rows, 1]
+    candidate.*                                   [candidates], [candidates, 1]
+    updates                   the same            the largest; last_update keeps its distance
+    num_*                                         added up; a split leaves them on shard 0
+    lr, scalars               the same            the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from braid.errors import ConfigError
+from braid.ps.storage.keys import shard_of
+from braid.ps.storage.storage import State
+
+__all__ = ["join_shards", "range_of_shard", "split_state"]
+
+CANDIDATE = "candidate."
+LAST_UPDATES = ("last_update", f"{CANDIDATE}last_update")
+
+
+def range_of_shard(numel: int, shard: int, num_shards: int) -> slice:
+    """Return the elements of a dense shard; lengths differ by one at most."""
+    begin, end = (k * numel // num_shards for k in (shard, shard + 1))
+    return slice(begin, end)
+
+
+def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
+    """Join the exports of all shards of a table.
+
+    Args:
+        states: Exports in the order of shards, all after the same update.
+
+    Returns:
+        State of the table, as if it had one shard; new memory.
+
+    Raises:
+        ConfigError: Shards have other names, numbers of updates, rates, or an id in common.
+    """
+    if not states:
+        msg = "a table has at least one shard, got the states of none"
+        raise ConfigError(msg)
+    for shard, state in enumerate(states):
+        if state.keys() != states[0].keys():
+            differ = ", ".join(sorted(state.keys() ^ states[0].keys()))
+            msg = (
+                f"shard {shard} and shard 0 are not of the same table, or not after the same "
+                f"update: one of them lacks {differ}"
+            )
+            raise ConfigError(msg)
+    return _joined_rows(states) if "ids" in states[0] else _joined_ranges(states)
+
+
+def split_state(state: Mapping[str, torch.Tensor], num_shards: int) -> list[State]:
+    """Split the state of a table into those of its shards.
+
+    Args:
+        state: State of the table, such as `join_shards` returns.
+        num_shards: Number of shards.
+
+    Returns:
+        States for `Storage.load`, in the order of shards; new memory.
+
+    Raises:
+        ConfigError: The number of shards is not positive.
+    """
+    if num_shards < 1:
+        msg = f"a table has at least one shard, got {num_shards}"
+        raise ConfigError(msg)
+    if "ids" not in state:
+        numel = len(state["values"])
+        ranges = [range_of_shard(numel, shard, num_shards) for shard in range(num_shards)]
+        return [
+            {name: (each[own] if each.dim() else each).clone() for name, each in state.items()}
+            for own in ranges
+        ]
+    shards_of_rows = shard_of(state["ids"], num_shards)
+    shards_of_candidates = shard_of(state[f"{CANDIDATE}ids"], num_shards)
+    parts: list[State] = []
+    for shard in range(num_shards):
+        rows = (shards_of_rows == shard).nonzero().flatten()
+        candidates = (shards_of_candidates == shard).nonzero().flatten()
+        part: State = {}
+        for name, each in state.items():
+            if each.dim():
+                own = candidates if name.startswith(CANDIDATE) else rows
+                part[name] = each.index_select(0, own)
+            else:
+                part[name] = each.clone() if shard == 0 else _without_counts(name, each)
+        parts.append(part)
+    return parts
+
+
+def _joined_ranges(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
+    return {
+        name: torch.cat([state[name] for state in states])
+        if each.dim()
+        else _common(name, states).clone()
+        for name, each in states[0].items()
+    }
+
+
+def _joined_rows(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
+    updates = max(int(state["updates"]) for state in states)
+    joined: State = {}
+    for name, each in states[0].items():
+        if name in LAST_UPDATES:
+            ages = [state[name] + (updates - int(state["updates"])) for state in states]
+            joined[name] = torch.cat(ages)
+        elif each.dim():
+            joined[name] = torch.cat([state[name] for state in states])
+        elif name == "updates":
+            joined[name] = torch.tensor(updates)
+        elif _is_count(name):
+            joined[name] = torch.stack([state[name] for state in states]).sum()
+        else:
+            joined[name] = _common(name, states).clone()
+    for prefix in ("", CANDIDATE):
+        ids, order = joined[f"{prefix}ids"].sort()
+        if bool((ids[1:] == ids[:-1]).any()):
+            twice = int(ids[1:][ids[1:] == ids[:-1]][0])
+            msg = f"id {twice} is on several shards: give the states of all shards of one table"
+            raise ConfigError(msg)
+        for name, each in joined.items():
+            if each.dim() and name.startswith(CANDIDATE) == bool(prefix):
+                joined[name] = each.index_select(0, order)
+    return joined
+
+
+def _common(name: str, states: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """Return a number that is the same on all shards."""
+    values = [state[name].item() for state in states]
+    if any(value != values[0] for value in values):
+        listed = ", ".join(f"{value:g} on shard {shard}" for shard, value in enumerate(values))
+        msg = (
+            "shards of a table must be after the same update to be joined, but "
+            f"{name} is {listed}: export them at the same clock"
+        )
+        raise ConfigError(msg)
+    return states[0][name]
+
+
+def _is_count(name: str) -> bool:
+    return name.startswith("num_")
+
+
+def _without_counts(name: str, value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(value) if _is_count(name) else value.clone()
