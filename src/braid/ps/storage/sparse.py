@@ -274,6 +274,8 @@ class SparseStorage(Storage):
             expected = Expected(name, own.dtype, shape)
             if expected.differs(state[name]):
                 problems.append(f"expected {name} {expected}, got {described(state[name])}")
+            elif name.endswith("ids") and not bool((state[name][1:] > state[name][:-1]).all()):
+                problems.append(f"{name} must be distinct and ascending")
         if problems:
             msg = f"table {self.table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
             raise ConfigError(msg)
