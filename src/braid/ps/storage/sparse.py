@@ -149,7 +149,8 @@ class SparseStorage(Storage):
     def apply(self, update: Tensors) -> None:
         """Take one step; ids without rows get theirs, if they are admitted.
 
-        Cost: about 300 ns for each row at dim 32 with Adagrad, on one core.
+        Cost: about 280 ns for each of a million rows at dim 32 with Adagrad, on one core; 2.5 us
+            for one that is new.
         """
         ids, grads = update
         self._updates += 1
@@ -217,7 +218,8 @@ class SparseStorage(Storage):
     def read(self, query: Tensors) -> Tensors:
         """Return a copy of rows; an id without a row has its initial values.
 
-        Cost: about 70 ns for each row at dim 32, on one core; 1 us for one that is not there.
+        Cost: about 120 ns for each of a million rows at dim 32, on one core; 2 us for one that is
+            not there.
         """
         (ids,) = query
         ids = ids.contiguous()
