@@ -55,9 +55,9 @@ group = braid.init()
 with ps.join(group) as node:
     make = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
     table = node.dense("weights", torch.zeros(65, 10), make)
-    if node.is_server:
+    if not node.is_worker:
         node.serve()
-        print(f"server {node.number} has served {node.num_workers} workers")
+        print(f"{node.role} {node.number} has served {node.num_workers} workers")
     else:
         for step in range(STEPS):
             table.push(gradient(table.pull(), batch(step, node.number, node.num_workers)))

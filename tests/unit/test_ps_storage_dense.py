@@ -162,30 +162,6 @@ def test_a_shard_may_be_empty():
         storage.load(storage.export())
 
 
-@pytest.mark.parametrize("rule", [*RULES.values(), Adagrad(0.1)], ids=[*RULES, "rule Adagrad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunks_of_a_shard_have_the_bits_of_one_step(rule, dtype, monkeypatch):
-    whole, chunks = (DenseStorage(numbers(19, dtype=dtype), rule, table="w") for _ in range(2))
-    for step in range(3):
-        whole.apply((numbers(19, seed=step + 1, dtype=dtype),))
-        monkeypatch.setattr("braid.ps.storage.steppers.CHUNK", 8)
-        chunks.apply((numbers(19, seed=step + 1, dtype=dtype),))
-        monkeypatch.undo()
-    assert same(whole.export(), chunks.export())
-
-
-class Keeps(torch.optim.SGD):
-    def step(self):
-        self.state[self.param_groups[0]["params"][0]]["moments"] = torch.zeros(2)
-
-
-def test_a_state_that_cannot_be_divided_is_named():
-    storage = DenseStorage(torch.zeros(4), Keeps, table="w", by_elements=True)
-    storage.apply((torch.ones(4),))
-    with pytest.raises(ConfigError, match=r"Keeps keeps moments of shape \[2\], which is neither"):
-        storage.export()
-
-
 class Unknown(torch.optim.SGD):
     pass
 

@@ -253,7 +253,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
             {**state, "values": torch.zeros(1, 3)},
             r"expected values float32\[2, 3\], got float32\[1, 3\]",
         ),
-        ({**state, "ids": ids_of(2, 1)}, "ids must be distinct and ascending"),
         ({**state, "lr": torch.tensor(-1.0).double()}, "lr must be"),
     ]
     for each, text in wrong:

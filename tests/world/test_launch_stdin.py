@@ -64,7 +64,7 @@ def test_a_rank_debugs_in_the_terminal_and_deadlines_wait(tmp_path: Path) -> Non
     assert code == 0, shown
     assert "rank 1 has the terminal" in shown
     assert "\n42" in shown.replace("\r", "")
-    assert "sum [3.0, 3.0] True" in shown  # rank 1, without a prefix
+    assert "sum [3.0, 3.0] True" in shown, repr(shown)  # rank 1, without a prefix
     assert re.search(r"\[rank 0\]\S* sum \[3.0, 3.0\] False", shown)
     assert (tmp_path / "run" / "rank0.log").read_text() == "sum [3.0, 3.0] False\n"
 

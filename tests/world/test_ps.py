@@ -16,7 +16,6 @@ from training import said_by
 from braid import ps
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, PeerLostError
-from braid.ps.messages import Pull
 
 STEPS, SHAPE = 12, (5, 7)
 MAKE = partial(torch.optim.AdamW, lr=0.1)
@@ -30,7 +29,7 @@ def gradient(values: torch.Tensor, worker: int, step: int) -> torch.Tensor:
 def _train(group: Group, servers: int, consistency: ps.Consistency) -> Any:
     with ps.join(group, servers) as node:
         table = node.dense("w", torch.ones(SHAPE), MAKE, consistency)
-        if node.is_server:
+        if not node.is_worker:
             node.serve()
             return None
         for step in range(STEPS):
@@ -50,9 +49,9 @@ def _alone(workers: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("servers", "workers"), [(1, 1), (2, 2), (3, 1), (1, 3)])
 def test_bulk_synchronous_training_has_the_bits_of_one_process(world, servers, workers):
-    results = world(servers + workers, _train, servers, ps.BSP)
-    assert results[:servers] == [None] * servers
-    for clock, values in results[servers:]:
+    results = world(1 + servers + workers, _train, servers, ps.BSP)
+    assert results[: 1 + servers] == [None] * (1 + servers)
+    for clock, values in results[1 + servers :]:
         assert clock == STEPS
         assert torch.equal(values, _alone(workers))
 
@@ -60,7 +59,7 @@ def test_bulk_synchronous_training_has_the_bits_of_one_process(world, servers, w
 @pytest.mark.parametrize("staleness", [2, math.inf])
 def test_stale_values_train_too(world, staleness):
     consistency = ps.Consistency(staleness=staleness)
-    for clock, values in world(4, _train, 2, consistency)[2:]:
+    for clock, values in world(5, _train, 2, consistency)[3:]:
         assert clock == STEPS
         assert values.abs().mean() < 1
 
@@ -71,18 +70,23 @@ def _mistakes(group: Group) -> list[str]:
         said = [
             said_by(lambda: node.dense("w", torch.ones(4), MAKE), ConfigError),
             said_by(lambda: node.dense("n", torch.ones(4).int(), MAKE), ConfigError),
+            said_by(
+                lambda: node.dense("q", torch.ones(4), MAKE, ps.Consistency(quorum=2)), ConfigError
+            ),
         ]
-        if node.is_server:
+        if not node.is_worker:
             said.append(said_by(table.pull, ConfigError))
             node.serve()
             return said
         other = node.dense("only here", torch.ones(4), MAKE)
+        wrong = ps.DenseTable(table._client, table._spec, torch.ones(5))
         said += [
             said_by(node.serve, ConfigError),
             said_by(lambda: table.push(torch.ones(3)), ConfigError),
             said_by(lambda: table.push(torch.ones(4).double()), ConfigError),
             said_by(other.pull, CommError),
-            said_by(lambda: node.ask_all(lambda _: (Pull("none", 0), ())), CommError),
+            said_by(lambda: wrong.wait(wrong.push(torch.ones(5))), CommError),
+            said_by(lambda: table.set_consistency(ps.Consistency(staleness=1), -1), CommError),
         ]
         table.push(torch.ones(4))
         assert table.pull().sum() != 4, "the server lives on"
@@ -90,40 +94,127 @@ def _mistakes(group: Group) -> list[str]:
 
 
 def test_mistakes_are_named_and_the_server_lives_on(world):
-    server, worker = world(2, _mistakes)
-    assert "server 0 has the tables: only workers pull and push" in server[2]
-    twice, dtype, role, shape, precision, unknown, none = worker
+    scheduler, server, worker = world(3, _mistakes)
+    assert "only workers pull and push table 'w': servers serve()" in server[3] == scheduler[3]
+    twice, dtype, quorum, role, shape, precision, unknown, model, clock = worker
     assert "there is a table 'w' already" in twice
     assert "needs floating-point values" in dtype
-    assert "rank is worker 0, not a server" in role
+    assert "a quorum of 2 exceeds the 1 workers" in quorum
+    assert "this rank is worker 0: call serve() unless node.is_worker" in role
     assert "table 'w' has torch.float32[4], got a gradient of torch.float32[3]" in shape
     assert "torch.float64[4]" in precision
-    assert "there is no table 'only here'; the server has w" in unknown
-    assert "there is no table 'none'" in none
+    assert "server:0 refuses: there is no table 'only here'; the server has w" in unknown
+    assert "expected grad float32[4], got float32[5]" in model
+    assert "cannot change at clock -1" in clock
 
 
 def _lost(group: Group) -> str:
     node = ps.join(group, 1)
     table = node.dense("w", torch.ones(4), MAKE)
     try:
-        if node.is_server:
+        if not node.is_worker:
             node.serve()
         elif node.number == 0:
             table.push(torch.ones(4))
             table.pull()
         else:
+            table.push(torch.ones(4))
+            table.pull()
             msg = "no data"
             raise KeyError(msg)
-    except (PeerLostError, KeyError) as exc:
+        table.pull()
+        table.push(torch.ones(4))
+        table.pull()
+    except (PeerLostError, KeyError, ConfigError) as exc:
         node.__exit__(type(exc), exc, None)
         return str(exc)
     return "no error"
 
 
 def test_a_lost_worker_is_named_with_who_waits_for_it(world):
-    server, waits, _ = world(3, _lost)
+    scheduler, server, waits, _ = world(4, _lost)
+    assert scheduler.startswith("lost worker 1: ")
     assert server.startswith("lost worker 1: ")
-    assert "lost server:0" in waits
+    assert waits.startswith("lost worker 1: ")
+
+
+def _shrinks(group: Group) -> Any:
+    node = ps.join(group, 1, ps.Options(on_worker_loss="shrink"))
+    table = node.dense("w", torch.zeros(4), partial(torch.optim.SGD, lr=1.0))
+    if not node.is_worker:
+        with node:
+            node.serve()
+        return None
+    table.pull()
+    if node.number == 1:
+        node.__exit__(KeyError, None, None)
+        return None
+    with node:
+        for _ in range(3):
+            table.push(torch.ones(4))
+        return table.pull().tolist()
+
+
+def test_a_run_can_shrink_to_the_workers_that_are_left(world):
+    assert world(4, _shrinks)[2] == [-3.0] * 4
+
+
+def _changes(group: Group) -> Any:
+    with ps.join(group, 1) as node:
+        table = node.dense("w", torch.zeros(2), partial(torch.optim.SGD, lr=1.0))
+        if not node.is_worker:
+            node.serve()
+            return None
+        table.set_consistency(ps.Consistency(staleness=math.inf), 2)
+        table.set_consistency(ps.BSP, 4)
+        values = []
+        for step in range(6):
+            values.append(table.pull()[0].item())
+            table.push(torch.full([2], float(step)))
+        return values, table.pull()[0].item()
+
+
+def test_consistency_changes_at_a_clock(world):
+    first, second = world(4, _changes)[2:]
+    assert first[0][:3] == second[0][:3] == [0.0, 0.0, -1.0]
+    assert first[0][4:] == second[0][4:] == [-6.0, -10.0]
+    assert first[1] == second[1] == -15.0
+
+
+def _sums(group: Group) -> Any:
+    with ps.join(group, 2) as node:
+        table = node.dense("w", torch.zeros(3), None, ps.Consistency(aggregate="sum"))
+        if not node.is_worker:
+            node.serve()
+            return None
+        sums = []
+        for step in range(3):
+            table.push(torch.full([3], float(step + node.number)))
+            sums.append(table.pull()[0].item())
+        return sums
+
+
+def test_servers_without_an_optimizer_only_sum(world):
+    assert world(5, _sums)[3:] == [[1.0, 3.0, 5.0]] * 2
+
+
+def _large(group: Group) -> Any:
+    values = torch.arange(3 << 18, dtype=torch.float32)
+    with ps.join(group, 2, ps.Options(replicas=1)) as node:
+        table = node.dense("w", values, partial(torch.optim.SGD, lr=1.0))
+        if not node.is_worker:
+            node.serve()
+            return len({shard.virtual for shard in node.server.shards}) if node.server else 0
+        stamps = [table.push_async(torch.ones(len(values))) for _ in range(3)]
+        out = torch.empty(len(values))
+        assert table.pull(out=out) is out
+        for stamp in stamps:
+            table.wait(stamp)
+        return torch.equal(out, values - 3)
+
+
+def test_pushes_overlap_and_large_tables_have_several_shards(world):
+    assert world(4, _large) == [0, 3, 3, True]
 
 
 def _roles(group: Group) -> list[str]:
@@ -137,7 +228,7 @@ def test_roles_are_checked(world, monkeypatch):
     monkeypatch.delenv("BRAID_SERVERS", raising=False)
     ((none, all_servers),) = world(1, _roles)
     assert "how many ranks are servers? Pass servers=" in none
-    assert "of 1 ranks 1 cannot be servers" in all_servers
+    assert "1 ranks with 1 servers: a parameter server has one scheduler" in all_servers
 
 
 @pytest.mark.launcher

@@ -18,9 +18,9 @@ class Roles:
     """Numbers of servers and workers.
 
     Attributes:
-        servers: Ranks that serve a parameter server's tables: the first ones. With --workers in the
-            place of -n.
-        workers: Ranks that train.
+        servers: Ranks that serve a parameter server's tables: those after rank 0, which schedules.
+            With --workers in the place of -n.
+        workers: Ranks that train: the last ones.
     """
 
     servers: int = 0
@@ -40,10 +40,10 @@ class Roles:
                 "least one of each"
             )
             raise ConfigError(msg)
-        total = self.servers + self.workers
+        total = 1 + self.servers + self.workers
         if n not in {None, total}:
             roles = f"--servers {self.servers} and --workers {self.workers}"
-            msg = f"{roles} are {total} ranks, got -n {n}"
+            msg = f"{roles} are {total} ranks with the scheduler, got -n {n}"
             raise ConfigError(msg)
         return total
 

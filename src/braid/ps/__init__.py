@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
-from braid.ps.node import Node, join
+from braid.ps.node import Node, Options, join
 
-__all__ = ["BSP", "Consistency", "DenseTable", "Node", "join"]
+__all__ = ["BSP", "Consistency", "DenseTable", "Node", "Options", "join"]

@@ -31,6 +31,8 @@ class Consistency:
         quorum: Pushes with which a clock is complete; all workers' when None. For staleness 0.
         late: Fate of a push whose clock is complete without it.
         aggregate: Whether pushes of a clock are averaged or summed.
+        compensate: Strength of the correction of late gradients of dense tables; 0 for none. For
+            staleness above 0.
 
     Raises:
         ConfigError: A value is out of range; all problems are named.
@@ -40,6 +42,7 @@ class Consistency:
     quorum: int | None = None
     late: Literal["drop", "apply"] = "drop"
     aggregate: Literal["mean", "sum"] = "mean"
+    compensate: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -56,6 +59,11 @@ class Consistency:
             problems.append(f"late must be drop or apply, got {self.late!r}")
         if self.aggregate not in {"mean", "sum"}:
             problems.append(f"aggregate must be mean or sum, got {self.aggregate!r}")
+        if not 0 <= self.compensate < math.inf or (self.compensate and self.staleness == 0):
+            problems.append(
+                f"compensate must be 0, or at a staleness above 0 a number above 0, got "
+                f"{self.compensate} at staleness {self.staleness}"
+            )
         if problems:
             raise ConfigError("; ".join(problems))
 

@@ -1,86 +1,184 @@
-"""A dense table: a tensor whose elements lie on all servers, in equal ranges."""
+"""A worker's face of a dense table: a tensor whose elements lie on all servers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from braid.errors import ConfigError
-from braid.message.tensors import as_buffers, from_buffers
-from braid.ps.messages import Pull, Pulled, Push
+from braid.message import Delivery
+from braid.message.tensors import as_buffers, from_buffers, memory_of
+from braid.ps.consistency import Consistency
+from braid.ps.messages import Change, Pull, Pulled, Push
+from braid.ps.storage import range_of_shard
+from braid.ps.tables import TableSpec
 
 if TYPE_CHECKING:
-    from braid.ps.node import Node
+    from braid.ps.client import Client
 
-__all__ = ["DenseTable", "part_of"]
-
-
-def part_of(numel: int, server: int, num_servers: int) -> slice:
-    """Return the elements that a server has; ranges differ by one element at most."""
-    begin, end = (k * numel // num_servers for k in (server, server + 1))
-    return slice(begin, end)
+__all__ = ["DenseTable"]
 
 
 class DenseTable:
-    """A worker's face of a dense table.
+    """A dense table, as a worker sees it.
+
+    Pushes and pulls overlap: those that end in `_async` return the timestamp of the request, and
+    `wait(timestamp)` waits for it.
 
     Args:
-        node: Node of this rank.
-        name: Name of the table.
+        client: Requests of this worker; None on servers and the scheduler.
+        spec: The table.
         like: Tensor with its shape and dtype.
 
     Attributes:
         clock: Number of pushes so far.
+        versions: Records that each shard had when it was pulled last.
     """
 
-    def __init__(self, node: Node, name: str, like: torch.Tensor) -> None:
-        self._node = node
-        self.name = name
+    def __init__(self, client: Client | None, spec: TableSpec, like: torch.Tensor) -> None:
+        self._own_client = client
+        self._spec = spec
+        self.name = spec.name
         self.clock = 0
+        self.versions = [0] * spec.num_shards
         self._shape, self._dtype = like.shape, like.dtype
         self._whole = torch.empty(like.numel(), dtype=like.dtype)
 
-    def pull(self, *, timeout_s: float | None = None) -> torch.Tensor:
+    def pull(
+        self, *, out: torch.Tensor | None = None, timeout_s: float | None = None
+    ) -> torch.Tensor:
         """Return the values; wait until they are as new as the consistency says.
 
+        Args:
+            out: Contiguous tensor to receive into; memory that the next pull uses again when None.
+            timeout_s: Deadline.
+
         Returns:
-            A tensor of the table's shape, whose memory the next pull uses again.
+            A tensor of the table's shape.
 
         Raises:
             CommError: A server refuses.
-            PeerLostError: A server was lost.
+            PeerLostError: A server was lost with all copies of a shard.
             CommTimeout: No answer came.
         """
-        answers = self._node.ask_all(
-            lambda _: (Pull(self.name, self.clock), ()), timeout_s=timeout_s
-        )
-        for server, answer in enumerate(answers):
-            assert isinstance(answer.message, Pulled), "a pull is answered with values"
-            (part,) = from_buffers([answer.message.spec], answer.buffers)
-            self._whole[part_of(len(self._whole), server, len(answers))] = part
-        return self._whole.view(self._shape)
+        out = self._whole.view(self._shape) if out is None else out
+        self.wait(self.pull_async(out), timeout_s)
+        return out
 
-    def push(self, grad: torch.Tensor, *, timeout_s: float | None = None) -> None:
+    def pull_async(self, out: torch.Tensor, *, priority: int = 0) -> int:
+        """Begin to receive the values into a contiguous tensor; return the timestamp.
+
+        Raises:
+            ConfigError: It has another shape or dtype than the table, or is not contiguous.
+        """
+        self._check(out, "a tensor to receive into")
+        if not out.is_contiguous():
+            msg = f"table {self.name!r} receives into contiguous tensors: pass out.contiguous()"
+            raise ConfigError(msg)
+        flat, clock = out.detach().view(-1), self.clock
+
+        def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
+            specs: list[list[object]] = [[] for _ in parts]
+            return Pull(self._client.epoch, self.name, clock, parts, specs), ()  # type: ignore[arg-type]
+
+        def memory(part: int) -> list[memoryview]:
+            return [memory_of(self._part(flat, part))]
+
+        def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+            message = delivery.message
+            assert isinstance(message, Pulled), "a pull is answered with values"
+            flat_specs = [spec for specs in message.specs for spec in specs]
+            values = from_buffers(flat_specs, delivery.buffers)
+            for number, value, version in zip(message.parts, values, message.versions, strict=True):
+                part = self._part(flat, number)
+                if number in parts:
+                    self.versions[number] = version
+                    if value.data_ptr() != part.data_ptr():
+                        part.copy_(value)
+
+        return self._client.request(
+            self._spec,
+            range(self._spec.num_shards),
+            build,
+            on_answer=on_answer,
+            memory=memory,
+            priority=priority,
+        )
+
+    def push(self, grad: torch.Tensor) -> int:
         """Push a gradient for this worker's clock, and begin the next clock.
+
+        The gradient may be changed afterwards. The push is accepted when all copies of the shards
+        have it, which `wait` waits for; a pull of the next clock shows it in any case.
+
+        Returns:
+            The timestamp of the request.
 
         Raises:
             ConfigError: It has another shape or dtype than the table.
-            CommError: A server refuses.
-            PeerLostError: A server was lost.
+            CommError: A server refuses this push, or an earlier one.
+            PeerLostError: A server was lost with all copies of a shard.
         """
-        if grad.shape != self._shape or grad.dtype != self._dtype:
+        return self.push_async(grad.detach().clone(memory_format=torch.contiguous_format))
+
+    def push_async(self, grad: torch.Tensor, *, priority: int = 0) -> int:
+        """Push like `push`, but without a copy: do not change the gradient before it is accepted.
+
+        Raises:
+            ConfigError: It has another shape or dtype than the table.
+            CommError: A server refuses an earlier push.
+        """
+        self._check(grad, "a gradient")
+        flat, clock = grad.detach().contiguous().view(-1), self.clock
+
+        def build(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
+            specs, buffers = as_buffers([self._part(flat, part) for part in parts])
+            nested = [[spec] for spec in specs]
+            return Push(self._client.epoch, self.name, clock, parts, nested), buffers
+
+        self.clock += 1
+        return self._client.request(
+            self._spec, range(self._spec.num_shards), build, priority=priority
+        )
+
+    def set_consistency(self, consistency: Consistency, at_clock: int) -> None:
+        """Let another consistency hold from a clock on; all workers say so, or one of them.
+
+        Raises:
+            CommError: The clock has begun.
+        """
+
+        def build(parts: tuple[int, ...]) -> tuple[Change, Sequence[memoryview]]:
+            return Change(self._client.epoch, self.name, at_clock, parts, consistency), ()
+
+        self.wait(self._client.request(self._spec, range(self._spec.num_shards), build))
+
+    def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
+        """Wait until a request is answered in full.
+
+        Raises:
+            CommError: A server refuses.
+            PeerLostError: A server was lost with all copies of a shard.
+            CommTimeout: No answer came.
+        """
+        self._client.wait(timestamp, timeout_s)
+
+    @property
+    def _client(self) -> Client:
+        if self._own_client is None:
+            msg = f"only workers pull and push table {self.name!r}: servers serve()"
+            raise ConfigError(msg)
+        return self._own_client
+
+    def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
+        return flat[range_of_shard(len(flat), part, self._spec.num_shards)]
+
+    def _check(self, tensor: torch.Tensor, name: str) -> None:
+        if tensor.shape != self._shape or tensor.dtype != self._dtype:
             msg = (
-                f"table {self.name!r} has {self._dtype}{list(self._shape)}, got a gradient of "
-                f"{grad.dtype}{list(grad.shape)}"
+                f"table {self.name!r} has {self._dtype}{list(self._shape)}, got {name} of "
+                f"{tensor.dtype}{list(tensor.shape)}"
             )
             raise ConfigError(msg)
-        flat = grad.detach().contiguous().view(-1)
-
-        def part(server: int) -> tuple[Push, list[memoryview]]:
-            own = flat[part_of(len(flat), server, self._node.num_servers)]
-            (spec,), buffers = as_buffers([own])
-            return Push(self.name, self.clock, spec), buffers
-
-        self._node.ask_all(part, timeout_s=timeout_s)
-        self.clock += 1

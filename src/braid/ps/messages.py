@@ -1,43 +1,94 @@
-"""The messages between workers and servers; values travel as buffers beside them."""
+"""The messages between workers, servers and scheduler; tensors travel as buffers beside them."""
 
 from __future__ import annotations
 
 import msgspec
 
 from braid.message import Schema
+from braid.ps.consistency import Consistency
+from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.progress import Record
 from braid.types import TensorSpec
 
-__all__ = ["SCHEMA", "Leave", "Pull", "Pulled", "Push", "Pushed", "Refused"]
+__all__ = [
+    "SCHEMA",
+    "Accepted",
+    "Answer",
+    "Barrier",
+    "Change",
+    "Confirmed",
+    "Drain",
+    "Elsewhere",
+    "Failure",
+    "Here",
+    "Installed",
+    "Join",
+    "Leave",
+    "Loads",
+    "Pull",
+    "Pulled",
+    "Push",
+    "Refused",
+    "Released",
+    "State",
+    "Update",
+]
+
+Specs = list[list[TensorSpec]]
 
 
 class Push(msgspec.Struct, tag="push", frozen=True):
-    """A gradient for a worker's clock; the part of this server."""
+    """Gradients of a worker's clock, for shards of a table."""
 
+    epoch: int
     table: str
     clock: int
-    spec: TensorSpec
-
-
-class Pushed(msgspec.Struct, tag="pushed", frozen=True):
-    """A push has arrived."""
-
-    table: str
-    clock: int
+    shards: tuple[int, ...]
+    specs: Specs
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """A request for the values before a clock."""
+    """A request for the values of shards before a clock."""
 
+    epoch: int
     table: str
     clock: int
+    shards: tuple[int, ...]
+    specs: Specs
 
 
-class Pulled(msgspec.Struct, tag="pulled", frozen=True):
-    """The values of this server's part."""
+class Change(msgspec.Struct, tag="change", frozen=True):
+    """Another consistency from a clock on."""
 
+    epoch: int
     table: str
-    spec: TensorSpec
-    version: int
+    clock: int
+    shards: tuple[int, ...]
+    consistency: Consistency
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An answer to some parts of a request, such as shards."""
+
+    parts: tuple[int, ...]
+
+
+class Accepted(Answer, tag="accepted", frozen=True):
+    """Pushes or changes of these shards will not be lost."""
+
+
+class Pulled(Answer, tag="pulled", frozen=True):
+    """Values of these shards, each after as many records as `versions` says."""
+
+    request: int
+    specs: Specs
+    versions: tuple[int, ...]
+
+
+class Elsewhere(Answer, tag="elsewhere", frozen=True):
+    """The server is not the head of these shards in its epoch."""
+
+    epoch: int
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -46,8 +97,95 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     text: str
 
 
+class Update(msgspec.Struct, tag="update", frozen=True):
+    """A record for the successor, with the sum of its pushes."""
+
+    epoch: int
+    table: str
+    shard: int
+    record: Record
+    specs: list[TensorSpec]
+
+
+class Confirmed(msgspec.Struct, tag="confirmed", frozen=True):
+    """All servers from this one on have the records up to `number`."""
+
+    epoch: int
+    table: str
+    shard: int
+    number: int
+
+
+class State(msgspec.Struct, tag="state", frozen=True):
+    """The whole state of a shard for a successor that joins."""
+
+    since: int
+    table: str
+    shard: int
+    number: int
+    clocks: dict[int, int]
+    completed: int
+    num_dropped: int
+    begins: list[int]
+    values: list[Consistency]
+    names: list[str]
+    specs: list[TensorSpec]
+
+
+class Join(msgspec.Struct, tag="join", frozen=True):
+    """A node is here; the address at which others can call it, and a worker's first clock."""
+
+    address: str
+    start: int = 0
+
+
+class Here(msgspec.Struct, tag="here", frozen=True):
+    """The directory of an epoch."""
+
+    directory: Directory
+
+
 class Leave(msgspec.Struct, tag="leave", frozen=True):
     """A worker is done."""
 
 
-SCHEMA = Schema(Push, Pushed, Pull, Pulled, Refused, Leave)
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """A server wants to leave: its shards must go to others."""
+
+
+class Installed(msgspec.Struct, tag="installed", frozen=True):
+    """A server that joins a chain has the state of a virtual shard."""
+
+    shard: int
+    server: int
+    since: int
+
+
+class Barrier(msgspec.Struct, tag="barrier", frozen=True):
+    """A node waits until all of these have come."""
+
+    name: str
+    members: tuple[str, ...]
+
+
+class Loads(msgspec.Struct, tag="loads", frozen=True):
+    """Requests that a server has had for each virtual shard, since it said so last."""
+
+    counts: list[int]
+
+
+class Released(msgspec.Struct, tag="released", frozen=True):
+    """All have come, or the node may go."""
+
+
+class Failure(msgspec.Struct, tag="failure", frozen=True):
+    """The run cannot go on."""
+
+    text: str
+
+
+SCHEMA = Schema(
+    *(Push, Pull, Change, Accepted, Pulled, Elsewhere, Refused),
+    *(Update, Confirmed, State),
+    *(Join, Here, Leave, Drain, Installed, Barrier, Loads, Released, Failure),
+)

@@ -1,8 +1,8 @@
-"""`join`: become a server or a worker of a parameter server.
+"""`join`: become the scheduler, a server or a worker of a parameter server.
 
-    with ps.join(braid.init(), servers=2) as node:       # the first ranks are servers
+    with ps.join(braid.init(), servers=2) as node:       # rank 0 schedules, ranks 1 and 2 serve
         weights = node.dense("weights", torch.zeros(64, 10), partial(torch.optim.SGD, lr=0.5))
-        if node.is_server:
+        if not node.is_worker:
             node.serve()                                 # until all workers have left
         else:
             for _ in range(100):
@@ -17,34 +17,68 @@ Source: M. Li et al., Parameter Server, OSDI 2014, section 4.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
 
 from braid.comm import Group
-from braid.errors import CommError, ConfigError, PeerLostError
-from braid.message import Delivery, Message, PeerLost, SocketVan, Van
+from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError
+from braid.message import Delivery, SocketVan, Van, VanConfig
+from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.dense import DenseTable, part_of
-from braid.ps.messages import SCHEMA, Leave, Refused
-from braid.ps.server import MakeOptimizer, Server
+from braid.ps.dense import DenseTable
+from braid.ps.messages import SCHEMA, Barrier
+from braid.ps.postoffice import SCHEDULER, Postoffice, server_node, worker_node
+from braid.ps.protocol.scheduler_state import OnWorkerLoss, SchedulerState
+from braid.ps.scheduler import Scheduler, read_journal
+from braid.ps.server import Server
+from braid.ps.storage import DenseStorage, Rule, Storage, SumStorage, range_of_shard
+from braid.ps.storage.steppers import MakeOptimizer
+from braid.ps.tables import TableSpec, num_dense_shards
 from braid.wire import Secret
 
-__all__ = ["SERVERS", "Node", "join"]
+__all__ = ["Node", "Options", "Role", "join"]
 
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
-Ask = Callable[[int], tuple[Message, Sequence[memoryview]]]
+Role = Literal["scheduler", "server", "worker"]
+VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # a server waits for nobody
 
 
-def join(group: Group, servers: int | None = None, *, address: str = "tcp://127.0.0.1:0") -> Node:
-    """Become a server or a worker; a collective.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Choices of a whole parameter server; the same on all nodes.
+
+    Attributes:
+        replicas: Copies of each shard on other servers. Servers may die while one is left.
+        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
+            process of its number, or shrinks the run to the other workers.
+        journal: File in which the scheduler keeps its directory, so that it can be started again.
+    """
+
+    replicas: int = 0
+    on_worker_loss: OnWorkerLoss = "fail"
+    journal: Path | None = None
+
+
+def join(
+    group: Group,
+    servers: int | None = None,
+    options: Options | None = None,
+    *,
+    address: str = "tcp://127.0.0.1:0",
+) -> Node:
+    """Become the scheduler, a server or a worker; a collective.
 
     Args:
-        group: All ranks. The first ones are servers, the others workers.
+        group: All ranks: the scheduler, then the servers, then the workers.
         servers: Number of servers; what `braid run --servers` says when None.
-        address: Address on which servers listen.
+        options: Choices of the whole parameter server.
+        address: Address on which scheduler and servers listen.
 
     Raises:
         ConfigError: There is no server or no worker.
@@ -58,128 +92,231 @@ def join(group: Group, servers: int | None = None, *, address: str = "tcp://127.
             )
             raise ConfigError(msg)
         servers = int(text)
-    if not 0 < servers < group.size:
-        msg = f"of {group.size} ranks {servers} cannot be servers: at least one and one worker"
+    workers = group.size - 1 - servers
+    if servers < 1 or workers < 1:
+        msg = (
+            f"{group.size} ranks with {servers} servers: a parameter server has one scheduler, at "
+            "least one server and at least one worker"
+        )
         raise ConfigError(msg)
     secret = Secret(group.objects.broadcast(os.urandom(32)))
     run_id = group.objects.broadcast(os.urandom(8).hex())
-    is_server = group.rank < servers
-    name = f"server:{group.rank}" if is_server else f"worker:{group.rank - servers}"
-    van = SocketVan(name, SCHEMA, secret=secret, run_id=run_id, listen=address if is_server else "")
-    addresses = group.objects.all_gather(van.address)[:servers]
-    if not is_server:
-        for number, where in enumerate(addresses):
-            van.connect(f"server:{number}", where)
-    group.barrier()  # nobody leaves before all are connected
-    return Node(van, group.rank, servers, group.size - servers)
+    role, number = role_of(group.rank, servers)
+    listen = "" if role == "worker" else address
+    van = SocketVan(
+        name_of(role, number), SCHEMA, secret=secret, run_id=run_id, listen=listen, config=VAN
+    )
+    scheduler = group.objects.broadcast(van.address)
+    node = Node(van, role, number, (servers, workers), scheduler, options)
+    group.barrier()  # the scheduler listens, and knows what it waits for
+    return node
+
+
+def role_of(rank: int, servers: int) -> tuple[Role, int]:
+    """Return role and number of a rank."""
+    if rank == 0:
+        return "scheduler", 0
+    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
+
+
+def name_of(role: Role, number: int) -> str:
+    """Return the name of a node."""
+    names = {"server": server_node(number), "worker": worker_node(number)}
+    return names.get(role, SCHEDULER)
 
 
 class Node:
-    """A server or a worker; made by `join`.
+    """The scheduler, a server or a worker.
+
+    Args:
+        van: Van of the node; owned and closed by this object.
+        role: Role of the node.
+        number: Number of this server, or of this worker.
+        counts: Number of servers and of workers at the beginning.
+        scheduler: Address of the scheduler.
+        options: Choices of the whole parameter server.
+        start: First clock of a worker that joins a run that has begun.
+        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
 
     Attributes:
-        is_server: Whether this rank serves.
+        role: Role of the node.
         number: Number of this server, or of this worker.
-        num_servers: Number of servers.
-        num_workers: Number of workers.
+        num_servers: Number of servers at the beginning.
+        num_workers: Number of workers at the beginning.
     """
 
-    def __init__(self, van: Van, rank: int, num_servers: int, num_workers: int) -> None:
-        self.is_server = rank < num_servers
-        self.number = rank if self.is_server else rank - num_servers
-        self.num_servers = num_servers
-        self.num_workers = num_workers
-        self._van = van
-        self._server = Server(van, range(num_workers)) if self.is_server else None
+    def __init__(
+        self,
+        van: Van,
+        role: Role,
+        number: int,
+        counts: tuple[int, int],
+        scheduler: str,
+        options: Options | None = None,
+        *,
+        start: int = 0,
+        resend_s: float | None = None,
+    ) -> None:
+        options = options or Options()
+        self.role, self.number = role, number
+        self.num_servers, self.num_workers = counts
+        self._postoffice = Postoffice(
+            van, "" if role == "scheduler" else scheduler, start=start, resend_s=resend_s
+        )
         self._names: set[str] = set()
+        self._scheduler: Scheduler | None = None
+        self._server: Server | None = None
+        self._client: Client | None = None
+        self._is_released = False
+        if role == "scheduler":
+            directory = None if options.journal is None else read_journal(options.journal)
+            state = SchedulerState(
+                *counts,
+                replicas=options.replicas,
+                on_worker_loss=options.on_worker_loss,
+                directory=directory,
+            )
+            self._scheduler = Scheduler(self._postoffice, state, options.journal)
+        elif role == "server":
+            self._server = Server(self._postoffice, number)
+        else:
+            self._client = Client(self._postoffice)
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this node trains; others `serve`."""
+        return self.role == "worker"
+
+    @property
+    def postoffice(self) -> Postoffice:
+        """Post office of the node."""
+        return self._postoffice
+
+    @property
+    def server(self) -> Server | None:
+        """The shards of this node, if it is a server."""
+        return self._server
 
     def dense(
         self,
         name: str,
         values: torch.Tensor,
-        optimizer: MakeOptimizer,
+        optimizer: Rule | MakeOptimizer | None,
         consistency: Consistency = BSP,
     ) -> DenseTable:
-        """Declare a dense table; all ranks declare the same ones.
+        """Declare a dense table; all nodes declare the same ones.
 
         Args:
             name: Its name.
-            values: First values; servers take their part of them.
-            optimizer: Function of parameters that returns an optimizer that changes each element by
-                itself, such as `partial(torch.optim.SGD, lr=0.1)`. Servers step it.
+            values: First values; servers take their shards of them.
+            optimizer: Rule, or function of parameters that returns an optimizer that changes each
+                element by itself, such as `partial(torch.optim.SGD, lr=0.1)`; servers step it.
+                None where servers only sum: a pull then returns the last clock's gradient.
             consistency: When pushes are applied, and pulls answered.
 
         Raises:
-            ConfigError: There is a table of this name, or the values are not floating-point.
+            ConfigError: There is a table of this name, the values are not floating-point, the
+                optimizer needs a whole parameter, or the quorum exceeds the workers.
         """
-        if name in self._names:
-            msg = f"there is a table {name!r} already"
-            raise ConfigError(msg)
         if not values.is_floating_point():
             msg = f"table {name!r} needs floating-point values, got {values.dtype}"
             raise ConfigError(msg)
-        self._names.add(name)
+        flat = values.detach().reshape(-1)
+        num_shards = num_dense_shards(values.nbytes)
+
+        def make(shard: int) -> Storage:
+            own = flat[range_of_shard(len(flat), shard, num_shards)]
+            if optimizer is None:
+                return SumStorage(own, table=name)
+            return DenseStorage(own, optimizer, table=name)
+
+        spec = TableSpec(
+            name=name, num_shards=num_shards, consistency=consistency, make_storage=make
+        )
+        self._declare(spec)
+        return DenseTable(self._client, spec, values)
+
+    def _declare(self, spec: TableSpec) -> None:
+        if spec.name in self._names:
+            msg = f"there is a table {spec.name!r} already"
+            raise ConfigError(msg)
+        quorum = spec.consistency.quorum
+        if quorum is not None and quorum > self.num_workers:
+            msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers"
+            raise ConfigError(msg)
+        self._names.add(spec.name)
         if self._server is not None:
-            flat = values.detach().reshape(-1)
-            own = flat[part_of(len(flat), self.number, self.num_servers)]
-            self._server.add(name, own, optimizer, consistency)
-        return DenseTable(self, name, values)
+            self._server.add(spec)
 
     def serve(self) -> None:
-        """Serve until all workers have left.
+        """Serve, or schedule, until all workers have left.
 
         Raises:
-            ConfigError: This rank is a worker.
-            PeerLostError: A worker was lost; it is named.
+            ConfigError: This node is a worker.
+            PeerLostError: The run cannot go on; the lost node is named, and who waits for it.
         """
-        if self._server is None:
-            msg = f"rank is worker {self.number}, not a server: call serve() if node.is_server"
+        if self.is_worker:
+            msg = f"this rank is worker {self.number}: call serve() unless node.is_worker"
             raise ConfigError(msg)
-        self._server.serve()
+        if self._server is not None and self._postoffice.directory is None:
+            self._postoffice.join()
+        while True:
+            with contextlib.suppress(CommTimeout):  # there is no deadline for work to come
+                self._postoffice.wait_until(self._is_over, 3600.0)
+                break
+        self._raise_failure()
 
-    def ask_all(self, ask: Ask, *, timeout_s: float | None = None) -> list[Delivery]:
-        """Send a request to each server, and return the answers in the order of servers.
+    def _is_over(self) -> bool:
+        if self._scheduler is not None:
+            return self._scheduler.is_over
+        directory = self._postoffice.directory
+        gone = directory is None or not directory.workers or self.number not in directory.servers
+        return gone or bool(self._postoffice.failure)
+
+    def _raise_failure(self) -> None:
+        failure = self._scheduler.failure if self._scheduler else self._postoffice.failure
+        if failure:
+            lines = [failure, *(self._server.waiting() if self._server else ())]
+            raise PeerLostError("; ".join(lines))
+
+    def barrier(self, name: str = "workers", timeout_s: float | None = None) -> None:
+        """Wait until all workers have come to the barrier of this name.
 
         Raises:
-            ConfigError: This rank is a server.
-            CommError: A server refuses.
-            PeerLostError: A server was lost.
-            CommTimeout: An answer did not come.
+            ConfigError: This node is no worker.
+            CommTimeout: Some have not come.
         """
-        if self.is_server:
-            msg = f"server {self.number} has the tables: only workers pull and push"
+        directory = self._postoffice.directory
+        if not self.is_worker or directory is None:
+            msg = "barriers are for workers"
             raise ConfigError(msg)
-        waiting: dict[int, int] = {}
-        for server in range(self.num_servers):
-            message, buffers = ask(server)
-            number = self._van.new_id()
-            waiting[number] = server
-            self._van.send(
-                f"server:{server}",
-                message,
-                buffers=buffers,
-                message_id=number,
-                deadline_s=timeout_s,
-            )
-        answers: dict[int, Delivery] = {}
-        while waiting:
-            delivery = self._van.recv(timeout_s)
-            if isinstance(delivery.message, PeerLost):
-                msg = f"lost {delivery.sender}: {delivery.message.reason}"
-                raise PeerLostError(msg)
-            server = waiting.pop(delivery.answers)
-            if isinstance(delivery.message, Refused):
-                msg = f"server {server} refuses: {delivery.message.text}"
-                raise CommError(msg)
-            answers[server] = delivery
-        return [answers[server] for server in range(self.num_servers)]
+        released: list[Delivery] = []
+        number = self._postoffice.van.new_id()
+        self._postoffice.expect(number, released.append)
+        members = tuple(worker_node(worker) for worker in directory.workers)
+        self._postoffice.send(SCHEDULER, Barrier(name, members), message_id=number)
+        self._postoffice.wait_until(
+            lambda: bool(released or self._postoffice.failure),
+            timeout_s,
+            lambda: f"not all workers have come to barrier {name!r}",
+        )
+        self._postoffice.expect_no_more([number])
+        self._raise_failure()
 
     def close(self) -> None:
-        """Leave: servers wait for this worker no longer. Idempotent."""
-        if not self.is_server:
-            for server in self._van.peers:
-                self._van.send(server, Leave())
-        self._van.close()
+        """Leave: what was pushed is accepted first, then nobody waits for this worker. Idempotent.
+
+        Raises:
+            CommError: A push was refused.
+        """
+        if self._client is not None and not self._is_released:
+            self._is_released = True
+            try:
+                if self._postoffice.directory is not None:
+                    self._client.wait_all()
+            finally:
+                self._postoffice.leave()
+        self._postoffice.close()
 
     def __enter__(self) -> Node:
         return self
@@ -193,4 +330,6 @@ class Node:
         if kind is None:
             self.close()
         else:
-            self._van.close(0.0)
+            self._is_released = True
+            with contextlib.suppress(BraidError):
+                self._postoffice.close(0.0)

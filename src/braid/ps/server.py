@@ -1,158 +1,353 @@
-"""The server of tables: carries out what `TableState` decides, on tensors and a van."""
+"""A server: carries out what the states of its shards decide, on tensors and a van.
+
+    Push, Pull, Change ──> ShardState of each shard ──> Accepted, Pulled, Elsewhere   to workers
+    Update, Confirmed, State ──────┘            └─────> Update, Confirmed, State      in the chain
+
+A request concerns several shards; each answer contains those that could be answered at that moment.
+Messages of a later epoch than this server's wait until it has that directory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
-from braid.errors import BraidError, CommError, ConfigError, PeerLostError
-from braid.message import Delivery, Message, PeerLost, Van, split_node
+from braid.errors import BraidError, CommError
+from braid.message import Delivery, Message, split_node
 from braid.message.tensors import as_buffers, from_buffers
-from braid.ps.consistency import Consistency
-from braid.ps.messages import Leave, Pull, Pulled, Push, Pushed, Refused
-from braid.ps.table_state import Answer, Apply, Drop, Instruction, Keep, TableState
+from braid.ps.messages import (
+    Accepted,
+    Change,
+    Confirmed,
+    Elsewhere,
+    Installed,
+    Pull,
+    Pulled,
+    Push,
+    Refused,
+    State,
+    Update,
+)
+from braid.ps.postoffice import SCHEDULER, Postoffice, server_node
+from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.progress import Progress, Rules
+from braid.ps.protocol.shard_state import (
+    Accept,
+    Answer,
+    Confirm,
+    Install,
+    Instruction,
+    Moved,
+    SendOn,
+    ShardState,
+    View,
+)
+from braid.ps.shard import Shard
+from braid.ps.storage import Tensors
+from braid.ps.tables import TableSpec
 
-__all__ = ["MakeOptimizer", "Server"]
+__all__ = ["Server"]
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+Asker = tuple[str, int]  # node, and number of its message
 
 
-@dataclass
-class _Table:
-    """A table's part on this server."""
+@dataclass(slots=True)
+class _Asked:
+    """A request of which shards are unanswered.
 
-    values: nn.Parameter
-    optimizer: Optimizer
-    state: TableState
-    kept: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    version: int = 0
+    Attributes:
+        queries: Tensors with which it asks each shard.
+        ready: Shards that can be answered now, by the kind of answer.
+    """
+
+    queries: dict[int, Tensors]
+    accepted: list[int] = field(default_factory=list)
+    elsewhere: list[int] = field(default_factory=list)
+    values: dict[int, tuple[Tensors, int]] = field(default_factory=dict)
 
 
 class Server:
-    """Serves parts of tables until all workers have left.
+    """The shards of one server.
 
     Args:
-        van: Van of this node, to which workers connect.
-        workers: Numbers of the workers.
+        postoffice: Post office of the node.
+        number: Number of the server.
     """
 
-    def __init__(self, van: Van, workers: range) -> None:
-        self._van = van
-        self._workers = workers
-        self._tables: dict[str, _Table] = {}
+    def __init__(self, postoffice: Postoffice, number: int) -> None:
+        self._postoffice = postoffice
+        self._number = number
+        self._tables: dict[str, TableSpec] = {}
+        self._shards: dict[tuple[str, int], Shard] = {}
+        self._asked: dict[Asker, _Asked] = {}
+        self._ready: set[Asker] = set()
+        self._deferred: list[Delivery] = []
+        self._reported: set[tuple[int, int]] = set()  # virtual shards installed, and since when
+        self.requests = [0] * 64  # by virtual shard
+        postoffice.register(
+            dict.fromkeys((Push, Pull, Change, Update, Confirmed, State), self.handle),
+            on_directory=self._configure,
+            on_resend=self._resend,
+            on_linked=self._linked,
+        )
 
-    def add(
-        self, name: str, values: torch.Tensor, make: MakeOptimizer, consistency: Consistency
-    ) -> None:
-        """Hold a part of a table.
-
-        Raises:
-            ConfigError: There is one of this name, or the quorum exceeds the workers.
-        """
-        if name in self._tables:
-            msg = f"there is a table {name!r} already"
-            raise ConfigError(msg)
-        if consistency.quorum is not None and consistency.quorum > len(self._workers):
-            msg = f"a quorum of {consistency.quorum} exceeds the {len(self._workers)} workers"
-            raise ConfigError(msg)
-        param = nn.Parameter(values.detach().clone())
-        self._tables[name] = _Table(param, make([param]), TableState(self._workers, consistency))
-
-    def serve(self) -> None:
-        """Serve until all workers have left.
-
-        Raises:
-            PeerLostError: A worker was lost; it is named, with who waits for it.
-        """
-        left: set[int] = set()
-        while len(left) < len(self._workers):
-            delivery = self._van.recv(timeout_s=3e7)
-            _, worker = split_node(delivery.sender)
-            message = delivery.message
-            if isinstance(message, Leave):
-                left.add(worker)
-                for table in self._tables.values():
-                    self._carry_out(table, table.state.leave(worker), None)
-            elif isinstance(message, PeerLost):
-                if worker not in left:
-                    raise self._lost(worker, message)
-            else:
-                self._answer(delivery, worker)
-
-    def _answer(self, delivery: Delivery, worker: int) -> None:
-        """Handle a request; what makes no sense is refused, and the server lives on."""
-        try:
-            self._handle(delivery, worker)
-        except BraidError as exc:
-            self._send(delivery.sender, Refused(str(exc)), (), delivery.id)
-
-    def _handle(self, delivery: Delivery, worker: int) -> None:
-        message = delivery.message
-        if not isinstance(message, Push | Pull):
-            msg = f"a server takes pushes and pulls, got {type(message).__name__}"
-            raise CommError(msg)
-        table = self._tables.get(message.table)
-        if table is None:
-            known = ", ".join(sorted(self._tables)) or "none"
-            msg = f"there is no table {message.table!r}; the server has {known}"
-            raise CommError(msg)
-        if isinstance(message, Pull):
-            self._carry_out(table, table.state.pull(worker, message.clock, delivery.id), None)
-            return
-        (value,) = from_buffers([message.spec], delivery.buffers)
-        if value.shape != table.values.shape or value.dtype != table.values.dtype:
-            msg = (
-                f"table {message.table!r} has {table.values.dtype}{list(table.values.shape)} here, "
-                f"and the push {value.dtype}{list(value.shape)}: do worker and server have the "
-                "same model?"
+    def add(self, table: TableSpec) -> None:
+        """Serve a table."""
+        self._tables[table.name] = table
+        for number in range(table.num_shards):
+            state = ShardState(self._number, table.consistency)
+            shard = Shard(
+                table.name, number, table.virtual(number), state, table.make_storage(number)
             )
+            self._shards[table.name, number] = shard
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards, with and without state."""
+        return list(self._shards.values())
+
+    def waiting(self) -> list[str]:
+        """Return who waits for whom, as text; each line once."""
+        return sorted({line for shard in self.shards for line in shard.state.waiting()})
+
+    def begin(self) -> None:
+        """Take up the directory that is known; once all tables are declared."""
+        if self._postoffice.directory is not None:
+            self._configure(self._postoffice.directory)
+
+    # -- events
+
+    def handle(self, delivery: Delivery) -> None:
+        """Handle a message; one that makes no sense is refused, and the server lives on."""
+        epoch = getattr(delivery.message, "epoch", getattr(delivery.message, "since", -1))
+        if epoch > self._epoch:
+            self._deferred.append(delivery)
+            return
+        try:
+            self._dispatch(delivery)
+        except BraidError as exc:
+            self._asked.pop((delivery.sender, delivery.id), None)
+            self._send(delivery.sender, Refused(str(exc)), answers=delivery.id)
+        self._answer_ready()
+
+    def _dispatch(self, delivery: Delivery) -> None:
+        message = delivery.message
+        match message:
+            case Push() | Pull():
+                self._ask(delivery, message)
+            case Change():
+                asker = self._note(delivery, dict.fromkeys(message.shards, ()))
+                for number in message.shards:
+                    shard = self._shard(message.table, number)
+                    done = shard.state.change(message.clock, message.consistency, asker)
+                    self._act(shard, shard.carry_out(done))
+            case Update():
+                shard = self._shard(message.table, message.shard)
+                sums = tuple(from_buffers(message.specs, delivery.buffers))
+                self._act(shard, shard.follow(message.record, sums, message.epoch))
+            case Confirmed():
+                shard = self._shard(message.table, message.shard)
+                done = shard.state.confirm(message.number, message.epoch)
+                self._act(shard, shard.carry_out(done))
+            case State():
+                self._install(message, from_buffers(message.specs, delivery.buffers))
+
+    def _ask(self, delivery: Delivery, message: Push | Pull) -> None:
+        """Handle a push or a pull: check all of it before anything is changed."""
+        role, worker = split_node(delivery.sender)
+        if role != "worker":
+            msg = f"only workers push and pull, not {delivery.sender}"
             raise CommError(msg)
-        instructions = table.state.push(worker, message.clock)
-        self._send(delivery.sender, Pushed(message.table, message.clock), (), delivery.id)
-        self._carry_out(table, instructions, value)
+        if len(message.specs) != len(message.shards):
+            msg = f"{len(message.shards)} shards with {len(message.specs)} values"
+            raise CommError(msg)
+        flat = [spec for specs in message.specs for spec in specs]
+        tensors = iter(from_buffers(flat, delivery.buffers))
+        values = {
+            number: tuple(next(tensors) for _ in specs)
+            for number, specs in zip(message.shards, message.specs, strict=True)
+        }
+        shards = {number: self._shard(message.table, number) for number in values}
+        for number, value in values.items():
+            storage = shards[number].storage
+            (storage.check if isinstance(message, Push) else storage.check_query)(value)
+        asker = self._note(delivery, values)
+        for number, shard in shards.items():
+            self.requests[shard.virtual] += 1
+            if isinstance(message, Push):
+                done = shard.state.push(worker, message.clock, asker)
+                self._act(shard, shard.carry_out(done, values[number]))
+            else:
+                self._act(shard, shard.state.pull(worker, message.clock, asker))
 
-    def _carry_out(
-        self, table: _Table, instructions: list[Instruction], value: torch.Tensor | None
+    def _note(self, delivery: Delivery, queries: dict[int, Tensors]) -> Asker:
+        asker = delivery.sender, delivery.id
+        self._asked[asker] = _Asked(queries)
+        return asker
+
+    def _configure(self, directory: Directory) -> None:
+        for shard in self.shards:
+            view = View(
+                directory.epoch,
+                directory.chains[shard.virtual],
+                directory.joining[shard.virtual],
+                directory.workers,
+            )
+            self._act(shard, shard.carry_out(shard.state.configure(view)))
+        self._report()
+        deferred, self._deferred = self._deferred, []
+        for delivery in deferred:
+            self.handle(delivery)
+        self._answer_ready()
+
+    def _resend(self) -> None:
+        for shard in self.shards:
+            self._act(shard, shard.state.resend())
+        self._reported.clear()
+        self._report()
+
+    def _linked(self, node: str) -> None:
+        if node == SCHEDULER:
+            self._reported.clear()
+            self._report()
+        for shard in self.shards:
+            neighbours = {shard.state.successor, shard.state.predecessor}
+            if node in {server_node(number) for number in neighbours if number is not None}:
+                self._act(shard, shard.state.resend())
+
+    # -- instructions
+
+    def _act(self, shard: Shard, instructions: Sequence[Instruction]) -> None:
+        state = shard.state
+        for each in instructions:
+            match each:
+                case SendOn(number):
+                    specs, buffers = as_buffers(shard.sums[number])
+                    update = Update(
+                        state.view.epoch, shard.table, shard.number, state.log[number], specs
+                    )
+                    self._send_to(state.successor, update, buffers)
+                case Confirm(number):
+                    confirmed = Confirmed(state.view.epoch, shard.table, shard.number, number)
+                    self._send_to(state.predecessor, confirmed)
+                case Install(server):
+                    self._send_state(shard, server)
+                case Accept(asker) | Answer(asker) | Moved(asker):
+                    self._resolve(shard, each, asker)
+                case _:
+                    msg = f"{each} is for values"
+                    raise AssertionError(msg)
+
+    def _resolve(self, shard: Shard, how: Instruction, asker: Asker) -> None:
+        """Let a shard of a request be answered with the next message to who asks."""
+        asked = self._asked.get(asker)
+        if asked is None or shard.number not in asked.queries:
+            return
+        query = asked.queries.pop(shard.number)
+        self._ready.add(asker)
+        if isinstance(how, Accept):
+            asked.accepted.append(shard.number)
+        elif isinstance(how, Moved):
+            asked.elsewhere.append(shard.number)
+        else:
+            worker = split_node(asker[0])[1]
+            asked.values[shard.number] = shard.read(worker, query)
+
+    def _answer_ready(self) -> None:
+        """Send the answers that are ready, one message for each kind."""
+        ready, self._ready = self._ready, set()
+        for asker in sorted(ready):
+            node, request = asker
+            asked = self._asked[asker]
+            if asked.accepted:
+                self._send(node, Accepted(tuple(asked.accepted)), answers=request)
+            if asked.elsewhere:
+                message = Elsewhere(tuple(asked.elsewhere), self._epoch)
+                self._send(node, message, answers=request)
+            if asked.values:
+                specs, buffers, versions = [], [], []
+                for values, version in asked.values.values():
+                    own, views = as_buffers(values)
+                    specs.append(own)
+                    buffers.extend(views)
+                    versions.append(version)
+                pulled = Pulled(tuple(asked.values), request, specs, tuple(versions))
+                self._send(node, pulled, buffers, answers=request)
+            self._asked[asker] = _Asked(asked.queries)
+            if not asked.queries:
+                del self._asked[asker]
+
+    def _send_state(self, shard: Shard, server: int) -> None:
+        """Send a whole shard to a server that joins its chain."""
+        state, progress = shard.storage.export(), shard.state.applied
+        specs, buffers = as_buffers(list(state.values()))
+        message = State(
+            since=shard.state.view.joining[server],
+            table=shard.table,
+            shard=shard.number,
+            number=progress.number,
+            clocks=progress.clocks,
+            completed=progress.completed,
+            num_dropped=progress.num_dropped,
+            begins=progress.rules.begins,
+            values=progress.rules.values,
+            names=list(state),
+            specs=specs,
+        )
+        self._send_to(server, message, buffers)
+
+    def _install(self, message: State, tensors: Sequence[object]) -> None:
+        shard = self._shard(message.table, message.shard)
+        state = shard.state
+        if state.is_installed or state.view.joining.get(self._number) != message.since:
+            return
+        shard.storage.load(dict(zip(message.names, tensors, strict=True)))  # type: ignore[arg-type]
+        progress = Progress(
+            Rules(list(message.begins), list(message.values)),
+            message.number,
+            dict(message.clocks),
+            message.completed,
+            message.num_dropped,
+        )
+        self._act(shard, shard.carry_out(state.install(progress, message.since)))
+        self._report()
+
+    def _report(self) -> None:
+        """Inform the scheduler of virtual shards of which all shards are installed."""
+        directory = self._postoffice.directory
+        if directory is None:
+            return
+        for virtual, joining in enumerate(directory.joining):
+            since = joining.get(self._number)
+            if since is None or (virtual, since) in self._reported:
+                continue
+            own = [shard for shard in self.shards if shard.virtual == virtual]
+            if all(shard.state.is_installed for shard in own):
+                self._reported.add((virtual, since))
+                self._send(SCHEDULER, Installed(virtual, self._number, since))
+
+    @property
+    def _epoch(self) -> int:
+        return self._postoffice.epoch
+
+    def _shard(self, table: str, number: int) -> Shard:
+        if table not in self._tables:
+            known = ", ".join(sorted(self._tables)) or "none"
+            msg = f"there is no table {table!r}; the server has {known}"
+            raise CommError(msg)
+        if (table, number) not in self._shards:
+            count = self._tables[table].num_shards
+            msg = f"table {table!r} has {count} shards here, and the request is for {number}"
+            raise CommError(f"{msg}: do worker and server have the same model?")
+        return self._shards[table, number]
+
+    def _send_to(
+        self, server: int | None, message: Message, buffers: Sequence[memoryview] = ()
     ) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Keep(worker, clock):
-                    assert value is not None, "a push has a value"
-                    table.kept[worker, clock] = value
-                case Apply(pushes, scale):
-                    self._apply(table, pushes, scale)
-                case Answer(worker, request):
-                    self._send_values(table, worker, request)
-                case Drop():
-                    pass
-
-    @torch.no_grad()
-    def _apply(self, table: _Table, pushes: tuple[tuple[int, int], ...], scale: float) -> None:
-        """Add values in the given order, scale the sum once, and step."""
-        first, *rest = (table.kept.pop(push) for push in pushes)
-        for value in rest:
-            first.add_(value)
-        table.values.grad = first if scale == 1.0 else first.mul_(scale)
-        table.optimizer.step()
-        table.values.grad = None
-        table.version += 1
-
-    def _send_values(self, table: _Table, worker: int, request: int) -> None:
-        name = next(name for name, own in self._tables.items() if own is table)
-        (spec,), buffers = as_buffers([table.values.detach().clone()])
-        self._send(f"worker:{worker}", Pulled(name, spec, table.version), buffers, request)
+        if server is not None:
+            self._send(server_node(server), message, buffers)
 
     def _send(
-        self, to: str, message: Message, buffers: list[memoryview] | tuple[()], request: int
+        self, to: str, message: Message, buffers: Sequence[memoryview] = (), answers: int = 0
     ) -> None:
-        self._van.send(to, message, buffers=buffers, answers=request)
-
-    def _lost(self, worker: int, notice: PeerLost) -> PeerLostError:
-        waits = [line for table in self._tables.values() for line in table.state.waiting()]
-        text = f"; {'; '.join(waits)}" if waits else ""
-        msg = f"lost worker {worker}: {notice.reason}{text}"
-        return PeerLostError(msg, rank=worker)
+        self._postoffice.send(to, message, buffers, answers=answers)

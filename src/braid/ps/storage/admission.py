@@ -3,8 +3,8 @@
 Problem: most ids of logs are seen once or twice. Their rows fill the memory and learn nothing.
 
 Idea: count the updates that have an id, and create its row with the n-th. Gradients before are
-dropped. Counts are exact and kept by id, at some 60 bytes each, so they move with the shard; a
-sketch with fewer bytes would give other counts for each number of shards.
+dropped. Counts are exact and kept by id, at 40 bytes each, so they move with the shard; a sketch
+with fewer bytes would give other counts for each number of shards.
 
     update      1    2    3    4          min_pushes 3
     id 17       x         x    x          row created by update 4, which is applied to it

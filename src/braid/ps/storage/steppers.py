@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
-CHUNK = 1 << 17  # elements, whose values, gradients and state stay in a core's cache
 ADVICE = "Load the export of a table with the same kind of optimizer"
 
 
@@ -130,18 +129,10 @@ class RuleStepper(Stepper):
 
     def step(self, values: torch.Tensor, grad: torch.Tensor) -> None:
         """See `Stepper`."""
-        per_row = {n: each for n, each in self._state.items() if not self._is_per_element(n)}
-        stepped = per_row
-        for begin in range(0, max(1, len(values)), CHUNK):
-            chunk = slice(begin, begin + CHUNK)
-            # each chunk steps the shard's own state, such as its step count, from the same value
-            stepped = {name: each.clone() for name, each in per_row.items()}
-            own = {n: each[:, chunk] for n, each in self._state.items() if n not in per_row}
-            rows = values[chunk].to(self._dtype)  # a view unless the table has half precision
-            self._rule.step(rows[None], grad[chunk].to(self._dtype)[None], {**own, **stepped})
-            if rows.dtype != values.dtype:
-                values[chunk] = rows
-        self._state.update(stepped)
+        rows = values.to(self._dtype)  # the same memory unless the table has half precision
+        self._rule.step(rows[None], grad.to(self._dtype)[None], self._state)
+        if rows is not values:
+            values.copy_(rows)
 
     def export(self) -> State:
         """See `Stepper`."""
@@ -176,10 +167,7 @@ class RuleStepper(Stepper):
     def _part(self, name: str) -> torch.Tensor:
         """Return a view of a column: [n] for elements, [] for a row."""
         column = self._state[name]
-        return column[0] if self._is_per_element(name) else column[0, 0]
-
-    def _is_per_element(self, name: str) -> bool:
-        return self._rule.columns[name].per_element
+        return column[0] if self._rule.columns[name].per_element else column[0, 0]
 
 
 class TorchStepper(Stepper):
@@ -243,15 +231,8 @@ class TorchStepper(Stepper):
     def export(self) -> State:
         """See `Stepper`."""
         state: State = {"lr": torch.tensor(float(self._group["lr"]), dtype=torch.float64)}
-        for name, value in self._optimizer.state.get(self._param, {}).items():
+        for name, value in self._optimizer.state[self._param].items():
             if isinstance(value, torch.Tensor):
-                if value.shape not in {self._param.shape, torch.Size()}:
-                    msg = (
-                        f"table {self._table!r}: {type(self._optimizer).__name__} keeps {name} of "
-                        f"shape {list(value.shape)}, which is neither one number nor one for each "
-                        f"of {len(self._param)} elements, so it cannot be moved or divided"
-                    )
-                    raise ConfigError(msg)
                 state[f"state.{name}"] = value.detach().clone()
             elif value is not None:
                 dtype = torch.float64 if isinstance(value, float) else torch.int64

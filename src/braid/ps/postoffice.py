@@ -1,0 +1,332 @@
+"""The post office of a node: its van, the directory, and who handles which message.
+
+    van ── deliveries ──> Postoffice ──> handler of the message's type: Server, Scheduler, Customer
+                               └── links: connects to nodes of the directory when they are needed
+
+One thread at a time receives: whichever waits in `wait_until`. Handlers run in it, one after the
+other, so nothing else needs a lock.
+
+Source: the Postoffice of PS-Lite; M. Li et al., Parameter Server, OSDI 2014.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from braid.errors import (
+    BraidError,
+    CommError,
+    CommTimeout,
+    PeerLostError,
+    RendezvousError,
+    StaleError,
+)
+from braid.message import Delivery, Message, PeerLost, Van
+from braid.ps.messages import Failure, Here, Join, Leave
+from braid.ps.protocol.directory import Directory
+from braid.wire import Buffer
+
+__all__ = ["SCHEDULER", "Handler", "Postoffice", "server_node", "worker_node"]
+
+SCHEDULER = "scheduler"
+TICK_S = 0.25  # how often broken links are tried again
+CONNECT_S = 2.0  # how long that may take
+Handler: TypeAlias = Callable[[Delivery], None]
+
+
+def server_node(number: int) -> str:
+    """Return the name of a server."""
+    return f"server:{number}"
+
+
+def worker_node(number: int) -> str:
+    """Return the name of a worker."""
+    return f"worker:{number}"
+
+
+class Postoffice:
+    """Receives for all parts of a node, and knows where others are.
+
+    Args:
+        van: Van of the node; closed by `close`.
+        scheduler: Address of the scheduler; empty for the scheduler itself.
+        start: First clock of a worker that joins a run that has begun.
+        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+    """
+
+    def __init__(
+        self, van: Van, scheduler: str = "", *, start: int = 0, resend_s: float | None = None
+    ) -> None:
+        self.van = van
+        self.directory: Directory | None = None
+        self.failure = ""
+        self._scheduler = scheduler
+        self._start = start
+        self._resend_s = resend_s
+        self._handlers: dict[type[Message], Handler] = {
+            Here: self._learn,
+            Failure: self._fail,
+            PeerLost: self._lost,
+        }
+        self._on_directory: list[Callable[[Directory], None]] = []
+        self._on_lost: list[Callable[[str], None]] = []
+        self._on_linked: list[Callable[[str], None]] = []
+        self._on_resend: list[Callable[[], None]] = []
+        self._expected: dict[int, Handler] = {}
+        self._soon: deque[Callable[[], None]] = deque()
+        self._broken: set[str] = set()
+        self._ticked_ns = self._resent_ns = van.clock.now_ns()
+        self._changed = threading.Condition(threading.RLock())
+        self._is_receiving = False
+
+    @property
+    def node(self) -> str:
+        """Name of this node."""
+        return self.van.node
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the directory; -1 before the first."""
+        return -1 if self.directory is None else self.directory.epoch
+
+    def register(
+        self,
+        handlers: dict[type[Message], Handler],
+        *,
+        on_directory: Callable[[Directory], None] | None = None,
+        on_lost: Callable[[str], None] | None = None,
+        on_linked: Callable[[str], None] | None = None,
+        on_resend: Callable[[], None] | None = None,
+    ) -> None:
+        """Let a part of the node handle messages, directories, losses and links made again."""
+        self._handlers |= handlers
+        self._on_directory += [] if on_directory is None else [on_directory]
+        self._on_lost += [] if on_lost is None else [on_lost]
+        self._on_linked += [] if on_linked is None else [on_linked]
+        self._on_resend += [] if on_resend is None else [on_resend]
+
+    def expect(self, message_id: int, handler: Handler) -> None:
+        """Let a function handle the answers to a message."""
+        self._expected[message_id] = handler
+
+    def expect_no_more(self, message_ids: Iterable[int]) -> None:
+        """Drop further answers to some messages."""
+        for number in message_ids:
+            self._expected.pop(number, None)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Join the run, and wait for the first directory.
+
+        Raises:
+            RendezvousError: The scheduler cannot be reached.
+            CommTimeout: Not all servers and workers have come.
+        """
+        self.van.connect(SCHEDULER, self._scheduler, timeout_s=timeout_s)
+        self.announce()
+        self.wait_until(
+            lambda: self.directory is not None or bool(self.failure),
+            timeout_s,
+            lambda: "not all servers and workers have joined the scheduler",
+        )
+
+    def announce(self) -> None:
+        """Inform the scheduler that this node is here; the directory is its answer."""
+        self.send(SCHEDULER, Join(self.van.address, self._start))
+
+    def raise_failure(self) -> None:
+        """Raise what ended the run, if anything did.
+
+        Raises:
+            PeerLostError: The run cannot go on; says why.
+        """
+        if self.failure:
+            raise PeerLostError(self.failure)
+
+    def leave(self) -> None:
+        """Let nobody wait for this worker any more."""
+        with contextlib.suppress(BraidError):
+            self.van.send(SCHEDULER, Leave())
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close the van. Idempotent."""
+        self.van.close(linger_s)
+
+    # -- sending
+
+    def send(
+        self,
+        to: str,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        answers: int = 0,
+        message_id: int = 0,
+        priority: int = 0,
+    ) -> bool:
+        """Send a message; connect before, if need be.
+
+        Returns:
+            Whether the node could be reached. It may be lost before the message arrives.
+        """
+        try:
+            if to not in self.van.peers and not self._connect(to):
+                return False
+            self.van.send(
+                to,
+                message,
+                buffers=buffers,
+                answers=answers,
+                message_id=message_id,
+                priority=priority,
+            )
+        except (PeerLostError, StaleError):
+            self._broken.add(to)
+            return False
+        return True
+
+    def _connect(self, to: str) -> bool:
+        role, _, number = to.partition(":")
+        address = self._scheduler
+        if role == "server" and self.directory is not None:
+            address = self.directory.servers.get(int(number), "")
+        elif role != SCHEDULER:
+            return False
+        try:
+            self.van.connect(to, address, timeout_s=CONNECT_S)
+        except (CommError, RendezvousError):
+            self._broken.add(to)
+            return False
+        self._broken.discard(to)
+        return True
+
+    # -- receiving
+
+    def wait_until(
+        self,
+        is_over: Callable[[], bool],
+        timeout_s: float | None = None,
+        missing: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Receive and handle messages until `is_over()`.
+
+        Args:
+            is_over: Condition; checked after each message.
+            timeout_s: Deadline; 300 s when None.
+            missing: Function that says what is missing, for the error.
+
+        Raises:
+            CommTimeout: It is not over by the deadline.
+            StaleError: The van is closed.
+        """
+        seconds = 300.0 if timeout_s is None else timeout_s
+        deadline_ns = self.van.clock.now_ns() + round(seconds * 1e9)
+        while True:
+            with self._changed:
+                if is_over():
+                    return
+                left_s = (deadline_ns - self.van.clock.now_ns()) / 1e9
+                if left_s <= 0:
+                    msg = f"{self.node} waited {seconds:g} s: {missing()}"
+                    raise CommTimeout(msg)
+                if self._is_receiving:
+                    self._changed.wait(left_s)
+                else:
+                    self._receive(min(left_s, TICK_S))
+            self._run_callbacks()
+
+    def poll(self, delivery: Delivery | None = None) -> None:
+        """Handle what has arrived, after `delivery` if one was received already; never waits."""
+        with self._changed:
+            if delivery is not None:
+                self.handle(delivery)
+            while not self._is_receiving and (delivery := self.van.try_recv()) is not None:
+                self.handle(delivery)
+            self.tick()
+        self._run_callbacks()
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call a function of the program once the messages at hand are handled; it may wait."""
+        self._soon.append(call)
+
+    def _run_callbacks(self) -> None:
+        while self._soon:
+            self._soon.popleft()()
+
+    def _receive(self, timeout_s: float) -> None:
+        """Receive one message and handle it; with the lock, which is released meanwhile."""
+        self._is_receiving = True
+        self._changed.release()
+        delivery = None
+        try:
+            with contextlib.suppress(CommTimeout):
+                delivery = self.van.recv(timeout_s)
+        finally:
+            self._changed.acquire()
+            self._is_receiving = False
+            self._changed.notify_all()
+        if delivery is not None:
+            self.handle(delivery)
+        self.tick()
+
+    def handle(self, delivery: Delivery) -> None:
+        """Handle a message that has arrived; an answer that nobody expects is dropped."""
+        if delivery.answers:
+            handler = self._expected.get(delivery.answers)
+        else:
+            handler = self._handlers.get(type(delivery.message))
+        if handler is not None:
+            handler(delivery)
+
+    def tick(self) -> None:
+        """Try broken links again, and send unanswered messages again where that was asked for."""
+        now_ns = self.van.clock.now_ns()
+        if self._broken and now_ns - self._ticked_ns >= TICK_S * 1e9:
+            self._ticked_ns = now_ns
+            for node in sorted(self._broken):
+                self._restore(node)
+        if self._resend_s is not None and now_ns - self._resent_ns >= self._resend_s * 1e9:
+            self._resent_ns = now_ns
+            if self.directory is None and self.node != SCHEDULER:
+                self.announce()
+            for call in self._on_resend:
+                call()
+
+    def _restore(self, node: str) -> None:
+        """Connect to a node again whose link is broken."""
+        if node not in self.van.peers and not self._connect(node):
+            role, _, number = node.partition(":")
+            alive = {} if self.directory is None else self.directory.servers
+            if role == "worker" or (role == "server" and int(number) not in alive):
+                self._broken.discard(node)
+            return
+        self._broken.discard(node)
+        if node == SCHEDULER:
+            self.announce()
+        for call in self._on_linked:
+            call(node)
+
+    # -- what concerns the whole node
+
+    def _learn(self, delivery: Delivery) -> None:
+        message = delivery.message
+        assert isinstance(message, Here), "this handler is for directories"
+        if message.directory.epoch > self.epoch:
+            self.directory = message.directory
+            for call in self._on_directory:
+                call(message.directory)
+
+    def _fail(self, delivery: Delivery) -> None:
+        message = delivery.message
+        assert isinstance(message, Failure), "this handler is for failures"
+        self.failure = self.failure or message.text
+
+    def _lost(self, delivery: Delivery) -> None:
+        if delivery.sender in self.van.peers:
+            return  # it has connected again
+        self._broken.add(delivery.sender)
+        for call in self._on_lost:
+            call(delivery.sender)

@@ -1,0 +1,1 @@
+"""The decisions of servers, scheduler and workers: state machines without tensors or sockets."""

@@ -1,0 +1,110 @@
+"""Progress of a shard: records, and the clocks that follow from them.
+
+A shard changes by records only, numbered 1, 2, 3, ... Each replica that has the same records has
+the same values, clocks and rules, whichever server decided on them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from braid.ps.consistency import Consistency
+
+__all__ = ["Progress", "Push", "Record", "Rules"]
+
+Push = tuple[int, int]  # worker and clock
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One change of a shard.
+
+    Attributes:
+        number: Its place among all changes of the shard.
+        pushes: Worker and clock of the gradients that were added up, in this order.
+        scale: Factor of the sum.
+        dropped: Pushes that came too late.
+        completed: Number of clocks that are complete from now on.
+        change: Clock from which another consistency holds, and that one.
+    """
+
+    number: int
+    pushes: tuple[Push, ...] = ()
+    scale: float = 1.0
+    dropped: tuple[Push, ...] = ()
+    completed: int = 0
+    change: tuple[int, Consistency] | None = None
+
+
+@dataclass
+class Rules:
+    """Consistency of a table by clock.
+
+    Attributes:
+        begins: Clocks at which one begins, ascending from 0.
+        values: Consistency from there on.
+    """
+
+    begins: list[int]
+    values: list[Consistency]
+
+    @classmethod
+    def always(cls, consistency: Consistency) -> Rules:
+        """Return rules that never change."""
+        return cls([0], [consistency])
+
+    def at(self, clock: int) -> Consistency:
+        """Return what holds at a clock."""
+        return self.values[bisect.bisect_right(self.begins, max(clock, 0)) - 1]
+
+    def begin(self, clock: int) -> int:
+        """Return the clock at which that began."""
+        return self.begins[bisect.bisect_right(self.begins, max(clock, 0)) - 1]
+
+    def change(self, clock: int, consistency: Consistency) -> None:
+        """Let another consistency hold from a clock on."""
+        keep = bisect.bisect_left(self.begins, clock)
+        self.begins[keep:], self.values[keep:] = [clock], [consistency]
+
+
+@dataclass
+class Progress:
+    """State of a shard apart from its values; the same on all replicas.
+
+    Attributes:
+        rules: Consistency by clock.
+        number: Number of the last record.
+        clocks: Next clock of each worker that has pushed.
+        completed: Number of complete clocks.
+        num_dropped: Pushes that came too late.
+    """
+
+    rules: Rules
+    number: int = 0
+    clocks: dict[int, int] = field(default_factory=dict)
+    completed: int = 0
+    num_dropped: int = 0
+
+    def advance(self, record: Record) -> None:
+        """Let a record, the next one, have happened."""
+        assert record.number == self.number + 1, "records have no gaps"
+        self.number = record.number
+        for worker, clock in (*record.pushes, *record.dropped):
+            self.clocks[worker] = max(self.clocks.get(worker, 0), clock + 1)
+        self.num_dropped += len(record.dropped)
+        self.completed = record.completed
+        if record.change is not None:
+            self.rules.change(*record.change)
+
+    def copy(self) -> Progress:
+        """Return an independent copy."""
+        rules = Rules(list(self.rules.begins), list(self.rules.values))
+        return Progress(rules, self.number, dict(self.clocks), self.completed, self.num_dropped)
+
+    def slowest(self, members: Iterable[int], starts: dict[int, int]) -> int:
+        """Return the least clock of the members; what is complete if there is none."""
+        clocks = [self.clocks.get(worker, starts[worker]) for worker in members]
+        return min(clocks, default=self.completed)

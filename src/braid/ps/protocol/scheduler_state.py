@@ -1,0 +1,220 @@
+"""The decisions of the scheduler, as a state machine: who is here, where shards lie, who waits.
+
+    event            what follows
+    join             the first directory when all are here; then a server gets shards, a worker its
+                     place back
+    lost server      its chains go on without it; copies are made elsewhere; a shard without any
+                     copy fails the run
+    lost worker      by policy: fail, wait for a new process of its number, or shrink
+    installed        the next directory
+    leave            a worker is waited for no longer; a server's shards go to others first
+    barrier          released when all of its group have come
+
+The scheduler has no part in pushes and pulls. While it is gone, they go on; its journal is its last
+directory.
+
+Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.2 to 4.5; PS-Lite's scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+from braid.errors import CommError
+from braid.ps.protocol.directory import Directory
+
+__all__ = ["Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState"]
+
+OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink"]
+
+
+class Publish(NamedTuple):
+    """Send the directory to all nodes."""
+
+    directory: Directory
+
+
+class Release(NamedTuple):
+    """Answer requests: the barrier is reached, or the node may go."""
+
+    requests: tuple[tuple[str, int], ...]
+
+
+class Fail(NamedTuple):
+    """Inform all nodes that the run cannot go on."""
+
+    text: str
+
+
+Instruction: TypeAlias = Publish | Release | Fail
+
+
+class SchedulerState:
+    """State of the scheduler.
+
+    Args:
+        num_servers: Servers that the first directory waits for.
+        num_workers: Workers that it waits for.
+        replicas: Copies of each shard beside the head's.
+        on_worker_loss: Policy for the loss of a worker.
+        directory: The last one of an earlier life, from its journal.
+
+    Raises:
+        ConfigError: There are not enough servers for the copies.
+    """
+
+    def __init__(
+        self,
+        num_servers: int,
+        num_workers: int,
+        *,
+        replicas: int = 0,
+        on_worker_loss: OnWorkerLoss = "fail",
+        directory: Directory | None = None,
+    ) -> None:
+        self._num_servers = num_servers
+        self._num_workers = num_workers
+        self._replicas = replicas
+        self._on_worker_loss = on_worker_loss
+        self.directory = directory
+        self.failure = ""
+        self._servers: dict[int, str] = {}
+        self._workers: set[int] = set()
+        self._gone: set[int] = set()  # workers that have left
+        self._barriers: dict[str, dict[str, int]] = {}
+        self._weights: list[float] | None = None
+        self._counts: dict[int, list[int]] = {}
+        self._leaving: dict[int, tuple[str, int]] = {}  # servers, with who waits for it
+        Directory.begin(dict.fromkeys(range(num_servers), ""), (), replicas)  # checks the numbers
+
+    # -- events
+
+    def server_joins(self, server: int, address: str) -> list[Instruction]:
+        """Take in a server; the first ones become the first directory."""
+        if self.directory is None:
+            self._servers[server] = address
+            return self._begin()
+        if server in self.directory.servers:  # its link was cut, or the scheduler is new
+            return [Publish(self.directory)]
+        return self._change(self.directory.with_server(server, address))
+
+    def worker_joins(self, worker: int, start: int = 0) -> list[Instruction]:
+        """Take in a worker; one that comes later begins at the clock `start`."""
+        self._workers.add(worker)
+        self._gone.discard(worker)
+        if self.directory is None:
+            return self._begin()
+        if worker in self.directory.workers:
+            return [Publish(self.directory)]
+        return self._change(self.directory.with_workers({**self.directory.workers, worker: start}))
+
+    def worker_leaves(self, worker: int) -> list[Instruction]:
+        """Wait for a worker no longer, since it is done."""
+        self._gone.add(worker)
+        return self._remove(worker)
+
+    def worker_lost(self, worker: int, reason: str) -> list[Instruction]:
+        """Act on the loss of a worker as the policy says."""
+        if worker in self._gone or worker not in self._workers or self.failure:
+            return []
+        self._workers.discard(worker)
+        if self._on_worker_loss == "fail":
+            return self._fail(f"lost worker {worker}: {reason}")
+        return self._remove(worker) if self._on_worker_loss == "shrink" else []
+
+    def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
+        """Move a server's shards to others, then let it go.
+
+        Raises:
+            CommError: No server would be left.
+        """
+        assert self.directory is not None, "a server leaves after it has joined"
+        if len(self.directory.servers) - len({*self.directory.leaving, server}) < 1:
+            msg = f"server {server} cannot leave: it is the last one, and has all shards"
+            raise CommError(msg)
+        self._leaving[server] = request
+        return self._change(self.directory.drained(server))
+
+    def server_lost(self, server: int, reason: str) -> list[Instruction]:
+        """Go on without a server, where its shards have copies."""
+        directory = self.directory
+        self._servers.pop(server, None)  # it counts no longer, if not all have come yet
+        if directory is None or server not in directory.servers or self.failure:
+            return []
+        before = set(directory.lost)
+        self._leaving.pop(server, None)
+        directory = directory.without(server)
+        if missing := sorted(set(directory.lost) - before):
+            self.directory = directory
+            return self._fail(
+                f"lost server {server}: {reason}. With it {len(missing)} of "
+                f"{len(directory.chains)} virtual shards are gone, since no server has a copy: "
+                "resume from a snapshot, and start with replicas=1 to outlive a server"
+            )
+        return self._change(directory)
+
+    def installed(self, shard: int, server: int, since: int) -> list[Instruction]:
+        """Record that a server that joins a chain has the state."""
+        assert self.directory is not None, "nothing is installed before the first directory"
+        directory = self.directory.installed(shard, server, since)
+        return [] if directory is self.directory else self._change(directory)
+
+    def balance(self, server: int, counts: list[int]) -> list[Instruction]:
+        """Take in the requests that a server had; move hot shards to servers with little load."""
+        directory = self.directory
+        if directory is None or len(counts) != len(directory.chains):
+            return []
+        self._counts[server] = counts
+        if self._counts.keys() < directory.servers.keys():
+            return []
+        totals = [sum(column) for column in zip(*self._counts.values(), strict=True)]
+        self._counts.clear()
+        mean = sum(totals) / len(totals) or 1.0
+        self._weights = [max(total / mean, 0.01) for total in totals]
+        return self._change(directory) if directory.moves(self._weights) else []
+
+    def barrier(
+        self, name: str, node: str, request: int, members: frozenset[str]
+    ) -> list[Instruction]:
+        """Let a node wait at a barrier until all `members` have come."""
+        waiting = self._barriers.setdefault(name, {})
+        waiting[node] = request
+        if not members <= waiting.keys():
+            return []
+        del self._barriers[name]
+        return [Release(tuple(waiting.items()))]
+
+    def waiting(self) -> list[str]:
+        """Return who waits at which barrier, as text."""
+        return [f"{', '.join(sorted(own))} at {name}" for name, own in self._barriers.items()]
+
+    # -- inside
+
+    def _begin(self) -> list[Instruction]:
+        if len(self._servers) < self._num_servers or len(self._workers) < self._num_workers:
+            return []
+        self.directory = Directory.begin(self._servers, sorted(self._workers), self._replicas)
+        return [Publish(self.directory)]
+
+    def _remove(self, worker: int) -> list[Instruction]:
+        directory = self.directory
+        if directory is None or worker not in directory.workers:
+            return []
+        rest = {other: start for other, start in directory.workers.items() if other != worker}
+        return self._change(directory.with_workers(rest))
+
+    def _change(self, directory: Directory) -> list[Instruction]:
+        """Publish a directory with the copies and moves that it calls for."""
+        if moves := directory.moves(self._weights):
+            directory = directory.with_copies(moves)
+        self.directory = directory
+        loads = directory.loads()
+        free = [server for server in self._leaving if not loads[server]]
+        released = tuple(self._leaving.pop(server) for server in free)
+        for server in free:
+            self.directory = directory = directory.without(server)
+        return [Publish(directory), *([Release(released)] if released else [])]
+
+    def _fail(self, text: str) -> list[Instruction]:
+        self.failure = text
+        return [Fail(text)]

@@ -1,0 +1,525 @@
+"""The decisions about one shard on one server, as a state machine: events in, instructions out.
+
+A shard lies on a chain of servers. The first, its head, decides; each change goes down the chain as
+a record, and its confirmation comes back up. What is confirmed lies on all servers of the chain.
+
+    worker                head                    successor ... tail
+      push ───────────────> Keep
+      push (another) ─────> Keep, Merge, SendOn ──> Apply, SendOn ──> Apply, Confirm
+                            Apply, Accept, Answer <── Confirm <──────────┘
+
+    event                   at the head                                elsewhere
+    push, pull              keep or park; decide                       Moved: ask the head
+    record                  (has none before it)                       Apply; SendOn or Confirm
+    confirmed               Apply; Accept pushes, Answer pulls         Confirm
+    configure               new chain: send what is unconfirmed again; a new head begins with the
+                            records that it has; who left the chain answers Moved to all
+
+Replication comes after aggregation: a clock of all workers is one record. A head changes its values
+when a record is confirmed, so no pull shows what could be lost. What has not been accepted is the
+worker's, which sends it again; a push that is in a record is never in another one. Messages of an
+earlier epoch mean nothing: a head that was replaced cannot confirm anything more.
+
+No tensors, threads, sockets or clocks of the host: values are named by worker and clock.
+
+Sources: M. Li et al., Parameter Server, OSDI 2014, sections 3.4, 4.3 (replication after
+aggregation); R. van Renesse, F. Schneider, Chain Replication, OSDI 2004; Q. Ho et al., SSP, 2013.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+from braid.errors import CommError
+from braid.ps.consistency import Consistency
+from braid.ps.protocol.progress import Progress, Push, Record, Rules
+
+__all__ = [
+    "Accept",
+    "Answer",
+    "Apply",
+    "Confirm",
+    "Drop",
+    "Install",
+    "Instruction",
+    "Keep",
+    "Merge",
+    "Moved",
+    "SendOn",
+    "ShardState",
+    "View",
+]
+
+Request: TypeAlias = tuple[str, int]  # node that asks, and number of its request
+
+
+class View(NamedTuple):
+    """A shard's chain, as one epoch of the directory says.
+
+    Attributes:
+        epoch: The epoch.
+        chain: Servers, the head first.
+        joining: Servers among them that have no state yet, with the epoch since which they join.
+        members: Workers for which a clock waits, with the first clock of each.
+    """
+
+    epoch: int
+    chain: tuple[int, ...]
+    joining: Mapping[int, int]
+    members: Mapping[int, int]
+
+
+class Keep(NamedTuple):
+    """Keep the value of this push."""
+
+    worker: int
+    clock: int
+
+
+class Drop(NamedTuple):
+    """Forget the values of these pushes."""
+
+    pushes: tuple[Push, ...]
+
+
+class Merge(NamedTuple):
+    """Add up the kept values of a record."""
+
+    record: Record
+
+
+class SendOn(NamedTuple):
+    """Send a record and its sum to the successor."""
+
+    number: int
+
+
+class Apply(NamedTuple):
+    """Let the optimizer step with the sum of a record."""
+
+    number: int
+
+
+class Confirm(NamedTuple):
+    """Inform the predecessor that all servers from here on have the records up to this one."""
+
+    number: int
+
+
+class Accept(NamedTuple):
+    """Answer a push: it will not be lost."""
+
+    request: Request
+
+
+class Answer(NamedTuple):
+    """Answer a pull with the values."""
+
+    request: Request
+
+
+class Moved(NamedTuple):
+    """Answer a request: another server is the head, as a later directory says."""
+
+    request: Request
+
+
+class Install(NamedTuple):
+    """Send the whole state to a server that has none."""
+
+    server: int
+
+
+Instruction: TypeAlias = (
+    Keep | Drop | Merge | SendOn | Apply | Confirm | Accept | Answer | Moved | Install
+)
+
+
+class ShardState:
+    """State of one shard on one server.
+
+    Args:
+        server: Number of the server.
+        consistency: When pushes are applied, and pulls answered, at first.
+
+    Attributes:
+        applied: Progress of the values.
+        decided: Progress that a head has decided on, confirmed or not.
+        confirmed: Number of the last record that the whole chain has.
+        log: Records that wait to be confirmed.
+        is_installed: Whether the server has the shard's state.
+    """
+
+    def __init__(self, server: int, consistency: Consistency) -> None:
+        self._server = server
+        self.view = View(-1, (), {}, {})
+        self.applied = Progress(Rules.always(consistency))
+        self.decided = self.applied.copy()
+        self.confirmed = 0
+        self.log: dict[int, Record] = {}
+        self.is_installed = False
+        self._early: dict[int, Record] = {}  # records that came before their predecessor
+        self._pushes: dict[Push, Request] = {}  # kept, with who waits for the answer
+        self._eligible: list[Push] = []  # those without a gap before them, as they came
+        self._accepts: list[tuple[int, Request]] = []  # number of a record, who waits for it
+        self._parked: dict[Request, tuple[int, int]] = {}  # worker and clock of pulls
+        self._since = -1  # epoch since which this server joins, or has joined
+        self._sent_to: tuple[int, int] | None = None  # whom the state was sent to, and its `since`
+
+    # -- what the place in the chain means
+
+    @property
+    def is_head(self) -> bool:
+        """Whether this server decides."""
+        return self.view.chain[:1] == (self._server,) and self.is_installed
+
+    @property
+    def successor(self) -> int | None:
+        """The next server of the chain."""
+        return self._neighbour(1)
+
+    @property
+    def predecessor(self) -> int | None:
+        """The server before this one in the chain."""
+        return self._neighbour(-1)
+
+    def _neighbour(self, step: int) -> int | None:
+        chain = self.view.chain
+        if self._server not in chain:
+            return None
+        place = chain.index(self._server) + step
+        return chain[place] if 0 <= place < len(chain) else None
+
+    # -- events
+
+    def configure(self, view: View) -> list[Instruction]:
+        """Continue as a later epoch says; nothing happens for an earlier one."""
+        if view.epoch <= self.view.epoch:
+            return []
+        was_head, is_first = self.is_head, self.view.epoch < 0
+        self.view = view
+        if self._server not in view.chain:
+            return self._discard()
+        since = view.joining.get(self._server)
+        if since is not None and since != self._since:
+            self._since, self.is_installed = since, False
+            self.log.clear()
+            self._early.clear()
+        elif is_first:
+            self.is_installed = True
+        if not self.is_installed:
+            return []
+        done: list[Instruction] = []
+        if self.is_head and not was_head:
+            self.decided = self.applied.copy()
+        done += self._install_successor()
+        if self.successor is None:
+            done += self._confirm(max(self.decided.number, self.applied.number))
+        else:
+            done += [SendOn(number) for number in self.log]
+        if not self.is_head:
+            done += self._redirect()
+            return done
+        return [*done, *self._decide(), *self._freed()]
+
+    def push(self, worker: int, clock: int, request: Request) -> list[Instruction]:
+        """Decide on a push.
+
+        Raises:
+            CommError: The worker is not of this table.
+        """
+        if not self.is_head:
+            return [Moved(request)]
+        self._check(worker)
+        if clock < self.decided.clocks.get(worker, 0):
+            return self._accept_from(self.decided.number, request)
+        is_new = (worker, clock) not in self._pushes
+        self._pushes[worker, clock] = request  # the last one that asks is answered
+        if not is_new:
+            return []
+        self._admit(worker)
+        return [Keep(worker, clock), *self._decide(), *self._freed()]
+
+    def pull(self, worker: int, clock: int, request: Request) -> list[Instruction]:
+        """Decide on a pull of the values before a worker's clock.
+
+        Raises:
+            CommError: The worker is not of this table.
+        """
+        if not self.is_head:
+            return [Moved(request)]
+        self._check(worker)
+        self._parked[request] = worker, clock
+        return self._freed()
+
+    def change(self, clock: int, consistency: Consistency, request: Request) -> list[Instruction]:
+        """Let another consistency hold from a clock on.
+
+        Raises:
+            CommError: The clock is over, or the quorum exceeds the workers.
+        """
+        if not self.is_head:
+            return [Moved(request)]
+        rules = self.decided.rules
+        if clock in rules.begins and rules.at(clock) == consistency:
+            return self._accept_from(self.decided.number, request)
+        latest = max([self.decided.completed, *(c for _, c in self._pushes)], default=0)
+        if clock < latest:
+            msg = (
+                f"the consistency cannot change at clock {clock}: clock {latest} has begun; "
+                "choose a later one, the same on all workers"
+            )
+            raise CommError(msg)
+        record = self._record(change=(clock, consistency))
+        return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
+
+    def record(self, record: Record, epoch: int) -> list[Instruction]:
+        """Take a record of the predecessor, whose sum the driver keeps under its number."""
+        if epoch != self.view.epoch or self._server not in self.view.chain or self.is_head:
+            return []
+        if record.number <= self.applied.number and self.is_installed:
+            return [Confirm(self.confirmed)] if record.number <= self.confirmed else []
+        self._early[record.number] = record
+        return self._follow()
+
+    def install(self, progress: Progress, since: int) -> list[Instruction]:
+        """Begin with the state of the predecessor."""
+        if self.is_installed or since != self.view.joining.get(self._server):
+            return []
+        self.applied, self.decided = progress.copy(), progress.copy()
+        self.is_installed = True
+        self._early = {n: each for n, each in self._early.items() if n > progress.number}
+        self.confirmed = 0
+        done = self._install_successor()
+        if self.successor is None:
+            done += self._confirm(progress.number)
+        return [*done, *self._follow()]
+
+    def confirm(self, number: int, epoch: int) -> list[Instruction]:
+        """Learn that the successor, and all after it, have the records up to this one."""
+        if epoch != self.view.epoch or number <= self.confirmed or not self.is_installed:
+            return []
+        return [*self._confirm(number), *(self._freed() if self.is_head else [])]
+
+    def resend(self) -> list[Instruction]:
+        """Send what is unconfirmed again, on links that lose messages."""
+        done: list[Instruction] = []
+        if not self.is_installed:
+            return done
+        if self.successor is not None:
+            self._sent_to = None
+            done += self._install_successor()
+            done += [SendOn(number) for number in self.log]
+        if self.predecessor is not None:
+            done.append(Confirm(self.confirmed))
+        return done
+
+    def waiting(self) -> list[str]:
+        """Return who waits for whom, as text."""
+        lines = []
+        for worker, clock in self._parked.values():
+            reached = clock - self.applied.rules.at(clock).staleness
+            missing = [
+                f"{other} (at clock {at})"
+                for other, at in self._clocks().items()
+                if at < reached or (other == worker and at < clock)
+            ]
+            if missing:
+                names = ", ".join(missing)
+                lines.append(f"worker {worker} waits at clock {clock} for the pushes of {names}")
+        return lines
+
+    # -- inside
+
+    def _install_successor(self) -> list[Instruction]:
+        """Send the state to a successor that joins, once."""
+        successor = self.successor
+        since = None if successor is None else self.view.joining.get(successor)
+        if successor is None or since is None or self._sent_to == (successor, since):
+            return []
+        self._sent_to = successor, since
+        return [Install(successor)]
+
+    def _discard(self) -> list[Instruction]:
+        """Leave the chain: nothing here counts any more."""
+        done = self._redirect()
+        self.is_installed = False
+        self._since, self._sent_to = -1, None
+        self.log.clear()
+        self._early.clear()
+        return done
+
+    def _redirect(self) -> list[Instruction]:
+        """Send all who wait here to the head."""
+        requests = [*self._pushes.values(), *self._parked]
+        requests += [request for _, request in self._accepts]
+        kept = tuple(self._pushes)
+        self._pushes.clear()
+        self._eligible.clear()
+        self._parked.clear()
+        self._accepts.clear()
+        done: list[Instruction] = [Moved(request) for request in requests]
+        return [*done, Drop(kept)] if kept else done
+
+    def _admit(self, worker: int) -> None:
+        """Let the worker's next pushes count, as far as there is no gap."""
+        clock = self.decided.clocks.get(worker, self.view.members.get(worker, 0))
+        known = {c for w, c in self._eligible if w == worker}
+        clock = max([clock, *(c + 1 for c in known)])
+        while (worker, clock) in self._pushes:
+            self._eligible.append((worker, clock))
+            clock += 1
+
+    def _decide(self) -> list[Instruction]:
+        """Make records of the pushes that need not wait any more."""
+        done: list[Instruction] = []
+        while (record := self._next_record()) is not None:
+            done += self._begin(record)
+        return done
+
+    def _next_record(self) -> Record | None:
+        completed = self.decided.completed
+        rules = self.decided.rules
+        for worker, clock in self._eligible:
+            rule = rules.at(clock)
+            if clock < completed and rule.by_clock:
+                if rule.late == "drop":
+                    return self._record(dropped=((worker, clock),))
+                scale = _scale(rule, self._needed(rule, clock))
+                return self._record(pushes=((worker, clock),), scale=scale)
+            if not rule.by_clock and completed >= rules.begin(clock):
+                scale = _scale(rule, len(self.view.members))
+                return self._record(pushes=((worker, clock),), scale=scale)
+        rule = rules.at(completed)
+        if rule.by_clock:
+            workers = sorted(worker for worker, clock in self._eligible if clock == completed)
+            needed = self._needed(rule, completed)
+            if not needed and self.view.members:  # all who are here began later
+                return self._record(completed=min(self.view.members.values()))
+            if len(set(workers) & self.view.members.keys()) >= needed > 0:
+                pushes = tuple((worker, completed) for worker in workers)
+                scale = _scale(rule, len(pushes))
+                return self._record(pushes=pushes, scale=scale, completed=completed + 1)
+        elif self._slowest(()) > completed:
+            return self._record()
+        return None
+
+    def _record(
+        self,
+        *,
+        pushes: tuple[Push, ...] = (),
+        dropped: tuple[Push, ...] = (),
+        scale: float = 1.0,
+        completed: int | None = None,
+        change: tuple[int, Consistency] | None = None,
+    ) -> Record:
+        if completed is None:
+            completed = self.decided.completed
+            if not self.decided.rules.at(completed).by_clock:
+                completed = max(completed, self._slowest(pushes))
+        return Record(
+            number=self.decided.number + 1,
+            pushes=pushes,
+            scale=scale,
+            dropped=dropped,
+            completed=completed,
+            change=change,
+        )
+
+    def _slowest(self, pushes: tuple[Push, ...]) -> int:
+        """Return the least clock of the members after some pushes, up to where rules change."""
+        clocks = self._clocks(self.decided)
+        clocks.update({w: c + 1 for w, c in pushes if w in clocks})
+        slowest = min(clocks.values(), default=self.decided.completed)
+        later = [b for b in self.decided.rules.begins if b > self.decided.completed]
+        return min([slowest, *later])
+
+    def _clocks(self, progress: Progress | None = None) -> dict[int, int]:
+        progress = progress or self.applied
+        return {
+            worker: progress.clocks.get(worker, start)
+            for worker, start in self.view.members.items()
+        }
+
+    def _begin(self, record: Record) -> list[Instruction]:
+        """Decide on a record: it happens once the chain has it."""
+        self.decided.advance(record)
+        self.log[record.number] = record
+        gone = {*record.pushes, *record.dropped}
+        self._eligible = [push for push in self._eligible if push not in gone]
+        for push in (*record.pushes, *record.dropped):
+            self._accepts.append((record.number, self._pushes.pop(push)))
+        done: list[Instruction] = [Merge(record)]
+        if record.dropped:
+            done.append(Drop(record.dropped))
+        if self.successor is not None:
+            return [*done, SendOn(record.number)]
+        return [*done, *self._confirm(record.number)]
+
+    def _follow(self) -> list[Instruction]:
+        """Apply the records of the predecessor, as far as there is no gap."""
+        done: list[Instruction] = []
+        while self.is_installed and self.applied.number + 1 in self._early:
+            record = self._early.pop(self.applied.number + 1)
+            self.applied.advance(record)
+            self.log[record.number] = record
+            done.append(Apply(record.number))
+            if self.successor is not None:
+                done.append(SendOn(record.number))
+        if self.is_installed and self.successor is None and self.applied.number > self.confirmed:
+            done += self._confirm(self.applied.number)
+        return done
+
+    def _confirm(self, number: int) -> list[Instruction]:
+        """Let all records up to this one be confirmed."""
+        done: list[Instruction] = []
+        for record in [each for n, each in self.log.items() if n <= number]:
+            del self.log[record.number]
+            if record.number > self.applied.number:  # at the head
+                self.applied.advance(record)
+                done.append(Apply(record.number))
+        self.confirmed = max(self.confirmed, number)
+        if self.predecessor is not None:
+            done.append(Confirm(self.confirmed))
+        ready = [request for n, request in self._accepts if n <= self.confirmed]
+        self._accepts = [each for each in self._accepts if each[0] > self.confirmed]
+        return [*done, *(Accept(request) for request in ready)]
+
+    def _accept_from(self, number: int, request: Request) -> list[Instruction]:
+        """Accept a request once a record is confirmed."""
+        if number <= self.confirmed:
+            return [Accept(request)]
+        self._accepts.append((number, request))
+        return []
+
+    def _freed(self) -> list[Instruction]:
+        """Return the answers to pulls that need not wait any more."""
+        if self.applied.number > self.confirmed:
+            return []  # a new head shows nothing that its successors may lack
+        freed = [r for r, (worker, clock) in self._parked.items() if self._shows(worker, clock)]
+        for request in freed:
+            del self._parked[request]
+        return [Answer(request) for request in freed]
+
+    def _shows(self, worker: int, clock: int) -> bool:
+        """Whether the values are new enough for a pull."""
+        rule = self.applied.rules.at(clock)
+        if self.applied.completed < clock - rule.staleness:
+            return False
+        return rule.by_clock or self._clocks().get(worker, clock) >= clock
+
+    def _needed(self, rule: Consistency, clock: int) -> int:
+        """Return of how many of the workers that are here a clock needs pushes."""
+        count = sum(start <= clock for start in self.view.members.values())
+        return count if rule.quorum is None else min(rule.quorum, count)
+
+    def _check(self, worker: int) -> None:
+        if worker not in self.view.members:
+            known = ", ".join(map(str, self.view.members)) or "none"
+            msg = f"worker {worker} is not of this table, whose workers are {known}"
+            raise CommError(msg)
+
+
+def _scale(rule: Consistency, count: int) -> float:
+    return 1.0 / count if rule.aggregate == "mean" else 1.0

@@ -1,0 +1,156 @@
+"""The scheduler: knows who is here, publishes directories, and keeps its last one in a journal.
+
+Source: M. Li et al., Parameter Server, OSDI 2014; PS-Lite's scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from braid.errors import BraidError, ConfigError
+from braid.message import Delivery, PeerLost, split_node
+from braid.ps.messages import (
+    Barrier,
+    Drain,
+    Failure,
+    Here,
+    Installed,
+    Join,
+    Leave,
+    Loads,
+    Refused,
+    Released,
+)
+from braid.ps.postoffice import Postoffice, server_node, worker_node
+from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.scheduler_state import Fail, Instruction, Publish, Release, SchedulerState
+
+__all__ = ["Scheduler", "read_journal"]
+
+
+def read_journal(path: Path) -> Directory | None:
+    """Return the directory of an earlier life; None if there was none.
+
+    Raises:
+        ConfigError: The file is no journal.
+    """
+    if not path.exists():
+        return None
+    try:
+        directory = msgspec.json.decode(path.read_bytes(), type=Directory)
+    except msgspec.DecodeError as exc:
+        msg = f"{path} is no journal of a scheduler ({exc}): delete it to begin anew"
+        raise ConfigError(msg) from exc
+    return msgspec.structs.replace(directory, epoch=directory.epoch + 1)
+
+
+class Scheduler:
+    """Carries out what `SchedulerState` decides.
+
+    Args:
+        postoffice: Post office of the node.
+        state: Decisions.
+        journal: File for the last directory; nothing is kept when None.
+    """
+
+    def __init__(
+        self, postoffice: Postoffice, state: SchedulerState, journal: Path | None = None
+    ) -> None:
+        self._postoffice = postoffice
+        self._state = state
+        self._journal = journal
+        self._had_workers = state.directory is not None
+        postoffice.directory = state.directory
+        handled = (Join, Leave, Drain, Installed, Barrier, Loads, PeerLost)
+        postoffice.register(dict.fromkeys(handled, self._handle), on_resend=self._publish)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers have left, or the run has failed."""
+        directory = self._state.directory
+        return bool(self._state.failure) or (
+            self._had_workers and directory is not None and not directory.workers
+        )
+
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on; empty while it does."""
+        return self._state.failure
+
+    @property
+    def directory(self) -> Directory | None:
+        """The directory of this epoch."""
+        return self._state.directory
+
+    def _handle(self, delivery: Delivery) -> None:
+        try:
+            self._act(self._decide(delivery))
+        except BraidError as exc:
+            self._postoffice.send(delivery.sender, Refused(str(exc)), answers=delivery.id)
+
+    def _decide(  # noqa: PLR0911 - one for each message
+        self, delivery: Delivery
+    ) -> list[Instruction]:
+        role, number = split_node(delivery.sender)
+        asker = delivery.sender, delivery.id
+        state, is_server = self._state, role == "server"
+        match delivery.message:
+            case Join(address, start):
+                if is_server:
+                    return state.server_joins(number, address)
+                return state.worker_joins(number, start)
+            case Leave():
+                return state.worker_leaves(number)
+            case Drain():
+                return state.server_leaves(number, asker)
+            case Installed(shard, server, since):
+                return state.installed(shard, server, since)
+            case Barrier(name, members):
+                return state.barrier(name, *asker, frozenset(members))
+            case Loads(weights):
+                return state.balance(number, weights)
+            case PeerLost(reason=reason):
+                return (state.server_lost if is_server else state.worker_lost)(number, reason)
+        return []
+
+    def _act(self, instructions: Sequence[Instruction]) -> None:
+        for each in instructions:
+            match each:
+                case Publish():
+                    self._publish()
+                case Release(requests):
+                    for node, request in requests:
+                        self._postoffice.send(node, Released(), answers=request)
+                case Fail(text):
+                    for node in self._postoffice.van.peers:
+                        self._postoffice.send(node, Failure(text))
+
+    def _publish(self) -> None:
+        directory = self._state.directory
+        if directory is None:
+            return
+        self._had_workers = self._had_workers or bool(directory.workers)
+        if directory is not self._postoffice.directory:
+            self._postoffice.directory = directory
+            self._write(directory)
+        if self._state.failure:
+            self._act([Fail(self._state.failure)])
+        nodes = [*map(server_node, directory.servers), *map(worker_node, directory.workers)]
+        for node in {*nodes, *self._postoffice.van.peers}:
+            if node in self._postoffice.van.peers:
+                self._postoffice.send(node, Here(directory))
+
+    def _write(self, directory: Directory) -> None:
+        """Replace the journal at once, so that a reader sees the old one or the new one."""
+        if self._journal is None:
+            return
+        new = self._journal.with_suffix(".new")
+        with new.open("wb") as file:
+            file.write(msgspec.json.encode(directory))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._journal)

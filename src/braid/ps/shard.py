@@ -1,0 +1,108 @@
+"""One shard on one server: carries out on tensors what `ShardState` decides.
+
+Values of pushes are kept until they are added up, sums until the chain has them.
+
+A gradient that is late can be corrected: g + a g g (w - w'), where w' are the values from which it
+was computed, w those that it changes, and a g g stands for the curvature.
+
+Source of the correction: S. Zheng et al., Asynchronous SGD with Delay Compensation, ICML 2017.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from braid.ps.protocol.progress import Record
+from braid.ps.protocol.shard_state import (
+    Apply,
+    Drop,
+    Instruction,
+    Keep,
+    Merge,
+    ShardState,
+)
+from braid.ps.storage import Storage, Tensors
+
+__all__ = ["Shard"]
+
+
+@dataclass
+class Shard:
+    """A shard, its values, and what is under way.
+
+    Attributes:
+        table: Name of its table.
+        number: Its number in the table.
+        virtual: Virtual shard on whose chain it lies.
+        state: Its decisions.
+        storage: Its values.
+        kept: Values of pushes, by worker and clock.
+        sums: Sums of records that are not confirmed, by number.
+        staleness: Number of pushes by the number of records since their worker had pulled.
+    """
+
+    table: str
+    number: int
+    virtual: int
+    state: ShardState
+    storage: Storage
+    kept: dict[tuple[int, int], Tensors] = field(default_factory=dict)
+    sums: dict[int, Tensors] = field(default_factory=dict)
+    staleness: Counter[int] = field(default_factory=Counter)
+    _pulled: dict[int, tuple[int, Tensors]] = field(default_factory=dict)  # by worker, the last
+
+    def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
+        """Do what concerns values; return what concerns messages.
+
+        Args:
+            instructions: Decisions of the state.
+            value: Value of the push, or sum of the record, that the event brought.
+        """
+        rest: list[Instruction] = []
+        for each in instructions:
+            match each:
+                case Keep(worker, clock):
+                    self.kept[worker, clock] = value
+                case Drop(pushes):
+                    for push in pushes:
+                        self.kept.pop(push, None)
+                case Merge(record):
+                    self.sums[record.number] = self._merged(record)
+                case Apply(number):
+                    if sums := self.sums[number]:
+                        self.storage.apply(sums)
+                case _:
+                    rest.append(each)
+        self.sums = {n: sums for n, sums in self.sums.items() if n > self.state.confirmed}
+        return rest
+
+    def read(self, worker: int, query: Tensors) -> tuple[Tensors, int]:
+        """Return what a worker pulls, with the number of its last record."""
+        values, version = self.storage.read(query), self.state.applied.number
+        self._pulled[worker] = version, values
+        return values, version
+
+    def follow(self, record: Record, sums: Tensors, epoch: int) -> list[Instruction]:
+        """Take a record of the predecessor."""
+        if record.number > self.state.applied.number:
+            self.sums[record.number] = sums
+        return self.carry_out(self.state.record(record, epoch))
+
+    def _merged(self, record: Record) -> Tensors:
+        """Return the sum of a record's pushes, in their order."""
+        values = []
+        for worker, clock in record.pushes:
+            value = self.kept.pop((worker, clock))
+            version, pulled = self._pulled.get(worker, (record.number - 1, ()))
+            self.staleness[max(0, record.number - 1 - version)] += 1
+            strength = self.state.decided.rules.at(clock).compensate
+            values.append(self._compensated(value, pulled, strength) if strength else value)
+        return self.storage.merge(values, record.scale) if values else ()
+
+    def _compensated(self, value: Tensors, pulled: Tensors, strength: float) -> Tensors:
+        """Return a late gradient corrected for what has changed since it was begun."""
+        if len(value) != 1 or len(pulled) != 1:
+            return value
+        (grad,), (then,), (now,) = value, pulled, self.storage.read(())
+        return (grad + strength * grad * grad * (now - then),)

@@ -1,0 +1,159 @@
+"""A whole parameter server in a simulated network: real servers, scheduler and workers, one thread.
+
+Each worker pulls, computes, pushes, for a number of clocks. Time is virtual, and all faults follow
+from a seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from braid.message import VanConfig
+from braid.ps import Consistency, Node, Options
+from braid.ps.messages import SCHEMA
+from braid.ps.node import name_of
+from braid.testing.message_faults import Faults
+from braid.testing.simulated_van import Network
+
+NUMEL = 6
+TICK_S = 0.05
+CONFIG = VanConfig(heartbeat_s=0.2, lost_after_s=1.0)
+Gradient = Callable[[torch.Tensor, int, int], torch.Tensor]
+
+
+class Worker:
+    """A worker that pulls, computes and pushes, driven by what arrives."""
+
+    def __init__(self, node: Node, table: object, gradient: Gradient, clocks: int) -> None:
+        self.node, self.table, self.gradient, self.clocks = node, table, gradient, clocks
+        self.pulled: list[torch.Tensor] = []
+        self.stamps: list[int] = []
+        self.values = torch.zeros(NUMEL)
+        self._pull: int | None = None
+
+    @property
+    def is_done(self) -> bool:
+        client = self.table._own_client
+        return len(self.pulled) > self.clocks and all(map(client.is_done, self.stamps))
+
+    def go_on(self) -> None:
+        """Continue when the pull under way is answered."""
+        if self.node.postoffice.directory is None:
+            return
+        client = self.table._own_client
+        if self._pull is not None:
+            if not client.is_done(self._pull):
+                return
+            self._pull = None
+            self.pulled.append(self.values.clone())
+            clock = self.table.clock
+            if clock < self.clocks:
+                grad = self.gradient(self.values.clone(), self.node.number, clock)
+                self.stamps.append(self.table.push_async(grad))
+        if len(self.pulled) <= self.clocks:
+            self._pull = self.table.pull_async(self.values)
+
+
+class Simulation:
+    """Nodes, their network, and the end of the run."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        servers: int = 2,
+        workers: int = 2,
+        clocks: int = 6,
+        consistency: Consistency,
+        optimizer: object,
+        gradient: Gradient,
+        options: Options | None = None,
+        faults: Faults | None = None,
+        num_tables: int = 1,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.network = Network(SCHEMA, seed=seed, faults=faults, config=CONFIG)
+        self.counts = servers, workers
+        self.consistency, self.optimizer = consistency, optimizer
+        self.gradient, self.clocks = gradient, clocks
+        # Heartbeats are lost, too, so that workers seem to be gone that are not.
+        self.options = options or Options(on_worker_loss="wait")
+        self.nodes: dict[str, Node] = {}
+        self.workers: dict[int, Worker] = {}
+        self.num_tables = num_tables
+        self.start("scheduler", 0)
+        for number in range(servers):
+            self.start("server", number)
+        for number in range(workers):
+            self.start("worker", number)
+
+    def start(self, role: str, number: int, start: int = 0) -> Node:
+        """Start a node, or start it again after a crash."""
+        name = name_of(role, number)
+
+        def handler(van: object, delivery: object) -> None:
+            del van
+            self.nodes[name].postoffice.poll(delivery)
+            self._go_on(name)
+
+        van = self.network.join(name, handler)
+        node = Node(
+            van, role, number, self.counts, "-", self.options, start=start, resend_s=4 * TICK_S
+        )
+        self.nodes[name] = node
+        tables = [
+            node.dense(f"w{place}", torch.zeros(NUMEL), self.optimizer, self.consistency)
+            for place in range(self.num_tables)
+        ]
+        if role == "worker":
+            self.workers[number] = Worker(node, tables[0], self.gradient, self.clocks)
+            self.workers[number].table.clock = start
+        self._tick(name, node)
+        return node
+
+    def begin(self, extra_s: float) -> None:
+        """Let time pass until all have joined, and a little more."""
+        scheduler = self.nodes["scheduler"].postoffice
+        self.network.run_until(lambda: scheduler.directory is not None)
+        self.network.run_for(extra_s)
+
+    def crash(self, name: str, *, silent: bool = False) -> None:
+        """Let a node end at once."""
+        del self.nodes[name]
+        self.network.crash(name, silent=silent)
+
+    def run(self, timeout_s: float = 120.0) -> None:
+        """Let time pass until all workers are done."""
+        self.network.run_until(
+            lambda: all(worker.is_done for worker in self.workers.values()), timeout_s
+        )
+
+    def values(self, table: str = "w0") -> torch.Tensor:
+        """Return the values of the heads."""
+        directory = self.nodes["scheduler"].postoffice.directory
+        for node in self.nodes.values():
+            if node.server is None:
+                continue
+            for shard in node.server.shards:
+                if shard.table == table and directory.head(shard.virtual) == node.number:
+                    return shard.storage.read(())[0].clone()
+        msg = "no server has the table"
+        raise AssertionError(msg)
+
+    def _tick(self, name: str, node: Node) -> None:
+        if self.nodes.get(name) is not node:
+            return
+        if node.role != "scheduler" and node.postoffice.directory is None:
+            node.postoffice.announce()
+        node.postoffice.poll()
+        self._go_on(name)
+        self.network.call_later(TICK_S, partial(self._tick, name, node))
+
+    def _go_on(self, name: str) -> None:
+        node = self.nodes.get(name)
+        if node is not None and node.role == "worker":
+            self.workers[node.number].go_on()

@@ -1,0 +1,153 @@
+"""Servers that die, messages that are lost: nothing accepted is lost, nothing is applied twice."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from braid.ps import BSP, Consistency, Options
+from braid.testing.message_faults import Faults
+from ps_simulation import NUMEL, Simulation
+
+ADAM = partial(torch.optim.AdamW, lr=0.1)
+ADD = partial(torch.optim.SGD, lr=1.0)
+FAULTS = Faults(drop=0.1, duplicate=0.1, delay=0.1, reorder=0.1, delay_s=0.2)
+CLOCKS = 6
+
+
+def noisy(values: torch.Tensor, worker: int, clock: int) -> torch.Tensor:
+    """Return a gradient that depends on the values, so that each mistake shows."""
+    generator = torch.Generator().manual_seed(1000 * worker + clock)
+    return values + torch.randn(values.shape, generator=generator)
+
+
+def counting(values: torch.Tensor, worker: int, clock: int) -> torch.Tensor:
+    """Return a push that adds one in the column of this worker."""
+    del values, clock
+    return -torch.eye(NUMEL)[worker]
+
+
+def alone(workers: int, clocks: int) -> torch.Tensor:
+    values = torch.nn.Parameter(torch.zeros(NUMEL))
+    optimizer = ADAM([values])
+    for clock in range(clocks):
+        grads = [noisy(values.detach(), worker, clock) for worker in range(workers)]
+        values.grad = sum(grads[1:], grads[0].clone()) * (1 / workers)
+        optimizer.step()
+    return values.detach()
+
+
+def seeds(fast: int, proof: int) -> object:
+    return pytest.mark.parametrize(
+        "seed",
+        [*range(fast), *(pytest.param(n, marks=pytest.mark.proof) for n in range(fast, proof))],
+    )
+
+
+@seeds(10, 500)
+def test_messages_that_are_lost_doubled_and_reordered_change_no_bit(seed):
+    run = Simulation(
+        seed, workers=3, consistency=BSP, optimizer=ADAM, gradient=noisy, faults=FAULTS
+    )
+    run.run()
+    for worker in run.workers.values():
+        assert torch.equal(worker.pulled[-1], alone(3, CLOCKS))
+
+
+@seeds(20, 1000)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_whose_servers_die_has_the_bits_of_one_without_failure(seed, replicas):
+    run = Simulation(
+        seed,
+        servers=4,
+        consistency=BSP,
+        optimizer=ADAM,
+        gradient=noisy,
+        options=Options(replicas=replicas, on_worker_loss="wait"),
+        faults=FAULTS if seed % 2 else None,
+    )
+    for number in run.random.sample(range(4), replicas):
+        run.begin(run.random.random() * 2)
+        run.crash(f"server:{number}", silent=run.random.random() < 0.3)
+        if run.random.random() < 0.5:
+            run.network.run_for(run.random.random())
+            run.start("server", 4 + number)
+        if replicas == 2:
+            run.network.run_for(2.5)  # detected, and copied again, before the next one
+    run.run()
+    for worker in run.workers.values():
+        assert torch.equal(worker.pulled[-1], alone(2, CLOCKS))
+
+
+@seeds(20, 1000)
+@pytest.mark.parametrize("staleness", [1, 3, math.inf])
+def test_each_accepted_push_is_applied_once_and_staleness_is_bounded(seed, staleness):
+    workers = 3
+    run = Simulation(
+        seed,
+        servers=3,
+        workers=workers,
+        consistency=Consistency(staleness=staleness, aggregate="sum"),
+        optimizer=ADD,
+        gradient=counting,
+        options=Options(replicas=1, on_worker_loss="wait"),
+        faults=FAULTS if seed % 2 else None,
+    )
+    run.begin(run.random.random() * 2)
+    run.crash(f"server:{run.random.randrange(3)}", silent=run.random.random() < 0.3)
+    run.run()
+    run.network.run_for(3)  # a silent death may still be unknown
+    assert run.values()[:workers].tolist() == [CLOCKS] * workers
+    for number, worker in run.workers.items():
+        for clock, values in enumerate(worker.pulled):
+            assert values[number] == clock
+            assert values[:workers].min() >= clock - staleness
+
+
+@seeds(10, 500)
+def test_a_server_that_is_cut_off_confirms_nothing_and_comes_back(seed):
+    run = Simulation(
+        seed,
+        servers=3,
+        consistency=BSP,
+        optimizer=ADAM,
+        gradient=noisy,
+        options=Options(replicas=1, on_worker_loss="wait"),
+    )
+    cut = f"server:{run.random.randrange(3)}"
+    others = [name for name in run.nodes if name != cut]
+    if run.random.random() < 0.5:  # workers still reach it, the scheduler does not
+        others = [name for name in others if not name.startswith("worker")]
+    run.begin(run.random.random())
+    run.network.partition(cut, others)
+    run.network.run_for(run.random.random() * 4)
+    run.network.heal()
+    run.run()
+    for worker in run.workers.values():
+        assert torch.equal(worker.pulled[-1], alone(2, CLOCKS))
+
+
+@seeds(10, 300)
+def test_shards_move_to_a_new_server_and_from_one_that_leaves(seed):
+    run = Simulation(
+        seed,
+        servers=1,
+        clocks=12,
+        consistency=BSP,
+        optimizer=ADAM,
+        gradient=noisy,
+        num_tables=4,
+        faults=FAULTS if seed % 2 else None,
+    )
+    run.begin(run.random.random())
+    run.start("server", 1)
+    run.run()
+    run.network.run_for(5)
+    directory = run.nodes["scheduler"].postoffice.directory
+    assert sorted(directory.loads().values()) == [32, 32]
+    assert all(len(chain) == 1 for chain in directory.chains)
+    for worker in run.workers.values():
+        assert torch.equal(worker.pulled[-1], alone(2, 12))
