@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from braid.launch import spawn
     from braid.mesh_groups import mesh
     from braid.pipeline import Pipeline
+    from braid.ps import ParameterServer
     from braid.resume import load, save
     from braid.sharding import FullyShardedDataParallel
     from braid.tensor_parallel import parallelize
@@ -47,6 +48,7 @@ _ROOT_NAMES = {
     "Group": "comm",
     "InternalError": "errors",
     "MismatchError": "errors",
+    "ParameterServer": "ps",
     "PeerLostError": "errors",
     "Pipeline": "pipeline",
     "RendezvousError": "errors",
@@ -78,6 +80,7 @@ __all__ = [
     "Group",
     "InternalError",
     "MismatchError",
+    "ParameterServer",
     "PeerLostError",
     "Pipeline",
     "RendezvousError",

@@ -22,6 +22,7 @@ ROOT_NAMES = [
     "Group",
     "InternalError",
     "MismatchError",
+    "ParameterServer",
     "PeerLostError",
     "Pipeline",
     "RendezvousError",

@@ -86,7 +86,7 @@ def _mistakes(group: Group) -> list[str]:
             said_by(lambda: table.push(torch.ones(4).double()), ConfigError),
             said_by(other.pull, CommError),
             said_by(lambda: wrong.wait(wrong.push(torch.ones(5))), CommError),
-            said_by(lambda: table.set_consistency(ps.Consistency(staleness=1), -1), CommError),
+            said_by(lambda: table.wait(table.set_lr(0.1, -1)), CommError),
         ]
         table.push(torch.ones(4))
         assert table.pull().sum() != 4, "the server lives on"
@@ -105,7 +105,7 @@ def test_mistakes_are_named_and_the_server_lives_on(world):
     assert "torch.float64[4]" in precision
     assert "server:0 refuses: there is no table 'only here'; the server has w" in unknown
     assert "expected grad float32[4], got float32[5]" in model
-    assert "cannot change at clock -1" in clock
+    assert "settings cannot change at clock -1" in clock
 
 
 def _lost(group: Group) -> str:

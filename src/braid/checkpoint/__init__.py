@@ -6,12 +6,12 @@ from braid.checkpoint.background import BackgroundSaver, Saving
 from braid.checkpoint.exporting import export_model
 from braid.checkpoint.importing import read_model
 from braid.checkpoint.inspection import Comparison, Listed, compare, ls
-from braid.checkpoint.loading import Checkpoint, Skipped, load, read_manifest, verify
+from braid.checkpoint.loading import Checkpoint, Skipped, load, open_last, read_manifest, verify
 from braid.checkpoint.manifest import FileEntry, Manifest, Origin, Piece, TensorEntry
 from braid.checkpoint.parted import PartedCheckpoint, Parts
 from braid.checkpoint.plain_values import from_plain, to_plain
 from braid.checkpoint.resharding import reshard
-from braid.checkpoint.saving import OnSaved, save
+from braid.checkpoint.saving import OnSaved, save, save_alone
 from braid.checkpoint.snapshot import ReplicatedSnapshot, Slice, Snapshot
 from braid.checkpoint.training_state import restore_training, training_numbers, training_tensors
 
@@ -38,11 +38,13 @@ __all__ = [
     "from_plain",
     "load",
     "ls",
+    "open_last",
     "read_manifest",
     "read_model",
     "reshard",
     "restore_training",
     "save",
+    "save_alone",
     "to_plain",
     "training_numbers",
     "training_tensors",

@@ -6,15 +6,14 @@ another size, or to lie on as many disks as there will be hosts.
 
 from __future__ import annotations
 
-import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
-from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.loading import Checkpoint, open_last
-from braid.checkpoint.saving import REMEDY, publish, write_pieces
+from braid.checkpoint.saving import save_alone
 from braid.checkpoint.snapshot import ReplicatedSnapshot, Slice, owner_of
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import ConfigError
 
 __all__ = ["reshard"]
 
@@ -43,36 +42,31 @@ def reshard(
         msg = f"a checkpoint has files of at least 1 rank, got {num_ranks}"
         raise ConfigError(msg)
     checkpoint = open_last(where)
-    step = checkpoint.manifest.step
-    home = CheckpointDirectory(directory)
-    action = f"cannot write {home.final(step)}"
-    if step in home.steps():
-        msg = f"{action}: it exists; choose another directory"
-        raise CheckpointError(msg)
-    try:
-        home.begin(step)
-        written = [
-            write_pieces(home, _pieces(checkpoint, rank, num_ranks), step, rank)
-            for rank in range(num_ranks)
-        ]
-        manifest = checkpoint.manifest
-        reports = [*written, publish(home, written, step, manifest.state, manifest.numerics)]
-        problems = [report.problem for report in reports if report.problem]
-    except OSError as exc:
-        problems = [exc.strerror or errno.errorcode.get(exc.errno or 0, str(exc))]
-    if problems:
-        home.discard(step)
-        raise CheckpointError(f"{action}: {'; '.join(problems)}. {REMEDY}")
-    return home.final(step)
+    manifest = checkpoint.manifest
+    return save_alone(
+        directory,
+        [_Part(checkpoint, rank, num_ranks) for rank in range(num_ranks)],
+        step=manifest.step,
+        state=manifest.state,
+        numerics=manifest.numerics,
+    )
 
 
-def _pieces(checkpoint: Checkpoint, rank: int, num_ranks: int) -> list[Slice]:
-    """Return what a rank writes: its rows of shared tensors, and the own tensors of some ranks."""
-    owned = {full: owner_of(full)[0] for full in checkpoint.manifest.tensors}
-    shared = {name: checkpoint.read(name) for name, owner in owned.items() if owner is None}
-    pieces = list(ReplicatedSnapshot(shared, rank=rank, size=num_ranks).pieces())
-    for full, owner in owned.items():
-        if owner is not None and owner % num_ranks == rank:
-            tensor = checkpoint.read(full)
-            pieces.append(Slice(full, tuple(tensor.shape), (0,) * tensor.dim(), tensor))
-    return sorted(pieces, key=lambda p: (-p.tensor.element_size(), p.name, p.offset))
+class _Part:
+    """The rows of shared tensors that a rank writes, and the own tensors of some ranks."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, num_ranks: int) -> None:
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def pieces(self) -> Iterable[Slice]:
+        """Yield them; tensors are read when they are asked for."""
+        checkpoint, rank = self._checkpoint, self._rank
+        owned = {full: owner_of(full)[0] for full in checkpoint.manifest.tensors}
+        shared = {name: checkpoint.read(name) for name, owner in owned.items() if owner is None}
+        yield from ReplicatedSnapshot(shared, rank=rank, size=self._num_ranks).pieces()
+        for full, owner in owned.items():
+            if owner is not None and owner % self._num_ranks == rank:
+                tensor = checkpoint.read(full)
+                yield Slice(full, tuple(tensor.shape), (0,) * tensor.dim(), tensor)

@@ -18,7 +18,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from braid.checkpoint.tensor_file import tensor_file_bytes, write_tensor_file
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 
-__all__ = ["REMEDY", "OnSaved", "Written", "publish", "save", "write_pieces"]
+__all__ = ["REMEDY", "OnSaved", "Written", "publish", "save", "save_alone", "write_pieces"]
 
 LOG = logging.getLogger(__name__)
 
@@ -144,6 +144,56 @@ def save(
     LOG.info("saved %s, %d bytes of this rank", home.final(step), plans[group.rank].need)
     if on_saved is not None:
         on_saved(step, home.final(step), True)
+    return home.final(step)
+
+
+def save_alone(
+    directory: str | os.PathLike[str],
+    parts: Sequence[Snapshot],
+    *,
+    step: int,
+    state: Mapping[str, Any] | None = None,
+    numerics: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint of several files in one process.
+
+    Args:
+        directory: Directory of checkpoints.
+        parts: Tensors of each file.
+        step: Number of completed steps.
+        state: Values that are no tensors, as JSON knows them.
+        numerics: Settings on which bits depend.
+
+    Returns:
+        Path of the checkpoint.
+
+    Raises:
+        CheckpointError: There is one of this step, or it cannot be written; nothing is left.
+    """
+    home = CheckpointDirectory(directory)
+    action = f"cannot write {home.final(step)}"
+    if step in home.steps():
+        msg = f"{action}: it exists; choose another directory"
+        raise CheckpointError(msg)
+    began = False
+    problems = []
+    try:
+        home.begin(step, this_process())
+        began = True
+        written = []
+        for rank, part in enumerate(parts):
+            pieces = sorted(
+                part.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset)
+            )
+            written.append(write_pieces(home, pieces, step, rank))
+        reports = [*written, publish(home, written, step, state or {}, numerics or {})]
+        problems = [report.problem for report in reports if report.problem]
+    except OSError as exc:
+        problems = [exc.strerror or errno.errorcode.get(exc.errno or 0, str(exc))]
+    if problems:
+        if began:  # else the hidden directory is that of another run
+            home.discard(step)
+        raise CheckpointError(f"{action}: {'; '.join(problems)}. {REMEDY}")
     return home.final(step)
 
 

@@ -4,6 +4,43 @@ from __future__ import annotations
 
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
+from braid.ps.embedding import Embedding
+from braid.ps.module import ParameterServer
 from braid.ps.node import Node, Options, join
+from braid.ps.sparse import SparseTable
+from braid.ps.storage import (
+    FTRL,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Admission,
+    Constant,
+    Eviction,
+    Normal,
+    RowWiseAdagrad,
+    Uniform,
+)
 
-__all__ = ["BSP", "Consistency", "DenseTable", "Node", "Options", "join"]
+__all__ = [
+    "BSP",
+    "FTRL",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Admission",
+    "Consistency",
+    "Constant",
+    "DenseTable",
+    "Embedding",
+    "Eviction",
+    "Node",
+    "Normal",
+    "Options",
+    "ParameterServer",
+    "RowWiseAdagrad",
+    "SparseTable",
+    "Uniform",
+    "join",
+]

@@ -30,6 +30,12 @@ class Client:
         """Epoch of the directory."""
         return self._postoffice.epoch
 
+    def join(self) -> None:
+        """Wait until all servers and workers have joined; at once if they have."""
+        if self._postoffice.directory is None:
+            self._postoffice.join()
+            self._postoffice.raise_failure()
+
     def request(
         self,
         table: TableSpec,
@@ -45,9 +51,7 @@ class Client:
 
         The first one waits until all servers and workers have joined.
         """
-        if self._postoffice.directory is None:
-            self._postoffice.join()
-            self._postoffice.raise_failure()
+        self.join()
 
         def route(shard: int) -> str | None:
             directory = self._postoffice.directory

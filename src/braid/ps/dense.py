@@ -10,9 +10,9 @@ import torch
 from braid.errors import ConfigError
 from braid.message import Delivery
 from braid.message.tensors import as_buffers, from_buffers, memory_of
-from braid.ps.consistency import Consistency
-from braid.ps.messages import Change, Pull, Pulled, Push
+from braid.ps.messages import Pull, Pulled, Push
 from braid.ps.storage import range_of_shard
+from braid.ps.table import Table
 from braid.ps.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["DenseTable"]
 
 
-class DenseTable:
-    """A dense table, as a worker sees it.
-
-    Pushes and pulls overlap: those that end in `_async` return the timestamp of the request, and
-    `wait(timestamp)` waits for it.
+class DenseTable(Table):
+    """A dense table, as a worker sees it; see `Table` for clocks and consistency.
 
     Args:
         client: Requests of this worker; None on servers and the scheduler.
@@ -33,15 +30,11 @@ class DenseTable:
         like: Tensor with its shape and dtype.
 
     Attributes:
-        clock: Number of pushes so far.
         versions: Records that each shard had when it was pulled last.
     """
 
     def __init__(self, client: Client | None, spec: TableSpec, like: torch.Tensor) -> None:
-        self._own_client = client
-        self._spec = spec
-        self.name = spec.name
-        self.clock = 0
+        super().__init__(client, spec)
         self.versions = [0] * spec.num_shards
         self._shape, self._dtype = like.shape, like.dtype
         self._whole = torch.empty(like.numel(), dtype=like.dtype)
@@ -81,7 +74,7 @@ class DenseTable:
 
         def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
             specs: list[list[object]] = [[] for _ in parts]
-            return Pull(self._client.epoch, self.name, clock, parts, specs), ()  # type: ignore[arg-type]
+            return Pull(self.epoch, self.name, clock, parts, specs), ()  # type: ignore[arg-type]
 
         def memory(part: int) -> list[memoryview]:
             return [memory_of(self._part(flat, part))]
@@ -98,9 +91,8 @@ class DenseTable:
                     if value.data_ptr() != part.data_ptr():
                         part.copy_(value)
 
-        return self._client.request(
-            self._spec,
-            range(self._spec.num_shards),
+        return self._request(
+            range(self.num_shards),
             build,
             on_answer=on_answer,
             memory=memory,
@@ -136,44 +128,13 @@ class DenseTable:
         def build(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
             specs, buffers = as_buffers([self._part(flat, part) for part in parts])
             nested = [[spec] for spec in specs]
-            return Push(self._client.epoch, self.name, clock, parts, nested), buffers
+            return Push(self.epoch, self.name, clock, parts, nested), buffers
 
         self.clock += 1
-        return self._client.request(
-            self._spec, range(self._spec.num_shards), build, priority=priority
-        )
-
-    def set_consistency(self, consistency: Consistency, at_clock: int) -> None:
-        """Let another consistency hold from a clock on; all workers say so, or one of them.
-
-        Raises:
-            CommError: The clock has begun.
-        """
-
-        def build(parts: tuple[int, ...]) -> tuple[Change, Sequence[memoryview]]:
-            return Change(self._client.epoch, self.name, at_clock, parts, consistency), ()
-
-        self.wait(self._client.request(self._spec, range(self._spec.num_shards), build))
-
-    def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
-        """Wait until a request is answered in full.
-
-        Raises:
-            CommError: A server refuses.
-            PeerLostError: A server was lost with all copies of a shard.
-            CommTimeout: No answer came.
-        """
-        self._client.wait(timestamp, timeout_s)
-
-    @property
-    def _client(self) -> Client:
-        if self._own_client is None:
-            msg = f"only workers pull and push table {self.name!r}: servers serve()"
-            raise ConfigError(msg)
-        return self._own_client
+        return self._request(range(self.num_shards), build, priority=priority)
 
     def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
-        return flat[range_of_shard(len(flat), part, self._spec.num_shards)]
+        return flat[range_of_shard(len(flat), part, self.num_shards)]
 
     def _check(self, tensor: torch.Tensor, name: str) -> None:
         if tensor.shape != self._shape or tensor.dtype != self._dtype:

@@ -48,23 +48,25 @@ class Push(msgspec.Struct, tag="push", frozen=True):
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """A request for the values of shards before a clock."""
+    """A request for the values of shards before a clock, or for their whole state."""
 
     epoch: int
     table: str
     clock: int
     shards: tuple[int, ...]
     specs: Specs
+    whole: bool = False
 
 
 class Change(msgspec.Struct, tag="change", frozen=True):
-    """Another consistency from a clock on."""
+    """Another consistency or learning rate from a clock on."""
 
     epoch: int
     table: str
-    clock: int
     shards: tuple[int, ...]
-    consistency: Consistency
+    clock: int
+    consistency: Consistency | None
+    lr: float | None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -78,11 +80,15 @@ class Accepted(Answer, tag="accepted", frozen=True):
 
 
 class Pulled(Answer, tag="pulled", frozen=True):
-    """Values of these shards, each after as many records as `versions` says."""
+    """Values of these shards, each after as many records as `versions` says.
+
+    Of a whole state, `names` has the names.
+    """
 
     request: int
     specs: Specs
     versions: tuple[int, ...]
+    names: list[list[str]] = []
 
 
 class Elsewhere(Answer, tag="elsewhere", frozen=True):
@@ -128,6 +134,7 @@ class State(msgspec.Struct, tag="state", frozen=True):
     num_dropped: int
     begins: list[int]
     values: list[Consistency]
+    rates: dict[int, float]
     names: list[str]
     specs: list[TensorSpec]
 

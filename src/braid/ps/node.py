@@ -37,8 +37,22 @@ from braid.ps.postoffice import SCHEDULER, Postoffice, server_node, worker_node
 from braid.ps.protocol.scheduler_state import OnWorkerLoss, SchedulerState
 from braid.ps.scheduler import Scheduler, read_journal
 from braid.ps.server import Server
-from braid.ps.storage import DenseStorage, Rule, Storage, SumStorage, range_of_shard
+from braid.ps.snapshots import export_table, read_table, write_tables
+from braid.ps.sparse import SparseTable
+from braid.ps.storage import (
+    Admission,
+    DenseStorage,
+    Eviction,
+    Init,
+    Normal,
+    Rule,
+    SparseStorage,
+    Storage,
+    SumStorage,
+    range_of_shard,
+)
 from braid.ps.storage.steppers import MakeOptimizer
+from braid.ps.table import Table
 from braid.ps.tables import TableSpec, num_dense_shards
 from braid.wire import Secret
 
@@ -57,11 +71,13 @@ class Options:
         replicas: Copies of each shard on other servers. Servers may die while one is left.
         on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
             process of its number, or shrinks the run to the other workers.
+        restore: Snapshot with which tables begin, or a directory of snapshots.
         journal: File in which the scheduler keeps its directory, so that it can be started again.
     """
 
     replicas: int = 0
     on_worker_loss: OnWorkerLoss = "fail"
+    restore: Path | None = None
     journal: Path | None = None
 
 
@@ -163,7 +179,9 @@ class Node:
         self._postoffice = Postoffice(
             van, "" if role == "scheduler" else scheduler, start=start, resend_s=resend_s
         )
-        self._names: set[str] = set()
+        self._options = options
+        self._specs: list[TableSpec] = []
+        self._tables: list[Table] = []
         self._scheduler: Scheduler | None = None
         self._server: Server | None = None
         self._client: Client | None = None
@@ -234,19 +252,96 @@ class Node:
             name=name, num_shards=num_shards, consistency=consistency, make_storage=make
         )
         self._declare(spec)
-        return DenseTable(self._client, spec, values)
+        table = DenseTable(self._client, spec, values)
+        self._tables.append(table)
+        return table
+
+    def sparse(
+        self,
+        name: str,
+        dim: int,
+        rule: Rule,
+        consistency: Consistency = BSP,
+        *,
+        init: Init | None = None,
+        seed: int = 0,
+        num_shards: int = 16,
+        admit: Admission | None = None,
+        evict: Eviction | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> SparseTable:
+        """Declare a sparse table, of rows by id; all nodes declare the same ones.
+
+        Args:
+            name: Its name.
+            dim: Number of elements of a row.
+            rule: Optimizer of the rows, such as `ps.Adagrad(lr=0.1)`; servers step it.
+            consistency: When pushes are applied, and pulls answered.
+            init: Distribution of initial rows; normal with deviation 0.01 when None.
+            seed: Seed of initial rows.
+            num_shards: Number of its shards.
+            admit: Condition on which an id gets a row; at once when None.
+            evict: Condition on which rows are removed; never when None.
+            dtype: Dtype of rows and gradients.
+
+        Raises:
+            ConfigError: There is a table of this name, or an argument is out of range.
+        """
+        if num_shards < 1:
+            msg = f"table {name!r} needs at least one shard, got num_shards {num_shards}"
+            raise ConfigError(msg)
+        begin = Normal(std=0.01) if init is None else init
+
+        def make(shard: int) -> Storage:
+            del shard
+            return SparseStorage(
+                dim, begin, rule, seed=seed, table=name, admit=admit, evict=evict, dtype=dtype
+            )
+
+        make(0)  # says what is out of range on all nodes
+        spec = TableSpec(
+            name=name, num_shards=num_shards, consistency=consistency, make_storage=make
+        )
+        self._declare(spec)
+        table = SparseTable(self._client, spec, dim, dtype)
+        self._tables.append(table)
+        return table
+
+    def save(self, directory: str | os.PathLike[str], step: int) -> None:
+        """Write a snapshot of all tables; all workers call it, worker 0 writes.
+
+        Pushes so far are in it. `Options(restore=...)` begins with it, on any number of servers.
+
+        Raises:
+            ConfigError: This node is no worker.
+            CheckpointError: It cannot be written; earlier ones are untouched.
+        """
+        if self._client is None:
+            msg = "workers save; servers serve()"
+            raise ConfigError(msg)
+        self._client.wait_all()
+        self.barrier(f"before snapshot {step}")
+        if self.number == min(self._postoffice.workers):
+            states = {
+                spec.name: export_table(self._client, spec, table.clock)
+                for spec, table in zip(self._specs, self._tables, strict=True)
+            }
+            write_tables(directory, states, step)
+        self.barrier(f"after snapshot {step}")
 
     def _declare(self, spec: TableSpec) -> None:
-        if spec.name in self._names:
+        if any(spec.name == other.name for other in self._specs):
             msg = f"there is a table {spec.name!r} already"
             raise ConfigError(msg)
         quorum = spec.consistency.quorum
         if quorum is not None and quorum > self.num_workers:
             msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers"
             raise ConfigError(msg)
-        self._names.add(spec.name)
+        self._specs.append(spec)
         if self._server is not None:
-            self._server.add(spec)
+            where = self._options.restore
+            states = None if where is None else read_table(where, spec.name, spec.num_shards)
+            self._server.add(spec, states)
 
     def serve(self) -> None:
         """Serve, or schedule, until all workers have left.
@@ -286,14 +381,14 @@ class Node:
             ConfigError: This node is no worker.
             CommTimeout: Some have not come.
         """
-        directory = self._postoffice.directory
-        if not self.is_worker or directory is None:
+        if self._client is None:
             msg = "barriers are for workers"
             raise ConfigError(msg)
+        self._client.join()
         released: list[Delivery] = []
         number = self._postoffice.van.new_id()
         self._postoffice.expect(number, released.append)
-        members = tuple(worker_node(worker) for worker in directory.workers)
+        members = tuple(worker_node(worker) for worker in self._postoffice.workers)
         self._postoffice.send(SCHEDULER, Barrier(name, members), message_id=number)
         self._postoffice.wait_until(
             lambda: bool(released or self._postoffice.failure),

@@ -93,6 +93,11 @@ class Postoffice:
         """Epoch of the directory; -1 before the first."""
         return -1 if self.directory is None else self.directory.epoch
 
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Numbers of the workers that are here."""
+        return () if self.directory is None else tuple(sorted(self.directory.workers))
+
     def register(
         self,
         handlers: dict[type[Message], Handler],

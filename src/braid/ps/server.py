@@ -30,8 +30,7 @@ from braid.ps.messages import (
 )
 from braid.ps.postoffice import SCHEDULER, Postoffice, server_node
 from braid.ps.protocol.directory import Directory
-from braid.ps.protocol.progress import Progress, Rules
-from braid.ps.protocol.shard_state import (
+from braid.ps.protocol.instructions import (
     Accept,
     Answer,
     Confirm,
@@ -39,10 +38,12 @@ from braid.ps.protocol.shard_state import (
     Instruction,
     Moved,
     SendOn,
-    ShardState,
     View,
 )
+from braid.ps.protocol.progress import Progress, Rules
+from braid.ps.protocol.shard_state import ShardState
 from braid.ps.shard import Shard
+from braid.ps.storage import State as StoredState
 from braid.ps.storage import Tensors
 from braid.ps.tables import TableSpec
 
@@ -57,10 +58,14 @@ class _Asked:
 
     Attributes:
         queries: Tensors with which it asks each shard.
+        whole: Whether it asks for the whole state.
+        names: Names of that state's tensors.
         ready: Shards that can be answered now, by the kind of answer.
     """
 
     queries: dict[int, Tensors]
+    whole: bool = False
+    names: list[list[str]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     elsewhere: list[int] = field(default_factory=list)
     values: dict[int, tuple[Tensors, int]] = field(default_factory=dict)
@@ -91,15 +96,16 @@ class Server:
             on_linked=self._linked,
         )
 
-    def add(self, table: TableSpec) -> None:
-        """Serve a table."""
+    def add(self, table: TableSpec, states: Sequence[StoredState] | None = None) -> None:
+        """Serve a table, which begins with the states of its shards in a snapshot."""
         self._tables[table.name] = table
         for number in range(table.num_shards):
             state = ShardState(self._number, table.consistency)
-            shard = Shard(
-                table.name, number, table.virtual(number), state, table.make_storage(number)
-            )
-            self._shards[table.name, number] = shard
+            storage = table.make_storage(number)
+            if states is not None:
+                storage.load(states[number])
+            virtual = table.virtual(number)
+            self._shards[table.name, number] = Shard(table.name, number, virtual, state, storage)
 
     @property
     def shards(self) -> list[Shard]:
@@ -139,7 +145,7 @@ class Server:
                 asker = self._note(delivery, dict.fromkeys(message.shards, ()))
                 for number in message.shards:
                     shard = self._shard(message.table, number)
-                    done = shard.state.change(message.clock, message.consistency, asker)
+                    done = shard.state.change(message.clock, message.consistency, message.lr, asker)
                     self._act(shard, shard.carry_out(done))
             case Update():
                 shard = self._shard(message.table, message.shard)
@@ -170,8 +176,12 @@ class Server:
         shards = {number: self._shard(message.table, number) for number in values}
         for number, value in values.items():
             storage = shards[number].storage
-            (storage.check if isinstance(message, Push) else storage.check_query)(value)
+            if isinstance(message, Push):
+                storage.check(value)
+            elif not message.whole:
+                storage.check_query(value)
         asker = self._note(delivery, values)
+        self._asked[asker].whole = isinstance(message, Pull) and message.whole
         for number, shard in shards.items():
             self.requests[shard.virtual] += 1
             if isinstance(message, Push):
@@ -249,6 +259,10 @@ class Server:
             asked.accepted.append(shard.number)
         elif isinstance(how, Moved):
             asked.elsewhere.append(shard.number)
+        elif asked.whole:
+            state = shard.storage.export()
+            asked.names.append(list(state))
+            asked.values[shard.number] = tuple(state.values()), shard.state.applied.number
         else:
             worker = split_node(asker[0])[1]
             asked.values[shard.number] = shard.read(worker, query)
@@ -271,9 +285,9 @@ class Server:
                     specs.append(own)
                     buffers.extend(views)
                     versions.append(version)
-                pulled = Pulled(tuple(asked.values), request, specs, tuple(versions))
+                pulled = Pulled(tuple(asked.values), request, specs, tuple(versions), asked.names)
                 self._send(node, pulled, buffers, answers=request)
-            self._asked[asker] = _Asked(asked.queries)
+            self._asked[asker] = _Asked(asked.queries, asked.whole)
             if not asked.queries:
                 del self._asked[asker]
 
@@ -291,6 +305,7 @@ class Server:
             num_dropped=progress.num_dropped,
             begins=progress.rules.begins,
             values=progress.rules.values,
+            rates=progress.rates,
             names=list(state),
             specs=specs,
         )
@@ -308,6 +323,7 @@ class Server:
             dict(message.clocks),
             message.completed,
             message.num_dropped,
+            dict(message.rates),
         )
         self._act(shard, shard.carry_out(state.install(progress, message.since)))
         self._report()

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from braid.ps.protocol.progress import Record
-from braid.ps.protocol.shard_state import (
+from braid.ps.protocol.instructions import (
     Apply,
     Drop,
     Instruction,
     Keep,
     Merge,
-    ShardState,
 )
+from braid.ps.protocol.progress import Record
+from braid.ps.protocol.shard_state import ShardState
 from braid.ps.storage import Storage, Tensors
 
 __all__ = ["Shard"]
@@ -51,6 +51,7 @@ class Shard:
     sums: dict[int, Tensors] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     _pulled: dict[int, tuple[int, Tensors]] = field(default_factory=dict)  # by worker, the last
+    _lr: float | None = None  # that was set last
 
     def carry_out(self, instructions: list[Instruction], value: Tensors = ()) -> list[Instruction]:
         """Do what concerns values; return what concerns messages.
@@ -69,9 +70,8 @@ class Shard:
                         self.kept.pop(push, None)
                 case Merge(record):
                     self.sums[record.number] = self._merged(record)
-                case Apply(number):
-                    if sums := self.sums[number]:
-                        self.storage.apply(sums)
+                case Apply(record):
+                    self._apply(record)
                 case _:
                     rest.append(each)
         self.sums = {n: sums for n, sums in self.sums.items() if n > self.state.confirmed}
@@ -88,6 +88,17 @@ class Shard:
         if record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))
+
+    def _apply(self, record: Record) -> None:
+        """Let the optimizer step with the sum of a record, at the learning rate of its clock."""
+        sums = self.sums[record.number]
+        if not sums:
+            return
+        lr = self.state.applied.rate(record)
+        if lr is not None and lr != self._lr:
+            self.storage.set_lr(lr)
+            self._lr = lr
+        self.storage.apply(sums)
 
     def _merged(self, record: Record) -> Tensors:
         """Return the sum of a record's pushes, in their order."""

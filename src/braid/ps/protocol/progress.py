@@ -7,7 +7,6 @@ the same values, clocks and rules, whichever server decided on them.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,7 +27,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         scale: Factor of the sum.
         dropped: Pushes that came too late.
         completed: Number of clocks that are complete from now on.
-        change: Clock from which another consistency holds, and that one.
+        clock: Clock from which another consistency or learning rate holds.
+        consistency: That consistency, if it changes.
+        lr: That learning rate, if it changes.
     """
 
     number: int
@@ -36,7 +37,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scale: float = 1.0
     dropped: tuple[Push, ...] = ()
     completed: int = 0
-    change: tuple[int, Consistency] | None = None
+    clock: int = 0
+    consistency: Consistency | None = None
+    lr: float | None = None
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Progress:
         clocks: Next clock of each worker that has pushed.
         completed: Number of complete clocks.
         num_dropped: Pushes that came too late.
+        rates: Learning rates, by the clock from which they hold.
     """
 
     rules: Rules
@@ -87,6 +91,7 @@ class Progress:
     clocks: dict[int, int] = field(default_factory=dict)
     completed: int = 0
     num_dropped: int = 0
+    rates: dict[int, float] = field(default_factory=dict)
 
     def advance(self, record: Record) -> None:
         """Let a record, the next one, have happened."""
@@ -96,15 +101,25 @@ class Progress:
             self.clocks[worker] = max(self.clocks.get(worker, 0), clock + 1)
         self.num_dropped += len(record.dropped)
         self.completed = record.completed
-        if record.change is not None:
-            self.rules.change(*record.change)
+        if record.consistency is not None:
+            self.rules.change(record.clock, record.consistency)
+        if record.lr is not None:
+            self.rates[record.clock] = record.lr
 
     def copy(self) -> Progress:
         """Return an independent copy."""
         rules = Rules(list(self.rules.begins), list(self.rules.values))
-        return Progress(rules, self.number, dict(self.clocks), self.completed, self.num_dropped)
+        return Progress(
+            rules,
+            self.number,
+            dict(self.clocks),
+            self.completed,
+            self.num_dropped,
+            dict(self.rates),
+        )
 
-    def slowest(self, members: Iterable[int], starts: dict[int, int]) -> int:
-        """Return the least clock of the members; what is complete if there is none."""
-        clocks = [self.clocks.get(worker, starts[worker]) for worker in members]
-        return min(clocks, default=self.completed)
+    def rate(self, record: Record) -> float | None:
+        """Return the learning rate for a record; None if it never changed."""
+        clock = min((clock for _, clock in record.pushes), default=0)
+        begun = [begin for begin in self.rates if begin <= clock]
+        return self.rates[max(begun)] if begun else None

@@ -28,112 +28,26 @@ aggregation); R. van Renesse, F. Schneider, Chain Replication, OSDI 2004; Q. Ho 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
-
 from braid.errors import CommError
 from braid.ps.consistency import Consistency
+from braid.ps.protocol.instructions import (
+    Accept,
+    Answer,
+    Apply,
+    Confirm,
+    Drop,
+    Install,
+    Instruction,
+    Keep,
+    Merge,
+    Moved,
+    Request,
+    SendOn,
+    View,
+)
 from braid.ps.protocol.progress import Progress, Push, Record, Rules
 
-__all__ = [
-    "Accept",
-    "Answer",
-    "Apply",
-    "Confirm",
-    "Drop",
-    "Install",
-    "Instruction",
-    "Keep",
-    "Merge",
-    "Moved",
-    "SendOn",
-    "ShardState",
-    "View",
-]
-
-Request: TypeAlias = tuple[str, int]  # node that asks, and number of its request
-
-
-class View(NamedTuple):
-    """A shard's chain, as one epoch of the directory says.
-
-    Attributes:
-        epoch: The epoch.
-        chain: Servers, the head first.
-        joining: Servers among them that have no state yet, with the epoch since which they join.
-        members: Workers for which a clock waits, with the first clock of each.
-    """
-
-    epoch: int
-    chain: tuple[int, ...]
-    joining: Mapping[int, int]
-    members: Mapping[int, int]
-
-
-class Keep(NamedTuple):
-    """Keep the value of this push."""
-
-    worker: int
-    clock: int
-
-
-class Drop(NamedTuple):
-    """Forget the values of these pushes."""
-
-    pushes: tuple[Push, ...]
-
-
-class Merge(NamedTuple):
-    """Add up the kept values of a record."""
-
-    record: Record
-
-
-class SendOn(NamedTuple):
-    """Send a record and its sum to the successor."""
-
-    number: int
-
-
-class Apply(NamedTuple):
-    """Let the optimizer step with the sum of a record."""
-
-    number: int
-
-
-class Confirm(NamedTuple):
-    """Inform the predecessor that all servers from here on have the records up to this one."""
-
-    number: int
-
-
-class Accept(NamedTuple):
-    """Answer a push: it will not be lost."""
-
-    request: Request
-
-
-class Answer(NamedTuple):
-    """Answer a pull with the values."""
-
-    request: Request
-
-
-class Moved(NamedTuple):
-    """Answer a request: another server is the head, as a later directory says."""
-
-    request: Request
-
-
-class Install(NamedTuple):
-    """Send the whole state to a server that has none."""
-
-    server: int
-
-
-Instruction: TypeAlias = (
-    Keep | Drop | Merge | SendOn | Apply | Confirm | Accept | Answer | Moved | Install
-)
+__all__ = ["ShardState"]
 
 
 class ShardState:
@@ -253,25 +167,31 @@ class ShardState:
         self._parked[request] = worker, clock
         return self._freed()
 
-    def change(self, clock: int, consistency: Consistency, request: Request) -> list[Instruction]:
-        """Let another consistency hold from a clock on.
+    def change(
+        self, clock: int, consistency: Consistency | None, lr: float | None, request: Request
+    ) -> list[Instruction]:
+        """Let another consistency or learning rate hold from a clock on.
 
         Raises:
-            CommError: The clock is over, or the quorum exceeds the workers.
+            CommError: The clock is over.
         """
         if not self.is_head:
             return [Moved(request)]
-        rules = self.decided.rules
-        if clock in rules.begins and rules.at(clock) == consistency:
+        rules, rates = self.decided.rules, self.decided.rates
+        if consistency == rules.at(clock) and clock in rules.begins:
+            consistency = None
+        if lr == rates.get(clock):
+            lr = None
+        if consistency is None and lr is None:  # another worker has said so
             return self._accept_from(self.decided.number, request)
         latest = max([self.decided.completed, *(c for _, c in self._pushes)], default=0)
         if clock < latest:
             msg = (
-                f"the consistency cannot change at clock {clock}: clock {latest} has begun; "
-                "choose a later one, the same on all workers"
+                f"settings cannot change at clock {clock}: clock {latest} has begun; choose a "
+                "later one, the same on all workers"
             )
             raise CommError(msg)
-        record = self._record(change=(clock, consistency))
+        record = self._record(clock=clock, consistency=consistency, lr=lr)
         return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
 
     def record(self, record: Record, epoch: int) -> list[Instruction]:
@@ -412,7 +332,9 @@ class ShardState:
         dropped: tuple[Push, ...] = (),
         scale: float = 1.0,
         completed: int | None = None,
-        change: tuple[int, Consistency] | None = None,
+        clock: int = 0,
+        consistency: Consistency | None = None,
+        lr: float | None = None,
     ) -> Record:
         if completed is None:
             completed = self.decided.completed
@@ -424,7 +346,9 @@ class ShardState:
             scale=scale,
             dropped=dropped,
             completed=completed,
-            change=change,
+            clock=clock,
+            consistency=consistency,
+            lr=lr,
         )
 
     def _slowest(self, pushes: tuple[Push, ...]) -> int:
@@ -464,7 +388,7 @@ class ShardState:
             record = self._early.pop(self.applied.number + 1)
             self.applied.advance(record)
             self.log[record.number] = record
-            done.append(Apply(record.number))
+            done.append(Apply(record))
             if self.successor is not None:
                 done.append(SendOn(record.number))
         if self.is_installed and self.successor is None and self.applied.number > self.confirmed:
@@ -478,7 +402,7 @@ class ShardState:
             del self.log[record.number]
             if record.number > self.applied.number:  # at the head
                 self.applied.advance(record)
-                done.append(Apply(record.number))
+                done.append(Apply(record))
         self.confirmed = max(self.confirmed, number)
         if self.predecessor is not None:
             done.append(Confirm(self.confirmed))

@@ -1,0 +1,304 @@
+"""`braid.ParameterServer`: a module whose parameters lie on servers.
+
+    node = ps.join(braid.init())
+    model = braid.ParameterServer(Net(), node, partial(torch.optim.AdamW, lr=1e-3))
+    if not node.is_worker:
+        node.serve()
+    else:
+        for inputs, labels in batches:
+            criterion(model(inputs), labels).backward()   # pushes gradients as they become ready
+            model.step()                                  # pulls
+
+Parameters are divided into partitions of a few megabytes, in the order in which a backward makes
+their gradients. Each partition is a dense table. It is pushed when its last gradient is there, and
+pulled into the parameters' own memory.
+
+    backward   layer 3, layer 2, layer 1        push 3    push 2    push 1
+    step                                                        pull 1, 2, 3: urgent first
+    forward    layer 1 ...                      with `cross_barrier` as soon as layer 1 is there
+
+Where the optimizer runs:
+    servers    they step; workers pull parameters
+    workers    servers only sum; workers pull sums, and each steps by itself, as in BytePS
+
+Sources: M. Li et al., Parameter Server, OSDI 2014; Y. Jiang et al., BytePS, OSDI 2020; Y. Peng et
+al., ByteScheduler, SOSP 2019 (partitions, priorities, crossing the barrier).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.errors import ConfigError
+from braid.message import NUM_PRIORITIES
+from braid.params import FlatBuffer
+from braid.ps.consistency import BSP, Consistency
+from braid.ps.dense import DenseTable
+from braid.ps.node import Node
+from braid.ps.storage import Rule
+from braid.ps.storage.steppers import MakeOptimizer
+
+__all__ = ["ParameterServer"]
+
+PARTITION_BYTES = 4 << 20
+
+
+class _Partition:
+    """Some parameters, which lie in one table.
+
+    Args:
+        table: The table, flat.
+        params: Parameters, in the order of the table.
+        flat: Memory that values, or sums, are received into.
+        optimizer: Optimizer of these parameters on the worker; None where servers step.
+        priority: Urgency of pulls.
+    """
+
+    def __init__(
+        self,
+        table: DenseTable,
+        params: Sequence[nn.Parameter],
+        flat: FlatBuffer,
+        optimizer: Optimizer | None,
+        priority: int,
+    ) -> None:
+        self.table = table
+        self.params = params
+        self.optimizer = optimizer
+        self.priority = priority
+        self.is_pushed = False
+        self._flat = flat
+        self._missing = set(params)
+        self._pull: int | None = None
+        self._is_first = True
+
+    def ready(self, param: nn.Parameter) -> None:
+        """Record that a gradient is there; push with the last one."""
+        if self.is_pushed:
+            msg = (
+                "a second backward before step(): gradients of the first are on their way. Say "
+                "`with model.accumulate():` around all backwards but the last"
+            )
+            raise ConfigError(msg)
+        self._missing.discard(param)
+        if not self._missing:
+            self.push()
+
+    def push(self) -> None:
+        """Push all gradients; those that a backward has not made are zero."""
+        if self.is_pushed:
+            return
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        flat = torch.cat([grad.detach().reshape(-1).cpu() for grad in grads])
+        self.table.push_async(flat, priority=self.priority)
+        self.is_pushed = True
+
+    def pull(self) -> None:
+        """Begin to receive the values of the next clock."""
+        self._pull = self.table.pull_async(self._flat.tensor, priority=self.priority)
+        self._missing = set(self.params)
+        self.is_pushed = False
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """Wait for what is pulled, and let the parameters have it."""
+        if self._pull is None:
+            return
+        self.table.wait(self._pull)
+        self._pull = None
+        if self.optimizer is None or self._is_first:
+            for param, view in zip(self.params, self._flat.views, strict=True):
+                if param.data_ptr() != view.data_ptr():
+                    param.copy_(view)
+        else:
+            for param, view in zip(self.params, self._flat.views, strict=True):
+                param.grad = view.to(param.device)
+            self.optimizer.step()
+        self._is_first = False
+        for param in self.params:
+            param.grad = None
+
+
+class ParameterServer(nn.Module):
+    """A module whose parameters lie on servers. All nodes make it of the same module.
+
+    Buffers, such as the statistics of batch normalization, stay each worker's own. A parameter
+    without a gradient counts as one with a gradient of zero. A worker that does not call `step`
+    keeps others waiting, as the consistency says.
+
+    Args:
+        module: The module. Workers begin with the servers' values of its parameters.
+        node: This rank's node.
+        optimizer: Rule, or function of parameters that returns an optimizer. On servers it must
+            change each element by itself.
+        consistency: When pushes are applied, and pulls answered.
+        where: Nodes on which the optimizer runs.
+        partition_bytes: Size from which on parameters begin another partition.
+        cross_barrier: Whether `step` returns at once, and each layer of the next forward waits for
+            its own parameters. Parameters must then not be read between `step` and forward.
+        name: Prefix of the tables' names.
+
+    Raises:
+        ConfigError: No parameter requires a gradient, the optimizer cannot run on servers, or a
+            consistency other than BSP is asked for where workers step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        node: Node,
+        optimizer: Rule | MakeOptimizer,
+        consistency: Consistency = BSP,
+        *,
+        where: Literal["servers", "workers"] = "servers",
+        partition_bytes: int = PARTITION_BYTES,
+        cross_barrier: bool = False,
+        name: str = "model",
+    ) -> None:
+        super().__init__()
+        if where not in {"servers", "workers"}:
+            msg = f"where must be servers or workers, got {where!r}"
+            raise ConfigError(msg)
+        if where == "workers" and (isinstance(optimizer, Rule) or not consistency.by_clock):
+            msg = (
+                "workers step with an optimizer of torch, after each clock of all of them: pass a "
+                f"function of parameters and a consistency of staleness 0, got {optimizer!r} and "
+                f"{consistency}"
+            )
+            raise ConfigError(msg)
+        self.module = module
+        self._node = node
+        self._cross_barrier = cross_barrier
+        self._accumulates = False
+        self._partitions: list[_Partition] = []
+        groups = _divided(module, partition_bytes)
+        if not groups:
+            msg = f"{type(module).__name__} has no parameter that requires a gradient"
+            raise ConfigError(msg)
+        for number, params in enumerate(groups):
+            flat = FlatBuffer([p.shape for p in params], params[0].dtype, _on_cpu)
+            with torch.no_grad():
+                for param, view in zip(params, flat.views, strict=True):
+                    view.copy_(param)
+            table = node.dense(
+                f"{name}.{number}",
+                flat.tensor,
+                None if where == "workers" else optimizer,
+                consistency,
+            )
+            if node.is_worker:
+                self._add(table, params, flat, optimizer if where == "workers" else None)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Run the module, once its parameters have arrived."""
+        if not self._cross_barrier:
+            self.wait()
+        return self.module(*args, **kwargs)
+
+    def step(self) -> None:
+        """Push what is not pushed, and pull the parameters of the next clock.
+
+        Raises:
+            CommError: A server refuses.
+            PeerLostError: A server was lost with all copies of a shard.
+            CommTimeout: Other workers did not push.
+        """
+        for partition in self._partitions:
+            partition.push()
+        for partition in reversed(self._partitions):  # those that the forward uses first
+            partition.pull()
+        if not self._cross_barrier:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until all parameters have arrived."""
+        for partition in reversed(self._partitions):
+            partition.arrive()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let backwards add to gradients without pushing them."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def set_lr(self, lr: float) -> None:
+        """Step with another learning rate from this clock on; all workers call it.
+
+        The rate is all parameters' one, whatever groups an optimizer on workers has.
+        """
+        for partition in self._partitions:
+            if partition.optimizer is None:
+                partition.table.set_lr(lr)
+            else:
+                for group in partition.optimizer.param_groups:
+                    group["lr"] = lr
+
+    def set_consistency(self, consistency: Consistency) -> None:
+        """Let another consistency hold from this clock on; all workers call it."""
+        for partition in self._partitions:
+            partition.table.set_consistency(consistency)
+
+    @property
+    def num_partitions(self) -> int:
+        """Number of tables."""
+        return len(self._partitions)
+
+    def _add(
+        self,
+        table: DenseTable,
+        params: Sequence[nn.Parameter],
+        flat: FlatBuffer,
+        make: object,
+    ) -> None:
+        """Take in a partition on a worker."""
+        optimizer = make(list(params)) if callable(make) else None
+        priority = min(len(self._partitions), NUM_PRIORITIES - 1)
+        partition = _Partition(table, params, flat, optimizer, priority)
+        if optimizer is None and params[0].device.type == "cpu":
+            for param, view in zip(params, flat.views, strict=True):
+                param.data = view
+        for param in params:
+            param.register_post_accumulate_grad_hook(self._hook(partition))  # type: ignore[no-untyped-call]
+        partition.pull()
+        self._partitions.append(partition)
+        if self._cross_barrier:
+            own = set(params)
+            for layer in self.module.modules():
+                if own & set(layer.parameters(recurse=False)):
+                    layer.register_forward_pre_hook(lambda *_: partition.arrive())
+
+    def _hook(self, partition: _Partition) -> Callable[[torch.Tensor], None]:
+        def ready(param: torch.Tensor) -> None:
+            if not self._accumulates:
+                assert isinstance(param, nn.Parameter), "hooks are on parameters"
+                partition.ready(param)
+
+        return ready
+
+
+def _divided(module: nn.Module, partition_bytes: int) -> list[list[nn.Parameter]]:
+    """Return the parameters of each partition, last layers first; one dtype and device in each."""
+    groups: list[list[nn.Parameter]] = []
+    sizes: list[int] = []
+    for param in reversed([p for p in module.parameters() if p.requires_grad]):
+        kind = param.dtype, param.device
+        fits = groups and (groups[-1][0].dtype, groups[-1][0].device) == kind
+        if not fits or sizes[-1] + param.nbytes > partition_bytes:
+            groups.append([])
+            sizes.append(0)
+        groups[-1].append(param)
+        sizes[-1] += param.nbytes
+    return groups
+
+
+def _on_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)

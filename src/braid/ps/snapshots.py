@@ -1,0 +1,91 @@
+"""Snapshots of tables in braid's checkpoint format, whatever the number of servers.
+
+A worker asks for the whole state of each shard, joins the shards of a table, and writes them as
+tensors `tables/NAME/values`, `tables/NAME/state.momentum_buffer`, ... Servers that begin with a
+snapshot read their shards of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from braid.checkpoint import ReplicatedSnapshot, open_last, save_alone
+from braid.errors import CheckpointError
+from braid.message import Delivery
+from braid.message.tensors import from_buffers
+from braid.ps.client import Client
+from braid.ps.messages import Pull, Pulled
+from braid.ps.storage import State, join_shards, split_state
+from braid.ps.tables import TableSpec
+
+__all__ = ["export_table", "read_table", "write_tables"]
+
+PREFIX = "tables"
+
+
+def export_table(client: Client, spec: TableSpec, clock: int) -> State:
+    """Return the whole state of a table at a worker's clock.
+
+    Cost: all of it travels to this worker, and is in its memory twice.
+
+    Raises:
+        CommError: A server refuses.
+        CommTimeout: No answer came.
+    """
+    states: dict[int, State] = {}
+
+    def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
+        return Pull(client.epoch, spec.name, clock, parts, [[] for _ in parts], whole=True), ()
+
+    def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+        message = delivery.message
+        assert isinstance(message, Pulled), "a pull is answered with values"
+        flat = [one for specs in message.specs for one in specs]
+        tensors = iter(from_buffers(flat, delivery.buffers))
+        for part, names in zip(message.parts, message.names, strict=True):
+            state = {name: next(tensors) for name in names}
+            if part in parts:
+                states[part] = state
+
+    client.wait(client.request(spec, range(spec.num_shards), build, on_answer=on_answer))
+    return join_shards([states[part] for part in range(spec.num_shards)])
+
+
+def write_tables(directory: str | os.PathLike[str], tables: Mapping[str, State], step: int) -> Path:
+    """Write a snapshot as a checkpoint.
+
+    Raises:
+        CheckpointError: It cannot be written; earlier ones are untouched.
+    """
+    tensors = {
+        f"{PREFIX}/{table}/{name}": tensor
+        for table, state in tables.items()
+        for name, tensor in state.items()
+    }
+    return save_alone(directory, [ReplicatedSnapshot(tensors)], step=step)
+
+
+def read_table(where: str | os.PathLike[str], table: str, num_shards: int) -> list[State]:
+    """Return the states of a table's shards from a snapshot.
+
+    Raises:
+        CheckpointError: There is no snapshot, it is damaged, or has no such table.
+    """
+    checkpoint = open_last(where)
+    prefix = f"{PREFIX}/{table}/"
+    names = [name for name in checkpoint.manifest.tensors if name.startswith(prefix)]
+    if not names:
+        known = sorted({name.split("/")[1] for name in checkpoint.manifest.tensors if "/" in name})
+        msg = (
+            f"{checkpoint.path} has no table {table!r}; it has {', '.join(known) or 'none'}: "
+            "declare the tables of the run that wrote it"
+        )
+        raise CheckpointError(msg)
+    state: dict[str, torch.Tensor] = {
+        name.removeprefix(prefix): checkpoint.read(name) for name in names
+    }
+    return split_state(state, num_shards)

@@ -1,0 +1,168 @@
+"""A worker's face of a sparse table: rows by id, of which each batch touches few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from braid.errors import ConfigError
+from braid.message import Delivery
+from braid.message.tensors import as_buffers, from_buffers
+from braid.ps.messages import Pull, Pulled, Push
+from braid.ps.storage import shard_of
+from braid.ps.table import Table
+from braid.ps.tables import TableSpec
+
+if TYPE_CHECKING:
+    from braid.ps.client import Client
+
+__all__ = ["Rows", "SparseTable"]
+
+
+class Rows(NamedTuple):
+    """Rows under way to a worker.
+
+    Attributes:
+        timestamp: Timestamp of the request.
+        ids: Distinct ids, ascending.
+        rows: Rows of the distinct ids, once the request is answered.
+        inverse: Place of each id among the distinct ones.
+        shape: Shape of the ids.
+    """
+
+    timestamp: int
+    ids: torch.Tensor
+    rows: torch.Tensor
+    inverse: torch.Tensor
+    shape: torch.Size
+
+
+class SparseTable(Table):
+    """A sparse table, as a worker sees it; see `Table` for clocks and consistency.
+
+    An id is any int64. A row that was never pushed has initial values that depend on seed, name of
+    the table and id alone.
+
+    Args:
+        client: Requests of this worker; None on servers and the scheduler.
+        spec: The table.
+        dim: Number of elements of a row.
+        dtype: Dtype of rows and gradients.
+    """
+
+    def __init__(
+        self, client: Client | None, spec: TableSpec, dim: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(client, spec)
+        self.dim = dim
+        self.dtype = dtype
+
+    def pull(self, ids: torch.Tensor, *, timeout_s: float | None = None) -> torch.Tensor:
+        """Return rows; wait until they are as new as the consistency says.
+
+        Shape:
+            ids: [...], int64, any values, repeated ones, too. Result: [..., dim].
+
+        Cost: distinct ids and their rows travel once.
+
+        Raises:
+            ConfigError: Ids are not int64.
+            CommError: A server refuses.
+            PeerLostError: A server was lost with all copies of a shard.
+            CommTimeout: No answer came.
+        """
+        pulled = self.pull_async(ids)
+        self.wait(pulled.timestamp, timeout_s)
+        return pulled.rows[pulled.inverse].view(*pulled.shape, self.dim)
+
+    def pull_async(self, ids: torch.Tensor, *, ahead: int = 0, priority: int = 0) -> Rows:
+        """Begin to pull rows.
+
+        Args:
+            ids: Ids.
+            ahead: Clocks after this one to which the rows are to belong.
+            priority: Urgency.
+
+        Raises:
+            ConfigError: Ids are not int64.
+        """
+        self._check_ids(ids)
+        distinct, inverse = torch.unique(ids.detach().reshape(-1), return_inverse=True)
+        order, ends = self._by_shard(distinct)
+        rows = torch.empty(len(distinct), self.dim, dtype=self.dtype)
+        clock = self.clock + ahead
+
+        def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
+            own = [distinct[order[_part(ends, part)]] for part in parts]
+            specs, buffers = as_buffers(own)
+            return Pull(self.epoch, self.name, clock, parts, [[s] for s in specs]), buffers
+
+        def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+            message = delivery.message
+            assert isinstance(message, Pulled), "a pull is answered with values"
+            flat = [spec for specs in message.specs for spec in specs]
+            for part, values in zip(
+                message.parts, from_buffers(flat, delivery.buffers), strict=True
+            ):
+                if part in parts:
+                    rows[order[_part(ends, part)]] = values
+
+        asked = [part for part in range(self.num_shards) if ends[part] < ends[part + 1]]
+        timestamp = self._request(asked, build, on_answer=on_answer, priority=priority)
+        return Rows(timestamp, distinct, rows, inverse, ids.shape)
+
+    def push(self, ids: torch.Tensor, grads: torch.Tensor, *, priority: int = 0) -> int:
+        """Push gradients of rows for this worker's clock, and begin the next clock.
+
+        Gradients of one id are added up first. Both may be changed afterwards.
+
+        Shape:
+            ids: [...], int64. grads: [..., dim].
+
+        Returns:
+            The timestamp of the request.
+
+        Raises:
+            ConfigError: Shapes or dtypes do not fit.
+            CommError: A server refuses an earlier push.
+        """
+        self._check_ids(ids)
+        if grads.shape != (*ids.shape, self.dim) or grads.dtype != self.dtype:
+            msg = (
+                f"table {self.name!r} takes {self.dtype} gradients of shape "
+                f"{[*ids.shape, self.dim]} for these ids, got {grads.dtype}{list(grads.shape)}"
+            )
+            raise ConfigError(msg)
+        distinct, inverse = torch.unique(ids.detach().reshape(-1), return_inverse=True)
+        sums = torch.zeros(len(distinct), self.dim, dtype=self.dtype)
+        sums.index_add_(0, inverse, grads.detach().reshape(-1, self.dim))
+        order, ends = self._by_shard(distinct)
+        distinct, sums = distinct[order], sums[order]
+        clock = self.clock
+
+        def build(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
+            own = [x[_part(ends, part)] for part in parts for x in (distinct, sums)]
+            specs, buffers = as_buffers(own)
+            nested = [specs[k : k + 2] for k in range(0, len(specs), 2)]
+            return Push(self.epoch, self.name, clock, parts, nested), buffers
+
+        self.clock += 1
+        return self._request(range(self.num_shards), build, priority=priority)
+
+    def _by_shard(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Return an order of ids by shard, and where each shard begins in it."""
+        shards = shard_of(ids, self.num_shards)
+        order = torch.argsort(shards, stable=True)
+        counts = torch.bincount(shards, minlength=self.num_shards)
+        return order, [0, *counts.cumsum(0).tolist()]
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        if ids.dtype != torch.int64:
+            msg = f"table {self.name!r} takes int64 ids, got {ids.dtype}: use ids.long()"
+            raise ConfigError(msg)
+
+
+def _part(ends: list[int], part: int) -> slice:
+    return slice(ends[part], ends[part + 1])

@@ -1,0 +1,117 @@
+"""A worker's face of any table: clocks, requests to its shards, and settings by clock.
+
+    timestamp = table.push(...)      begins the next clock
+    table.wait(timestamp)            accepted: on all servers of the chains
+    table.pull(...)                  waits until the values are as new as the consistency says
+
+Requests overlap. Those of one worker reach a shard in the order of its calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from braid.errors import ConfigError
+from braid.ps.consistency import Consistency
+from braid.ps.messages import Change
+from braid.ps.tables import TableSpec
+
+if TYPE_CHECKING:
+    from braid.ps.client import Client
+    from braid.ps.customer import Build, Memory, OnAnswer
+
+__all__ = ["Table"]
+
+
+class Table:
+    """A table, as a worker sees it.
+
+    Args:
+        client: Requests of this worker; None on servers and the scheduler.
+        spec: The table.
+
+    Attributes:
+        name: Name of the table.
+        clock: Number of pushes so far.
+    """
+
+    def __init__(self, client: Client | None, spec: TableSpec) -> None:
+        self._own_client = client
+        self._spec = spec
+        self.name = spec.name
+        self.clock = 0
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards, which lie on all servers."""
+        return self._spec.num_shards
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the directory."""
+        return self._client.epoch
+
+    def set_consistency(self, consistency: Consistency, at_clock: int | None = None) -> int:
+        """Let another consistency hold from a clock on; all workers say so, or one of them.
+
+        Args:
+            consistency: The other one.
+            at_clock: The clock; this worker's when None.
+
+        Returns:
+            The timestamp of the request, for which `wait` raises CommError if the clock is over.
+        """
+        return self._change(at_clock, consistency=consistency)
+
+    def set_lr(self, lr: float, at_clock: int | None = None) -> int:
+        """Let servers step with another learning rate from a clock on; see `set_consistency`."""
+        return self._change(at_clock, lr=lr)
+
+    def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
+        """Wait until a request is answered in full.
+
+        Raises:
+            CommError: A server refuses.
+            PeerLostError: A server was lost with all copies of a shard.
+            CommTimeout: No answer came.
+        """
+        self._client.wait(timestamp, timeout_s)
+
+    def is_done(self, timestamp: int) -> bool:
+        """Whether a request is answered in full; never waits."""
+        return self._client.is_done(timestamp)
+
+    @property
+    def _client(self) -> Client:
+        if self._own_client is None:
+            msg = f"only workers pull and push table {self.name!r}: servers serve()"
+            raise ConfigError(msg)
+        return self._own_client
+
+    def _request(
+        self,
+        shards: Iterable[int],
+        build: Build,
+        *,
+        on_answer: OnAnswer | None = None,
+        memory: Memory | None = None,
+        priority: int = 0,
+    ) -> int:
+        return self._client.request(
+            self._spec, shards, build, on_answer=on_answer, memory=memory, priority=priority
+        )
+
+    def _change(
+        self,
+        at_clock: int | None,
+        *,
+        consistency: Consistency | None = None,
+        lr: float | None = None,
+    ) -> int:
+        clock = self.clock if at_clock is None else at_clock
+
+        def build(parts: tuple[int, ...]) -> tuple[Change, Sequence[memoryview]]:
+            return Change(self.epoch, self.name, parts, clock, consistency, lr), ()
+
+        return self._request(range(self.num_shards), build)
