@@ -219,6 +219,7 @@ def run(
         stdin_rank=stdin,
         where=options,
         environ=roles.environ(),
+        expendable=roles.expendable,
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:

@@ -53,6 +53,25 @@ def test_a_run_whose_ranks_all_finish_needs_nothing(three):
     assert (three.phase, three.stopped_by, three.fault_ns) == (Phase.DONE, "", None)
 
 
+def test_the_others_go_on_without_an_expendable_rank_until_another_fails():
+    state = SupervisorState(3, LIMITS, 0, frozenset({1}))
+    for rank in range(3):
+        state.handle(Started(rank), 0)
+    lost = SendToRank(RankLost(1, "exited with code 3", left=False))
+    assert state.handle(exited(1), S) == [lost, Warn(1, 0, "exited with code 3")]
+    assert (state.phase, state.fault_ns) == (Phase.RUNNING, None)
+    state.handle(exited(2), 2 * S)
+    assert (state.phase, state.fault_ns) == (Phase.GRACE, 2 * S)
+
+
+def test_an_exception_of_an_expendable_rank_fails_the_run():
+    state = SupervisorState(2, LIMITS, 0, frozenset({1}))
+    for rank in range(2):
+        state.handle(Started(rank), 0)
+    state.handle(ReportedFailure(1, "raised KeyError"), S)
+    assert state.phase is Phase.GRACE
+
+
 def test_a_failure_is_told_at_once_then_grace_then_sigterm_then_sigkill(three):
     steps = [
         three.handle(exited(1), S),

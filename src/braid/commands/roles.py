@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from braid.errors import ConfigError
 
-__all__ = ["SERVERS", "Roles"]
+__all__ = ["REPLICAS", "SERVERS", "Roles"]
 
 SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
+REPLICAS = "BRAID_REPLICAS"  # read there, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +22,13 @@ class Roles:
         servers: Ranks that serve a parameter server's tables: those after rank 0, which schedules.
             With --workers in the place of -n.
         workers: Ranks that train: the last ones.
+        replicas: Copies of each shard on other servers. With at least one, the run goes on when a
+            server dies.
     """
 
     servers: int = 0
     workers: int = 0
+    replicas: int = 0
 
     def num_ranks(self, n: int | None) -> int | None:
         """Return the number of ranks that all options together mean.
@@ -32,12 +36,18 @@ class Roles:
         Raises:
             ConfigError: They contradict each other, or a role has no rank.
         """
-        if not self.servers and not self.workers:
+        if not self.servers and not self.workers and not self.replicas:
             return n
         if self.servers < 1 or self.workers < 1:
             msg = (
                 f"--servers {self.servers} --workers {self.workers}: a parameter server needs at "
                 "least one of each"
+            )
+            raise ConfigError(msg)
+        if not 0 <= self.replicas < self.servers:
+            msg = (
+                f"--replicas {self.replicas} needs {self.replicas + 1} servers, got --servers "
+                f"{self.servers}"
             )
             raise ConfigError(msg)
         total = 1 + self.servers + self.workers
@@ -52,4 +62,10 @@ class Roles:
         own = dict(os.environ if environ is None else environ)
         if self.servers:
             own[SERVERS] = str(self.servers)
+            own[REPLICAS] = str(self.replicas)
         return own
+
+    @property
+    def expendable(self) -> frozenset[int]:
+        """Ranks without which the others can go on."""
+        return frozenset(range(1, 1 + self.servers)) if self.replicas else frozenset()

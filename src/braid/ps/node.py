@@ -59,6 +59,7 @@ from braid.wire import Secret
 __all__ = ["Node", "Options", "Role", "join"]
 
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
+REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
 Role = Literal["scheduler", "server", "worker"]
 VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # a server waits for nobody
 
@@ -93,7 +94,8 @@ def join(
     Args:
         group: All ranks: the scheduler, then the servers, then the workers.
         servers: Number of servers; what `braid run --servers` says when None.
-        options: Choices of the whole parameter server.
+        options: Choices of the whole parameter server; its replicas are what `braid run --replicas`
+            says when None.
         address: Address on which scheduler and servers listen.
 
     Raises:
@@ -108,6 +110,7 @@ def join(
             )
             raise ConfigError(msg)
         servers = int(text)
+    options = options or Options(replicas=int(os.environ.get(REPLICAS, "0")))
     workers = group.size - 1 - servers
     if servers < 1 or workers < 1:
         msg = (

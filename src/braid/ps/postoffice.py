@@ -33,8 +33,9 @@ from braid.wire import Buffer
 __all__ = ["SCHEDULER", "Handler", "Postoffice", "server_node", "worker_node"]
 
 SCHEDULER = "scheduler"
-TICK_S = 0.25  # how often broken links are tried again
-CONNECT_S = 2.0  # how long that may take
+TICK_S = 0.25  # longest sleep
+AGAIN_S = 1.0  # after which a broken link is tried again: a dead node has left the directory then
+CONNECT_S = 1.0  # how long that may take
 Handler: TypeAlias = Callable[[Delivery], None]
 
 
@@ -78,8 +79,8 @@ class Postoffice:
         self._on_resend: list[Callable[[], None]] = []
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
-        self._broken: set[str] = set()
-        self._ticked_ns = self._resent_ns = van.clock.now_ns()
+        self._broken: dict[str, int] = {}  # when to try again
+        self._resent_ns = van.clock.now_ns()
         self._changed = threading.Condition(threading.RLock())
         self._is_receiving = False
 
@@ -178,7 +179,7 @@ class Postoffice:
             Whether the node could be reached. It may be lost before the message arrives.
         """
         try:
-            if to not in self.van.peers and not self._connect(to):
+            if to not in self.van.peers and (to in self._broken or not self._connect(to)):
                 return False
             self.van.send(
                 to,
@@ -189,7 +190,7 @@ class Postoffice:
                 priority=priority,
             )
         except (PeerLostError, StaleError):
-            self._broken.add(to)
+            self._break(to)
             return False
         return True
 
@@ -200,12 +201,14 @@ class Postoffice:
             address = self.directory.servers.get(int(number), "")
         elif role != SCHEDULER:
             return False
+        if not address:
+            return False  # the directory has it no longer, or the scheduler is this node
         try:
             self.van.connect(to, address, timeout_s=CONNECT_S)
         except (CommError, RendezvousError):
-            self._broken.add(to)
+            self._break(to)
             return False
-        self._broken.discard(to)
+        self._broken.pop(to, None)
         return True
 
     # -- receiving
@@ -289,10 +292,8 @@ class Postoffice:
     def tick(self) -> None:
         """Try broken links again, and send unanswered messages again where that was asked for."""
         now_ns = self.van.clock.now_ns()
-        if self._broken and now_ns - self._ticked_ns >= TICK_S * 1e9:
-            self._ticked_ns = now_ns
-            for node in sorted(self._broken):
-                self._restore(node)
+        for node in [node for node, due_ns in self._broken.items() if due_ns <= now_ns]:
+            self._restore(node)
         if self._resend_s is not None and now_ns - self._resent_ns >= self._resend_s * 1e9:
             self._resent_ns = now_ns
             if self.directory is None and self.node != SCHEDULER:
@@ -300,15 +301,19 @@ class Postoffice:
             for call in self._on_resend:
                 call()
 
+    def _break(self, node: str) -> None:
+        """Record that the link to a node is broken."""
+        self._broken[node] = self.van.clock.now_ns() + round(AGAIN_S * 1e9)
+
     def _restore(self, node: str) -> None:
         """Connect to a node again whose link is broken."""
         if node not in self.van.peers and not self._connect(node):
             role, _, number = node.partition(":")
             alive = {} if self.directory is None else self.directory.servers
             if role == "worker" or (role == "server" and int(number) not in alive):
-                self._broken.discard(node)
+                self._broken.pop(node, None)
             return
-        self._broken.discard(node)
+        self._broken.pop(node, None)
         if node == SCHEDULER:
             self.announce()
         for call in self._on_linked:
@@ -332,6 +337,6 @@ class Postoffice:
     def _lost(self, delivery: Delivery) -> None:
         if delivery.sender in self.van.peers:
             return  # it has connected again
-        self._broken.add(delivery.sender)
+        self._break(delivery.sender)
         for call in self._on_lost:
             call(delivery.sender)

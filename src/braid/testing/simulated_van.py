@@ -448,6 +448,11 @@ class SimulatedVan(Van):
         """Whether the van is neither closed nor crashed."""
         return not self._ended
 
+    @property
+    def address(self) -> str:
+        """Name of the node, by which others connect."""
+        return self.node
+
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
         """See `Van.connect`; succeeds or fails at once, so that handlers may connect."""
         self._check_open()

@@ -68,6 +68,7 @@ class JobSpec:
         stdin_rank: Rank that has the launcher's standard input, and its terminal if there is one;
             hang reports and deadlines of collectives then wait. None for no rank.
         environ: Environment that ranks inherit.
+        expendable: Ranks without which the others can go on, such as servers that have replicas.
     """
 
     command: tuple[str, ...]
@@ -87,6 +88,7 @@ class JobSpec:
     title: str = ""
     stdin_rank: int | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    expendable: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         problems = []

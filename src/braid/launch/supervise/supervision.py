@@ -120,7 +120,8 @@ class _Run:
         self._inbox = inbox
         self._backend = backend
         self._start_ns = clock.now_ns()
-        self._state = SupervisorState(job.num_ranks, _limits(job), self._start_ns)
+        limits = _limits(job)
+        self._state = SupervisorState(job.num_ranks, limits, self._start_ns, job.expendable)
         self._saved: SavedCheckpoint | None = None
         self._resume = "auto"  # value of --resume that loads it
         self._announced = False
@@ -418,15 +419,17 @@ class _Run:
             for process in self.ranks.values():
                 process.send(instruction.message)
         elif isinstance(instruction, Warn):
-            self._warn(self.ranks[instruction.rank], instruction.signum)
+            self._warn(self.ranks[instruction.rank], instruction)
         else:
             for process in self.ranks.values():
                 if process.has_joined:
                     process.signal(SIGUSR1)
 
-    def _warn(self, process: Rank, signum: int) -> None:
+    def _warn(self, process: Rank, warning: Warn) -> None:
+        signum = warning.signum
         if not signum:
-            self._console.notice(f"{process.name} goes on")
+            ended = f"{warning.reason}; the others go on without it"
+            self._console.notice(f"{process.name} {ended if warning.reason else 'goes on'}")
             return
         inside = process.last_events()
         stopped = f"{process.name} was stopped by {signal_name(signum)}{' ' * bool(inside)}{inside}"
@@ -439,6 +442,8 @@ class _Run:
 
     def _verdict(self) -> Verdict:
         ends = [process.end for process in self.ranks.values() if process.end is not None]
+        if self._state.fault_ns is None:
+            ends = [end for end in ends if end.rank not in self._job.expendable]
         verdict = judge(ends, stopped_by=self._state.stopped_by)
         fault_ns = self._state.fault_ns
         at_ns = None if fault_ns is None else fault_ns - NOTICE_NS

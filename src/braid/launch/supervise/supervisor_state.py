@@ -23,6 +23,7 @@ state machine touches no process, signal, socket or clock.
     any           a rank stopped               warn                             same
     any           a rank stopped for too long  send RankLost, SIGKILL it        same
     any           a rank ended                 send RankLost                    same
+    RUNNING       a signal ended an expendable send RankLost, warn              same
 """
 
 from __future__ import annotations
@@ -143,10 +144,14 @@ class SendToRank(NamedTuple):
 
 
 class Warn(NamedTuple):
-    """Notify the user that `rank` was stopped by `signum`, or goes on (`signum` 0)."""
+    """Notify the user that `rank` was stopped by `signum`, or goes on (`signum` 0).
+
+    With a reason, that it has ended, and the others go on without it.
+    """
 
     rank: int
     signum: int
+    reason: str = ""
 
 
 class CollectStacks(NamedTuple):
@@ -187,6 +192,7 @@ class SupervisorState:
         num_ranks: Number of ranks to start.
         limits: Time limits.
         start_ns: Current time.
+        expendable: Ranks without which the others can go on, when a signal ends them.
 
     Attributes:
         phase: Phase of the run.
@@ -196,13 +202,20 @@ class SupervisorState:
         fault_ns: Time of the first failure, interrupt or time-out; None if there was none.
     """
 
-    def __init__(self, num_ranks: int, limits: Limits, start_ns: int) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        limits: Limits,
+        start_ns: int,
+        expendable: frozenset[int] = frozenset(),
+    ) -> None:
         self.phase = Phase.RUNNING
         self.ranks: dict[int, RankFacts] = {}
         self.stopped_by = ""
         self.signum = 0
         self.fault_ns: int | None = None
         self._to_start = num_ranks
+        self._expendable = expendable
         self._limits = limits
         self._deadline_ns: int | None = None
         if limits.timeout_ns is not None:
@@ -254,9 +267,14 @@ class SupervisorState:
     def _exited(self, event: Exited, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]
         facts.alive = False
-        if not event.ok:
-            self._fault(now_ns)
-        return self._send_loss(event.rank, event.reason, left=event.ok)
+        loss = self._send_loss(event.rank, event.reason, left=event.ok)
+        if event.ok:
+            return loss
+        spared = event.rank in self._expendable and facts.failed_ns is None
+        if spared and self.phase is Phase.RUNNING:
+            return [*loss, Warn(event.rank, 0, event.reason)]
+        self._fault(now_ns)
+        return loss
 
     def _failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]

@@ -1,0 +1,75 @@
+"""`braid run --servers 3 --workers 2 --replicas 1`: servers that are killed cost nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from braid.commands.roles import Roles
+from braid.errors import ConfigError
+
+COUNTS = """
+import os, signal, sys
+from functools import partial
+from pathlib import Path
+import torch
+import braid
+from braid import ps
+
+group = braid.init()
+pid = Path(sys.argv[1]) / "pid"
+with ps.join(group) as node:
+    make = partial(torch.optim.SGD, lr=1.0)
+    table = node.dense("count", torch.zeros(1000), make, ps.Consistency(aggregate="sum"))
+    if node.role == "server" and node.number == 0:
+        pid.write_text(str(os.getpid()))
+    if not node.is_worker:
+        node.serve()
+    else:
+        for step in range(40):
+            if step == 20 and node.number == 1:
+                os.kill(int(pid.read_text()), signal.SIGKILL)
+            table.push(torch.full([1000], -1.0))
+            assert (table.pull() == 2 * (step + 1)).all(), step
+        print("counted", table.pull()[0].item())
+"""
+
+
+def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "train.py"
+    script.write_text(COUNTS)
+    command = [sys.executable, "-m", "braid", "run", *options, "--log-dir", str(tmp_path / "run")]
+    return subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.launcher
+def test_a_killed_server_costs_no_push_and_does_not_fail_the_run(tmp_path):
+    done = run(tmp_path, "--servers", "2", "--workers", "2", "--replicas", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("counted 80.0") == 2
+    assert "killed by signal 9 (SIGKILL); the others go on without it" in done.stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.proof
+def test_without_replicas_a_killed_server_is_the_cause(tmp_path):
+    done = run(tmp_path, "--servers", "2", "--workers", "2")
+    assert done.returncode == 137, done.stderr
+    assert "cause    rank 1 " in done.stderr
+    assert "killed by signal 9" in done.stderr
+
+
+def test_replicas_need_servers():
+    with pytest.raises(ConfigError, match="--replicas 2 needs 3 servers, got --servers 2"):
+        Roles(servers=2, workers=1, replicas=2).num_ranks(None)
+    assert Roles(servers=2, workers=1, replicas=1).expendable == {1, 2}
+    assert Roles(servers=2, workers=1).expendable == frozenset()
