@@ -136,6 +136,11 @@ class SocketConnection:
         """
         return self._gone is not None
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been read ahead, which no selector shows."""
+        return self._decoder.has_bytes
+
     def fileno(self) -> int:
         """Descriptor for a selector, -1 after `close`."""
         return self._socket.fileno()

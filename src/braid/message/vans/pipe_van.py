@@ -57,6 +57,11 @@ class PipeStream:
         """Whether writing has shown that nobody reads any more."""
         return self._gone
 
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been read ahead, which no selector shows."""
+        return bool(self._received) or self._decoder.has_bytes
+
     def fileno(self) -> int:
         """Descriptor to read from; -1 after `close`."""
         return self._reader

@@ -1,29 +1,32 @@
-"""A van over streams: one thread that writes and reads frames, whatever the streams are made of.
+"""A van over streams: frames are written and read by threads that wait, else by the van's own.
 
 Problem: threads that send must not wait for each other's peers, and large messages must not hold up
 small ones, though a stream has one order and a process has one interpreter lock.
 
-Idea: one thread waits for all streams. A thread that sends also tries at once to write, under the
-van's lock, so a small message costs one system call and no change of threads. The van's thread
-writes the rest, which the kernel did not accept. A frame leaves the queue when the one before it is
-with the kernel, so an urgent message waits for one chunk, and for what the kernel has already
+Idea: one thread at a time polls all streams, see `poll_turns`: the program's while it waits in the
+van, and the van's own while the program does something else. A thread that sends also tries at once
+to write, under the van's lock. So a small message and its answer change no threads. The thread that
+polls writes the rest, which the kernel did not accept. A frame leaves the queue when the one before
+it is with the kernel, so an urgent message waits for one chunk, and for what the kernel has already
 buffered. Buffers go from the sender's memory through the kernel into the receiver's.
 
 A broken stream is a lost peer, and stays one until it is connected again: only the layers above
 know what the peer may have done already. When a write fails, nothing more is written, and the
 stream is read on, because the last messages of the peer are in it.
 
-Source: the reactor pattern (D. Schmidt, 1995), with leaders that write for themselves.
+Source: the reactor pattern (D. Schmidt, 1995), with leaders and followers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import selectors
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,12 +38,14 @@ from braid.message.protocol.schema import Schema
 from braid.message.protocol.van_state import VanState
 from braid.message.protocol.vocabulary import MAX_CHUNK_BYTES, VanConfig, split_node
 from braid.message.van import Van
+from braid.message.vans.poll_turns import PollTurns
 from braid.wire import Allocate, Buffer, Frame, FrameLimits, Identity, Listener
 
 __all__ = ["FRAME_LIMITS", "Stream", "StreamVan", "node_of"]
 
 FRAME_LIMITS = FrameLimits(max_frame_bytes=MAX_CHUNK_BYTES + (64 << 10))
 _FRAMES_PER_TURN = 8  # frames of one link before other links, and the lock, have a turn
+_ALL_EVENTS = selectors.EVENT_READ | selectors.EVENT_WRITE
 
 
 class Stream(Protocol):
@@ -54,6 +59,11 @@ class Stream(Protocol):
     @property
     def gone(self) -> bool:
         """Whether writing has shown that the peer accepts nothing more."""
+        ...
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been read ahead, which no selector shows."""
         ...
 
     def fileno(self) -> int:
@@ -83,7 +93,7 @@ class Stream(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Wire:
-    """The stream of a link, as the van's thread sees it.
+    """The stream of a link, as the thread that polls sees it.
 
     Attributes:
         stream: The stream.
@@ -101,7 +111,7 @@ class _Wire:
 
 
 class StreamVan(Van):
-    """A `Van` over streams, with the thread that writes and reads them.
+    """A `Van` over streams, with a thread that writes and reads them while nobody waits.
 
     `SocketVan` and `PipeVan` add how streams are opened.
 
@@ -134,13 +144,14 @@ class StreamVan(Van):
         state = VanState(
             node, schema, config or VanConfig(), incarnation=time.time_ns(), epoch=epoch
         )
-        super().__init__(state, schema, clock, threading.Condition())
+        lock = threading.RLock()
+        guard = threading.Condition(lock)
+        super().__init__(state, schema, clock, guard)
         self._listener = listener
         self._numbers = itertools.count(1)
         self._wires: dict[int, _Wire] = {}
-        self._retired: list[_Wire] = []  # to be closed by the thread
+        self._retired: list[_Wire] = []  # to be closed by the thread that polls
         self._due: set[int] = set()  # links to poll though nothing is readable
-        self._stopping = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -148,29 +159,60 @@ class StreamVan(Van):
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         if self._listener is not None:
             self._selector.register(self._listener, selectors.EVENT_READ)
+        self._turns = PollTurns(lock, guard, self._interrupt)
+        _VANS.add(self)
         # A daemon, so that a program that forgets to close it can still end.
         name = f"braid-message-{node}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    def _wait(self, deadline_ns: int) -> bool:
+        """Poll the streams once, or wait while another thread does; see `Van._wait`."""
+        remaining_ns = deadline_ns - self._clock.now_ns()
+        if remaining_ns <= 0:
+            return False
+        if not self._turns.begin():
+            self._turns.follow(remaining_ns / 1e9)
+            return True
+        self._guard.release()
+        try:
+            self._poll(deadline_ns)
+        finally:
+            self._guard.acquire()
+            self._turns.end(hand_over=self._signal is not None)
+        return True
+
     def _cut(self, link: int) -> None:
         wire = self._wires.pop(link)
         self._due.discard(link)
         self._retired.append(wire)
-        self._wake()
+        self._turns.wake()
 
     def _read_again(self, link: int) -> None:
         self._schedule(link)
 
     def _release(self) -> None:
-        self._stopping = True
-        self._wake()
+        with self._guard:
+            self._turns.stop()
         self._thread.join()
+        with self._guard:
+            while self._turns.is_taken:  # a thread that waited leaves with StaleError
+                self._interrupt()
+                self._turns.follow(1.0)
+            self._close_retired()
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()
+
+    def disown(self) -> None:
+        """Let every call raise, and write and close nothing, since another process owns the van."""
+        self._guard = threading.Condition()  # another thread may have held the lock
+        self._is_closed = True
+        self._ended = (
+            f"the van of {self.node} belongs to the parent of this process: open a new one"
+        )
 
     def _adopt(self, stream: Stream, peer: str, *, known: bool = False) -> int:
         """Make a link of a stream whose other end is proven to be `peer`; with the guard held."""
@@ -187,13 +229,11 @@ class StreamVan(Van):
         return link
 
     def _schedule(self, link: int) -> None:
-        """Let the thread poll a link; with the guard held."""
+        """Let the thread that polls look at a link; with the guard held."""
         self._due.add(link)
-        self._wake()
+        self._turns.wake()
 
-    def _wake(self) -> None:
-        if threading.current_thread() is self._thread:
-            return
+    def _interrupt(self) -> None:
         # A full pipe means that it will wake anyway; a closed one, that there is nothing to wake.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"w")
@@ -204,7 +244,7 @@ class StreamVan(Van):
         if wire is None or wire.stream.gone:
             return
         if wire.pending:
-            self._wake()  # what was queued may have a deadline that the thread does not know
+            self._turns.wake()  # what was queued may have a deadline that it does not know
             return
         now_ns = self._clock.now_ns()
         try:
@@ -228,50 +268,60 @@ class StreamVan(Van):
         self._state.frame_sent(link, now_ns)
         return True
 
-    # -- the thread
+    # -- polling, in the thread whose turn it is
 
     def _run(self) -> None:
+        """Poll while nobody else does; in the van's own thread."""
         try:
-            while not self._stopping:
-                self._close_retired()
-                polled_ns = self._clock.now_ns()
-                for key, events in self._selector.select(self._pause_s()):
-                    if key.fileobj is self._wake_reader:
-                        with contextlib.suppress(BlockingIOError):
-                            self._wake_reader.recv(4096)
-                    elif key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._poll_link(key.data, events)
+            while True:
                 with self._guard:
-                    due, self._due = self._due, set()
-                for link in due:
-                    self._poll_link(link, 0)
-                self._tick(polled_ns)
+                    if not self._turns.begin_own():
+                        return
+                self._poll(None)
         finally:
             with self._guard:  # whatever happened, nobody waits for a thread that is gone
                 self._ended = self._ended or f"the thread of the van of {self.node} has failed"
                 self._state.close()
                 self._act()
-            self._close_retired()
 
-    def _pause_s(self) -> float | None:
-        """Seconds for which nothing is to do unless a stream is ready."""
+    def _poll(self, until_ns: int | None) -> None:
+        """Write and read what the streams can, waiting for them until `until_ns` at most.
+
+        What becomes due while it waits must wait for the next poll: a process that was stopped
+        would otherwise declare peers lost that it has not read from.
+        """
+        self._close_retired()
+        polled_ns = self._clock.now_ns()
+        due_ns = self._due_ns()
+        known = [each for each in (due_ns, until_ns) if each is not None]
+        pause_s = max(0, min(known) - polled_ns) / 1e9 if known else None
+        for key, events in self._selector.select(0 if self._due else pause_s):
+            if key.fileobj is self._wake_reader:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_reader.recv(4096)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._poll_link(key.data, events)
+        if self._due:
+            with self._guard:
+                due, self._due = self._due, set()
+            for link in due:
+                self._poll_link(link, _ALL_EVENTS)
+        if due_ns is not None and due_ns <= polled_ns:
+            self._tick(polled_ns)
+
+    def _due_ns(self) -> int | None:
+        """Time at which something is to do though no stream is ready; None for never."""
         with self._guard:
-            if self._due:
-                return 0
-            deadlines = [self._state.next_deadline_ns()]
-        if self._listener is not None:
-            deadlines.append(self._listener.next_deadline_ns())
-        known = [deadline for deadline in deadlines if deadline is not None]
-        return max(0, min(known) - self._clock.now_ns()) / 1e9 if known else None
+            due_ns = self._state.next_deadline_ns()
+        if self._listener is None:
+            return due_ns
+        accept_ns = self._listener.next_deadline_ns()
+        return min((each for each in (due_ns, accept_ns) if each is not None), default=None)
 
     def _tick(self, now_ns: int) -> None:
-        """Do what was due before the last poll of the streams.
-
-        What has become due since then must wait: a process that was stopped would otherwise declare
-        peers lost that it has not read from.
-        """
+        """Do what was due before the last poll of the streams."""
         if self._listener is not None:
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= now_ns:
@@ -309,10 +359,24 @@ class StreamVan(Van):
 
     def _poll_link(self, link: int, events: int) -> None:
         """Write and read what one link can, for one turn."""
+        wire = self._wires.get(link)
+        if wire is None:
+            return
+        if events & selectors.EVENT_WRITE:
+            self._write(link, wire)
+        if events & selectors.EVENT_READ:
+            try:
+                self._read(link, wire)
+            except BaseException:  # such as KeyboardInterrupt, in a thread of the program
+                with self._guard:
+                    self._state.link_lost(link, f"{self.node} was interrupted while it read")
+                    self._act()
+                raise
+        self._register(link, wire)
+
+    def _write(self, link: int, wire: _Wire) -> None:
+        """Write the rest of the last frame, and the next ones."""
         with self._guard:
-            wire = self._wires.get(link)
-            if wire is None:
-                return
             try:
                 if wire.pending and wire.stream.flush() == 0:
                     wire.pending = False
@@ -322,16 +386,12 @@ class StreamVan(Van):
             if not wire.pending:
                 self._carry(link)
             self._act()
-        if not events or events & selectors.EVENT_READ:
-            self._read(link, wire)
-        self._register(link, wire)
 
     def _read(self, link: int, wire: _Wire) -> None:
         """Receive frames of one link, for one turn."""
         for _ in range(_FRAMES_PER_TURN):
-            with self._guard:
-                if not self._state.wants_read(link):
-                    return
+            if not self._state.wants_read(link):
+                return
             try:
                 # Without the lock: copying a chunk takes long enough to hold up the others.
                 frame = wire.stream.try_recv(partial(self._allocate, link))
@@ -345,6 +405,8 @@ class StreamVan(Van):
                     self._state.link_lost(link, _reason(exc, wire))
                     self._act()
                 return
+            if not frame.buffers and not wire.stream.has_bytes:
+                return  # the selector shows the next one, without an attempt that fails
         with self._guard:
             if link in self._wires:
                 self._due.add(link)
@@ -370,6 +432,18 @@ class StreamVan(Van):
                 elif wire.registered[fd] != events:
                     self._selector.modify(fd, events, link)
             wire.registered = wanted
+
+
+_VANS: weakref.WeakSet[StreamVan] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    """End the vans of the parent in a forked process: their streams belong to the parent."""
+    for van in _VANS:
+        van.disown()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def node_of(peer: Identity) -> str:
