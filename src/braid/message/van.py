@@ -252,8 +252,9 @@ class Van(ABC):
     def receive_into(self, message_type: type[Message], allocate: Allocate | None) -> None:
         """Let `allocate(sender, message, sizes)` choose the memory for buffers of a message type.
 
-        It runs in the van's thread before the buffers arrive: keep it short. It returns one
-        writable memoryview for each size, or None for new memory. If it raises, the link is closed.
+        It runs before the buffers arrive, in the van's thread or in one that waits in the van: keep
+        it short. It returns one writable memoryview for each size, or None for new memory. If it
+        raises, the link is closed.
         """
         with self._guard:
             self._state.allocators.pop(message_type, None)

@@ -63,7 +63,8 @@ class Outgoing:
     """A message on its way out, and its progress.
 
     Attributes:
-        head: Head of the message; epoch and remaining time are filled in later.
+        head: Head of the message; the remaining time is filled in later.
+        nbytes: Size of body and buffers.
         body: Part of the body that is not cut yet; empty if the head holds the body.
         buffers: Parts of the buffers that are not cut yet.
         deadline_ns: Time after which the message is dropped; None for never.
@@ -75,6 +76,7 @@ class Outgoing:
     """
 
     head: Open
+    nbytes: int
     body: memoryview
     buffers: deque[memoryview]
     deadline_ns: int | None = None
@@ -109,15 +111,16 @@ class Outgoing:
             )
             raise ConfigError(msg) from exc
         inline = len(body) <= INLINE_BODY_BYTES
+        sizes = tuple(map(len, views))
         head = msgspec.structs.replace(
             head,
             body=body if inline else b"",
             body_bytes=0 if inline else len(body),
-            sizes=tuple(map(len, views)),
+            sizes=sizes,
         )
-        return cls(
-            head, memoryview(b"" if inline else body), deque(filter(len, views)), deadline_ns
-        )
+        rest = memoryview(b"" if inline else body)
+        nbytes = len(body) + sum(sizes)
+        return cls(head, nbytes, rest, deque(filter(len, views)), deadline_ns)
 
     @property
     def is_cut_up(self) -> bool:
@@ -186,7 +189,7 @@ class Outbox:
         """Append a message to its lane."""
         self._lanes[outgoing.head.priority].append(outgoing)
         self.queued += 1
-        self.queued_bytes += outgoing.head.nbytes
+        self.queued_bytes += outgoing.nbytes
         if outgoing.deadline_ns is not None:
             entry = (outgoing.deadline_ns, next(self._numbers), outgoing)
             heapq.heappush(self._deadlines, entry)
@@ -220,7 +223,8 @@ class Outbox:
         if outgoing is None:
             return
         if outgoing.is_cut_up:
-            self._counts.update(sent=1, sent_bytes=outgoing.head.nbytes)
+            self._counts["sent"] += 1
+            self._counts["sent_bytes"] += outgoing.nbytes
             self._finish(outgoing, None)
         elif outgoing.deadline_ns is not None and outgoing.deadline_ns <= now_ns:
             self._expire(outgoing)
@@ -279,7 +283,7 @@ class Outbox:
     def _finish(self, outgoing: Outgoing, error: BraidError | None) -> None:
         self._lanes[outgoing.head.priority].remove(outgoing)
         self.queued -= 1
-        self.queued_bytes -= outgoing.head.nbytes
+        self.queued_bytes -= outgoing.nbytes
         outgoing.done, outgoing.error = True, error
         outgoing.body = memoryview(b"")  # the memory is the sender's again
         outgoing.buffers.clear()

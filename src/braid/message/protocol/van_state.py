@@ -193,13 +193,13 @@ class VanState:
                 "sending"
             )
             raise StaleError(msg)
-        if head.nbytes > peer.max_message_bytes:
+        if outgoing.nbytes > peer.max_message_bytes:
             msg = (
-                f"message {head.name!r} has {head.nbytes} bytes, but {to} accepts "
+                f"message {head.name!r} has {outgoing.nbytes} bytes, but {to} accepts "
                 f"{peer.max_message_bytes}: send it in parts, or raise max_message_bytes there"
             )
             raise ConfigError(msg)
-        if not link.outbox.has_room(head.nbytes):
+        if not link.outbox.has_room(outgoing.nbytes):
             return False
         outgoing.life = peer.incarnation
         link.outbox.put(outgoing)
@@ -404,7 +404,8 @@ class VanState:
             counts["late"] += 1
             return
         counts["received"] += 1
-        counts["received_bytes"] += head.nbytes
+        nbytes = head.nbytes
+        counts["received_bytes"] += nbytes
         delivery = Delivery(
             peer.name,
             event.message,
@@ -415,7 +416,7 @@ class VanState:
             head.priority,
             head.answers,
         )
-        self.inbox.put(peer, head.nbytes, delivery)
+        self.inbox.put(peer, nbytes, delivery)
         if not self.inbox.has_room(peer):
             for number in peer.links:
                 self._links[number].is_paused = True

@@ -101,6 +101,7 @@ class _Wire:
         writer: Descriptor to write to; that of `reader`, unless the stream is a pair of pipes.
         pending: Whether the last frame is not yet with the kernel.
         registered: Events for which the selector polls each descriptor.
+        is_reading: Whether that is reading and nothing else.
     """
 
     stream: Stream
@@ -108,6 +109,7 @@ class _Wire:
     writer: int
     pending: bool = False
     registered: dict[int, int] = field(default_factory=dict)
+    is_reading: bool = False
 
 
 class StreamVan(Van):
@@ -334,6 +336,8 @@ class StreamVan(Van):
 
         Descriptors are used again, so this comes before new ones are registered.
         """
+        if not self._retired:
+            return
         with self._guard:
             retired, self._retired = self._retired, []
             for wire in retired:
@@ -418,12 +422,16 @@ class StreamVan(Van):
     def _register(self, link: int, wire: _Wire) -> None:
         """Register a link for the events that it waits for."""
         self._close_retired()
+        if wire.is_reading and not wire.pending and self._state.wants_read(link):
+            return
         with self._guard:
             if link not in self._wires:
                 return
             wanted = {wire.writer: selectors.EVENT_WRITE} if wire.pending else {}
             if self._state.wants_read(link):
                 wanted[wire.reader] = wanted.get(wire.reader, 0) | selectors.EVENT_READ
+            if wanted == wire.registered:
+                return
             for fd in wire.registered.keys() - wanted.keys():
                 self._selector.unregister(fd)
             for fd, events in wanted.items():
@@ -432,6 +440,7 @@ class StreamVan(Van):
                 elif wire.registered[fd] != events:
                     self._selector.modify(fd, events, link)
             wire.registered = wanted
+            wire.is_reading = wanted == {wire.reader: selectors.EVENT_READ}
 
 
 _VANS: weakref.WeakSet[StreamVan] = weakref.WeakSet()
