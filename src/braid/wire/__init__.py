@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from braid.wire.address import Address
 from braid.wire.connection import DEFAULT_TIMEOUT_S, Connection, SocketConnection
-from braid.wire.frames import Allocate, Buffer, Frame, FrameDecoder, FrameLimits, encode
+from braid.wire.frames import (
+    MAX_META_BYTES,
+    Allocate,
+    Buffer,
+    Frame,
+    FrameDecoder,
+    FrameLimits,
+    encode,
+)
 from braid.wire.handshake import (
     PROTOCOL_VERSION,
     Established,
@@ -19,6 +27,7 @@ from braid.wire.unsent import Unsent
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
+    "MAX_META_BYTES",
     "PROTOCOL_VERSION",
     "SECRET_BYTES",
     "Address",

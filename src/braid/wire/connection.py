@@ -141,6 +141,17 @@ class SocketConnection:
         """Whether bytes have been read ahead, which no selector shows."""
         return self._decoder.has_bytes
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the other end seems to be on this host, by its address."""
+        if self._socket.family == socket.AF_UNIX:
+            return True
+        try:
+            here, there = self._socket.getsockname(), self._socket.getpeername()
+        except OSError:  # it has gone already
+            return False
+        return bool(here[0] == there[0])
+
     def fileno(self) -> int:
         """Descriptor for a selector, -1 after `close`."""
         return self._socket.fileno()

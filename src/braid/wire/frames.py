@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from braid.errors import CommError, ConfigError
 
-__all__ = ["Allocate", "Buffer", "Frame", "FrameDecoder", "FrameLimits", "encode"]
+__all__ = ["MAX_META_BYTES", "Allocate", "Buffer", "Frame", "FrameDecoder", "FrameLimits", "encode"]
 
 _MARK = int.from_bytes(b"BF", "little")
 _HEADER = struct.Struct("<HHI")

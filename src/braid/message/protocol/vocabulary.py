@@ -89,6 +89,9 @@ class VanConfig:
         heartbeat_s: Seconds after which a link on which nothing was sent carries a heartbeat.
         lost_after_s: Seconds of silence after which a peer is lost.
         timeout_s: Deadline of calls that are given none.
+        shared_memory: Whether large messages between processes of one host pass through shared
+            memory, where both ends can. Programs pass `not wants_portable()`, see
+            `braid.rendezvous.environment`.
     """
 
     chunk_bytes: int = 1 << 20
@@ -100,6 +103,7 @@ class VanConfig:
     heartbeat_s: float = 1.0
     lost_after_s: float = 30.0
     timeout_s: float = 300.0
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         problems = [

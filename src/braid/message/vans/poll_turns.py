@@ -58,6 +58,11 @@ class PollTurns:
         """Whether a thread polls."""
         return bool(self._leader)
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread polls."""
+        return self._leader == threading.get_ident()
+
     def begin(self) -> bool:
         """Take the turn for the calling thread; False if another one polls."""
         if self._leader or self._is_stopping:
@@ -93,7 +98,7 @@ class PollTurns:
 
     def wake(self) -> None:
         """Let the thread that polls look again, or the own thread begin if none does."""
-        if self._leader == threading.get_ident():
+        if self.is_mine:
             return
         if self._leader:
             self._interrupt()

@@ -2,6 +2,7 @@
 
 Problem: everybody who reaches a port can connect to it. Idea: a connection becomes a link when the
 handshake of `wire` has proven at both ends which node the other is; before that, nothing is parsed.
+Large buffers between processes of one host pass through shared memory, see `shared_memory`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from braid.clock import Clock, MonotonicClock
 from braid.errors import RendezvousError
 from braid.message.protocol.schema import Schema
 from braid.message.protocol.vocabulary import VanConfig, split_node
+from braid.message.vans.shared_memory import SharedStream
 from braid.message.vans.stream_van import FRAME_LIMITS, StreamVan, node_of
-from braid.wire import Identity, Listener, Secret
+from braid.wire import Identity, Listener, Secret, SocketConnection
 from braid.wire import connect as connect_wire
 
 __all__ = ["SocketVan"]
@@ -99,7 +101,7 @@ class SocketVan(StreamVan):
             msg = f"expected {to} at {address}, got {peer}: ask that node for its own address"
             raise RendezvousError(msg)
         with self._guard:
-            link = self._adopt(connection, to)
+            link = self._adopt(self._stream(connection), to)
             while to not in self._state.peers:
                 if link not in self._wires or not self._wait(deadline_ns):
                     self._state.link_lost(link, "it did not greet")
@@ -109,3 +111,6 @@ class SocketVan(StreamVan):
                         "closed it or was silent: look for the first error of that process"
                     )
                     raise RendezvousError(msg)
+
+    def _stream(self, connection: SocketConnection) -> SharedStream:
+        return SharedStream(connection, enabled=self._state.config.shared_memory)

@@ -39,7 +39,15 @@ from braid.message.protocol.van_state import VanState
 from braid.message.protocol.vocabulary import MAX_CHUNK_BYTES, VanConfig, split_node
 from braid.message.van import Van
 from braid.message.vans.poll_turns import PollTurns
-from braid.wire import Allocate, Buffer, Frame, FrameLimits, Identity, Listener
+from braid.wire import (
+    Allocate,
+    Buffer,
+    Frame,
+    FrameLimits,
+    Identity,
+    Listener,
+    SocketConnection,
+)
 
 __all__ = ["FRAME_LIMITS", "Stream", "StreamVan", "node_of"]
 
@@ -184,6 +192,10 @@ class StreamVan(Van):
             self._turns.end(hand_over=self._signal is not None)
         return True
 
+    def _stream(self, connection: SocketConnection) -> Stream:
+        """Return the stream of a connection that the listener has accepted."""
+        return connection
+
     def _cut(self, link: int) -> None:
         wire = self._wires.pop(link)
         self._due.discard(link)
@@ -285,6 +297,10 @@ class StreamVan(Van):
                 self._ended = self._ended or f"the thread of the van of {self.node} has failed"
                 self._state.close()
                 self._act()
+                if self._turns.is_mine:  # an error has ended the poll
+                    self._close_retired()
+                    self._turns.end(hand_over=False)
+                self._turns.stop()
 
     def _poll(self, until_ns: int | None) -> None:
         """Write and read what the streams can, waiting for them until `until_ns` at most.
@@ -359,7 +375,7 @@ class StreamVan(Van):
                 if self._ended:
                     connection.close()
                 else:
-                    self._adopt(connection, peer)
+                    self._adopt(self._stream(connection), peer)
 
     def _poll_link(self, link: int, events: int) -> None:
         """Write and read what one link can, for one turn."""

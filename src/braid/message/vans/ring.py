@@ -1,0 +1,201 @@
+"""A ring of shared memory in one direction between two processes of a host.
+
+Problem: bytes of a large message pass through the socket in pieces of a few KiB, for each of which
+the system allocates memory, counts and wakes. Shared memory needs none of that, but it trusts: a
+peer that shrinks a mapped file kills this process, and one that writes a wrong offset makes it read
+elsewhere.
+
+Idea: the ring is an anonymous file. The sender writes into it and the receiver reads from it with
+system calls (`pwritev`, `preadv`), which run as fast as copies of mapped memory, release the
+interpreter lock, and never touch memory outside of the file and the buffers. Only two words are
+mapped, and the file is sealed against changes of its size.
+
+    byte   0          64         128                4096                        4096 + RING_BYTES
+           | token    | opened   | consumed |       | bytes of frames ...                 |
+
+Neither end sends an offset: both know the position after the last frame, and a frame that would
+cross the end begins at the start instead. The receiver writes how far it has read (`consumed`), so
+the sender knows what is free without a message. The sender checks that number, too.
+
+The receiver opens the file through `/proc/<pid>/fd/<fd>`, which the system permits to the same user
+in one pid namespace. The random token proves that it is the file which the sender has made. A word
+of `opened` answers; where it stays zero, the sender goes on as if there were no ring.
+
+Stores of one processor must be seen in their order, as on x86; other processors use the socket.
+
+Source: L. Lamport, "Proving the Correctness of Multiprocess Programs", 1977: a queue of one writer
+and one reader needs no lock. memfd_create(2), fcntl(2) F_ADD_SEALS, proc(5).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import struct
+import sys
+from collections.abc import Sequence
+
+from braid.errors import CommError
+
+__all__ = ["RING_BYTES", "ReceiveRing", "SendRing", "has_rings"]
+
+RING_BYTES = 8 << 20  # two of the largest chunks
+_HEAD_BYTES = 4096
+_TOKEN_BYTES = 16
+_OPENED, _CONSUMED = 8, 16  # words, on cache lines of their own
+_NAME = "braid-van"
+_OFFER = struct.Struct(f"<qq{_TOKEN_BYTES}s")  # process, descriptor, token
+
+
+def has_rings() -> bool:
+    """Return whether this system has all that rings need."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+class _Ring:
+    """The file of a ring, with its head mapped, and the position after the last frame.
+
+    Args:
+        fd: Descriptor of the file; owned and closed by this object.
+        token: Random bytes at the beginning of the file.
+    """
+
+    def __init__(self, fd: int, token: bytes) -> None:
+        self._fd = fd
+        self._token = token
+        self._position = 0  # grows for ever; modulo RING_BYTES it is the place in the ring
+        self._map = mmap.mmap(fd, _HEAD_BYTES)
+        self._words = memoryview(self._map).cast("Q")
+
+    def close(self) -> None:
+        """Close the file and its mapping. Idempotent."""
+        if self._fd >= 0:
+            self._words.release()
+            self._map.close()
+            os.close(self._fd)
+            self._fd = -1
+
+
+class SendRing(_Ring):
+    """The end that writes.
+
+    Raises:
+        OSError: The system refuses anonymous memory.
+    """
+
+    def __init__(self) -> None:
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            token = os.urandom(_TOKEN_BYTES)
+            os.ftruncate(fd, _HEAD_BYTES + RING_BYTES)
+            os.pwrite(fd, token, 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+            super().__init__(fd, token)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._is_allocated = False
+
+    @property
+    def offer(self) -> bytes:
+        """Description from which the receiver finds the file."""
+        return _OFFER.pack(os.getpid(), self._fd, self._token)
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the receiver has opened the file."""
+        return bool(self._words[_OPENED])
+
+    def try_write(self, buffers: Sequence[memoryview], nbytes: int) -> bool:
+        """Copy the buffers of a frame into the ring; False if they do not fit now.
+
+        Raises:
+            OSError: The system has no memory for the ring; nothing was written.
+            CommError: The receiver claims to have read what has not been written.
+        """
+        if not self._is_allocated:
+            # Memory that is missing later would end this process by a signal.
+            os.posix_fallocate(self._fd, 0, _HEAD_BYTES + RING_BYTES)
+            self._is_allocated = True
+        unread = self._position - self._words[_CONSUMED]
+        if not 0 <= unread <= RING_BYTES:
+            msg = (
+                f"it claims to have read up to byte {self._words[_CONSUMED]} of shared memory, but "
+                f"{self._position} were written, into {RING_BYTES}: its memory is damaged"
+            )
+            raise CommError(msg)
+        start = _start(self._position, nbytes)
+        if start + nbytes - (self._position - unread) > RING_BYTES:
+            return False
+        written = os.pwritev(self._fd, buffers, _HEAD_BYTES + start % RING_BYTES)
+        if written != nbytes:
+            msg = f"shared memory took {written} bytes of {nbytes}: the host has no memory left"
+            raise CommError(msg)
+        self._position = start + nbytes
+        return True
+
+
+class ReceiveRing(_Ring):
+    """The end that reads.
+
+    Args:
+        offer: The sender's `SendRing.offer`, which may be wrong.
+
+    Raises:
+        OSError: There is no such file for this process.
+        ValueError: The file is not that of the offer.
+    """
+
+    def __init__(self, offer: bytes) -> None:
+        try:
+            pid, number, token = _OFFER.unpack(offer)
+        except struct.error as exc:
+            raise ValueError(str(exc)) from exc
+        path = f"/proc/{pid:d}/fd/{number:d}"
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # noqa: PTH115 - not a path
+            msg = "another file"  # opening a terminal or a device may already do something
+            raise ValueError(msg)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if (
+                os.fstat(fd).st_size != _HEAD_BYTES + RING_BYTES
+                or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() != _seals()
+                or os.pread(fd, _TOKEN_BYTES, 0) != token
+            ):
+                msg = "another ring"
+                raise ValueError(msg)
+            super().__init__(fd, token)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._words[_OPENED] = 1
+
+    def read(self, targets: Sequence[memoryview], nbytes: int) -> None:
+        """Copy the bytes of the next frame into the targets.
+
+        Args:
+            targets: Memory of `nbytes` in all.
+            nbytes: Size of the frame, at most `RING_BYTES`.
+
+        Raises:
+            CommError: The ring has less than that.
+        """
+        start = _start(self._position, nbytes)
+        received = os.preadv(self._fd, targets, _HEAD_BYTES + start % RING_BYTES)
+        if received != nbytes:
+            msg = f"shared memory has {received} bytes of a frame of {nbytes}"
+            raise CommError(msg)
+        self._position = start + nbytes
+        self._words[_CONSUMED] = self._position
+
+
+def _start(position: int, nbytes: int) -> int:
+    """Return where a frame begins: it does not cross the end of the ring."""
+    left = RING_BYTES - position % RING_BYTES
+    return position if nbytes <= left else position + left
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
