@@ -10,12 +10,13 @@ import sys
 import pytest
 
 from braid.message import PeerLost, SocketVan, VanConfig
-from braid.message.vans import ring
+from braid.message.vans.ring import RING_BYTES
+from braid.message.vans.shared_memory import has_rings
 from braid.testing.leaks import belongings, no_leaks
 from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
 from braid.wire import Secret
 
-pytestmark = pytest.mark.skipif(not ring.has_rings(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not has_rings(), reason="needs Linux on x86-64")
 SECRET = Secret.generate()
 LARGE_BYTES = 1 << 20
 
@@ -115,7 +116,7 @@ def test_a_peer_that_does_not_read_stops_the_sender_and_loses_nobody():
         received = [there.recv(10) for _ in range(sent)]
         assert [each.message.number for each in received] == list(range(sent))
         assert [each.buffers[0][-1] for each in received] == list(range(sent))
-        assert sent > ring.RING_BYTES // LARGE_BYTES
+        assert sent > RING_BYTES // LARGE_BYTES
 
 
 def test_an_urgent_message_passes_a_large_one_in_the_ring():

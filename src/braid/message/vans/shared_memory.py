@@ -21,18 +21,29 @@ when the first large frame leaves.
 from __future__ import annotations
 
 import contextlib
+import platform
 import struct
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from braid.errors import CommError
-from braid.message.vans.ring import RING_BYTES, ReceiveRing, SendRing, has_rings
 from braid.wire import MAX_META_BYTES, Allocate, Buffer, Frame, Identity, SocketConnection
 
-__all__ = ["LEAST_BYTES", "SharedStream"]
+if TYPE_CHECKING:
+    from braid.message.vans.ring import ReceiveRing, SendRing
+
+__all__ = ["LEAST_BYTES", "SharedStream", "has_rings"]
 
 LEAST_BYTES = 64 << 10  # below, one system call less is worth more than a cheaper copy
 _OFFER, _IN_RING = b"\x01", b"\x02"  # heads are arrays of msgpack, which begin with 0x90 and above
 _COUNT = struct.Struct("<H")
+_MOST_UNANSWERED = 64  # large frames, after which a ring that the peer has not opened is given back
+
+
+def has_rings() -> bool:
+    """Return whether this system has all that rings need."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class SharedStream:
@@ -48,7 +59,7 @@ class SharedStream:
         self._enabled = enabled and connection.is_local and has_rings()
         self._outgoing: SendRing | None = None
         self._incoming: ReceiveRing | None = None
-        self._can_offer = self._enabled
+        self._num_unanswered = 0
 
     @property
     def peer(self) -> Identity:
@@ -123,34 +134,32 @@ class SharedStream:
 
     def _in_ring(self, buffers: Sequence[Buffer], nbytes: int) -> bool:
         """Copy the buffers of a frame into the ring, if there is one and they fit."""
-        if self._outgoing is None:
+        ring = self._outgoing
+        if ring is not None and ring.is_opened:
+            return ring.try_write(buffers, nbytes)
+        self._num_unanswered += 1
+        if self._num_unanswered == 1:
             self._offer()
-        elif self._outgoing.is_opened:
-            try:
-                return self._outgoing.try_write(buffers, nbytes)
-            except OSError:  # no memory for the ring
-                self._drop_outgoing()
+        elif ring is not None and self._num_unanswered > _MOST_UNANSWERED:
+            ring.close()
+            self._outgoing = None
         return False
 
     def _offer(self) -> None:
-        """Make a ring once, and describe it to the peer; frames use the socket until it answers."""
-        if not self._can_offer:
-            return
-        self._can_offer = False
+        """Make a ring, and describe it to the peer; frames use the socket until it answers."""
+        from braid.message.vans.ring import SendRing  # noqa: PLC0415 - imports numpy
+
         with contextlib.suppress(OSError):
             self._outgoing = SendRing()
             self._connection.post(_OFFER + self._outgoing.offer)
-
-    def _drop_outgoing(self) -> None:
-        assert self._outgoing is not None
-        self._outgoing.close()
-        self._outgoing = None
 
     def _open(self, offer: bytes) -> None:
         """Open the ring of the peer, unless it cannot be opened from here."""
         if self._incoming is not None:
             raise self._broken("a second ring")
         if self._enabled:
+            from braid.message.vans.ring import ReceiveRing  # noqa: PLC0415 - imports numpy
+
             with contextlib.suppress(OSError, ValueError):
                 self._incoming = ReceiveRing(offer)
 
@@ -165,8 +174,8 @@ class SharedStream:
         except struct.error:
             raise self._broken("a frame without its sizes") from None
         nbytes = sum(sizes)
-        if not 0 < nbytes <= RING_BYTES:
-            raise self._broken(f"a frame of {nbytes} bytes in a ring of {RING_BYTES}")
+        if not 0 < nbytes <= ring.nbytes:
+            raise self._broken(f"a frame of {nbytes} bytes in a ring of {ring.nbytes}")
         head = meta[1 + _COUNT.size + 8 * count :]
         if allocate is None:
             targets = [memoryview(bytearray(size)) for size in sizes]

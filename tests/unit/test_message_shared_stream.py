@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ from braid.message.vans.shared_memory import LEAST_BYTES, SharedStream
 from braid.testing.leaks import no_leaks
 from braid.wire import Identity, SocketConnection
 
-pytestmark = pytest.mark.skipif(not ring.has_rings(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not shared_memory.has_rings(), reason="needs Linux on x86-64")
 HEAD = b"\x91"  # as heads of vans begin
 LARGE = os.urandom(LEAST_BYTES)
 
@@ -75,12 +76,12 @@ def test_buffers_go_into_the_memory_that_the_receiver_chooses():
     with streams() as (sender, receiver):
         opened(sender, receiver)
         target = bytearray(LEAST_BYTES + 3)
-        views = [memoryview(target)[:3], memoryview(target)[3:]]
+        views = [memoryview(target)[:3], memoryview(b""), memoryview(target)[3:]]
         asked = []
-        sender.post(HEAD, [b"abc", LARGE])
+        sender.post(HEAD, [b"abc", b"", LARGE])
         frame = receiver.try_recv(lambda *args: asked.append(args) or views)
         assert (asked, frame.meta, bytes(target)) == (
-            [(HEAD, (3, LEAST_BYTES))],
+            [(HEAD, (3, 0, LEAST_BYTES))],
             HEAD,
             b"abc" + LARGE,
         )
@@ -111,7 +112,7 @@ def test_one_end_that_does_not_want_it_is_enough(enabled):
         assert (sender._incoming, receiver._incoming) == (None, None)
 
 
-@pytest.mark.parametrize("function", ["memfd_create", "posix_fallocate", "pwritev"])
+@pytest.mark.parametrize("function", ["memfd_create", "posix_fallocate"])
 def test_without_memory_everything_uses_the_socket(monkeypatch, function):
     def refuse(*_):
         raise OSError(28, "No space left on device")
@@ -120,6 +121,17 @@ def test_without_memory_everything_uses_the_socket(monkeypatch, function):
         monkeypatch.setattr(os, function, refuse)
         assert exchange(sender, receiver, *[LARGE] * 3) == [LARGE] * 3
         assert sender._outgoing is None
+
+
+def test_memory_that_the_peer_cannot_open_is_given_back(monkeypatch):
+    with streams() as (sender, receiver):
+        with monkeypatch.context() as other_host:
+            other_host.setattr(os, "readlink", lambda _: "/somewhere/else")
+            assert exchange(sender, receiver, LARGE) == [LARGE]
+        assert sender._outgoing is not None
+        for _ in range(shared_memory._MOST_UNANSWERED):
+            assert exchange(sender, receiver, LARGE) == [LARGE]
+        assert (sender._outgoing, sender.is_shared) == (None, False)
 
 
 def test_a_frame_with_a_large_description_uses_the_socket():
@@ -206,11 +218,15 @@ def test_only_the_ring_of_the_offer_is_opened():
     null = os.open("/dev/null", os.O_RDWR)
     plain = os.memfd_create("braid-van")
     os.ftruncate(plain, 4096 + RING_BYTES)  # could be shrunk later: no seals
+    sparse = os.memfd_create("braid-van", os.MFD_ALLOW_SEALING)
+    os.ftruncate(sparse, 4096 + RING_BYTES)  # memory may be missing later
+    fcntl.fcntl(sparse, fcntl.F_ADD_SEALS, ring._seals())
     good = SendRing()
     number = good._fd
-    with closing(null, plain):
+    with closing(null, plain, sparse):
         for wrong in (
             offer(null),
+            offer(sparse),
             offer(plain),
             offer(number),  # another token
             good.offer[:-1],
