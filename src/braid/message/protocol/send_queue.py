@@ -207,6 +207,8 @@ class Outbox:
         self.expire(now_ns)
         if self._control:
             return OutFrame(self._control.popleft(), ())
+        if not self.queued:
+            return None
         for lane in reversed(self._lanes):
             if lane:
                 outgoing = self._in_network = lane[0]

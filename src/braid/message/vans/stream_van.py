@@ -157,6 +157,7 @@ class StreamVan(Van):
         lock = threading.RLock()
         guard = threading.Condition(lock)
         super().__init__(state, schema, clock, guard)
+        self._lock = lock  # of the guard; taking it directly is quicker
         self._listener = listener
         self._numbers = itertools.count(1)
         self._wires: dict[int, _Wire] = {}
@@ -331,7 +332,7 @@ class StreamVan(Van):
 
     def _due_ns(self) -> int | None:
         """Time at which something is to do though no stream is ready; None for never."""
-        with self._guard:
+        with self._lock:
             due_ns = self._state.next_deadline_ns()
         if self._listener is None:
             return due_ns
@@ -344,7 +345,7 @@ class StreamVan(Van):
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= now_ns:
                 self._accept()
-        with self._guard:
+        with self._lock:
             self._tick_if_due(now_ns)
 
     def _close_retired(self) -> None:
@@ -354,7 +355,7 @@ class StreamVan(Van):
         """
         if not self._retired:
             return
-        with self._guard:
+        with self._lock:
             retired, self._retired = self._retired, []
             for wire in retired:
                 for fd in wire.registered:
@@ -388,7 +389,7 @@ class StreamVan(Van):
             try:
                 self._read(link, wire)
             except BaseException:  # such as KeyboardInterrupt, in a thread of the program
-                with self._guard:
+                with self._lock:
                     self._state.link_lost(link, f"{self.node} was interrupted while it read")
                     self._act()
                 raise
@@ -396,7 +397,7 @@ class StreamVan(Van):
 
     def _write(self, link: int, wire: _Wire) -> None:
         """Write the rest of the last frame, and the next ones."""
-        with self._guard:
+        with self._lock:
             try:
                 if wire.pending and wire.stream.flush() == 0:
                     wire.pending = False
@@ -417,22 +418,22 @@ class StreamVan(Van):
                 frame = wire.stream.try_recv(partial(self._allocate, link))
                 if frame is None:
                     return
-                with self._guard:
+                with self._lock:
                     self._state.frame_received(link, frame.meta, self._clock.now_ns())
                     self._act()
             except CommError as exc:
-                with self._guard:
+                with self._lock:
                     self._state.link_lost(link, _reason(exc, wire))
                     self._act()
                 return
             if not frame.buffers and not wire.stream.has_bytes:
                 return  # the selector shows the next one, without an attempt that fails
-        with self._guard:
+        with self._lock:
             if link in self._wires:
                 self._due.add(link)
 
     def _allocate(self, link: int, meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:
-        with self._guard:
+        with self._lock:
             return list(self._state.allocate(link, meta, sizes, self._clock.now_ns()))
 
     def _register(self, link: int, wire: _Wire) -> None:
@@ -440,7 +441,7 @@ class StreamVan(Van):
         self._close_retired()
         if wire.is_reading and not wire.pending and self._state.wants_read(link):
             return
-        with self._guard:
+        with self._lock:
             if link not in self._wires:
                 return
             wanted = {wire.writer: selectors.EVENT_WRITE} if wire.pending else {}
