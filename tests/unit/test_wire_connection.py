@@ -598,3 +598,13 @@ def test_addresses_read_back_as_written(text):
 def test_other_texts_are_no_addresses(text):
     with pytest.raises(ConfigError, match="is not an address"):
         Address.parse(text)
+
+
+def test_a_connection_knows_whether_its_other_end_is_on_this_host(pair):
+    left, right = pair
+    assert (left.is_local, right.is_local) == (True, True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = SocketConnection(socket.create_connection(server.getsockname()), SERVER)
+        with client, SocketConnection(server.accept()[0], WORKER) as served:
+            assert (client.is_local, served.is_local) == (True, True)
+        assert client.is_local is False  # closed: nobody knows
