@@ -65,6 +65,7 @@ LAUNCHING = (
     "world/test_store_torch.py",
     "world/test_torch_backend_life.py",
     "world/test_train.py",
+    "world/test_train_on_servers.py",
 )
 
 

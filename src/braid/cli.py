@@ -271,6 +271,10 @@ def train(
     balance: Annotated[str, tyro.conf.arg(metavar="BY", help_behavior_hint=NO_DEFAULT)] = "",
     recompute: str = "never",
     shard: int = 0,
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
+    servers: int = 1,
+    replicas: int = 0,
+    staleness: int = 0,
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
@@ -310,6 +314,10 @@ def train(
             except_last, never, or a number of layers between what is kept.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too; 0 for nothing.
+        strategy: ps for a parameter server with N workers (default: collectives).
+        servers: Servers of a parameter server.
+        replicas: Copies of each shard of its tables on other servers.
+        staleness: Steps that a worker may be ahead of the slowest one.
     """
     from rich.console import Console
 
@@ -341,6 +349,10 @@ def train(
         balance=balance,
         recompute=recompute,
         shard=shard,
+        strategy=strategy,
+        servers=servers,
+        replicas=replicas,
+        staleness=staleness,
     )
     num_ranks = (Mesh.parse(mesh).size if mesh else 1) if n is None else n
     outcome = command.train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.embedding import Embedding
-from braid.ps.module import ParameterServer
+from braid.ps.module import ParameterServer, ParamGroup
 from braid.ps.node import Node, Options, join
 from braid.ps.sparse import SparseTable
 from braid.ps.storage import (
@@ -38,6 +38,7 @@ __all__ = [
     "Node",
     "Normal",
     "Options",
+    "ParamGroup",
     "ParameterServer",
     "RowWiseAdagrad",
     "SparseTable",

@@ -28,8 +28,9 @@ al., ByteScheduler, SOSP 2019 (partitions, priorities, crossing the barrier).
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -44,9 +45,10 @@ from braid.ps.node import Node
 from braid.ps.storage import Rule
 from braid.ps.storage.steppers import MakeOptimizer
 
-__all__ = ["ParameterServer"]
+__all__ = ["ParamGroup", "ParameterServer"]
 
 PARTITION_BYTES = 4 << 20
+ParamGroup: TypeAlias = "tuple[list[nn.Parameter], Rule | MakeOptimizer]"
 
 
 class _Partition:
@@ -136,7 +138,7 @@ class ParameterServer(nn.Module):
         module: The module. Workers begin with the servers' values of its parameters.
         node: This rank's node.
         optimizer: Rule, or function of parameters that returns an optimizer. On servers it must
-            change each element by itself.
+            change each element by itself. Or pairs of parameters and the optimizer for them.
         consistency: When pushes are applied, and pulls answered.
         where: Nodes on which the optimizer runs.
         partition_bytes: Size from which on parameters begin another partition.
@@ -153,7 +155,7 @@ class ParameterServer(nn.Module):
         self,
         module: nn.Module,
         node: Node,
-        optimizer: Rule | MakeOptimizer,
+        optimizer: Rule | MakeOptimizer | Sequence[ParamGroup],
         consistency: Consistency = BSP,
         *,
         where: Literal["servers", "workers"] = "servers",
@@ -165,10 +167,13 @@ class ParameterServer(nn.Module):
         if where not in {"servers", "workers"}:
             msg = f"where must be servers or workers, got {where!r}"
             raise ConfigError(msg)
-        if where == "workers" and (isinstance(optimizer, Rule) or not consistency.by_clock):
+        groups = _groups(module, optimizer)
+        makes = [make for _, make in groups]
+        has_rule = any(isinstance(make, Rule) for make in makes)
+        if where == "workers" and (has_rule or not consistency.by_clock):
             msg = (
                 "workers step with an optimizer of torch, after each clock of all of them: pass a "
-                f"function of parameters and a consistency of staleness 0, got {optimizer!r} and "
+                f"function of parameters and a consistency of staleness 0, got {makes} and "
                 f"{consistency}"
             )
             raise ConfigError(msg)
@@ -177,11 +182,11 @@ class ParameterServer(nn.Module):
         self._cross_barrier = cross_barrier
         self._accumulates = False
         self._partitions: list[_Partition] = []
-        groups = _divided(module, partition_bytes)
-        if not groups:
+        partitions = _divided(module, groups, partition_bytes)
+        if not partitions:
             msg = f"{type(module).__name__} has no parameter that requires a gradient"
             raise ConfigError(msg)
-        for number, params in enumerate(groups):
+        for number, (params, make) in enumerate(partitions):
             flat = FlatBuffer([p.shape for p in params], params[0].dtype, _on_cpu)
             with torch.no_grad():
                 for param, view in zip(params, flat.views, strict=True):
@@ -189,11 +194,11 @@ class ParameterServer(nn.Module):
             table = node.dense(
                 f"{name}.{number}",
                 flat.tensor,
-                None if where == "workers" else optimizer,
+                None if where == "workers" else make,
                 consistency,
             )
             if node.is_worker:
-                self._add(table, params, flat, optimizer if where == "workers" else None)
+                self._add(table, params, flat, make if where == "workers" else None)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module, once its parameters have arrived."""
@@ -285,19 +290,42 @@ class ParameterServer(nn.Module):
         return ready
 
 
-def _divided(module: nn.Module, partition_bytes: int) -> list[list[nn.Parameter]]:
-    """Return the parameters of each partition, last layers first; one dtype and device in each."""
-    groups: list[list[nn.Parameter]] = []
-    sizes: list[int] = []
-    for param in reversed([p for p in module.parameters() if p.requires_grad]):
-        kind = param.dtype, param.device
-        fits = groups and (groups[-1][0].dtype, groups[-1][0].device) == kind
-        if not fits or sizes[-1] + param.nbytes > partition_bytes:
-            groups.append([])
-            sizes.append(0)
-        groups[-1].append(param)
-        sizes[-1] += param.nbytes
+def _groups(
+    module: nn.Module, optimizer: Rule | MakeOptimizer | Sequence[ParamGroup]
+) -> list[ParamGroup]:
+    """Return pairs of parameters and their optimizer, which name each parameter once."""
+    if isinstance(optimizer, Rule) or callable(optimizer):
+        return [(list(module.parameters()), optimizer)]
+    groups = [(list(params), make) for params, make in optimizer]
+    counts = Counter(param for params, _ in groups for param in params)
+    wrong = [n for n, p in module.named_parameters() if p.requires_grad and counts[p] != 1]
+    if wrong:
+        msg = (
+            f"each parameter needs one optimizer; {', '.join(wrong[:5])} are in no pair, or in "
+            "several"
+        )
+        raise ConfigError(msg)
     return groups
+
+
+def _divided(
+    module: nn.Module, groups: Sequence[ParamGroup], partition_bytes: int
+) -> list[ParamGroup]:
+    """Return the parameters of each partition, last layers first.
+
+    Those of a partition have one dtype, device and optimizer.
+    """
+    number = {param: k for k, (params, _) in enumerate(groups) for param in params}
+    open_ones: dict[object, list[nn.Parameter]] = {}
+    partitions: list[ParamGroup] = []
+    for param in reversed([p for p in module.parameters() if p.requires_grad]):
+        kind = number[param], param.dtype, param.device
+        params = open_ones.get(kind)
+        if params is None or sum(p.nbytes for p in params) + param.nbytes > partition_bytes:
+            params = open_ones[kind] = []
+            partitions.append((params, groups[number[param]][1]))
+        params.append(param)
+    return partitions
 
 
 def _on_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -310,10 +311,23 @@ class Node:
         self._tables.append(table)
         return table
 
-    def save(self, directory: str | os.PathLike[str], step: int) -> None:
-        """Write a snapshot of all tables; all workers call it, worker 0 writes.
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        extra: Mapping[str, torch.Tensor] | None = None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a snapshot of all tables; all workers call it, the first one writes.
 
         Pushes so far are in it. `Options(restore=...)` begins with it, on any number of servers.
+
+        Args:
+            directory: Directory of checkpoints.
+            step: Number of completed steps.
+            extra: Further tensors to write, such as `braid.checkpoint.training_tensors(model)`.
+            state: Values that are no tensors, as JSON knows them.
 
         Raises:
             ConfigError: This node is no worker.
@@ -329,7 +343,7 @@ class Node:
                 spec.name: export_table(self._client, spec, table.clock)
                 for spec, table in zip(self._specs, self._tables, strict=True)
             }
-            write_tables(directory, states, step)
+            write_tables(directory, states, step, extra=extra, state=state)
         self.barrier(f"after snapshot {step}")
 
     def _declare(self, spec: TableSpec) -> None:

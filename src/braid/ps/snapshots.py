@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,8 +56,22 @@ def export_table(client: Client, spec: TableSpec, clock: int) -> State:
     return join_shards([states[part] for part in range(spec.num_shards)])
 
 
-def write_tables(directory: str | os.PathLike[str], tables: Mapping[str, State], step: int) -> Path:
+def write_tables(
+    directory: str | os.PathLike[str],
+    tables: Mapping[str, State],
+    step: int,
+    *,
+    extra: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a snapshot as a checkpoint.
+
+    Args:
+        directory: Directory of checkpoints.
+        tables: States of tables, by name.
+        step: Number of completed steps.
+        extra: Further tensors, such as `model/weight`, which `braid checkpoint export` finds.
+        state: Values that are no tensors, as JSON knows them.
 
     Raises:
         CheckpointError: It cannot be written; earlier ones are untouched.
@@ -66,7 +81,8 @@ def write_tables(directory: str | os.PathLike[str], tables: Mapping[str, State],
         for table, state in tables.items()
         for name, tensor in state.items()
     }
-    return save_alone(directory, [ReplicatedSnapshot(tensors)], step=step)
+    snapshot = ReplicatedSnapshot({**tensors, **(extra or {})})
+    return save_alone(directory, [snapshot], step=step, state=state)
 
 
 def read_table(where: str | os.PathLike[str], table: str, num_shards: int) -> list[State]:

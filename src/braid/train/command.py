@@ -72,7 +72,8 @@ def launch(
     job = JobSpec(
         command=(WORKER, config.to_json()),
         kind="module",
-        num_ranks=num_ranks,
+        num_ranks=num_ranks + config.num_helpers,
+        expendable=frozenset(range(1, config.num_helpers)) if config.replicas else frozenset(),
         log_dir=config.log_dir,
         threads=threads,
         resume=resume,

@@ -83,6 +83,10 @@ class TrainConfig:
             `except_last`, `never`, or a number of layers; see `Pipeline`.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
+        strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.
+        servers: Servers beside the workers, with a scheduler.
+        replicas: Copies of each shard on other servers.
+        staleness: Steps that a worker may be ahead of the slowest one.
     """
 
     model: str = "tiny"
@@ -108,6 +112,10 @@ class TrainConfig:
     balance: str = ""
     recompute: str = "never"
     shard: int = 0
+    strategy: str = ""
+    servers: int = 1
+    replicas: int = 0
+    staleness: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -126,6 +134,9 @@ class TrainConfig:
             "sample_bytes": 0,
             "warmup": 0,
             "microbatches": 1,
+            "servers": 1,
+            "replicas": 0,
+            "staleness": 0,
         }
         for name, low in least.items():
             value = getattr(self, name)
@@ -159,8 +170,35 @@ class TrainConfig:
                 f"shard={self.shard} divides over ranks, and reference_shards="
                 f"{self.reference_shards} runs on one: leave one of them out"
             )
+        problems += self._server_problems()
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _server_problems(self) -> list[str]:
+        """Return what is wrong with the options of a parameter server."""
+        if self.strategy not in {"", "ps"}:
+            return [f"strategy must be ps or left out, got {self.strategy!r}"]
+        if not self.strategy:
+            options = {"servers": 1, "replicas": 0, "staleness": 0}
+            return [
+                f"{name} is of a parameter server: add --strategy ps"
+                for name, default in options.items()
+                if getattr(self, name) != default
+            ]
+        others = {"mesh": "", "shard": 0, "reference_shards": 0}
+        problems = [
+            f"--strategy ps does not go together with --{name.replace('_', '-')}"
+            for name, default in others.items()
+            if getattr(self, name) != default
+        ]
+        if self.replicas >= self.servers:
+            problems.append(f"{self.replicas} replicas need {self.replicas + 1} servers")
+        return problems
+
+    @property
+    def num_helpers(self) -> int:
+        """Ranks that do not train: a scheduler and servers."""
+        return 1 + self.servers if self.strategy else 0
 
     @property
     def stage_sizes(self) -> tuple[int, ...] | None:

@@ -23,6 +23,7 @@ from braid.checkpoint import (
     Saving,
     restore_training,
 )
+from braid.clock import Clock
 from braid.comm import Group
 from braid.data import Corpus, Windows
 from braid.errors import BraidError, CheckpointError, ConfigError
@@ -44,7 +45,7 @@ from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.zero_shards import ZeroShards
 
-__all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
+__all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError", "measured_peak"]
 
 PROMPT = b"\0"  # the byte with which each document of a corpus begins
 PROBE_SIZE = 512
@@ -169,7 +170,9 @@ class Trainer:
             CheckpointError: A checkpoint could not be written.
         """
         config, clock = self._config, self._group.context.clock
-        self._peak = self._probe_peak()
+        self._group.barrier()  # all ranks at once
+        self._peak = measured_peak(clock)
+        self._group.barrier()
         self._reporter.rewind(self._step)
         self._reporter.write(self._started(resumed_from, (*notes, *self._notes)))
         start_ns, before = clock.now_ns(), self._group.statistics()
@@ -354,22 +357,6 @@ class Trainer:
             raise ConfigError(msg)
         return [i * available // count for i in range(count)]
 
-    def _probe_peak(self) -> float:
-        """Measure the rate of a matrix product on all ranks at once, in operations a second.
-
-        MFU compares with this rate.
-        """
-        clock = self._group.context.clock
-        a = torch.ones(PROBE_SIZE, PROBE_SIZE)
-        self._group.barrier()
-        best_ns = 1 << 62
-        for _ in range(PROBE_RUNS):
-            start_ns = clock.now_ns()
-            a @ a
-            best_ns = min(best_ns, clock.now_ns() - start_ns)
-        self._group.barrier()
-        return 2 * PROBE_SIZE**3 / (max(best_ns, 1) / 1e9)
-
     def _shares_of_all(
         self, wall_ns: int, before: dict[str, int], after: dict[str, int]
     ) -> tuple[Shares, ...]:
@@ -397,6 +384,17 @@ class Trainer:
             resumed_from=resumed_from,
             notes=notes,
         )
+
+
+def measured_peak(clock: Clock) -> float:
+    """Measure the rate of a matrix product, in operations a second; MFU compares with it."""
+    a = torch.ones(PROBE_SIZE, PROBE_SIZE)
+    best_ns = 1 << 62
+    for _ in range(PROBE_RUNS):
+        start_ns = clock.now_ns()
+        a @ a
+        best_ns = min(best_ns, clock.now_ns() - start_ns)
+    return 2 * PROBE_SIZE**3 / (max(best_ns, 1) / 1e9)
 
 
 def _adamw(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:

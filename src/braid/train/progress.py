@@ -1,8 +1,8 @@
 """Progress of a training: a moving line on a terminal, a plain line every two seconds elsewhere.
 
-The launcher hands every line of its ranks to a console. `TrainConsole` recognises rank 0's reports
-and draws them; all other output of ranks appears above, prefixed with the rank. A separate thread
-draws, so that a terminal that is not read does not hold up the launcher.
+The launcher hands every line of its ranks to a console. `TrainConsole` recognises the reports of
+one rank and draws them; all other output of ranks appears above, prefixed with the rank. A separate
+thread draws, so that a terminal that is not read does not hold up the launcher.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class TrainConsole:
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
         """Show a line that a rank has printed."""
-        report = parse_report(text) if rank == 0 and stream == 1 else None
+        report = parse_report(text) if stream == 1 else None  # one rank writes them
         if report is None:
             if stream == 2 and text.startswith(TRACEBACK):
                 self._failing.add(rank)

@@ -22,6 +22,7 @@ from braid.rendezvous.membership import Membership
 from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.loop import Stopping, Trainer
 from braid.train.reports import Reporter
+from braid.train.server_loop import train_on_servers
 
 __all__ = ["main", "run"]
 
@@ -49,6 +50,8 @@ def main(arguments: list[str]) -> int:
 def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membership) -> int:
     """Train on this rank; returns the signal that ended the training early, or 0."""
     corpus = from_files(config.data) if config.data else standard_library()
+    if config.strategy:
+        return train_on_servers(config, corpus, group, stopping, member)
     metrics = Path(config.log_dir) / "metrics.jsonl" if group.rank == 0 else None
     with Reporter(metrics, sys.stdout, group.context.clock) as reporter:
         trainer = Trainer(config, corpus, group, reporter, stopping)

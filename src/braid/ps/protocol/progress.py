@@ -105,6 +105,9 @@ class Progress:
             self.rules.change(record.clock, record.consistency)
         if record.lr is not None:
             self.rates[record.clock] = record.lr
+            past = sorted(begin for begin in self.rates if begin <= self.completed)
+            for begin in past[:-1]:  # no clock needs them any more
+                del self.rates[begin]
 
     def copy(self) -> Progress:
         """Return an independent copy."""

@@ -1,0 +1,295 @@
+"""The training loop on a parameter server: each worker takes its own steps.
+
+    scheduler, servers    serve until the workers are done
+    worker k              its share of each batch -> backward -> clip -> step: push, pull
+
+Nobody exchanges losses: a worker that is ahead would otherwise wait for the slowest, whatever the
+staleness. The figures are those of the first worker; its gradient is clipped before it is pushed.
+At staleness 0, and with a norm that is never clipped, workers compute what `braid train` does with
+collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid import ps
+from braid.checkpoint import open_last, training_tensors
+from braid.comm import Group
+from braid.data import Corpus, Windows
+from braid.errors import CheckpointError, ConfigError
+from braid.params.exact_norm import clip_pieces_
+from braid.rendezvous import Loaded, Saved
+from braid.rendezvous.membership import Membership
+from braid.sampling import OrderedSampler, SampleOrder, share_of
+from braid.train.config import MODELS, TrainConfig, checkpoints_in
+from braid.train.gpt import GPT, flops_per_token, generate
+from braid.train.loop import PROMPT, Stopping, TrainingDivergedError, measured_peak
+from braid.train.reports import (
+    Checkpointed,
+    Evaluated,
+    Finished,
+    Reporter,
+    Sampled,
+    Shares,
+    Started,
+    Stepped,
+)
+
+__all__ = ["train_on_servers"]
+
+
+def train_on_servers(
+    config: TrainConfig, corpus: Corpus, group: Group, stopping: Stopping, member: Membership
+) -> int:
+    """Train, or serve, on this rank; returns the signal that ended the training early, or 0.
+
+    Raises:
+        ConfigError: The data does not suffice, or no steps are left.
+        CheckpointError: The checkpoint is of another training.
+    """
+    restored, state = _opened(config, corpus, member.environment.resume)
+    options = ps.Options(replicas=config.replicas, restore=restored)
+    model = GPT(MODELS[config.model], config.context, config.seed)
+    with ps.join(group, config.servers, options) as node:
+        served = ps.ParameterServer(
+            model, node, _adamw(model, config), ps.Consistency(staleness=config.staleness)
+        )
+        if not node.is_worker:
+            node.serve()
+            return 0
+        is_first = node.number == 0
+        metrics = Path(config.log_dir) / "metrics.jsonl" if is_first else None
+        with Reporter(metrics, sys.stdout, group.context.clock) as reporter:
+            worker = _Worker(
+                config,
+                corpus,
+                group,
+                node=node,
+                served=served,
+                reporter=reporter,
+                stopping=stopping,
+                member=member,
+            )
+            return worker.run(restored, state)
+
+
+def _opened(config: TrainConfig, corpus: Corpus, where: str) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that `--resume` names, and what it says of the training."""
+    directory = checkpoints_in(config.checkpoints if where == "auto" else where)
+    if not where or (where == "auto" and not directory.is_dir()):
+        return None, {}
+    checkpoint = open_last(directory)
+    state = checkpoint.manifest.state
+    if state.get("data") != corpus.digest or "tables" not in state:
+        msg = (
+            f"{checkpoint.path} cannot be resumed with --strategy ps: it was trained on other data "
+            "or without servers. Give the same --data and --strategy, or start anew in another "
+            "--log-dir"
+        )
+        raise CheckpointError(msg)
+    if checkpoint.manifest.step >= config.steps:
+        msg = (
+            f"no steps are left: {checkpoint.path} has done {checkpoint.manifest.step} of "
+            f"{config.steps}. Ask for more --steps"
+        )
+        raise ConfigError(msg)
+    return checkpoint.path, {**state, "step": checkpoint.manifest.step}
+
+
+class _Worker:
+    """A worker's training."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        group: Group,
+        *,
+        node: ps.Node,
+        served: ps.ParameterServer,
+        reporter: Reporter,
+        stopping: Stopping,
+        member: Membership,
+    ) -> None:
+        self._config, self._corpus, self._group = config, corpus, group
+        self._node, self._served, self._reporter = node, served, reporter
+        self._stopping, self._member = stopping, member
+        self._windows = Windows(corpus.train, config.context, name="training text")
+        self._sampler = OrderedSampler(
+            SampleOrder(num_samples=len(self._windows), batch_size=config.batch, seed=config.seed)
+        )
+        self._flops = flops_per_token(MODELS[config.model], config.context)
+        self._losses: list[float] = []
+        self._step = self._saved_step = 0
+        self._peak = 0.0
+
+    @property
+    def _is_first(self) -> bool:
+        return self._node.number == 0
+
+    def run(self, restored: Path | None, state: dict[str, Any]) -> int:
+        """Train to the end, or until asked to stop; returns the signal, or 0."""
+        config, clock = self._config, self._group.context.clock
+        if restored is not None:
+            self._sampler.load_state_dict(state.get("sampler", {}))
+            self._step = self._saved_step = state["step"]
+            if self._member.control is not None and self._is_first:
+                where = self._member.environment.resume
+                self._member.control.send(Loaded(self._step, str(restored), where))
+        self._peak = measured_peak(clock)
+        self._reporter.rewind(self._step)
+        self._reporter.write(self._started(str(restored or "")))
+        start_ns = clock.now_ns()
+        while self._step < config.steps and not self._stopping.signum:
+            with self._group.context.events.span("step", seq=self._step + 1):
+                self._one_step()
+            last = self._step == config.steps
+            if self._is_first and (last or _is_due(config.eval_every, self._step)):
+                self._reporter.write(Evaluated(step=self._step, eval_loss=self._evaluate()))
+            if last or _is_due(config.checkpoint_every, self._step):
+                self._checkpoint()
+        signum = self._stopping.signum
+        if signum and self._saved_step != self._step:
+            self._checkpoint()
+        if self._is_first and not signum and config.sample_bytes:
+            text = generate(self._model, PROMPT, config.sample_bytes, seed=config.seed)
+            self._reporter.write(Sampled(step=self._step, text=text))
+        self._reporter.write(
+            Finished(
+                step=self._step,
+                first_loss=self._losses[0] if self._losses else math.nan,
+                last_loss=self._losses[-1] if self._losses else math.nan,
+                seconds=(clock.now_ns() - start_ns) / 1e9,
+                checkpoint=str(Path(config.checkpoints) / f"step-{self._step:08d}"),
+                shares=(Shares(1.0, 0.0, 0.0),),
+                stopped_by=signal.Signals(signum).name if signum else "",
+            )
+        )
+        return signum
+
+    @property
+    def _model(self) -> GPT:
+        model = self._served.module
+        assert isinstance(model, GPT), "the model was passed as one"
+        return model
+
+    def _one_step(self) -> None:
+        config, clock = self._config, self._group.context.clock
+        start_ns = clock.now_ns()
+        lr = config.lr_at(self._step)
+        self._served.set_lr(lr)
+        indices = share_of(self._sampler.next_batch(), self._node.number, self._node.num_workers)
+        with self._served.accumulate():  # clipped before it is pushed
+            loss = self._served(*self._windows.batch(indices))
+            loss.backward()
+        if not math.isfinite(loss.item()):
+            msg = (
+                f"loss is {loss.item()} on worker {self._node.number} at step {self._step + 1} "
+                f"(learning rate {lr:.2g}): lower --lr, or resume from the last checkpoint"
+            )
+            raise TrainingDivergedError(msg)
+        grads = [param.grad for param in self._model.parameters() if param.grad is not None]
+        norm = clip_pieces_(grads, config.clip).item()
+        computed_ns = clock.now_ns()
+        self._served.step()
+        self._step += 1
+        self._losses.append(loss.item())
+        wall_ns = max(clock.now_ns() - start_ns, 1)
+        waited = (clock.now_ns() - computed_ns) / wall_ns
+        tokens = config.batch * config.context
+        share = tokens / self._node.num_workers
+        self._reporter.write(
+            Stepped(
+                step=self._step,
+                loss=loss.item(),
+                lr=lr,
+                grad_norm=norm,
+                step_s=wall_ns / 1e9,
+                tokens_per_s=tokens / wall_ns * 1e9,
+                compute=1 - waited,
+                wait=waited,
+                transfer=0.0,
+                mfu=self._flops * share / wall_ns * 1e9 / self._peak,
+            )
+        )
+
+    def _evaluate(self) -> float:
+        windows = Windows(self._corpus.held_out, self._config.context, name="held-out text")
+        count = min(self._config.eval_samples, len(windows))
+        indices = [i * len(windows) // count for i in range(count)]
+        self._served.wait()
+        with torch.no_grad(), self._group.context.events.span("evaluate", seq=self._step):
+            loss: torch.Tensor = self._model(*windows.batch(indices))
+        return loss.item()
+
+    def _checkpoint(self) -> None:
+        clock, config = self._group.context.clock, self._config
+        start_ns = clock.now_ns()
+        self._served.wait()
+        state = {
+            "sampler": self._sampler.state_dict(),
+            "data": self._corpus.digest,
+            "model": config.model,
+            "seed": config.seed,
+            "tables": self._served.num_partitions,
+        }
+        with self._group.context.events.span("checkpoint", seq=self._step):
+            extra = training_tensors(self._model)
+            self._node.save(config.checkpoints, self._step, extra=extra, state=state)
+        self._saved_step = self._step
+        if not self._is_first:
+            return
+        path = Path(config.checkpoints) / f"step-{self._step:08d}"
+        seconds = (clock.now_ns() - start_ns) / 1e9
+        self._reporter.write(Checkpointed(step=self._step, path=str(path), stall_s=seconds))
+        if self._member.control is not None:
+            self._member.control.send(Saved(self._step, str(path), True))
+
+    def _started(self, resumed_from: str) -> Started:
+        config = self._config
+        servers = f"{config.servers} server{'s' * (config.servers > 1)}"
+        return Started(
+            first_step=self._step,
+            steps=config.steps,
+            num_ranks=self._node.num_workers,
+            shards=self._node.num_workers,
+            threads=torch.get_num_threads(),
+            model=config.model,
+            num_params=sum(p.numel() for p in self._model.parameters()),
+            data=self._corpus.name,
+            num_files=self._corpus.num_files,
+            data_bytes=self._corpus.train.numel(),
+            tokens_per_step=config.batch * config.context,
+            flops_per_step=self._flops * config.batch * config.context,
+            peak_flops_per_s=self._peak,
+            torch=str(torch.__version__),
+            resumed_from=resumed_from,
+            notes=(
+                (
+                    f"parameter server: {servers}, staleness {config.staleness}, replicas "
+                    f"{config.replicas}; figures are those of worker 0"
+                ),
+            ),
+        )
+
+
+def _is_due(every: int, step: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _adamw(model: GPT, config: TrainConfig) -> list[ps.ParamGroup]:
+    """Return AdamW for servers, which decays matrices only."""
+    make = partial(torch.optim.AdamW, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    params = list(model.parameters())
+    return [
+        ([p for p in params if p.dim() > 1], partial(make, weight_decay=config.weight_decay)),
+        ([p for p in params if p.dim() == 1], partial(make, weight_decay=0.0)),
+    ]
