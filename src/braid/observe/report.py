@@ -30,6 +30,7 @@ from braid.observe.glance import Figure, glance
 from braid.observe.operations import Operation, operations
 from braid.observe.pipelines import PipelineView, pipeline_views
 from braid.observe.run_directory import Run
+from braid.observe.servers import ServerRow, servers
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
 
@@ -76,6 +77,7 @@ class Story:
         glance: Numbers that a person looks at first.
         pictures: Sections of the timeline.
         pipelines: Pipelines, measured and predicted.
+        servers: Servers of a parameter server.
         buckets: Gradient buckets in order, with the ranks that were behind.
         operations: Collectives, the most expensive first.
         num_steps: Number of finished steps that all ranks have recorded.
@@ -93,6 +95,7 @@ class Story:
     glance: tuple[Figure, ...]
     pictures: tuple[Picture, ...]
     pipelines: tuple[PipelineView, ...]
+    servers: tuple[ServerRow, ...]
     buckets: tuple[LateBucket, ...]
     operations: tuple[Operation, ...]
     num_steps: int
@@ -120,6 +123,7 @@ def build_story(run: Run) -> Story:
         glance=glance(run, timelines, steps),
         pictures=_pictures(timelines, steps, failed=failed),
         pipelines=pipeline_views(timelines),
+        servers=servers(timelines),
         buckets=tuple(late_buckets(timelines)),
         operations=tuple(operations(timelines)),
         num_steps=len(steps),

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from braid.observe.report import RankRow, Story
+from braid.observe.servers import servers_text
 from braid.observe.units import percent_text
 
 __all__ = ["print_summary"]
@@ -40,7 +41,9 @@ def print_summary(story: Story, console: Console, *, report: Path, trace: Path |
     facts = Table.grid(padding=(0, 1))
     for fact in story.facts:
         facts.add_row(" *", Text(fact))
-    if story.facts:
+    for line in servers_text(story.servers):
+        facts.add_row(" *", Text(line))
+    if story.facts or story.servers:
         console.print(facts)
     if not rows:
         console.print(Text("  no events recorded: the program did not call braid.init()"))

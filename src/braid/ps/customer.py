@@ -110,11 +110,13 @@ class Customer:
             PeerLostError: What it needs is lost.
             CommTimeout: Parts are unanswered; they are named, with whom was asked.
         """
-        self._postoffice.wait_until(
-            lambda: timestamp not in self._requests or bool(self._postoffice.failure),
-            timeout_s,
-            lambda: self._missing(timestamp),
-        )
+        if timestamp in self._requests:
+            with self._postoffice.events.span("wait", seq=timestamp):
+                self._postoffice.wait_until(
+                    lambda: timestamp not in self._requests or bool(self._postoffice.failure),
+                    timeout_s,
+                    lambda: self._missing(timestamp),
+                )
         if timestamp in self._errors:
             raise self._errors.pop(timestamp)
         if timestamp in self._requests:

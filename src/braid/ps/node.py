@@ -29,6 +29,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError
+from braid.events import Recorder
 from braid.message import Delivery, SocketVan, Van, VanConfig
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
@@ -127,7 +128,15 @@ def join(
         name_of(role, number), SCHEMA, secret=secret, run_id=run_id, listen=listen, config=VAN
     )
     scheduler = group.objects.broadcast(van.address)
-    node = Node(van, role, number, (servers, workers), scheduler, options)
+    node = Node(
+        van,
+        role,
+        number,
+        (servers, workers),
+        scheduler,
+        options,
+        events=group.context.events,
+    )
     group.barrier()  # the scheduler listens, and knows what it waits for
     return node
 
@@ -157,6 +166,7 @@ class Node:
         options: Choices of the whole parameter server.
         start: First clock of a worker that joins a run that has begun.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        events: Recorder of waits and pushes; a private one when None.
 
     Attributes:
         role: Role of the node.
@@ -176,12 +186,17 @@ class Node:
         *,
         start: int = 0,
         resend_s: float | None = None,
+        events: Recorder | None = None,
     ) -> None:
         options = options or Options()
         self.role, self.number = role, number
         self.num_servers, self.num_workers = counts
         self._postoffice = Postoffice(
-            van, "" if role == "scheduler" else scheduler, start=start, resend_s=resend_s
+            van,
+            "" if role == "scheduler" else scheduler,
+            start=start,
+            resend_s=resend_s,
+            events=events,
         )
         self._options = options
         self._specs: list[TableSpec] = []
@@ -372,10 +387,11 @@ class Node:
             raise ConfigError(msg)
         if self._server is not None and self._postoffice.directory is None:
             self._postoffice.join()
-        while True:
-            with contextlib.suppress(CommTimeout):  # there is no deadline for work to come
-                self._postoffice.wait_until(self._is_over, 3600.0)
-                break
+        with self._postoffice.events.span("schedule" if self._scheduler else "serve"):
+            while True:
+                with contextlib.suppress(CommTimeout):  # there is no deadline for work to come
+                    self._postoffice.wait_until(self._is_over, 3600.0)
+                    break
         self._raise_failure()
 
     def _is_over(self) -> bool:

@@ -25,6 +25,7 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
+from braid.events import Recorder
 from braid.message import Delivery, Message, PeerLost, Van
 from braid.ps.messages import Failure, Here, Join, Leave
 from braid.ps.protocol.directory import Directory
@@ -57,12 +58,20 @@ class Postoffice:
         scheduler: Address of the scheduler; empty for the scheduler itself.
         start: First clock of a worker that joins a run that has begun.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        events: Recorder of waits and pushes; a private one when None.
     """
 
     def __init__(
-        self, van: Van, scheduler: str = "", *, start: int = 0, resend_s: float | None = None
+        self,
+        van: Van,
+        scheduler: str = "",
+        *,
+        start: int = 0,
+        resend_s: float | None = None,
+        events: Recorder | None = None,
     ) -> None:
         self.van = van
+        self.events = events or Recorder()
         self.directory: Directory | None = None
         self.failure = ""
         self._scheduler = scheduler

@@ -58,14 +58,18 @@ class _Asked:
 
     Attributes:
         queries: Tensors with which it asks each shard.
+        begun_ns: Time at which it came.
         whole: Whether it asks for the whole state.
         names: Names of that state's tensors.
+        was_parked: Whether it could not be answered when it came.
         ready: Shards that can be answered now, by the kind of answer.
     """
 
     queries: dict[int, Tensors]
+    begun_ns: int
     whole: bool = False
     names: list[list[str]] = field(default_factory=list)
+    was_parked: bool = False
     accepted: list[int] = field(default_factory=list)
     elsewhere: list[int] = field(default_factory=list)
     values: dict[int, tuple[Tensors, int]] = field(default_factory=dict)
@@ -141,6 +145,7 @@ class Server:
         match message:
             case Push() | Pull():
                 self._ask(delivery, message)
+                self._record_pushes(message.table, message.shards)
             case Change():
                 asker = self._note(delivery, dict.fromkeys(message.shards, ()))
                 for number in message.shards:
@@ -189,10 +194,27 @@ class Server:
                 self._act(shard, shard.carry_out(done, values[number]))
             else:
                 self._act(shard, shard.state.pull(worker, message.clock, asker))
+                self._asked[asker].was_parked |= number in self._asked[asker].queries
+
+    def _record_pushes(self, table: str, shards: Sequence[int]) -> None:
+        """Record pushes that were added up or dropped, with the largest staleness of a shard."""
+        lags: dict[tuple[int, int], int] = {}
+        dropped: set[tuple[int, int]] = set()
+        for number in shards:
+            shard = self._shards[table, number]
+            for push, lag in shard.staleness.items():
+                lags[push] = max(lag, lags.get(push, 0))
+            dropped |= shard.dropped
+            shard.staleness.clear()
+            shard.dropped.clear()
+        for lag in lags.values():
+            self._postoffice.events.instant("push", seq=lag)
+        for worker, _ in dropped:
+            self._postoffice.events.instant("late push", seq=worker)
 
     def _note(self, delivery: Delivery, queries: dict[int, Tensors]) -> Asker:
         asker = delivery.sender, delivery.id
-        self._asked[asker] = _Asked(queries)
+        self._asked[asker] = _Asked(queries, self._postoffice.events.now_ns())
         return asker
 
     def _configure(self, directory: Directory) -> None:
@@ -287,7 +309,13 @@ class Server:
                     versions.append(version)
                 pulled = Pulled(tuple(asked.values), request, specs, tuple(versions), asked.names)
                 self._send(node, pulled, buffers, answers=request)
-            self._asked[asker] = _Asked(asked.queries, asked.whole)
+                if asked.was_parked:
+                    events = self._postoffice.events
+                    waited_ns = events.now_ns() - asked.begun_ns
+                    events.complete("parked pull", asked.begun_ns, waited_ns)
+            self._asked[asker] = _Asked(
+                asked.queries, asked.begun_ns, asked.whole, was_parked=asked.was_parked
+            )
             if not asked.queries:
                 del self._asked[asker]
 

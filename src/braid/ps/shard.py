@@ -10,7 +10,6 @@ Source of the correction: S. Zheng et al., Asynchronous SGD with Delay Compensat
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from braid.ps.protocol.instructions import (
@@ -39,7 +38,8 @@ class Shard:
         storage: Its values.
         kept: Values of pushes, by worker and clock.
         sums: Sums of records that are not confirmed, by number.
-        staleness: Number of pushes by the number of records since their worker had pulled.
+        staleness: Records between pull and push, of the pushes of the last records.
+        dropped: Pushes that came too late, of the last records.
     """
 
     table: str
@@ -49,7 +49,8 @@ class Shard:
     storage: Storage
     kept: dict[tuple[int, int], Tensors] = field(default_factory=dict)
     sums: dict[int, Tensors] = field(default_factory=dict)
-    staleness: Counter[int] = field(default_factory=Counter)
+    staleness: dict[tuple[int, int], int] = field(default_factory=dict)
+    dropped: set[tuple[int, int]] = field(default_factory=set)
     _pulled: dict[int, tuple[int, Tensors]] = field(default_factory=dict)  # by worker, the last
     _lr: float | None = None  # that was set last
 
@@ -66,6 +67,7 @@ class Shard:
                 case Keep(worker, clock):
                     self.kept[worker, clock] = value
                 case Drop(pushes):
+                    self.dropped.update(pushes)
                     for push in pushes:
                         self.kept.pop(push, None)
                 case Merge(record):
@@ -106,7 +108,7 @@ class Shard:
         for worker, clock in record.pushes:
             value = self.kept.pop((worker, clock))
             version, pulled = self._pulled.get(worker, (record.number - 1, ()))
-            self.staleness[max(0, record.number - 1 - version)] += 1
+            self.staleness[worker, clock] = max(0, record.number - 1 - version)
             strength = self.state.decided.rules.at(clock).compensate
             values.append(self._compensated(value, pulled, strength) if strength else value)
         return self.storage.merge(values, record.scale) if values else ()
