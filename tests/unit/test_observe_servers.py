@@ -33,7 +33,8 @@ def test_servers_are_summed_up_by_rank():
             late=1,
         ),
     )
-    assert servers_text(rows) == [
+    (line,) = servers_text(rows)
+    assert line == (
         "rank 1 served 4 pushes (staleness 0: 50 %, 1: 25 %, 12 or more: 25 %); 2 pulls waited "
         "6 ms in all, half of them less than 2 ms; 1 late pushes were dropped"
-    ]
+    )
