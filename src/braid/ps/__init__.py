@@ -6,7 +6,8 @@ from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.embedding import Embedding
 from braid.ps.module import ParameterServer, ParamGroup
-from braid.ps.node import Node, Options, join
+from braid.ps.node import Node, Options
+from braid.ps.rendezvous import join, join_running
 from braid.ps.sparse import SparseTable
 from braid.ps.storage import (
     FTRL,
@@ -44,4 +45,5 @@ __all__ = [
     "SparseTable",
     "Uniform",
     "join",
+    "join_running",
 ]

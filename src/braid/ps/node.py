@@ -1,4 +1,4 @@
-"""`join`: become the scheduler, a server or a worker of a parameter server.
+"""`Node`: the scheduler, a server or a worker of a parameter server; see `rendezvous.join`.
 
     with ps.join(braid.init(), servers=2) as node:       # rank 0 schedules, ranks 1 and 2 serve
         weights = node.dense("weights", torch.zeros(64, 10), partial(torch.optim.SGD, lr=0.5))
@@ -10,7 +10,7 @@
                 ...
                 weights.push(grad)
 
-All ranks declare the same tables. The group of all ranks carries addresses and a secret only.
+All nodes declare the same tables.
 
 Source: M. Li et al., Parameter Server, OSDI 2014, section 4.
 """
@@ -27,14 +27,13 @@ from typing import Any, Literal
 
 import torch
 
-from braid.comm import Group
 from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError
 from braid.events import Recorder
-from braid.message import Delivery, SocketVan, Van, VanConfig
+from braid.message import Delivery, Van
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
-from braid.ps.messages import SCHEMA, Barrier
+from braid.ps.messages import Barrier
 from braid.ps.postoffice import SCHEDULER, Postoffice, server_node, worker_node
 from braid.ps.protocol.scheduler_state import OnWorkerLoss, SchedulerState
 from braid.ps.scheduler import Scheduler, read_journal
@@ -56,14 +55,10 @@ from braid.ps.storage import (
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec, num_dense_shards
-from braid.wire import Secret
 
-__all__ = ["Node", "Options", "Role", "join"]
+__all__ = ["Node", "Options", "Role", "name_of"]
 
-SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
-REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
 Role = Literal["scheduler", "server", "worker"]
-VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # a server waits for nobody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,76 +71,15 @@ class Options:
             process of its number, or shrinks the run to the other workers.
         restore: Snapshot with which tables begin, or a directory of snapshots.
         journal: File in which the scheduler keeps its directory, so that it can be started again.
+        shared_memory: Whether large tensors between processes of one host pass through shared
+            memory; never where `BRAID_PORTABLE` forbids it.
     """
 
     replicas: int = 0
     on_worker_loss: OnWorkerLoss = "fail"
     restore: Path | None = None
     journal: Path | None = None
-
-
-def join(
-    group: Group,
-    servers: int | None = None,
-    options: Options | None = None,
-    *,
-    address: str = "tcp://127.0.0.1:0",
-) -> Node:
-    """Become the scheduler, a server or a worker; a collective.
-
-    Args:
-        group: All ranks: the scheduler, then the servers, then the workers.
-        servers: Number of servers; what `braid run --servers` says when None.
-        options: Choices of the whole parameter server; its replicas are what `braid run --replicas`
-            says when None.
-        address: Address on which scheduler and servers listen.
-
-    Raises:
-        ConfigError: There is no server or no worker.
-    """
-    if servers is None:
-        text = os.environ.get(SERVERS, "")
-        if not text.isdecimal():
-            msg = (
-                "how many ranks are servers? Pass servers=, or start with "
-                f"braid run --servers N --workers M ({SERVERS} is {text!r})"
-            )
-            raise ConfigError(msg)
-        servers = int(text)
-    options = options or Options(replicas=int(os.environ.get(REPLICAS, "0")))
-    workers = group.size - 1 - servers
-    if servers < 1 or workers < 1:
-        msg = (
-            f"{group.size} ranks with {servers} servers: a parameter server has one scheduler, at "
-            "least one server and at least one worker"
-        )
-        raise ConfigError(msg)
-    secret = Secret(group.objects.broadcast(os.urandom(32)))
-    run_id = group.objects.broadcast(os.urandom(8).hex())
-    role, number = role_of(group.rank, servers)
-    listen = "" if role == "worker" else address
-    van = SocketVan(
-        name_of(role, number), SCHEMA, secret=secret, run_id=run_id, listen=listen, config=VAN
-    )
-    scheduler = group.objects.broadcast(van.address)
-    node = Node(
-        van,
-        role,
-        number,
-        (servers, workers),
-        scheduler,
-        options,
-        events=group.context.events,
-    )
-    group.barrier()  # the scheduler listens, and knows what it waits for
-    return node
-
-
-def role_of(rank: int, servers: int) -> tuple[Role, int]:
-    """Return role and number of a rank."""
-    if rank == 0:
-        return "scheduler", 0
-    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
+    shared_memory: bool = True
 
 
 def name_of(role: Role, number: int) -> str:
@@ -223,6 +157,11 @@ class Node:
     def is_worker(self) -> bool:
         """Whether this node trains; others `serve`."""
         return self.role == "worker"
+
+    @property
+    def address(self) -> str:
+        """Address at which other nodes reach this one; empty for workers."""
+        return self._postoffice.van.address
 
     @property
     def postoffice(self) -> Postoffice:
@@ -407,6 +346,27 @@ class Node:
             lines = [failure, *(self._server.waiting() if self._server else ())]
             raise PeerLostError("; ".join(lines))
 
+    def resume(self) -> int:
+        """Go on at the clock of an earlier life of this worker; after all tables are declared.
+
+        For programs that push all tables once in each step. The clock is the least one over all
+        shards: pushes of it that some shards have already are accepted, and not applied again.
+
+        Returns:
+            The clock, with which all tables go on: the number of the step to begin with.
+
+        Raises:
+            ConfigError: This node is no worker, or there is no table.
+            CommError: This worker has been removed from the run.
+        """
+        if self._client is None or not self._tables:
+            msg = "workers resume, once their tables are declared"
+            raise ConfigError(msg)
+        clock = min(table.fetch_clock() for table in self._tables)
+        for table in self._tables:
+            table.clock = clock
+        return clock
+
     def barrier(self, name: str = "workers", timeout_s: float | None = None) -> None:
         """Wait until all workers have come to the barrier of this name.
 
@@ -419,7 +379,7 @@ class Node:
             raise ConfigError(msg)
         self._client.join()
         released: list[Delivery] = []
-        number = self._postoffice.van.new_id()
+        number = self._postoffice.new_id()
         self._postoffice.expect(number, released.append)
         members = tuple(worker_node(worker) for worker in self._postoffice.workers)
         self._postoffice.send(SCHEDULER, Barrier(name, members), message_id=number)

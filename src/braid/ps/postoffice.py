@@ -12,6 +12,7 @@ Source: the Postoffice of PS-Lite; M. Li et al., Parameter Server, OSDI 2014.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -90,6 +91,8 @@ class Postoffice:
         self._soon: deque[Callable[[], None]] = deque()
         self._broken: dict[str, int] = {}  # when to try again
         self._resent_ns = van.clock.now_ns()
+        # servers may still hold requests of an earlier life of this node: numbers must differ
+        self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
         self._changed = threading.Condition(threading.RLock())
         self._is_receiving = False
 
@@ -123,6 +126,10 @@ class Postoffice:
         self._on_lost += [] if on_lost is None else [on_lost]
         self._on_linked += [] if on_linked is None else [on_linked]
         self._on_resend += [] if on_resend is None else [on_resend]
+
+    def new_id(self) -> int:
+        """Return a number for a request, which no life of this node has used."""
+        return next(self._ids)
 
     def expect(self, message_id: int, handler: Handler) -> None:
         """Let a function handle the answers to a message."""
