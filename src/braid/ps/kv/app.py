@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from braid.errors import BraidError, CommError, ConfigError
+from braid.errors import BraidError, CommError, CommTimeout, ConfigError
 from braid.message import Delivery, Message
 from braid.ps.customer import Customer, Memory
 from braid.ps.kv.messages import Asked
@@ -50,7 +50,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What an answer needs to reach who has asked."""
+    """Address of the answer to a request."""
 
     node: str
     message_id: int
@@ -116,13 +116,20 @@ class App(ABC):
             raise ConfigError(msg)
         self._customer.wait(timestamp, timeout_s)
         if not self._node.is_in_handle:
-            self._postoffice.wait_until(
-                lambda: not self._pending[timestamp] or timestamp in self._failures,
-                timeout_s,
-                lambda: f"the callback of request {timestamp} has not returned",
-            )
+            self._wait_for_callbacks(timestamp, timeout_s)
         if timestamp in self._failures:
             raise self._failures.pop(timestamp)
+
+    def _wait_for_callbacks(self, timestamp: int, timeout_s: float | None) -> None:
+        """Wait until another thread has run the callbacks of a request; never receives."""
+        seconds = 300.0 if timeout_s is None else timeout_s
+        with self._postoffice.lock:
+            is_over = self._postoffice.lock.wait_for(
+                lambda: not self._pending[timestamp] or timestamp in self._failures, seconds
+            )
+        if not is_over:
+            msg = f"the callback of request {timestamp} has not returned within {seconds:g} s"
+            raise CommTimeout(msg)
 
     def wait_all(self, timeout_s: float | None = None) -> None:
         """Wait for all requests; see `wait`."""

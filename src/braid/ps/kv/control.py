@@ -61,6 +61,7 @@ class KVScheduler(Control):
 
     def __init__(self, node: KVNode) -> None:
         super().__init__(node)
+        self._version = 0
         self.state: MembersState[Opened] = MembersState(node.num_servers, node.num_workers)
         self._postoffice.register(
             {Join: self._join, Candidate: self._number},
@@ -147,7 +148,8 @@ class KVScheduler(Control):
                 workers=dict.fromkeys(workers, 0),
             )
         assert postoffice.directory is not None, "it was made above"
-        members = Members(state.addresses, state.lost)
+        self._version += 1
+        members = Members(self._version, dict(state.addresses), dict(state.lost))
         self._node.set_members(members)
         for node in nodes:
             if node in postoffice.van.peers:

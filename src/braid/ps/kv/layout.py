@@ -1,4 +1,4 @@
-"""Where the values of some keys of a request lie among those of all keys.
+"""Places of the values of some keys of a request among those of all keys.
 
 Equal lengths: the values of key i are vals[k * i : k * (i + 1)]. Own lengths: offsets say it. A
 range of keys has a range of values, which is a view; other places are gathered and scattered.

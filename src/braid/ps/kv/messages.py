@@ -151,8 +151,9 @@ class Passed(Answer, tag="kv.passed", frozen=True):
 
 
 class Members(msgspec.Struct, tag="kv.members", frozen=True):
-    """Addresses of all nodes, and the lost ones with the reason."""
+    """Addresses of all nodes, and the lost ones with the reason; an older version is ignored."""
 
+    version: int
     addresses: dict[str, str]
     lost: dict[str, str]
 

@@ -80,7 +80,7 @@ class KVNode:
         self._unknown_ns = round(unknown_s * 1e9)
         self._apps: dict[tuple[int, int], App] = {}
         self._parked: list[tuple[int, Delivery]] = []
-        self._is_member = False
+        self._version = 0  # of the members
         self._is_closing = self._is_closed = False
         self._in_handle = threading.local()
         self._thread: threading.Thread | None = None
@@ -156,14 +156,14 @@ class KVNode:
         )
         self._thread.start()
         self.postoffice.wait_until(
-            lambda: self._is_member or bool(self.postoffice.failure), timeout_s, self._absent
+            lambda: self.is_member or bool(self.postoffice.failure), timeout_s, self._absent
         )
         self.postoffice.raise_failure()
 
     @property
     def is_member(self) -> bool:
         """Whether all nodes have joined, as far as this one knows."""
-        return self._is_member
+        return self._version > 0
 
     @property
     def is_over(self) -> bool:
@@ -206,7 +206,8 @@ class KVNode:
             return
         try:
             for app in list(self._apps.values()):
-                app.wait_all(timeout_s)
+                if app is not self._control:
+                    app.wait_all(timeout_s)
             if with_barrier:
                 self.barrier(ALL, timeout_s=timeout_s)
         finally:
@@ -214,6 +215,12 @@ class KVNode:
             with contextlib.suppress(BraidError):
                 self._depart(timeout_s)
             self.abort()
+
+    def wait_for_customer(self, customer_id: int, timeout_s: float | None = None) -> None:
+        """Wait for all requests of the apps of one customer; see `App.wait`."""
+        for app in list(self._apps.values()):
+            if app.customer_id == customer_id and app is not self._control:
+                app.wait_all(timeout_s)
 
     def abort(self) -> None:
         """Leave at once; others lose this node. Idempotent."""
@@ -284,13 +291,15 @@ class KVNode:
 
     def set_members(self, members: Members) -> None:
         """Take up who is here; requests to lost nodes fail."""
+        if members.version <= self._version:
+            return
+        self._version = members.version
         now_ns = self.postoffice.van.clock.now_ns()
         self.postoffice.addresses = {
             node: address for node, address in members.addresses.items() if node not in members.lost
         }
         self.lost = dict(members.lost)
         self._lost_ns = {node: self._lost_ns.get(node, now_ns) for node in self.lost}
-        self._is_member = True
         for node in self.lost:
             self.postoffice.drop_link(node)
         for app in self._apps.values():
@@ -338,7 +347,7 @@ class KVNode:
         self.set_members(message)
 
     def _ask_for_members(self) -> None:
-        if not self._is_member and not self.is_scheduler:
+        if not self.is_member and not self.is_scheduler:
             self.postoffice.announce()
 
     def _lose(self, node: str) -> None:
