@@ -274,7 +274,7 @@ class Postoffice:
                 if self._is_receiving:
                     self._changed.wait(left_s)
                 else:
-                    self._receive(min(left_s, TICK_S))
+                    self._receive(min(left_s, TICK_S, self._resend_s or TICK_S))
             self._run_callbacks()
 
     def poll(self, delivery: Delivery | None = None) -> None:
