@@ -21,7 +21,8 @@ from braid.message import SocketVan, VanConfig
 from braid.ps.kv.dropping_van import DroppingVan
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.kv.node import KVNode
-from braid.ps.node import name_of, role_of
+from braid.ps.node import name_of
+from braid.ps.rendezvous import role_of
 from braid.wire import Secret
 
 __all__ = ["VAN", "join", "make_van"]
