@@ -10,6 +10,7 @@ import pytest
 import torch
 from training import said_by
 
+from braid.comm import Group
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, PeerLostError
 from braid.message import VanConfig
 from braid.ps import kv
@@ -385,6 +386,67 @@ def test_a_request_that_is_too_large_is_refused_before_it_is_sent():
         assert "65536" in said
         worker.wait(worker.push([1], torch.ones(2)))
         assert pulled(worker, [1]) == [1, 1]
+
+
+def test_an_answer_that_is_too_large_is_refused():
+    def large(meta: kv.KVMeta, pairs: kv.KVPairs, server: kv.KVServer) -> None:
+        server.response(meta, kv.KVPairs(pairs.keys, torch.ones(meta.cmd)))
+
+    with run(1, 1, handle=lambda: large, config=VanConfig(max_message_bytes=1 << 16)) as nodes:
+        worker = kv.KVWorker(nodes["worker:0"])
+        said = said_by(
+            lambda: worker.wait(worker.pull([1], torch.empty(0), cmd=1 << 15), 10), CommError
+        )
+        assert "server:0 refuses: the answer cannot be sent: " in said
+        assert pulled(worker, [1], cmd=2) == [1, 1]
+
+
+def test_nodes_with_another_secret_are_refused():
+    from braid.errors import RendezvousError
+    from braid.ps.kv.rendezvous import make_van
+    from braid.wire import Secret
+
+    def node(role: str, secret: bytes, scheduler: str = "") -> kv.KVNode:
+        name = "scheduler" if role == "scheduler" else f"{role}:0"
+        van = make_van(name, Secret(32 * secret), "run", "tcp://127.0.0.1:0")
+        return kv.KVNode(van, role, 0, (1, 1), scheduler)
+
+    scheduler = node("scheduler", b"a")
+    stranger = node("worker", b"b", scheduler.postoffice.van.address)
+    try:
+        said = said_by(lambda: stranger.start(5), RendezvousError)
+        assert "secret" in said
+        assert scheduler.postoffice.van.peers == ()
+    finally:
+        scheduler.abort()
+        stranger.abort()
+
+
+def _on_losing_links(group: Group) -> object:
+    with kv.join(group, 2, resend_s=0.02, drop=0.1) as node:
+        app = kv.SimpleApp(node, 1)
+        app.set_request_handle(lambda asked, own: own.response(asked, asked.body * 2))
+        if node.is_server:
+            server = kv.KVServer(node)
+            server.set_request_handle(kv.KVServerDefaultHandle())
+        if node.is_scheduler:
+            said = []
+            app.set_response_handle(lambda data, _: said.append(data.body))
+            app.wait(app.request(0, "ab", SERVER_GROUP + WORKER_GROUP), 20)
+            assert said == ["abab"] * 4
+        if not node.is_worker:
+            return None
+        worker, keys, out = kv.KVWorker(node, filters=[kv.KeyCache()]), spread(1000), torch.empty(0)
+        for _ in range(20):
+            worker.push(keys, torch.ones(1000))
+        worker.wait_all(20)
+        node.barrier(WORKER_GROUP)
+        worker.wait(worker.zpush_pull(keys, torch.zeros(1000), out), 20)
+        return out.tolist() == [40.0] * 1000, node.postoffice.van.num_dropped > 0
+
+
+def test_programs_run_over_links_that_lose_messages(world):
+    assert world(5, _on_losing_links)[3:] == [(True, True)] * 2
 
 
 def test_slicers_of_programs_are_checked():

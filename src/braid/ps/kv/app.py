@@ -272,14 +272,19 @@ class App(ABC):
         """Answer a request; the answer is kept until the asker has seen it.
 
         Raises:
-            ConfigError: It was answered before, or the answer is too large.
+            ConfigError: It was answered before.
         """
+        executed = self._node.executed
         with self._postoffice.lock:
-            reply = message, buffers
-            if not self._node.executed.finish(ticket.stream, ticket.timestamp, reply):
+            if not executed.finish(ticket.stream, ticket.timestamp, (message, buffers)):
                 msg = f"request {ticket.timestamp} of {ticket.node} was answered already"
                 raise ConfigError(msg)
-            self._send(ticket, message, buffers)
+            try:
+                self._send(ticket, message, buffers)
+            except ConfigError as exc:  # such as for an answer that is too large
+                refused = Refused(f"the answer cannot be sent: {exc}")
+                executed.replace(ticket.stream, ticket.timestamp, (refused, ()))
+                self._send(ticket, refused, ())
 
     def _ask_again(self, ticket: Ticket) -> None:
         """Let the asker send a request once more, in another way."""

@@ -97,6 +97,12 @@ class Executed(Generic[Reply]):
         own.replies[timestamp] = reply
         return True
 
+    def replace(self, stream: Stream, timestamp: int, reply: Reply) -> None:
+        """Record another answer, since the first could not be sent."""
+        own = self._streams.get(stream)
+        if own is not None and timestamp in own.replies:
+            own.replies[timestamp] = reply
+
     @property
     def num_remembered(self) -> int:
         """Number of requests in memory."""
