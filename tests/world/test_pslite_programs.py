@@ -55,7 +55,7 @@ def _by_hand(
 
 @pytest.mark.launcher
 def test_the_programs_run_by_hand_though_messages_are_lost():
-    drops = {"PS_DROP_MSG": "10", "PS_RESEND": "1", "PS_RESEND_TIMEOUT": "20", "REPEAT": "5"}
+    drops = {"PS_DROP_MSG": "10", "PS_RESEND": "1", "PS_RESEND_TIMEOUT": "40", "REPEAT": "5"}
     for code, text in _by_hand(1, 1, drops):
         assert code == 0, text
         assert text.endswith("ended\n")

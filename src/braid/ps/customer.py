@@ -31,6 +31,8 @@ Build: TypeAlias = Callable[[tuple[int, ...]], "tuple[Message, Sequence[Buffer]]
 OnAnswer: TypeAlias = Callable[[Delivery, tuple[int, ...]], None]
 Memory: TypeAlias = Callable[[int], list[memoryview]]
 
+MAX_PAUSE = 8  # times `resend_s`, between two repetitions of a request
+
 
 @dataclass(slots=True)
 class _Request:
@@ -43,6 +45,8 @@ class _Request:
     memory: Memory | None
     priority: int
     ids: list[int] = field(default_factory=list)
+    due_ns: int = 0  # when to send it again, on links that lose messages
+    pause_ns: int = 0
 
 
 class Customer:
@@ -75,7 +79,7 @@ class Customer:
             on_directory=self._reroute,
             on_lost=self._state.lost,
             on_linked=lambda node: self._act(self._state.linked(node)),
-            on_resend=lambda: self._act(self._state.resend()),
+            on_resend=self._resend,
         )
 
     def request(
@@ -113,6 +117,9 @@ class Customer:
         timestamp = self.next_timestamp
         self.next_timestamp += 1
         self._requests[timestamp] = _Request(build, on_answer, on_done, on_failed, memory, priority)
+        own = self._requests[timestamp]
+        own.pause_ns = round((self._postoffice.resend_s or 0.0) * 1e9)
+        own.due_ns = self._postoffice.van.clock.now_ns() + own.pause_ns
         self._act(self._state.begin(timestamp, parts, route))
         return timestamp
 
@@ -235,6 +242,16 @@ class Customer:
                 own.on_failed()
         elif own.on_done is not None:
             self._postoffice.call_soon(own.on_done)
+
+    def _resend(self) -> None:
+        """Send requests again that wait for long, each time later, so that none flood a node."""
+        now_ns = self._postoffice.van.clock.now_ns()
+        most_ns = round((self._postoffice.resend_s or 0.0) * MAX_PAUSE * 1e9)
+        for timestamp, own in list(self._requests.items()):
+            if own.due_ns <= now_ns:
+                own.pause_ns = min(2 * own.pause_ns, most_ns)
+                own.due_ns = now_ns + own.pause_ns
+                self._act(self._state.resend(timestamp))
 
     def _reroute(self, directory: Directory) -> None:
         del directory

@@ -120,12 +120,14 @@ class RequestsState:
                 own.asked[part] = ""
         return self.rerouted()
 
-    def resend(self) -> list[Send | Failed]:
-        """Ask again for all parts, on links that lose messages."""
-        for own in self._open.values():
-            own.asked = dict.fromkeys(own.asked, "")
-            own.stuck.clear()
-        return self.rerouted()
+    def resend(self, request: int) -> list[Send | Failed]:
+        """Ask again for all parts of a request, on links that lose messages."""
+        own = self._open.get(request)
+        if own is None:
+            return []
+        own.asked = dict.fromkeys(own.asked, "")
+        own.stuck.clear()
+        return self._send(request)
 
     def forget(self, request: int) -> None:
         """Forget a request: nobody waits for it any more."""
