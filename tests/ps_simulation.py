@@ -14,22 +14,24 @@ import torch
 
 from braid.message import VanConfig
 from braid.ps import Consistency, Node, Options
+from braid.ps.join import name_of
 from braid.ps.messages import SCHEMA
-from braid.ps.node import name_of
+from braid.ps.protocol.directory import virtual_shard
 from braid.testing.message_faults import Faults
 from braid.testing.simulated_van import Network
 
 NUMEL = 6
 TICK_S = 0.05
-CONFIG = VanConfig(heartbeat_s=0.2, lost_after_s=1.0)
+CONFIG = VanConfig(heartbeat_s=0.2, lost_after_s=2.0)
 Gradient = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
 class Worker:
     """A worker that pulls, computes and pushes, driven by what arrives."""
 
-    def __init__(self, node: Node, table: object, gradient: Gradient, clocks: int) -> None:
-        self.node, self.table, self.gradient, self.clocks = node, table, gradient, clocks
+    def __init__(self, node: Node, tables: list[object], gradient: Gradient, clocks: int) -> None:
+        self.node, self.gradient, self.clocks = node, gradient, clocks
+        self.table, *self.others = tables  # the others are pushed and pulled, and not looked at
         self.pulled: list[torch.Tensor] = []
         self.stamps: list[int] = []
         self.values = torch.zeros(NUMEL)
@@ -54,6 +56,8 @@ class Worker:
             if clock < self.clocks:
                 grad = self.gradient(self.values.clone(), self.node.number, clock)
                 self.stamps.append(self.table.push_async(grad))
+                for other in self.others:
+                    self.stamps += [other.push_async(grad), other.pull_async(torch.zeros(NUMEL))]
         if len(self.pulled) <= self.clocks:
             self._pull = self.table.pull_async(self.values)
 
@@ -74,6 +78,7 @@ class Simulation:
         options: Options | None = None,
         faults: Faults | None = None,
         num_tables: int = 1,
+        used: int = 1,
     ) -> None:
         self.random = random.Random(seed)
         self.network = Network(SCHEMA, seed=seed, faults=faults, config=CONFIG)
@@ -84,7 +89,7 @@ class Simulation:
         self.options = options or Options(on_worker_loss="wait")
         self.nodes: dict[str, Node] = {}
         self.workers: dict[int, Worker] = {}
-        self.num_tables = num_tables
+        self.num_tables, self.used = num_tables, used
         self.start("scheduler", 0)
         for number in range(servers):
             self.start("server", number)
@@ -110,7 +115,7 @@ class Simulation:
             for place in range(self.num_tables)
         ]
         if role == "worker":
-            self.workers[number] = Worker(node, tables[0], self.gradient, self.clocks)
+            self.workers[number] = Worker(node, tables[: self.used], self.gradient, self.clocks)
             self.workers[number].table.clock = start
         self._tick(name, node)
         return node
@@ -143,6 +148,11 @@ class Simulation:
                     return shard.storage.read(())[0].clone()
         msg = "no server has the table"
         raise AssertionError(msg)
+
+    def heads(self) -> list[int]:
+        """Return the head of each table."""
+        directory = self.nodes["scheduler"].postoffice.directory
+        return [directory.head(virtual_shard(f"w{k}", 0)) for k in range(self.num_tables)]
 
     def _tick(self, name: str, node: Node) -> None:
         if self.nodes.get(name) is not node:

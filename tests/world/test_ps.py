@@ -159,6 +159,30 @@ def test_a_run_can_shrink_to_the_workers_that_are_left(world):
     assert world(4, _shrinks)[2] == [-3.0] * 4
 
 
+def _dealt(group: Group) -> Any:
+    node = ps.join(group, 1, ps.Options(on_worker_loss="shrink"))
+    table = node.dense("w", torch.zeros(1), partial(torch.optim.SGD, lr=1.0))
+    if not node.is_worker:
+        with node:
+            node.serve()
+        return None
+    table.pull()
+    finished = []
+    for samples in node.samples("train", 95, shard_size=10, epochs=2):
+        if node.number == 1:
+            node.__exit__(KeyError, None, None)
+            return []
+        finished += samples
+    with node:
+        return finished
+
+
+def test_samples_of_a_lost_worker_go_to_others(world):
+    results = world(5, _dealt)[2:]
+    assert sorted(number for own in results for number in own) == sorted([*range(95), *range(95)])
+    assert results[1] == []
+
+
 def _changes(group: Group) -> Any:
     with ps.join(group, 1) as node:
         table = node.dense("w", torch.zeros(2), partial(torch.optim.SGD, lr=1.0))

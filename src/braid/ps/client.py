@@ -30,6 +30,11 @@ class Client:
         """Epoch of the directory."""
         return self._postoffice.epoch
 
+    @property
+    def customer(self) -> Customer:
+        """Requests under way."""
+        return self._customer
+
     def join(self) -> None:
         """Wait until all servers and workers have joined; at once if they have."""
         if self._postoffice.directory is None:

@@ -17,6 +17,7 @@ __all__ = [
     "Barrier",
     "Change",
     "Confirmed",
+    "Dealt",
     "Drain",
     "Elsewhere",
     "Failure",
@@ -25,12 +26,12 @@ __all__ = [
     "Join",
     "Leave",
     "Loads",
+    "NextData",
     "Pull",
     "Pulled",
     "Push",
     "Refused",
     "Released",
-    "Repeat",
     "State",
     "Update",
 ]
@@ -49,7 +50,7 @@ class Push(msgspec.Struct, tag="push", frozen=True):
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """A request for the values of shards before a clock, their whole state, or worker's clocks."""
+    """A request for the values of shards before a clock, or for their whole state."""
 
     epoch: int
     table: str
@@ -57,7 +58,6 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     shards: tuple[int, ...]
     specs: Specs
     whole: bool = False
-    clocks: bool = False
 
 
 class Change(msgspec.Struct, tag="change", frozen=True):
@@ -84,8 +84,7 @@ class Accepted(Answer, tag="accepted", frozen=True):
 class Pulled(Answer, tag="pulled", frozen=True):
     """Values of these shards, each after as many records as `versions` says.
 
-    Of a whole state, `names` has the names. Of clocks, `versions` has the next ones of the worker
-    that asks, and there are no values.
+    Of a whole state, `names` has the names.
     """
 
     request: int
@@ -98,10 +97,6 @@ class Elsewhere(Answer, tag="elsewhere", frozen=True):
     """The server is not the head of these shards in its epoch."""
 
     epoch: int
-
-
-class Repeat(Answer, tag="repeat", frozen=True):
-    """The request must be sent once more, as the sender then builds it."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -188,8 +183,22 @@ class Loads(msgspec.Struct, tag="loads", frozen=True):
     counts: list[int]
 
 
-class Released(msgspec.Struct, tag="released", frozen=True):
+class Released(Answer, tag="released", frozen=True):
     """All have come, or the node may go."""
+
+
+class NextData(msgspec.Struct, tag="next-data", frozen=True):
+    """A worker has finished some shards of samples, and asks for the next one."""
+
+    name: str
+    num_shards: int
+    done: tuple[int, ...]
+
+
+class Dealt(Answer, tag="dealt", frozen=True):
+    """A shard of samples; -1 when all are finished."""
+
+    shard: int
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True):
@@ -201,5 +210,5 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
 SCHEMA = Schema(
     *(Push, Pull, Change, Accepted, Pulled, Elsewhere, Refused),
     *(Update, Confirmed, State),
-    *(Join, Here, Leave, Drain, Installed, Barrier, Loads, Released, Failure),
+    *(Join, Here, Leave, Drain, Installed, Barrier, Loads, Released, NextData, Dealt, Failure),
 )

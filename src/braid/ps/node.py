@@ -1,27 +1,10 @@
-"""`Node`: the scheduler, a server or a worker of a parameter server; see `rendezvous.join`.
-
-    with ps.join(braid.init(), servers=2) as node:       # rank 0 schedules, ranks 1 and 2 serve
-        weights = node.dense("weights", torch.zeros(64, 10), partial(torch.optim.SGD, lr=0.5))
-        if not node.is_worker:
-            node.serve()                                 # until all workers have left
-        else:
-            for _ in range(100):
-                w = weights.pull()
-                ...
-                weights.push(grad)
-
-All nodes declare the same tables.
-
-Source: M. Li et al., Parameter Server, OSDI 2014, section 4.
-"""
+"""A node of a parameter server: the scheduler, a server or a worker, and its tables."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -29,13 +12,15 @@ import torch
 
 from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError
 from braid.events import Recorder
-from braid.message import Delivery, Van
+from braid.message import Van
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.messages import Barrier
-from braid.ps.postoffice import SCHEDULER, Postoffice, server_node, worker_node
-from braid.ps.protocol.scheduler_state import OnWorkerLoss, SchedulerState
+from braid.ps.options import Options
+from braid.ps.postoffice import SCHEDULER, Postoffice, worker_node
+from braid.ps.protocol.scheduler_state import SchedulerState
+from braid.ps.samples import samples
 from braid.ps.scheduler import Scheduler, read_journal
 from braid.ps.server import Server
 from braid.ps.snapshots import export_table, read_table, write_tables
@@ -56,36 +41,9 @@ from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec, num_dense_shards
 
-__all__ = ["Node", "Options", "Role", "name_of"]
+__all__ = ["Node", "Role"]
 
 Role = Literal["scheduler", "server", "worker"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Choices of a whole parameter server; the same on all nodes.
-
-    Attributes:
-        replicas: Copies of each shard on other servers. Servers may die while one is left.
-        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
-            process of its number, or shrinks the run to the other workers.
-        restore: Snapshot with which tables begin, or a directory of snapshots.
-        journal: File in which the scheduler keeps its directory, so that it can be started again.
-        shared_memory: Whether large tensors between processes of one host pass through shared
-            memory; never where `BRAID_PORTABLE` forbids it.
-    """
-
-    replicas: int = 0
-    on_worker_loss: OnWorkerLoss = "fail"
-    restore: Path | None = None
-    journal: Path | None = None
-    shared_memory: bool = True
-
-
-def name_of(role: Role, number: int) -> str:
-    """Return the name of a node."""
-    names = {"server": server_node(number), "worker": worker_node(number)}
-    return names.get(role, SCHEDULER)
 
 
 class Node:
@@ -149,7 +107,7 @@ class Node:
             )
             self._scheduler = Scheduler(self._postoffice, state, options.journal)
         elif role == "server":
-            self._server = Server(self._postoffice, number)
+            self._server = Server(self._postoffice, number, options.rebalance_s)
         else:
             self._client = Client(self._postoffice)
 
@@ -157,11 +115,6 @@ class Node:
     def is_worker(self) -> bool:
         """Whether this node trains; others `serve`."""
         return self.role == "worker"
-
-    @property
-    def address(self) -> str:
-        """Address at which other nodes reach this one; empty for workers."""
-        return self._postoffice.van.address
 
     @property
     def postoffice(self) -> Postoffice:
@@ -346,27 +299,6 @@ class Node:
             lines = [failure, *(self._server.waiting() if self._server else ())]
             raise PeerLostError("; ".join(lines))
 
-    def resume(self) -> int:
-        """Go on at the clock of an earlier life of this worker; after all tables are declared.
-
-        For programs that push all tables once in each step. The clock is the least one over all
-        shards: pushes of it that some shards have already are accepted, and not applied again.
-
-        Returns:
-            The clock, with which all tables go on: the number of the step to begin with.
-
-        Raises:
-            ConfigError: This node is no worker, or there is no table.
-            CommError: This worker has been removed from the run.
-        """
-        if self._client is None or not self._tables:
-            msg = "workers resume, once their tables are declared"
-            raise ConfigError(msg)
-        clock = min(table.fetch_clock() for table in self._tables)
-        for table in self._tables:
-            table.clock = clock
-        return clock
-
     def barrier(self, name: str = "workers", timeout_s: float | None = None) -> None:
         """Wait until all workers have come to the barrier of this name.
 
@@ -378,18 +310,49 @@ class Node:
             msg = "barriers are for workers"
             raise ConfigError(msg)
         self._client.join()
-        released: list[Delivery] = []
-        number = self._postoffice.new_id()
-        self._postoffice.expect(number, released.append)
         members = tuple(worker_node(worker) for worker in self._postoffice.workers)
-        self._postoffice.send(SCHEDULER, Barrier(name, members), message_id=number)
-        self._postoffice.wait_until(
-            lambda: bool(released or self._postoffice.failure),
-            timeout_s,
-            lambda: f"not all workers have come to barrier {name!r}",
-        )
-        self._postoffice.expect_no_more([number])
-        self._raise_failure()
+
+        def build(parts: tuple[int, ...]) -> tuple[Barrier, Sequence[memoryview]]:
+            del parts
+            return Barrier(name, members), ()
+
+        customer = self._client.customer
+        customer.wait(customer.request([0], lambda _: SCHEDULER, build), timeout_s)
+
+    def samples(
+        self, name: str, num_samples: int, *, shard_size: int, epochs: int = 1
+    ) -> Iterator[range]:
+        """Yield ranges of samples that the scheduler deals out among workers.
+
+        What a lost worker has not finished goes to others. A range counts as finished when the next
+        one is asked for.
+
+        Args:
+            name: Name of the samples, the same on all workers.
+            num_samples: Number of samples.
+            shard_size: Samples of a range.
+            epochs: Number of times that each sample is dealt out.
+
+        Raises:
+            ConfigError: This node is no worker, or a number is less than 1.
+            PeerLostError: The run cannot go on.
+        """
+        if self._client is None:
+            msg = "samples are for workers"
+            raise ConfigError(msg)
+        self._client.join()
+        return samples(self._client.customer, name, num_samples, shard_size, epochs)
+
+    def drain(self) -> None:
+        """Let this server's shards move to others; `serve` then ends. From any thread.
+
+        Raises:
+            ConfigError: This node is no server.
+        """
+        if self._server is None:
+            msg = "only servers drain: workers leave with close()"
+            raise ConfigError(msg)
+        self._server.drain()
 
     def close(self) -> None:
         """Leave: what was pushed is accepted first, then nobody waits for this worker. Idempotent.

@@ -12,7 +12,6 @@ Source: the Postoffice of PS-Lite; M. Li et al., Parameter Server, OSDI 2014.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +27,7 @@ from braid.errors import (
 )
 from braid.events import Recorder
 from braid.message import Delivery, Message, PeerLost, Van
-from braid.ps.messages import Failure, Here, Join, Leave
+from braid.ps.messages import Failure, Here, Join, Leave, Refused
 from braid.ps.protocol.directory import Directory
 from braid.wire import Buffer
 
@@ -75,8 +74,6 @@ class Postoffice:
         self.events = events or Recorder()
         self.directory: Directory | None = None
         self.failure = ""
-        self.addresses: dict[str, str] = {}  # of workers that listen
-        self.losses: dict[str, PeerLost] = {}  # the last of each node
         self._scheduler = scheduler
         self._start = start
         self._resend_s = resend_s
@@ -89,12 +86,12 @@ class Postoffice:
         self._on_lost: list[Callable[[str], None]] = []
         self._on_linked: list[Callable[[str], None]] = []
         self._on_resend: list[Callable[[], None]] = []
+        self._on_tick: list[Callable[[], None]] = []
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
+        self._announced = 0  # number of the last Join that the scheduler has not answered
         self._broken: dict[str, int] = {}  # when to try again
         self._resent_ns = van.clock.now_ns()
-        # servers may still hold requests of an earlier life of this node: numbers must differ
-        self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
         self._changed = threading.Condition(threading.RLock())
         self._is_receiving = False
 
@@ -102,16 +99,6 @@ class Postoffice:
     def node(self) -> str:
         """Name of this node."""
         return self.van.node
-
-    @property
-    def lock(self) -> threading.Condition:
-        """Lock under which handlers run; requests of several threads are made with it."""
-        return self._changed
-
-    @property
-    def resend_s(self) -> float | None:
-        """Seconds after which unanswered messages are sent again; None on links that lose none."""
-        return self._resend_s
 
     @property
     def epoch(self) -> int:
@@ -131,6 +118,7 @@ class Postoffice:
         on_lost: Callable[[str], None] | None = None,
         on_linked: Callable[[str], None] | None = None,
         on_resend: Callable[[], None] | None = None,
+        on_tick: Callable[[], None] | None = None,
     ) -> None:
         """Let a part of the node handle messages, directories, losses and links made again."""
         self._handlers |= handlers
@@ -138,10 +126,7 @@ class Postoffice:
         self._on_lost += [] if on_lost is None else [on_lost]
         self._on_linked += [] if on_linked is None else [on_linked]
         self._on_resend += [] if on_resend is None else [on_resend]
-
-    def new_id(self) -> int:
-        """Return a number for a request, which no life of this node has used."""
-        return next(self._ids)
+        self._on_tick += [] if on_tick is None else [on_tick]
 
     def expect(self, message_id: int, handler: Handler) -> None:
         """Let a function handle the answers to a message."""
@@ -169,7 +154,11 @@ class Postoffice:
 
     def announce(self) -> None:
         """Inform the scheduler that this node is here; the directory is its answer."""
-        self.send(SCHEDULER, Join(self.van.address, self._start))
+        number = self.van.new_id()
+        self.expect_no_more([self._announced])
+        self.expect(number, self._welcomed)
+        self._announced = number
+        self.send(SCHEDULER, Join(self.van.address, self._start), message_id=number)
 
     def raise_failure(self) -> None:
         """Raise what ended the run, if anything did.
@@ -224,16 +213,13 @@ class Postoffice:
 
     def _connect(self, to: str) -> bool:
         role, _, number = to.partition(":")
+        address = self._scheduler
         if role == "server" and self.directory is not None:
-            if int(number) not in self.directory.servers:
-                return False
-            address = self.directory.servers[int(number)]
-        elif to in self.addresses:
-            address = self.addresses[to]
-        elif to == SCHEDULER and self._scheduler:  # not of the scheduler itself
-            address = self._scheduler
-        else:
+            address = self.directory.servers.get(int(number), "")
+        elif role != SCHEDULER:
             return False
+        if not address:
+            return False  # the directory has it no longer, or the scheduler is this node
         try:
             self.van.connect(to, address, timeout_s=CONNECT_S)
         except (CommError, RendezvousError):
@@ -274,7 +260,7 @@ class Postoffice:
                 if self._is_receiving:
                     self._changed.wait(left_s)
                 else:
-                    self._receive(min(left_s, TICK_S, self._resend_s or TICK_S))
+                    self._receive(min(left_s, TICK_S))
             self._run_callbacks()
 
     def poll(self, delivery: Delivery | None = None) -> None:
@@ -292,14 +278,8 @@ class Postoffice:
         self._soon.append(call)
 
     def _run_callbacks(self) -> None:
-        while True:
-            try:
-                call = self._soon.popleft()
-            except IndexError:  # another thread may have run the last
-                return
-            call()
-            with self._changed:
-                self._changed.notify_all()
+        while self._soon:
+            self._soon.popleft()()
 
     def _receive(self, timeout_s: float) -> None:
         """Receive one message and handle it; with the lock, which is released meanwhile."""
@@ -329,11 +309,13 @@ class Postoffice:
     def tick(self) -> None:
         """Try broken links again, and send unanswered messages again where that was asked for."""
         now_ns = self.van.clock.now_ns()
+        for call in self._on_tick:
+            call()
         for node in [node for node, due_ns in self._broken.items() if due_ns <= now_ns]:
             self._restore(node)
         if self._resend_s is not None and now_ns - self._resent_ns >= self._resend_s * 1e9:
             self._resent_ns = now_ns
-            if self.directory is None and self.node != SCHEDULER:
+            if self._announced:
                 self.announce()
             for call in self._on_resend:
                 call()
@@ -366,20 +348,23 @@ class Postoffice:
             for call in self._on_directory:
                 call(message.directory)
 
+    def _welcomed(self, delivery: Delivery) -> None:
+        """The scheduler has this node on its list."""
+        self.expect_no_more([self._announced])
+        self._announced = 0
+        if isinstance(delivery.message, Here):
+            self._learn(delivery)
+        elif isinstance(delivery.message, Refused):
+            self.failure = self.failure or delivery.message.text
+
     def _fail(self, delivery: Delivery) -> None:
         message = delivery.message
         assert isinstance(message, Failure), "this handler is for failures"
         self.failure = self.failure or message.text
 
-    def drop_link(self, node: str) -> None:
-        """Try no longer to make the link to a node again."""
-        self._broken.pop(node, None)
-
     def _lost(self, delivery: Delivery) -> None:
         if delivery.sender in self.van.peers:
             return  # it has connected again
-        assert isinstance(delivery.message, PeerLost), "this handler is for losses"
-        self.losses[delivery.sender] = delivery.message
         self._break(delivery.sender)
         for call in self._on_lost:
             call(delivery.sender)

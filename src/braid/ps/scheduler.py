@@ -15,6 +15,7 @@ from braid.errors import BraidError, ConfigError
 from braid.message import Delivery, PeerLost, split_node
 from braid.ps.messages import (
     Barrier,
+    Dealt,
     Drain,
     Failure,
     Here,
@@ -22,14 +23,18 @@ from braid.ps.messages import (
     Join,
     Leave,
     Loads,
+    NextData,
     Refused,
     Released,
 )
 from braid.ps.postoffice import Postoffice, server_node, worker_node
+from braid.ps.protocol.data_state import Issue
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.scheduler_state import Fail, Instruction, Publish, Release, SchedulerState
 
 __all__ = ["Scheduler", "read_journal"]
+
+RETURN_S = 5.0  # time in which nodes must find a scheduler that was started again
 
 
 def read_journal(path: Path) -> Directory | None:
@@ -65,8 +70,11 @@ class Scheduler:
         self._journal = journal
         self._had_workers = state.directory is not None
         postoffice.directory = state.directory
-        handled = (Join, Leave, Drain, Installed, Barrier, Loads, PeerLost)
-        postoffice.register(dict.fromkeys(handled, self._handle), on_resend=self._publish)
+        handled = (Join, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
+        postoffice.register(
+            dict.fromkeys(handled, self._handle), on_resend=self._publish, on_tick=self._tick
+        )
+        self._restarted_ns = postoffice.van.clock.now_ns()
 
     @property
     def is_over(self) -> bool:
@@ -86,9 +94,19 @@ class Scheduler:
         """The directory of this epoch."""
         return self._state.directory
 
+    def _tick(self) -> None:
+        """Give up nodes of an earlier life that have not come back."""
+        if self._state.missing:
+            now_ns = self._postoffice.van.clock.now_ns()
+            if now_ns - self._restarted_ns > RETURN_S * 1e9:
+                self._act(self._state.drop_missing())
+
     def _handle(self, delivery: Delivery) -> None:
         try:
             self._act(self._decide(delivery))
+            if isinstance(delivery.message, Join) and self._state.directory is not None:
+                here = Here(self._state.directory)
+                self._postoffice.send(delivery.sender, here, answers=delivery.id)
         except BraidError as exc:
             self._postoffice.send(delivery.sender, Refused(str(exc)), answers=delivery.id)
 
@@ -111,6 +129,8 @@ class Scheduler:
                 return state.installed(shard, server, since)
             case Barrier(name, members):
                 return state.barrier(name, *asker, frozenset(members))
+            case NextData(name, num_shards, done):
+                return state.next_data(name, num_shards, asker, done)
             case Loads(weights):
                 return state.balance(number, weights)
             case PeerLost(reason=reason):
@@ -124,7 +144,10 @@ class Scheduler:
                     self._publish()
                 case Release(requests):
                     for node, request in requests:
-                        self._postoffice.send(node, Released(), answers=request)
+                        self._postoffice.send(node, Released((0,)), answers=request)
+                case Issue((node, request), shard):
+                    dealt = Dealt((0,), -1 if shard is None else shard)
+                    self._postoffice.send(node, dealt, answers=request)
                 case Fail(text):
                     for node in self._postoffice.van.peers:
                         self._postoffice.send(node, Failure(text))

@@ -19,8 +19,10 @@ from braid.ps.messages import (
     Accepted,
     Change,
     Confirmed,
+    Drain,
     Elsewhere,
     Installed,
+    Loads,
     Pull,
     Pulled,
     Push,
@@ -29,7 +31,7 @@ from braid.ps.messages import (
     Update,
 )
 from braid.ps.postoffice import SCHEDULER, Postoffice, server_node
-from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.directory import NUM_VIRTUAL, Directory
 from braid.ps.protocol.instructions import (
     Accept,
     Answer,
@@ -60,7 +62,6 @@ class _Asked:
         queries: Tensors with which it asks each shard.
         begun_ns: Time at which it came.
         whole: Whether it asks for the whole state.
-        clocks: Whether it asks for the clocks of the worker.
         names: Names of that state's tensors.
         was_parked: Whether it could not be answered when it came.
         ready: Shards that can be answered now, by the kind of answer.
@@ -69,7 +70,6 @@ class _Asked:
     queries: dict[int, Tensors]
     begun_ns: int
     whole: bool = False
-    clocks: bool = False
     names: list[list[str]] = field(default_factory=list)
     was_parked: bool = False
     accepted: list[int] = field(default_factory=list)
@@ -83,9 +83,12 @@ class Server:
     Args:
         postoffice: Post office of the node.
         number: Number of the server.
+        rebalance_s: Seconds between reports of load to the scheduler; none when None.
     """
 
-    def __init__(self, postoffice: Postoffice, number: int) -> None:
+    def __init__(
+        self, postoffice: Postoffice, number: int, rebalance_s: float | None = None
+    ) -> None:
         self._postoffice = postoffice
         self._number = number
         self._tables: dict[str, TableSpec] = {}
@@ -94,12 +97,16 @@ class Server:
         self._ready: set[Asker] = set()
         self._deferred: list[Delivery] = []
         self._reported: set[tuple[int, int]] = set()  # virtual shards installed, and since when
-        self.requests = [0] * 64  # by virtual shard
+        self._requests = [0] * NUM_VIRTUAL  # by virtual shard, since the last report
+        self._rebalance_s = rebalance_s
+        self._loads_ns = postoffice.van.clock.now_ns()
+        self._is_draining = False
         postoffice.register(
             dict.fromkeys((Push, Pull, Change, Update, Confirmed, State), self.handle),
             on_directory=self._configure,
             on_resend=self._resend,
             on_linked=self._linked,
+            on_tick=self._tick,
         )
 
     def add(self, table: TableSpec, states: Sequence[StoredState] | None = None) -> None:
@@ -122,10 +129,10 @@ class Server:
         """Return who waits for whom, as text; each line once."""
         return sorted({line for shard in self.shards for line in shard.state.waiting()})
 
-    def begin(self) -> None:
-        """Take up the directory that is known; once all tables are declared."""
-        if self._postoffice.directory is not None:
-            self._configure(self._postoffice.directory)
+    def drain(self) -> None:
+        """Ask the scheduler, now and until it is done, to move all shards to other servers."""
+        self._is_draining = True
+        self._send(SCHEDULER, Drain())
 
     # -- events
 
@@ -185,13 +192,12 @@ class Server:
             storage = shards[number].storage
             if isinstance(message, Push):
                 storage.check(value)
-            elif not message.whole and not message.clocks:
+            elif not message.whole:
                 storage.check_query(value)
         asker = self._note(delivery, values)
-        if isinstance(message, Pull):
-            self._asked[asker].whole, self._asked[asker].clocks = message.whole, message.clocks
+        self._asked[asker].whole = isinstance(message, Pull) and message.whole
         for number, shard in shards.items():
-            self.requests[shard.virtual] += 1
+            self._requests[shard.virtual] += 1
             if isinstance(message, Push):
                 done = shard.state.push(worker, message.clock, asker)
                 self._act(shard, shard.carry_out(done, values[number]))
@@ -235,14 +241,26 @@ class Server:
             self.handle(delivery)
         self._answer_ready()
 
+    def _tick(self) -> None:
+        now_ns = self._postoffice.van.clock.now_ns()
+        if self._rebalance_s is None or now_ns - self._loads_ns < self._rebalance_s * 1e9:
+            return
+        self._loads_ns = now_ns
+        self._send(SCHEDULER, Loads(self._requests))
+        self._requests = [0] * NUM_VIRTUAL
+
     def _resend(self) -> None:
         for shard in self.shards:
             self._act(shard, shard.state.resend())
         self._reported.clear()
         self._report()
+        if self._is_draining:
+            self._send(SCHEDULER, Drain())
 
     def _linked(self, node: str) -> None:
         if node == SCHEDULER:
+            if self._is_draining:
+                self._send(SCHEDULER, Drain())
             self._reported.clear()
             self._report()
         for shard in self.shards:
@@ -284,8 +302,6 @@ class Server:
             asked.accepted.append(shard.number)
         elif isinstance(how, Moved):
             asked.elsewhere.append(shard.number)
-        elif asked.clocks:
-            asked.values[shard.number] = (), shard.state.clock(split_node(asker[0])[1])
         elif asked.whole:
             state = shard.storage.export()
             asked.names.append(list(state))
@@ -319,11 +335,7 @@ class Server:
                     waited_ns = events.now_ns() - asked.begun_ns
                     events.complete("parked pull", asked.begun_ns, waited_ns)
             self._asked[asker] = _Asked(
-                asked.queries,
-                asked.begun_ns,
-                asked.whole,
-                asked.clocks,
-                was_parked=asked.was_parked,
+                asked.queries, asked.begun_ns, asked.whole, was_parked=asked.was_parked
             )
             if not asked.queries:
                 del self._asked[asker]

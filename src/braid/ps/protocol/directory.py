@@ -29,6 +29,7 @@ from braid.errors import ConfigError
 __all__ = ["NUM_VIRTUAL", "Directory", "virtual_shard"]
 
 NUM_VIRTUAL = 64
+UNEVEN = 0.25  # part of the mean load by which measured loads must differ before shards move
 
 
 def virtual_shard(table: str, shard: int, count: int = NUM_VIRTUAL) -> int:
@@ -193,17 +194,20 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
                 loads[target] += weight[shard]
                 moves.append((shard, target))
                 busy.add(shard)
-        return moves + self._balance(loads, weight, busy)
+        enough = 0.0 if weights is None else UNEVEN * sum(loads.values()) / max(len(loads), 1)
+        return moves + self._balance(loads, weight, busy, enough)
 
     def _balance(
-        self, loads: dict[int, float], weight: list[float], busy: set[int]
+        self, loads: dict[int, float], weight: list[float], busy: set[int], enough: float
     ) -> list[tuple[int, int]]:
-        """Return moves from the most to the least loaded servers, while they help."""
+        """Return moves from the most to the least loaded servers, while they differ enough."""
         moves: list[tuple[int, int]] = []
         while len(loads) > 1:
             source = max(loads, key=lambda each: (loads[each], each))
             target = min(loads, key=lambda each: (loads[each], each))
             gap = loads[source] - loads[target]
+            if gap <= enough:
+                return moves
             fits = [
                 shard
                 for shard, chain in enumerate(self.chains)

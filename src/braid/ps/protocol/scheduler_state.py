@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypeAlias
 
 from braid.errors import CommError
+from braid.ps.protocol.data_state import DataState, Issue
 from braid.ps.protocol.directory import Directory
 
 __all__ = ["Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState"]
@@ -46,7 +47,7 @@ class Fail(NamedTuple):
     text: str
 
 
-Instruction: TypeAlias = Publish | Release | Fail
+Instruction: TypeAlias = Publish | Release | Fail | Issue
 
 
 class SchedulerState:
@@ -82,6 +83,12 @@ class SchedulerState:
         self._workers: set[int] = set()
         self._gone: set[int] = set()  # workers that have left
         self._barriers: dict[str, dict[str, int]] = {}
+        self._data: dict[str, DataState] = {}
+        self.missing: set[tuple[str, int]] = set()  # role and number of nodes of an earlier life
+        if directory is not None:
+            self._workers = set(directory.workers)
+            self.missing = {("server", number) for number in directory.servers}
+            self.missing |= {("worker", number) for number in directory.workers}
         self._weights: list[float] | None = None
         self._counts: dict[int, list[int]] = {}
         self._leaving: dict[int, tuple[str, int]] = {}  # servers, with who waits for it
@@ -91,6 +98,7 @@ class SchedulerState:
 
     def server_joins(self, server: int, address: str) -> list[Instruction]:
         """Take in a server; the first ones become the first directory."""
+        self.missing.discard(("server", server))
         if self.directory is None:
             self._servers[server] = address
             return self._begin()
@@ -102,6 +110,7 @@ class SchedulerState:
         """Take in a worker; one that comes later begins at the clock `start`."""
         self._workers.add(worker)
         self._gone.discard(worker)
+        self.missing.discard(("worker", worker))
         if self.directory is None:
             return self._begin()
         if worker in self.directory.workers:
@@ -111,7 +120,8 @@ class SchedulerState:
     def worker_leaves(self, worker: int) -> list[Instruction]:
         """Wait for a worker no longer, since it is done."""
         self._gone.add(worker)
-        return self._remove(worker)
+        self.missing.discard(("worker", worker))
+        return [*self._deal_again(worker), *self._remove(worker)]
 
     def worker_lost(self, worker: int, reason: str) -> list[Instruction]:
         """Act on the loss of a worker as the policy says."""
@@ -120,7 +130,8 @@ class SchedulerState:
         self._workers.discard(worker)
         if self._on_worker_loss == "fail":
             return self._fail(f"lost worker {worker}: {reason}")
-        return self._remove(worker) if self._on_worker_loss == "shrink" else []
+        again = self._deal_again(worker)
+        return [*again, *(self._remove(worker) if self._on_worker_loss == "shrink" else [])]
 
     def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
         """Move a server's shards to others, then let it go.
@@ -170,7 +181,9 @@ class SchedulerState:
         totals = [sum(column) for column in zip(*self._counts.values(), strict=True)]
         self._counts.clear()
         mean = sum(totals) / len(totals) or 1.0
-        self._weights = [max(total / mean, 0.01) for total in totals]
+        now = [max(total / mean, 0.01) for total in totals]
+        before = self._weights or now
+        self._weights = [(a + b) / 2 for a, b in zip(before, now, strict=True)]  # less noise
         return self._change(directory) if directory.moves(self._weights) else []
 
     def barrier(
@@ -184,11 +197,41 @@ class SchedulerState:
         del self._barriers[name]
         return [Release(tuple(waiting.items()))]
 
+    def next_data(
+        self, name: str, num_shards: int, request: tuple[str, int], done: tuple[int, ...]
+    ) -> list[Instruction]:
+        """Deal out the next shard of samples.
+
+        Raises:
+            CommError: Workers divide the samples in different ways.
+        """
+        data = self._data.setdefault(name, DataState(num_shards))
+        if data.num_shards != num_shards:
+            msg = (
+                f"{request[0]} divides {name!r} into {num_shards} shards, another worker into "
+                f"{data.num_shards}: give all the same numbers of samples, size and epochs"
+            )
+            raise CommError(msg)
+        return [*data.next(request[0], request, done)]
+
+    def drop_missing(self) -> list[Instruction]:
+        """Treat nodes of an earlier life of the scheduler that did not come back as lost."""
+        missing, self.missing = sorted(self.missing), set()
+        reason = "it did not come back to the scheduler, which was started again"
+        out: list[Instruction] = []
+        for role, number in missing:
+            lost = self.server_lost if role == "server" else self.worker_lost
+            out += lost(number, reason)
+        return out
+
     def waiting(self) -> list[str]:
         """Return who waits at which barrier, as text."""
         return [f"{', '.join(sorted(own))} at {name}" for name, own in self._barriers.items()]
 
     # -- inside
+
+    def _deal_again(self, worker: int) -> list[Instruction]:
+        return [each for data in self._data.values() for each in data.lost(f"worker:{worker}")]
 
     def _begin(self) -> list[Instruction]:
         if len(self._servers) < self._num_servers or len(self._workers) < self._num_workers:

@@ -1,1 +1,0 @@
-"""The decisions of key-value programs, without input and output."""

@@ -1,0 +1,31 @@
+"""Choices of a whole parameter server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from braid.ps.protocol.scheduler_state import OnWorkerLoss
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Choices of a whole parameter server; the same on all nodes.
+
+    Attributes:
+        replicas: Copies of each shard on other servers. Servers may die while one is left.
+        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
+            process of its number, or shrinks the run to the other workers.
+        restore: Snapshot with which tables begin, or a directory of snapshots.
+        rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
+            shards are balanced by their number when None.
+        journal: File in which the scheduler keeps its directory, so that it can be started again.
+    """
+
+    replicas: int = 0
+    on_worker_loss: OnWorkerLoss = "fail"
+    restore: Path | None = None
+    rebalance_s: float | None = None
+    journal: Path | None = None
