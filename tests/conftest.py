@@ -61,6 +61,7 @@ LAUNCHING = (
     "world/test_ps.py::test_the_example",
     "world/test_ps_jobs.py",
     "world/test_ps_launched.py",
+    "world/test_pslite_programs.py",
     "world/test_readme_and_examples.py",
     "world/test_resume.py::test_a_run_that",
     "world/test_store_torch.py",

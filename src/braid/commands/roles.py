@@ -12,6 +12,8 @@ __all__ = ["REPLICAS", "SERVERS", "Roles"]
 
 SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
 REPLICAS = "BRAID_REPLICAS"  # read there, too
+# read by programs for PS-Lite; braid.compat.pslite makes DMLC_ROLE of the rank
+DMLC_SERVERS, DMLC_WORKERS = "DMLC_NUM_SERVER", "DMLC_NUM_WORKER"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +63,9 @@ class Roles:
         """Return the environment of ranks, which know the number of servers by it."""
         own = dict(os.environ if environ is None else environ)
         if self.servers:
-            own[SERVERS] = str(self.servers)
             own[REPLICAS] = str(self.replicas)
+            own[SERVERS] = own[DMLC_SERVERS] = str(self.servers)
+            own[DMLC_WORKERS] = str(self.workers)
         return own
 
     @property

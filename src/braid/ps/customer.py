@@ -12,7 +12,6 @@ Source: PS-Lite's Customer, whose wait has no end, and whose callbacks block if 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,7 @@ from typing import TypeAlias
 
 from braid.errors import CommError, PeerLostError
 from braid.message import Delivery, Message
-from braid.ps.messages import Answer, Elsewhere, Refused
+from braid.ps.messages import Answer, Elsewhere, Refused, Repeat
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.requests_state import Done, Failed, RequestsState, Route, Send
@@ -32,6 +31,8 @@ Build: TypeAlias = Callable[[tuple[int, ...]], "tuple[Message, Sequence[Buffer]]
 OnAnswer: TypeAlias = Callable[[Delivery, tuple[int, ...]], None]
 Memory: TypeAlias = Callable[[int], list[memoryview]]
 
+MAX_PAUSE = 8  # times `resend_s`, between two repetitions of a request
+
 
 @dataclass(slots=True)
 class _Request:
@@ -40,9 +41,12 @@ class _Request:
     build: Build
     on_answer: OnAnswer | None
     on_done: Callable[[], None] | None
+    on_failed: Callable[[], None] | None
     memory: Memory | None
     priority: int
     ids: list[int] = field(default_factory=list)
+    due_ns: int = 0  # when to send it again, on links that lose messages
+    pause_ns: int = 0
 
 
 class Customer:
@@ -50,21 +54,32 @@ class Customer:
 
     Args:
         postoffice: Post office of the node.
+        why_lost: Function of parts without a node that says why there is none, for the error.
+
+    Attributes:
+        next_timestamp: Timestamp of the next request.
     """
 
-    def __init__(self, postoffice: Postoffice) -> None:
+    def __init__(
+        self,
+        postoffice: Postoffice,
+        why_lost: Callable[[tuple[int, ...]], str] = lambda parts: (
+            f"nobody has the parts {parts} any more"
+        ),
+    ) -> None:
         self._postoffice = postoffice
+        self._why_lost = why_lost
         self._state = RequestsState()
+        self.next_timestamp = 0
         self._requests: dict[int, _Request] = {}
         self._by_id: dict[int, int] = {}
         self._errors: dict[int, CommError] = {}
-        self._timestamps = itertools.count()
         postoffice.register(
             {},
             on_directory=self._reroute,
             on_lost=self._state.lost,
             on_linked=lambda node: self._act(self._state.linked(node)),
-            on_resend=lambda: self._act(self._state.resend()),
+            on_resend=self._resend,
         )
 
     def request(
@@ -75,6 +90,7 @@ class Customer:
         *,
         on_answer: OnAnswer | None = None,
         on_done: Callable[[], None] | None = None,
+        on_failed: Callable[[], None] | None = None,
         memory: Memory | None = None,
         priority: int = 0,
     ) -> int:
@@ -87,6 +103,7 @@ class Customer:
                 runs again when parts must be sent again.
             on_answer: Called with each answer, and the parts that it answers.
             on_done: Called when all parts are answered. It may wait for other requests.
+            on_failed: Called at once when it fails.
             memory: Function that returns the memory for the answer of a part; new memory when None.
             priority: Urgency of the messages.
 
@@ -97,8 +114,12 @@ class Customer:
             CommError: An earlier request, for which nobody waited, has failed.
         """
         self._raise_any()
-        timestamp = next(self._timestamps)
-        self._requests[timestamp] = _Request(build, on_answer, on_done, memory, priority)
+        timestamp = self.next_timestamp
+        self.next_timestamp += 1
+        self._requests[timestamp] = _Request(build, on_answer, on_done, on_failed, memory, priority)
+        own = self._requests[timestamp]
+        own.pause_ns = round((self._postoffice.resend_s or 0.0) * 1e9)
+        own.due_ns = self._postoffice.van.clock.now_ns() + own.pause_ns
         self._act(self._state.begin(timestamp, parts, route))
         return timestamp
 
@@ -122,6 +143,11 @@ class Customer:
         if timestamp in self._requests:
             self._postoffice.raise_failure()
 
+    def cancel(self, timestamp: int) -> None:
+        """Forget a request that cannot be sent."""
+        self._finish(timestamp, CommError("it was cancelled"))
+        self._errors.pop(timestamp, None)
+
     def wait_all(self, timeout_s: float | None = None) -> None:
         """Wait for all requests under way; see `wait`."""
         for timestamp in list(self._requests):
@@ -131,6 +157,10 @@ class Customer:
     def is_done(self, timestamp: int) -> bool:
         """Whether a request is over; never waits."""
         return timestamp not in self._requests
+
+    def has_failed(self, timestamp: int) -> bool:
+        """Whether a request has failed, and nobody has waited for it."""
+        return timestamp in self._errors
 
     def memory_for(
         self, message_id: int, parts: Sequence[int], sizes: tuple[int, ...]
@@ -147,6 +177,15 @@ class Customer:
             return None
         views = [view for part in parts for view in own.memory(part)]
         return views if tuple(map(len, views)) == sizes else None
+
+    @property
+    def first_open(self) -> int:
+        """The least timestamp of a request that is under way; the next one if there is none."""
+        return next(iter(self._requests), self.next_timestamp)
+
+    def reroute(self) -> None:
+        """Ask again for all parts of which the route says another node now."""
+        self._act(self._state.rerouted())
 
     @property
     def num_under_way(self) -> int:
@@ -174,7 +213,7 @@ class Customer:
                 case Done(timestamp):
                     self._finish(timestamp)
                 case Failed(timestamp, parts):
-                    text = self._postoffice.failure or f"nobody has the parts {parts} any more"
+                    text = self._postoffice.failure or self._why_lost(parts)
                     self._finish(timestamp, PeerLostError(text))
 
     def _send(self, timestamp: int, node: str, parts: tuple[int, ...]) -> None:
@@ -199,12 +238,24 @@ class Customer:
             del self._by_id[number]
         if error is not None:
             self._errors[timestamp] = error
+            if own.on_failed is not None:
+                own.on_failed()
         elif own.on_done is not None:
             self._postoffice.call_soon(own.on_done)
 
+    def _resend(self) -> None:
+        """Send requests again that wait for long, each time later, so that none flood a node."""
+        now_ns = self._postoffice.van.clock.now_ns()
+        most_ns = round((self._postoffice.resend_s or 0.0) * MAX_PAUSE * 1e9)
+        for timestamp, own in list(self._requests.items()):
+            if own.due_ns <= now_ns:
+                own.pause_ns = min(2 * own.pause_ns, most_ns)
+                own.due_ns = now_ns + own.pause_ns
+                self._act(self._state.resend(timestamp))
+
     def _reroute(self, directory: Directory) -> None:
         del directory
-        self._act(self._state.rerouted())
+        self.reroute()
 
     def _answer(self, timestamp: int, delivery: Delivery) -> None:
         message = delivery.message
@@ -212,6 +263,8 @@ class Customer:
             self._finish(timestamp, CommError(f"{delivery.sender} refuses: {message.text}"))
         elif isinstance(message, Elsewhere):
             self._act(self._state.moved(timestamp, delivery.sender, message.parts))
+        elif isinstance(message, Repeat):
+            self._act(self._state.again(timestamp, message.parts))
         elif isinstance(message, Answer):
             new = tuple(p for p in message.parts if self._state.waits_for(timestamp, p))
             on_answer = self._requests[timestamp].on_answer

@@ -32,6 +32,7 @@ __all__ = [
     "Push",
     "Refused",
     "Released",
+    "Repeat",
     "State",
     "Update",
 ]
@@ -97,6 +98,10 @@ class Elsewhere(Answer, tag="elsewhere", frozen=True):
     """The server is not the head of these shards in its epoch."""
 
     epoch: int
+
+
+class Repeat(Answer, tag="repeat", frozen=True):
+    """The request must be sent once more, as the sender then builds it."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):

@@ -74,6 +74,8 @@ class Postoffice:
         self.events = events or Recorder()
         self.directory: Directory | None = None
         self.failure = ""
+        self.addresses: dict[str, str] = {}  # of workers that listen
+        self.losses: dict[str, PeerLost] = {}  # the last of each node
         self._scheduler = scheduler
         self._start = start
         self._resend_s = resend_s
@@ -99,6 +101,16 @@ class Postoffice:
     def node(self) -> str:
         """Name of this node."""
         return self.van.node
+
+    @property
+    def lock(self) -> threading.Condition:
+        """Lock under which handlers run; requests of several threads are made with it."""
+        return self._changed
+
+    @property
+    def resend_s(self) -> float | None:
+        """Seconds after which unanswered messages are sent again; None on links that lose none."""
+        return self._resend_s
 
     @property
     def epoch(self) -> int:
@@ -213,13 +225,16 @@ class Postoffice:
 
     def _connect(self, to: str) -> bool:
         role, _, number = to.partition(":")
-        address = self._scheduler
         if role == "server" and self.directory is not None:
-            address = self.directory.servers.get(int(number), "")
-        elif role != SCHEDULER:
+            if int(number) not in self.directory.servers:
+                return False
+            address = self.directory.servers[int(number)]
+        elif to in self.addresses:
+            address = self.addresses[to]
+        elif to == SCHEDULER and self._scheduler:  # not of the scheduler itself
+            address = self._scheduler
+        else:
             return False
-        if not address:
-            return False  # the directory has it no longer, or the scheduler is this node
         try:
             self.van.connect(to, address, timeout_s=CONNECT_S)
         except (CommError, RendezvousError):
@@ -260,7 +275,7 @@ class Postoffice:
                 if self._is_receiving:
                     self._changed.wait(left_s)
                 else:
-                    self._receive(min(left_s, TICK_S))
+                    self._receive(min(left_s, TICK_S, self._resend_s or TICK_S))
             self._run_callbacks()
 
     def poll(self, delivery: Delivery | None = None) -> None:
@@ -278,8 +293,14 @@ class Postoffice:
         self._soon.append(call)
 
     def _run_callbacks(self) -> None:
-        while self._soon:
-            self._soon.popleft()()
+        while True:
+            try:
+                call = self._soon.popleft()
+            except IndexError:  # another thread may have run the last
+                return
+            call()
+            with self._changed:
+                self._changed.notify_all()
 
     def _receive(self, timeout_s: float) -> None:
         """Receive one message and handle it; with the lock, which is released meanwhile."""
@@ -362,9 +383,15 @@ class Postoffice:
         assert isinstance(message, Failure), "this handler is for failures"
         self.failure = self.failure or message.text
 
+    def drop_link(self, node: str) -> None:
+        """Try no longer to make the link to a node again."""
+        self._broken.pop(node, None)
+
     def _lost(self, delivery: Delivery) -> None:
         if delivery.sender in self.van.peers:
             return  # it has connected again
+        assert isinstance(delivery.message, PeerLost), "this handler is for losses"
+        self.losses[delivery.sender] = delivery.message
         self._break(delivery.sender)
         for call in self._on_lost:
             call(delivery.sender)

@@ -8,6 +8,7 @@ the order in which they were made.
     begin      Send for each node
     answered   Done after the last part
     moved      Send again, as soon as the route says another node
+    again      Send again to the same node
     rerouted   Send for all parts that wait for another node than the route says
     lost       nothing: the next route will say another node, or `linked` the same one again
 """
@@ -94,6 +95,14 @@ class RequestsState:
         own.stuck.update(part for part in parts if own.asked.get(part) == node)
         return self._send(request)
 
+    def again(self, request: int, parts: Iterable[int]) -> list[Send | Failed]:
+        """Ask again for parts whose node wants to be asked in another way."""
+        own = self._open.get(request)
+        if own is None:
+            return []
+        own.asked.update(dict.fromkeys([part for part in parts if part in own.asked], ""))
+        return self._send(request)
+
     def rerouted(self) -> list[Send | Failed]:
         """Ask again for all parts whose route has changed."""
         return [each for request in list(self._open) for each in self._send(request)]
@@ -111,12 +120,14 @@ class RequestsState:
                 own.asked[part] = ""
         return self.rerouted()
 
-    def resend(self) -> list[Send | Failed]:
-        """Ask again for all parts, on links that lose messages."""
-        for own in self._open.values():
-            own.asked = dict.fromkeys(own.asked, "")
-            own.stuck.clear()
-        return self.rerouted()
+    def resend(self, request: int) -> list[Send | Failed]:
+        """Ask again for all parts of a request, on links that lose messages."""
+        own = self._open.get(request)
+        if own is None:
+            return []
+        own.asked = dict.fromkeys(own.asked, "")
+        own.stuck.clear()
+        return self._send(request)
 
     def forget(self, request: int) -> None:
         """Forget a request: nobody waits for it any more."""

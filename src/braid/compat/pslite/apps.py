@@ -1,0 +1,176 @@
+"""`KVWorker`, `KVServer` and `SimpleApp` with PS-Lite's names.
+
+Keys and values are tensors, arrays or lists; what is pulled is written into tensors or arrays.
+
+Source: PS-Lite, `include/ps/kv_app.h` and `include/ps/simple_app.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from braid.compat.pslite.process import PROCESS
+from braid.errors import ConfigError
+from braid.message import NUM_PRIORITIES
+from braid.ps import kv
+from braid.ps.kv.pairs import Keys, Lens
+
+__all__ = ["KVServer", "KVWorker", "SimpleApp"]
+
+Values: TypeAlias = Any  # tensor, array or list of numbers
+Callback: TypeAlias = "Callable[[], object] | None"
+MIDDLE = NUM_PRIORITIES // 2  # PS-Lite's 0: programs have priorities below and above it
+
+
+class _Notes:
+    """Requests of a number and a text, with PS-Lite's names."""
+
+    def Request(self: Any, req_head: int, req_body: str, recv_id: int) -> int:
+        """Send a note to a node or a group; returns the timestamp to wait for."""
+        return int(self.request(req_head, req_body, recv_id, priority=MIDDLE))
+
+    def Wait(self: Any, timestamp: int, timeout_s: float | None = None) -> None:
+        """Wait for a request; unlike PS-Lite's, with a deadline (300 s when None)."""
+        self.wait(timestamp, timeout_s)
+
+
+class SimpleApp(_Notes, kv.SimpleApp):
+    """A part of a program that sends and answers notes.
+
+    Args:
+        app_id: Number of the part, the same on all nodes.
+        customer_id: Number among the parts of a worker's process.
+    """
+
+    def __init__(self, app_id: int, customer_id: int = 0) -> None:
+        super().__init__(PROCESS.node, app_id, customer_id)
+
+    def Response(self, recv_req: kv.SimpleData, res_body: str = "") -> None:
+        """Answer a note."""
+        self.response(recv_req, res_body)
+
+
+class KVWorker(_Notes, kv.KVWorker):
+    """Pushes and pulls of a worker.
+
+    Args:
+        app_id: Number of the part; servers have a `KVServer` of it.
+        customer_id: Number among those of this process.
+    """
+
+    def __init__(self, app_id: int, customer_id: int = 0) -> None:
+        super().__init__(PROCESS.node, app_id, customer_id)
+
+    def Push(
+        self,
+        keys: Keys,
+        vals: Values,
+        lens: Lens = None,
+        cmd: int = 0,
+        cb: Callback = None,
+        priority: int = 0,
+    ) -> int:
+        """Push values; keys and values are copied."""
+        options = _options(cmd, cb, priority)
+        return self.push(keys, torch.as_tensor(vals), lens, **options)
+
+    def Pull(
+        self,
+        keys: Keys,
+        vals: Values,
+        lens: Values = None,
+        cmd: int = 0,
+        cb: Callback = None,
+        priority: int = 0,
+    ) -> int:
+        """Pull values into a tensor or array; an empty tensor is resized."""
+        return self.pull(keys, _out(vals), _out(lens), **_options(cmd, cb, priority))
+
+    def PushPull(
+        self,
+        keys: Keys,
+        vals: Values,
+        outs: Values,
+        lens: Values = None,
+        cmd: int = 0,
+        cb: Callback = None,
+        priority: int = 0,
+    ) -> int:
+        """Push values and pull into `outs`."""
+        options = _options(cmd, cb, priority)
+        return self.push_pull(keys, torch.as_tensor(vals), _out(outs), _out(lens), **options)
+
+    def ZPush(
+        self,
+        keys: Keys,
+        vals: Values,
+        lens: Lens = None,
+        cmd: int = 0,
+        cb: Callback = None,
+        priority: int = 0,
+    ) -> int:
+        """Push values without a copy: they must not change before `Wait` returns."""
+        options = _options(cmd, cb, priority)
+        return self.zpush(keys, torch.as_tensor(vals), lens, **options)
+
+    def ZPull(
+        self,
+        keys: Keys,
+        vals: Values,
+        lens: Values = None,
+        cmd: int = 0,
+        cb: Callback = None,
+        priority: int = 0,
+    ) -> int:
+        """Pull values into the memory of `vals`."""
+        return self.zpull(keys, _out(vals), _out(lens), **_options(cmd, cb, priority))
+
+    def ZPushPull(
+        self,
+        keys: Keys,
+        vals: Values,
+        outs: Values,
+        lens: Values = None,
+        cmd: int = 0,
+        cb: Callback = None,
+        priority: int = 0,
+    ) -> int:
+        """Push and pull without copies."""
+        options = _options(cmd, cb, priority)
+        return self.zpush_pull(keys, torch.as_tensor(vals), _out(outs), _out(lens), **options)
+
+
+class KVServer(_Notes, kv.KVServer):
+    """Answers pushes and pulls by a handle.
+
+    Args:
+        app_id: Number of the part.
+    """
+
+    def __init__(self, app_id: int) -> None:
+        super().__init__(PROCESS.node, app_id)
+
+    def Response(self, req: kv.KVMeta | kv.SimpleData, res: kv.KVPairs | str | None = None) -> None:
+        """Answer a push, a pull or a note."""
+        if isinstance(req, kv.SimpleData):
+            kv.SimpleApp.response(self, req, res if isinstance(res, str) else "")
+        elif isinstance(res, str):
+            msg = "pushes and pulls are answered with KVPairs, and notes with a text"
+            raise ConfigError(msg)
+        else:  # fields may have been set to lists
+            self.response(req, None if res is None else kv.KVPairs(res.keys, res.vals, res.lens))
+
+
+def _options(cmd: int, cb: Callback, priority: int) -> dict[str, Any]:
+    """Return the keyword arguments of a request; priorities beyond -8 to 7 count as these."""
+    own = min(max(MIDDLE + priority, 0), NUM_PRIORITIES - 1)
+    return {"cmd": cmd, "callback": cb, "priority": own}
+
+
+def _out(values: Values) -> Any:
+    """Return a tensor in the memory of an array, or the tensor itself."""
+    return torch.from_numpy(values) if isinstance(values, np.ndarray) else values

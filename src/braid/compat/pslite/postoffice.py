@@ -1,0 +1,174 @@
+"""`Postoffice.Get()`, and the functions that begin and end a process, or say who it is.
+
+Source: PS-Lite, `include/ps/internal/postoffice.h` and `include/ps/ps.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from braid.compat.pslite.process import PROCESS
+from braid.ps.kv.groups import ALL, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP
+
+__all__ = [
+    "Finalize",
+    "IsScheduler",
+    "IsServer",
+    "IsWorker",
+    "MyRank",
+    "NumServers",
+    "NumWorkers",
+    "Postoffice",
+    "Range",
+    "RegisterExitCallback",
+    "Start",
+    "StartAsync",
+    "kAll",
+    "kMaxKey",
+    "kScheduler",
+    "kServerGroup",
+    "kWorkerGroup",
+]
+
+kScheduler, kServerGroup, kWorkerGroup = SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP
+kAll = ALL
+kMaxKey = (1 << 64) - 1
+
+
+class Range(NamedTuple):
+    """Keys from the first to the one after the last."""
+
+    first: int
+    after: int
+
+    def begin(self) -> int:
+        """Return the first key."""
+        return self.first
+
+    def end(self) -> int:
+        """Return the key after the last one; 2^64 for the last server."""
+        return self.after
+
+    def size(self) -> int:
+        """Return the number of keys."""
+        return self.after - self.first
+
+
+class Postoffice:
+    """The node of this process."""
+
+    @staticmethod
+    def Get() -> Postoffice:
+        """Return the post office of this process."""
+        return _POSTOFFICE
+
+    def is_worker(self) -> bool:
+        """Whether this process is a worker."""
+        return PROCESS.node.is_worker
+
+    def is_server(self) -> bool:
+        """Whether this process is a server."""
+        return PROCESS.node.is_server
+
+    def is_scheduler(self) -> bool:
+        """Whether this process is the scheduler."""
+        return PROCESS.node.is_scheduler
+
+    def num_workers(self) -> int:
+        """Return the number of workers."""
+        return PROCESS.node.num_workers
+
+    def num_servers(self) -> int:
+        """Return the number of servers."""
+        return PROCESS.node.num_servers
+
+    def my_rank(self) -> int:
+        """Return the number of this process in its role."""
+        return PROCESS.node.number
+
+    def Barrier(self, customer_id: int, node_group: int) -> None:
+        """Wait until all nodes of a group have come; customers have barriers of their own."""
+        PROCESS.node.barrier(node_group, customer_id)
+
+    def GetNodeIDs(self, node_group: int) -> list[int]:
+        """Return the numbers of the nodes of a group."""
+        return PROCESS.node.ids(node_group)
+
+    def GetServerKeyRanges(self) -> list[Range]:
+        """Return the keys of each server."""
+        return [Range(*each) for each in PROCESS.node.server_key_ranges()]
+
+    def GetDeadNodes(self, t: float = 60) -> list[int]:
+        """Return the numbers of nodes that have been lost for `t` seconds."""
+        return PROCESS.node.dead_nodes(t)
+
+    @staticmethod
+    def ServerRankToID(rank: int) -> int:
+        """Return the number of a server among all nodes."""
+        return 8 + 2 * rank
+
+    @staticmethod
+    def WorkerRankToID(rank: int) -> int:
+        """Return the number of a worker among all nodes."""
+        return 9 + 2 * rank
+
+    @staticmethod
+    def IDtoRank(number: int) -> int:
+        """Return the number of a node in its role."""
+        return max((number - 8) // 2, 0)
+
+
+_POSTOFFICE = Postoffice()
+
+
+def StartAsync(customer_id: int = 0, argv0: str | None = None) -> None:
+    """Become a node, as the environment says, once all nodes are here."""
+    del argv0
+    PROCESS.start(customer_id, with_barrier=False)
+
+
+def Start(customer_id: int = 0, argv0: str | None = None) -> None:
+    """Become a node, and wait until all have started."""
+    del argv0
+    PROCESS.start(customer_id, with_barrier=True)
+
+
+def Finalize(customer_id: int = 0, do_barrier: bool = True) -> None:
+    """Wait for the requests of a customer; customer 0 waits for all nodes, and ends this one."""
+    PROCESS.finalize(customer_id, with_barrier=do_barrier)
+
+
+def RegisterExitCallback(cb: Callable[[], object]) -> None:
+    """Call a function at the end of `Finalize`."""
+    PROCESS.at_exit(cb)
+
+
+def NumWorkers() -> int:
+    """Return the number of workers."""
+    return _POSTOFFICE.num_workers()
+
+
+def NumServers() -> int:
+    """Return the number of servers."""
+    return _POSTOFFICE.num_servers()
+
+
+def IsWorker() -> bool:
+    """Whether this process is a worker."""
+    return _POSTOFFICE.is_worker()
+
+
+def IsServer() -> bool:
+    """Whether this process is a server."""
+    return _POSTOFFICE.is_server()
+
+
+def IsScheduler() -> bool:
+    """Whether this process is the scheduler."""
+    return _POSTOFFICE.is_scheduler()
+
+
+def MyRank() -> int:
+    """Return the number of this process in its role."""
+    return _POSTOFFICE.my_rank()

@@ -1,0 +1,80 @@
+"""The node of this process: PS-Lite's programs have one, and name it nowhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from braid import context
+from braid.compat.pslite.environment import Environment
+from braid.compat.pslite.rendezvous import SecretDesk, start_by_hand
+from braid.errors import StaleError
+from braid.ps import kv
+from braid.ps.kv.groups import ALL
+
+__all__ = ["PROCESS", "Process"]
+
+
+class Process:
+    """Holder of the node."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._node: kv.KVNode | None = None
+        self._desk: SecretDesk | None = None
+        self._exit_callbacks: list[Callable[[], object]] = []
+
+    @property
+    def node(self) -> kv.KVNode:
+        """The node.
+
+        Raises:
+            StaleError: The process is not started, or is finalized.
+        """
+        if self._node is None:
+            msg = "this process is no node: call Start() first, and Finalize() last"
+            raise StaleError(msg)
+        return self._node
+
+    def start(self, customer_id: int, *, with_barrier: bool) -> None:
+        """Become a node; further customers of the process wait for the first."""
+        with self._lock:
+            if self._node is None:
+                self._node, self._desk = _start(Environment.parse())
+        if with_barrier and customer_id == 0:
+            self.node.barrier(ALL)
+
+    def finalize(self, customer_id: int, *, with_barrier: bool) -> None:
+        """Wait for the requests of a customer; the first one ends the node."""
+        if customer_id:
+            self.node.wait_for_customer(customer_id)
+            return
+        node, desk = self.node, self._desk
+        try:
+            node.close(with_barrier=with_barrier)
+        finally:
+            self._node = self._desk = None
+            if desk is not None:
+                desk.close()
+        callbacks, self._exit_callbacks = self._exit_callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def at_exit(self, callback: Callable[[], object]) -> None:
+        """Call a function when the node has ended."""
+        self._exit_callbacks.append(callback)
+
+
+def _start(environment: Environment) -> tuple[kv.KVNode, SecretDesk | None]:
+    if not environment.is_launched:
+        return start_by_hand(environment)
+    node = kv.join(
+        context.init(),
+        environment.num_servers,
+        resend_s=environment.resend_s,
+        drop=environment.drop,
+    )
+    return node, None
+
+
+PROCESS = Process()

@@ -1,0 +1,306 @@
+"""Parts of a program that ask each other: what key-value programs and simple ones have in common.
+
+    asks       Customer ── Asked(app, customer, timestamp, seen, part) ──> node of each part
+    answers    Executed says what is new ──> queue ──> handle, one at a time, in order of arrival
+
+Handles and callbacks run in the node's thread, or in one that waits, without the lock: they may
+wait for requests. A callback runs when its request is complete, so that it may wait for that one,
+too. Outside of callbacks, `wait` also waits for the callback.
+
+Source: PS-Lite's SimpleApp and Customer. There, a callback that waits for its own request never
+returns, and `Wait` has no deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from braid.errors import BraidError, CommError, CommTimeout, ConfigError
+from braid.message import Delivery, Message
+from braid.ps.customer import Customer, Memory
+from braid.ps.kv.messages import Asked
+from braid.ps.kv.protocol.executed import Progress, Stream
+from braid.ps.messages import Refused, Repeat
+from braid.wire import Buffer
+
+if TYPE_CHECKING:
+    from braid.ps.kv.node import KVNode
+
+__all__ = ["App", "Build", "Header", "Ticket"]
+
+LOG = logging.getLogger(__name__)
+MAX_APP = 1 << 31
+
+
+class Header(NamedTuple):
+    """First fields of a request."""
+
+    app: int
+    customer: int
+    timestamp: int
+    seen: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Address of the answer to a request."""
+
+    node: str
+    message_id: int
+    stream: Stream
+    timestamp: int
+    part: int
+    priority: int
+
+
+Build: TypeAlias = Callable[[Header], "tuple[Message, Sequence[Buffer]]"]
+OnAnswer: TypeAlias = Callable[[int, Delivery], None]
+
+
+class App(ABC):
+    """A part of a program on one node, known by a number; on workers, by that of a customer, too.
+
+    Args:
+        node: Node of the process.
+        app_id: Number of the part, the same on all nodes.
+        customer_id: Number among the parts of a worker's process with this `app_id`, so that each
+            thread can have its own.
+
+    Raises:
+        ConfigError: The numbers are taken, or negative.
+    """
+
+    def __init__(self, node: KVNode, app_id: int = 0, customer_id: int = 0) -> None:
+        self._node = node
+        self.app_id, self.customer_id = app_id, customer_id
+        self._postoffice = node.postoffice
+        self._customer = Customer(node.postoffice, lambda _: node.losses())
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_working = False
+        self._pending: Counter[int] = Counter()  # callbacks of each request that have not run
+        self._failures: dict[int, Exception] = {}
+        node.register(self)
+
+    @property
+    def customer(self) -> Customer:
+        """Requests of this part."""
+        return self._customer
+
+    # -- asking
+
+    def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
+        """Wait until a request is answered by all, and its callback has run.
+
+        Args:
+            timestamp: Number of the request.
+            timeout_s: Deadline; 300 s when None.
+
+        Raises:
+            ConfigError: There is no such request.
+            CommError: A node refused the request; says why.
+            PeerLostError: A node that must answer is lost; names it.
+            CommTimeout: Some have not answered by the deadline; names them.
+        """
+        if not 0 <= timestamp < self._customer.next_timestamp:
+            msg = (
+                f"there is no request {timestamp} of app {self.app_id}, customer "
+                f"{self.customer_id}: it has made {self._customer.next_timestamp}"
+            )
+            raise ConfigError(msg)
+        self._customer.wait(timestamp, timeout_s)
+        if not self._node.is_in_handle:
+            self._wait_for_callbacks(timestamp, timeout_s)
+        if timestamp in self._failures:
+            raise self._failures.pop(timestamp)
+
+    def _wait_for_callbacks(self, timestamp: int, timeout_s: float | None) -> None:
+        """Wait until another thread has run the callbacks of a request; never receives."""
+        seconds = 300.0 if timeout_s is None else timeout_s
+        with self._postoffice.lock:
+            is_over = self._postoffice.lock.wait_for(
+                lambda: not self._pending[timestamp] or timestamp in self._failures, seconds
+            )
+        if not is_over:
+            msg = f"the callback of request {timestamp} has not returned within {seconds:g} s"
+            raise CommTimeout(msg)
+
+    def wait_all(self, timeout_s: float | None = None) -> None:
+        """Wait for all requests; see `wait`."""
+        self._customer.wait_all(timeout_s)
+        for timestamp in [each for each, count in list(self._pending.items()) if count]:
+            self.wait(timestamp, timeout_s)
+        for timestamp in list(self._failures):
+            raise self._failures.pop(timestamp)
+
+    def _ask(
+        self,
+        nodes: Mapping[int, str],
+        build: Build,
+        *,
+        on_answer: OnAnswer | None = None,
+        callback: Callable[[], object] | None = None,
+        memory: Memory | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Send a request to a node for each part; returns its timestamp."""
+
+        def build_part(parts: tuple[int, ...]) -> tuple[Message, Sequence[Buffer]]:
+            customer = self._customer
+            (part,) = parts  # each node has one
+            numbers = self.app_id, self.customer_id, timestamp, customer.first_open
+            return build(Header(*numbers, part))
+
+        def answered(delivery: Delivery, parts: tuple[int, ...]) -> None:
+            try:
+                if on_answer is not None:
+                    for part in parts:
+                        on_answer(part, delivery)
+            except BraidError as exc:
+                self._failures[timestamp] = CommError(f"answer of {delivery.sender}: {exc}")
+
+        def route(part: int) -> str | None:
+            return None if nodes[part] in self._node.lost else nodes[part]
+
+        def done() -> None:
+            if callback is not None:
+                self._run(timestamp, callback)
+
+        with self._postoffice.lock:
+            timestamp = self._customer.next_timestamp
+            try:
+                self._customer.request(
+                    nodes,
+                    route,
+                    build_part,
+                    on_answer=answered,
+                    on_done=done,
+                    on_failed=lambda: self._forget(timestamp),
+                    memory=memory,
+                    priority=priority,
+                )
+            except BraidError:
+                self._customer.cancel(timestamp)
+                raise
+            if callback is not None and not self._customer.has_failed(timestamp):
+                self._pending[timestamp] += 1
+        return timestamp
+
+    def _forget(self, timestamp: int) -> None:
+        self._pending.pop(timestamp, None)
+
+    def _call_back(self, timestamp: int, callback: Callable[[], object]) -> None:
+        """Let a function of the program run; `wait` waits for it, too. With the lock held."""
+        self._pending[timestamp] += 1
+        self._postoffice.call_soon(partial(self._run, timestamp, callback))
+
+    def _run(self, timestamp: int, callback: Callable[[], object]) -> None:
+        try:
+            if timestamp not in self._failures:
+                with self._node.in_handle():
+                    callback()
+        except Exception as exc:  # noqa: BLE001 - raised again in wait
+            self._failures[timestamp] = exc
+        finally:
+            with self._postoffice.lock:
+                self._pending[timestamp] -= 1
+                if self._pending[timestamp] <= 0:
+                    del self._pending[timestamp]
+
+    # -- answering
+
+    def receive(self, delivery: Delivery) -> None:
+        """Take in a request of another node, once; the node calls this with the lock held."""
+        message = delivery.message
+        assert isinstance(message, Asked), "apps handle requests"
+        stream = Stream(delivery.sender, delivery.incarnation, message.app, message.customer)
+        ticket = Ticket(
+            delivery.sender,
+            delivery.id,
+            stream,
+            message.timestamp,
+            message.part,
+            delivery.priority,
+        )
+        state = self._node.executed.begin(stream, message.timestamp, message.seen)
+        if state is Progress.NEW:
+            self._queue.append(partial(self._carry_out, message, delivery, ticket))
+            self._postoffice.call_soon(self._work)
+        elif not isinstance(state, Progress):
+            self._send(ticket, *state)
+
+    @abstractmethod
+    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+        """Execute a request; its answer comes now or later, by `_reply`."""
+
+    def _carry_out(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+        try:
+            with self._node.in_handle():
+                self._execute(message, delivery, ticket)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
+            text = str(exc) if isinstance(exc, BraidError) else f"{type(exc).__name__}: {exc}"
+            try:
+                self._reply(ticket, Refused(text))
+            except ConfigError:
+                LOG.warning("request of %s failed after its answer: %s", ticket.node, text)
+
+    def _work(self) -> None:
+        """Execute the requests that have come, unless another thread does."""
+        with self._postoffice.lock:
+            if self._is_working:
+                return
+            self._is_working = True
+        try:
+            while True:
+                with self._postoffice.lock:
+                    if not self._queue:
+                        self._is_working = False
+                        return
+                    work = self._queue.popleft()
+                work()
+        except BaseException:
+            self._is_working = False
+            raise
+
+    def _reply(self, ticket: Ticket, message: Message, buffers: Sequence[Buffer] = ()) -> None:
+        """Answer a request; the answer is kept until the asker has seen it.
+
+        Raises:
+            ConfigError: It was answered before.
+        """
+        executed = self._node.executed
+        with self._postoffice.lock:
+            if not executed.finish(ticket.stream, ticket.timestamp, (message, buffers)):
+                msg = f"request {ticket.timestamp} of {ticket.node} was answered already"
+                raise ConfigError(msg)
+            try:
+                self._send(ticket, message, buffers)
+            except ConfigError as exc:  # such as for an answer that is too large
+                refused = Refused(f"the answer cannot be sent: {exc}")
+                executed.replace(ticket.stream, ticket.timestamp, (refused, ()))
+                self._send(ticket, refused, ())
+
+    def _ask_again(self, ticket: Ticket) -> None:
+        """Let the asker send a request once more, in another way."""
+        with self._postoffice.lock:
+            self._node.executed.cancel(ticket.stream, ticket.timestamp)
+            self._send(ticket, Repeat((ticket.part,)), ())
+
+    def _send(self, ticket: Ticket, message: Message, buffers: Sequence[Buffer]) -> None:
+        self._postoffice.send(
+            ticket.node,
+            message,
+            buffers,
+            answers=ticket.message_id,
+            priority=ticket.priority,
+        )
+
+    def __repr__(self) -> str:
+        name = type(self).__name__
+        return f"<{name} {self.app_id} of {self._node.name}, {self._customer.num_under_way} open>"

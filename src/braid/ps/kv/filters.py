@@ -1,0 +1,224 @@
+"""Filters make requests smaller: fewer keys, fewer bits, fewer values, fewer bytes.
+
+    kv.push(keys, grads, filters=[TopK(0.01), FixedPoint(8), Compression(), cache])
+    kv.pull(keys, out, filters=[FixedPoint(16)])           what the server answers is encoded
+
+Filters apply in their order. `KeyCache` and `TopK` remember things, so one object serves one
+worker, for all of its requests; each counts the bytes that it saves.
+
+    filter         pushes    pulls    loses
+    KeyCache       keys      keys     nothing: a server that has lost the keys asks for them
+    Compression    all       vals     nothing
+    FixedPoint     vals      vals     up to one step of max|v| / 127 (8 bits); right on average
+    TopK           vals      -        nothing in the long run: what is left out is added later
+
+Source: M. Li et al., Parameter Server, OSDI 2014, section 3.5 (user-defined filters: key caching,
+compression, fixing floats); F. Seide et al., 1-bit SGD, Interspeech 2014 (error feedback).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC
+from collections import OrderedDict, defaultdict
+
+import torch
+
+from braid.errors import ConfigError
+from braid.message.tensors import memory_of
+from braid.ps.kv.messages import Coding, Compressed, FixedPointed, Head, Sparsified
+from braid.ps.kv.parcel import Parcel, compress, refuse_nonfinite
+
+__all__ = ["Compression", "Filter", "FixedPoint", "KeyCache", "TopK", "digest_of", "filter_of"]
+
+DIGEST_BYTES = 16
+
+
+def digest_of(keys: torch.Tensor) -> bytes:
+    """Return 16 bytes that stand for keys."""
+    return hashlib.blake2b(memory_of(keys.contiguous()), digest_size=DIGEST_BYTES).digest()
+
+
+class Filter(ABC):  # noqa: B024 - each method has a default
+    """Encodes what a request carries to one server.
+
+    Attributes:
+        saved_bytes: Bytes that were not sent, as far as is known; decoded answers count, too.
+    """
+
+    head: type[Head] | None = None
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0
+
+    def encode(self, parcel: Parcel, server: int) -> None:
+        """Encode a parcel in place, and count what that saves."""
+        before = parcel.nbytes
+        self._encode(parcel, server)
+        self.saved_bytes += before - parcel.nbytes
+
+    def _encode(self, parcel: Parcel, server: int) -> None:
+        del parcel, server
+
+    def coding(self) -> Coding | None:
+        """Return how answers are to be encoded; None if this filter is for requests only."""
+        return None
+
+
+class Compression(Filter):
+    """Compresses the bytes of all tensors, where that makes them fewer.
+
+    Args:
+        level: 1 (fast) to 9.
+
+    Source: RFC 1950, as in zlib.
+    """
+
+    head = Compressed
+
+    def __init__(self, level: int = 1) -> None:
+        super().__init__()
+        if not 1 <= level <= 9:
+            msg = f"a level of compression is 1 to 9, got {level}"
+            raise ConfigError(msg)
+        self._level = level
+
+    def _encode(self, parcel: Parcel, server: int) -> None:
+        del server
+        for name, tensor in parcel.tensors.items():
+            data, head = compress(name, tensor, self._level)
+            if data.nbytes < tensor.nbytes:
+                parcel.tensors[name] = data
+                parcel.heads.append(head)
+
+    def coding(self) -> Coding | None:
+        """See `Filter.coding`."""
+        return Coding(level=self._level)
+
+
+class FixedPoint(Filter):
+    """Rounds floating-point values to multiples of a scale, at random, so that the mean is right.
+
+    Args:
+        bits: 8 or 16.
+        seed: Seed of the rounding.
+
+    Other values than floating-point ones stay as they are.
+
+    Source: M. Li et al., OSDI 2014, section 5.1 (fixing-float filter); S. Gupta et al., ICML 2015
+    (stochastic rounding).
+    """
+
+    head = FixedPointed
+
+    def __init__(self, bits: int = 8, seed: int = 0) -> None:
+        super().__init__()
+        if bits not in {8, 16}:
+            msg = f"fixed point has 8 or 16 bits, got {bits}"
+            raise ConfigError(msg)
+        self._bits, self._seed = bits, seed
+        self._dtype = torch.int8 if bits == 8 else torch.int16
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _encode(self, parcel: Parcel, server: int) -> None:
+        del server
+        vals = parcel.tensors.get("vals")
+        if vals is None or not vals.is_floating_point() or not len(vals):
+            return
+        refuse_nonfinite(vals)
+        steps = (1 << (self._bits - 1)) - 1
+        scale = float(vals.abs().max()) / steps or 1.0
+        rounds = torch.rand(vals.shape, generator=self._generator)
+        fixed = vals.double().div_(scale).add_(rounds).floor_().clamp_(-steps, steps)
+        parcel.tensors["vals"] = fixed.to(self._dtype)
+        parcel.heads.append(FixedPointed(scale, str(vals.dtype).removeprefix("torch.")))
+
+    def coding(self) -> Coding | None:
+        """See `Filter.coding`."""
+        return Coding(bits=self._bits, seed=self._seed)
+
+
+class TopK(Filter):
+    """Pushes the largest values only, and adds the others to the next push of the same keys.
+
+    Args:
+        fraction: Share of the values to push, above 0 and up to 1.
+
+    Memory: as much as the values, for each set of keys that is pushed.
+
+    Source: A. Aji and K. Heafield, EMNLP 2017; error feedback: F. Seide et al., Interspeech 2014.
+    """
+
+    head = Sparsified
+
+    def __init__(self, fraction: float) -> None:
+        super().__init__()
+        if not 0 < fraction <= 1:
+            msg = f"a fraction of the values is above 0 and up to 1, got {fraction}"
+            raise ConfigError(msg)
+        self._fraction = fraction
+        self._residuals: dict[tuple[int, bytes, int], torch.Tensor] = {}
+
+    def _encode(self, parcel: Parcel, server: int) -> None:
+        vals = parcel.tensors.get("vals")
+        if vals is None or not len(vals):
+            return
+        keys = parcel.tensors["keys"] if parcel.keys is None else parcel.keys
+        place = server, digest_of(keys), len(vals)
+        residual = self._residuals.get(place)
+        wanted = vals.clone() if residual is None else vals + residual
+        count = max(1, round(self._fraction * len(vals)))
+        places = wanted.abs().topk(count).indices.sort().values
+        parcel.tensors["vals"] = wanted[places]
+        parcel.tensors["places"] = places.int()
+        parcel.heads.append(Sparsified(len(vals)))
+        wanted[places] = 0
+        self._residuals[place] = wanted
+
+
+class KeyCache(Filter):
+    """Replaces keys by their digest where the server has them from an earlier request.
+
+    Args:
+        capacity: Number of sets of keys that this worker believes each server to have. A server
+            that has forgotten one asks for it.
+
+    Source: M. Li et al., OSDI 2014, section 3.5 (key caching).
+    """
+
+    def __init__(self, capacity: int = 64) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._known: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+
+    def _encode(self, parcel: Parcel, server: int) -> None:
+        keys = parcel.tensors["keys"]
+        if keys.dtype != torch.uint64:
+            msg = "KeyCache needs the keys as they are: put it before Compression"
+            raise ConfigError(msg)
+        parcel.digest = digest_of(keys)
+        known = self._known[server]
+        if parcel.digest in known:
+            known.move_to_end(parcel.digest)
+            parcel.keys = parcel.tensors.pop("keys")
+            self.saved_bytes -= DIGEST_BYTES
+            return
+        known[parcel.digest] = None
+        if len(known) > self._capacity:
+            known.popitem(last=False)
+
+    def was_missed(self, parcel: Parcel) -> None:
+        """Count no savings for keys that the server did not have."""
+        if parcel.keys is not None:
+            self.saved_bytes -= parcel.keys.nbytes
+
+
+def filter_of(coding: Coding, timestamp: int) -> Filter:
+    """Return the filter of the answer to a request, which rounds otherwise for each.
+
+    Raises:
+        ConfigError: There is no such filter.
+    """
+    if coding.bits:
+        return FixedPoint(coding.bits, (coding.seed + timestamp) % (1 << 63))
+    return Compression(coding.level)

@@ -1,0 +1,104 @@
+"""Numbers of nodes and groups, and the ranges of keys of servers, as PS-Lite has them.
+
+    scheduler  id 1      group 1
+    server i   id 8+2i   group 2
+    worker i   id 9+2i   group 4          groups are added: servers and workers are group 6
+
+Server i of n has the keys from i * 2^64 / n to (i + 1) * 2^64 / n. PS-Lite divides 2^64 - 1, and
+leaves out what remains, so that the last keys belong to nobody.
+
+Source: PS-Lite, `include/ps/base.h` and `Postoffice::GetServerKeyRanges`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from braid.errors import ConfigError
+from braid.message import split_node
+from braid.ps.postoffice import SCHEDULER, server_node, worker_node
+
+__all__ = [
+    "ALL",
+    "NUM_KEYS",
+    "SCHEDULER_GROUP",
+    "SERVER_GROUP",
+    "WORKER_GROUP",
+    "Role",
+    "id_of",
+    "key_ranges",
+    "members_of",
+    "name_of",
+    "node_of",
+    "role_of",
+]
+
+Role: TypeAlias = Literal["scheduler", "server", "worker"]
+SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP = 1, 2, 4
+ALL = SCHEDULER_GROUP + SERVER_GROUP + WORKER_GROUP
+NUM_KEYS = 1 << 64
+FIRST_ID = 8  # smaller numbers are groups
+
+
+def role_of(rank: int, servers: int) -> tuple[Role, int]:
+    """Return role and number of a rank: the scheduler comes first, then servers, then workers."""
+    if rank == 0:
+        return "scheduler", 0
+    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
+
+
+def name_of(role: Role, number: int) -> str:
+    """Return the name of a node."""
+    names = {"server": server_node(number), "worker": worker_node(number)}
+    return names.get(role, SCHEDULER)
+
+
+def id_of(node: str) -> int:
+    """Return the number of a node."""
+    role, number = split_node(node)
+    if role == SCHEDULER:
+        return SCHEDULER_GROUP
+    return FIRST_ID + 2 * number + (role == "worker")
+
+
+def node_of(number: int) -> str:
+    """Return the name of the node of a number.
+
+    Raises:
+        ConfigError: No node can have the number.
+    """
+    if number == SCHEDULER_GROUP:
+        return SCHEDULER
+    if number < FIRST_ID:
+        msg = f"{number} is not the number of a node: servers have 8, 10, ..., workers 9, 11, ..."
+        raise ConfigError(msg)
+    place, is_worker = divmod(number - FIRST_ID, 2)
+    return worker_node(place) if is_worker else server_node(place)
+
+
+def members_of(group: int, num_servers: int, num_workers: int) -> list[str]:
+    """Return the nodes of a group, or the node of a number.
+
+    Raises:
+        ConfigError: There is no such group or node.
+    """
+    servers = [server_node(number) for number in range(num_servers)]
+    workers = [worker_node(number) for number in range(num_workers)]
+    if not 1 <= group < FIRST_ID:
+        node = node_of(group)
+        if node not in {*servers, *workers}:
+            msg = (
+                f"there is no node {group} ({node}): the run has {num_servers} servers and "
+                f"{num_workers} workers"
+            )
+            raise ConfigError(msg)
+        return [node]
+    parts = {SCHEDULER_GROUP: [SCHEDULER], SERVER_GROUP: servers, WORKER_GROUP: workers}
+    return [node for bit, nodes in parts.items() if group & bit for node in nodes]
+
+
+def key_ranges(num_servers: int) -> list[tuple[int, int]]:
+    """Return the first key of each server, and the one after its last."""
+    bounds = [place * NUM_KEYS // num_servers for place in range(num_servers + 1)]
+    return list(pairwise(bounds))

@@ -1,0 +1,176 @@
+"""The messages of key-value programs; keys and values travel as buffers beside them."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from braid.message import Schema
+from braid.ps.messages import Answer, Failure, Here, Join, Refused, Repeat
+from braid.types import TensorSpec
+
+__all__ = [
+    "SCHEMA",
+    "Asked",
+    "Candidate",
+    "Coding",
+    "Compressed",
+    "Depart",
+    "Enter",
+    "FixedPointed",
+    "Head",
+    "Members",
+    "Note",
+    "Noted",
+    "Numbered",
+    "Passed",
+    "Sparsified",
+    "Transfer",
+    "Transferred",
+]
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of all requests that are executed once.
+
+    Attributes:
+        app: Number of the program's part that asks, and of the one that answers.
+        customer: Number among the asking parts of one process.
+        timestamp: Number of the request, which counts up for each customer.
+        seen: All requests of the customer below this one are answered, or given up.
+        part: Number of the receiver in the request, which its answer repeats.
+    """
+
+    app: int
+    customer: int
+    timestamp: int
+    seen: int
+    part: int
+
+
+class Note(Asked, tag="kv.note", frozen=True, kw_only=True):
+    """A request of a number and a text."""
+
+    head: int
+    body: str
+
+
+class Enter(Asked, tag="kv.enter", frozen=True, kw_only=True):
+    """A node comes to the barrier of a group, of which each number has one of its own."""
+
+    group: int
+    number: int
+
+
+class Depart(Asked, tag="kv.depart", frozen=True, kw_only=True):
+    """A node is done."""
+
+
+class Compressed(msgspec.Struct, tag="compressed", frozen=True):
+    """A tensor travels as compressed bytes; its name, dtype and number of elements."""
+
+    name: str
+    dtype: str
+    numel: int
+
+
+class FixedPointed(msgspec.Struct, tag="fixed_point", frozen=True):
+    """Values travel as integers that are multiples of a scale; dtype of the values."""
+
+    scale: float
+    dtype: str
+
+
+class Sparsified(msgspec.Struct, tag="sparsified", frozen=True):
+    """Only some values travel, with their places; number of all values."""
+
+    numel: int
+
+
+Head: TypeAlias = "Compressed | FixedPointed | Sparsified"
+
+
+class Coding(msgspec.Struct, frozen=True):
+    """A filter of answers that the asker wants.
+
+    Attributes:
+        bits: Bits of a fixed-point number; 0 for compression.
+        level: Level of the compression.
+        seed: Seed of the rounding.
+    """
+
+    bits: int = 0
+    level: int = 0
+    seed: int = 0
+
+
+class Transfer(Asked, tag="kv.transfer", frozen=True, kw_only=True):
+    """A push, a pull or both.
+
+    Attributes:
+        cmd: Number for the server's handle.
+        push: Whether there are values.
+        pull: Whether the answer has values.
+        ranged: Whether all keys lie in the receiver's range.
+        digest: Digest of the keys if they are to be remembered, or are left out.
+        heads: Encodings of the tensors, in the order in which they were applied.
+        names: Names of the tensors.
+        specs: Shapes and dtypes of the tensors.
+        codings: Encodings that the answer shall have.
+    """
+
+    cmd: int
+    push: bool
+    pull: bool
+    ranged: bool
+    digest: bytes
+    heads: list[Head]
+    names: list[str]
+    specs: list[TensorSpec]
+    codings: list[Coding]
+
+
+class Noted(Answer, tag="kv.noted", frozen=True):
+    """The answer to a note."""
+
+    body: str
+
+
+class Transferred(Answer, tag="kv.transferred", frozen=True):
+    """The answer to a push or a pull; the request is the number of the message it answers."""
+
+    request: int
+    heads: list[Head]
+    names: list[str]
+    specs: list[TensorSpec]
+
+
+class Passed(Answer, tag="kv.passed", frozen=True):
+    """All have come to the barrier, or the node may go."""
+
+
+class Members(msgspec.Struct, tag="kv.members", frozen=True):
+    """Addresses of all nodes, and the lost ones with the reason; an older version is ignored."""
+
+    version: int
+    addresses: dict[str, str]
+    lost: dict[str, str]
+
+
+class Candidate(msgspec.Struct, tag="kv.candidate", frozen=True):
+    """A process without a number wants to be a server or a worker."""
+
+    role: str
+
+
+class Numbered(msgspec.Struct, tag="kv.numbered", frozen=True):
+    """The number of a candidate in its role."""
+
+    number: int
+
+
+SCHEMA = Schema(
+    *(Note, Enter, Depart, Transfer, Noted, Transferred, Passed, Repeat, Refused),
+    *(Join, Here, Failure, Members, Candidate, Numbered),
+)

@@ -1,0 +1,388 @@
+"""`KVNode`: the scheduler, a server or a worker of key-value programs.
+
+    van ──> Postoffice ──> Asked: the app of its number        ──> its handle
+                     └───> answers: the Customer that has asked ──> callback, wait
+                     └───> Members: who is here, who is lost
+
+One thread of the node receives and runs handles, so that servers serve and callbacks run whatever
+the program does. Threads that wait receive, too, when that one is busy.
+
+Source: PS-Lite's Postoffice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+
+from braid.errors import BraidError, CommError, CommTimeout, ConfigError, StaleError
+from braid.message import Delivery, Message, Van
+from braid.ps.kv.app import App
+from braid.ps.kv.control import CONTROL_APP, Control, KVScheduler
+from braid.ps.kv.groups import ALL, Role, id_of, key_ranges, members_of, name_of
+from braid.ps.kv.messages import Asked, Depart, Enter, Members, Note, Transfer, Transferred
+from braid.ps.kv.protocol.executed import Executed
+from braid.ps.messages import Refused
+from braid.ps.postoffice import SCHEDULER, Postoffice
+from braid.wire import Buffer
+
+__all__ = ["KVNode"]
+
+FOREVER_S = 3600.0  # of one wait in the node's thread
+FAREWELL_S = 10.0  # for which the scheduler waits until all links are closed
+
+
+class KVNode:
+    """A node of a run, with the apps of its process.
+
+    Args:
+        van: Van of the node; owned and closed by this object.
+        role: Role of the node.
+        number: Number of this server, or of this worker.
+        counts: Number of servers and of workers.
+        scheduler: Address of the scheduler; empty for itself.
+        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        unknown_s: Seconds for which a request waits for an app that does not exist yet.
+
+    Attributes:
+        name: Name of the node, such as `worker:3`.
+        role: Role of the node.
+        number: Number in the role; PS-Lite's rank.
+        num_servers: Number of servers of the run.
+        num_workers: Number of workers of the run.
+        postoffice: Post office of the node.
+        executed: Requests of other nodes.
+        lost: Lost nodes, with the reason.
+    """
+
+    def __init__(
+        self,
+        van: Van,
+        role: Role,
+        number: int,
+        counts: tuple[int, int],
+        scheduler: str = "",
+        *,
+        resend_s: float | None = None,
+        unknown_s: float = 5.0,
+    ) -> None:
+        self.name = name_of(role, number)
+        self.role, self.number = role, number
+        self.num_servers, self.num_workers = counts
+        self.postoffice = Postoffice(van, "" if role == SCHEDULER else scheduler, resend_s=resend_s)
+        self.executed: Executed[tuple[Message, Sequence[Buffer]]] = Executed()
+        self.lost: dict[str, str] = {}
+        self._lost_ns: dict[str, int] = {}
+        self._scheduler_address = scheduler
+        self._unknown_ns = round(unknown_s * 1e9)
+        self._apps: dict[tuple[int, int], App] = {}
+        self._parked: list[tuple[int, Delivery]] = []
+        self._version = 0  # of the members
+        self._is_closing = self._is_closed = False
+        self._in_handle = threading.local()
+        self._thread: threading.Thread | None = None
+        self.postoffice.register(
+            {
+                **dict.fromkeys((Note, Transfer, Enter, Depart), self._receive),
+                Members: self._learn,
+            },
+            on_lost=self._lose,
+            on_resend=self._ask_for_members,
+        )
+        self._control = KVScheduler(self) if role == SCHEDULER else Control(self)
+        van.receive_into(Transferred, self._allocate)
+
+    # -- who is who
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this node is a worker."""
+        return self.role == "worker"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this node is a server."""
+        return self.role == "server"
+
+    @property
+    def is_scheduler(self) -> bool:
+        """Whether this node is the scheduler."""
+        return self.role == SCHEDULER
+
+    @property
+    def id(self) -> int:
+        """Number of this node among all: 1, 8, 10, ... for servers, 9, 11, ... for workers."""
+        return id_of(self.name)
+
+    def ids(self, group: int) -> list[int]:
+        """Return the numbers of the nodes of a group."""
+        return [id_of(node) for node in members_of(group, self.num_servers, self.num_workers)]
+
+    def server_key_ranges(self) -> list[tuple[int, int]]:
+        """Return the first key of each server, and the one after its last."""
+        return key_ranges(self.num_servers)
+
+    def dead_nodes(self, since_s: float = 0.0) -> list[int]:
+        """Return the numbers of nodes that have been lost for so many seconds."""
+        before_ns = self.postoffice.van.clock.now_ns() - round(since_s * 1e9)
+        return sorted(id_of(node) for node, at in self._lost_ns.items() if at <= before_ns)
+
+    def losses(self) -> str:
+        """Return who is lost, as text."""
+        return "; ".join(f"{node} is lost: {reason}" for node, reason in sorted(self.lost.items()))
+
+    # -- life
+
+    def begin(self) -> None:
+        """Connect to the scheduler and join, without waiting for others."""
+        if not self.is_scheduler:
+            self.postoffice.van.connect(SCHEDULER, self._scheduler_address)
+            self.postoffice.announce()
+
+    def start(self, timeout_s: float | None = None) -> None:
+        """Join, start the node's thread, and wait until all nodes have joined.
+
+        Raises:
+            CommTimeout: Some have not come; the scheduler's error names them.
+            CommError: The run has no place for this node.
+            RendezvousError: The scheduler cannot be reached.
+        """
+        self.begin()
+        self._thread = threading.Thread(
+            target=self._serve, name=f"braid-ps-{self.name}", daemon=True
+        )
+        self._thread.start()
+        self.postoffice.wait_until(
+            lambda: self.is_member or bool(self.postoffice.failure), timeout_s, self._absent
+        )
+        self.postoffice.raise_failure()
+
+    @property
+    def is_member(self) -> bool:
+        """Whether all nodes have joined, as far as this one knows."""
+        return self._version > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all others have departed, for the scheduler."""
+        return isinstance(self._control, KVScheduler) and self._control.state.is_over
+
+    def barrier(self, group: int = ALL, number: int = 0, timeout_s: float | None = None) -> None:
+        """Wait until all nodes of a group have come.
+
+        Args:
+            group: Sum of groups, which contains this node.
+            number: Number of the barrier; those of different numbers have nothing to do with each
+                other.
+            timeout_s: Deadline; 300 s when None.
+
+        Raises:
+            CommError: A member is lost or has left, and is named; or this node is no member.
+            CommTimeout: Some have not come.
+        """
+        if not isinstance(self._control, KVScheduler):
+            self._control.wait(self._control.enter(group, number), timeout_s)
+            return
+        state = self._control.state
+        opened: list[str] = []
+        self._control.enter_here(group, number, opened.append)
+        self.postoffice.wait_until(
+            lambda: bool(opened), timeout_s, lambda: "; ".join(state.waiting())
+        )
+        if opened[0]:
+            raise CommError(opened[0])
+
+    def close(self, timeout_s: float | None = None, *, with_barrier: bool = True) -> None:
+        """Wait for all requests of this node and for all nodes, then leave. Idempotent.
+
+        Raises:
+            CommError: A request has failed, or a node is lost.
+            CommTimeout: Some nodes did not come.
+        """
+        if self._is_closed:
+            return
+        try:
+            for app in list(self._apps.values()):
+                if app is not self._control:
+                    app.wait_all(timeout_s)
+            if with_barrier:
+                self.barrier(ALL, timeout_s=timeout_s)
+        finally:
+            self._is_closing = True
+            with contextlib.suppress(BraidError):
+                self._depart(timeout_s)
+            self.abort()
+
+    def wait_for_customer(self, customer_id: int, timeout_s: float | None = None) -> None:
+        """Wait for all requests of the apps of one customer; see `App.wait`."""
+        for app in list(self._apps.values()):
+            if app.customer_id == customer_id and app is not self._control:
+                app.wait_all(timeout_s)
+
+    def abort(self) -> None:
+        """Leave at once; others lose this node. Idempotent."""
+        self._is_closed = self._is_closing = True
+        self.postoffice.close(0.5)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _depart(self, timeout_s: float | None) -> None:
+        if not isinstance(self._control, KVScheduler):
+            self._control.wait(self._control.depart(), timeout_s)
+            return
+        state, van = self._control.state, self.postoffice.van
+        self.postoffice.wait_until(lambda: state.is_over, timeout_s)
+        self.postoffice.wait_until(lambda: not van.peers, FAREWELL_S)
+
+    def __enter__(self) -> KVNode:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    # -- for apps
+
+    def register(self, app: App) -> None:
+        """Let an app get the requests for its number.
+
+        Raises:
+            ConfigError: Another app has the number, or it cannot be used.
+        """
+        place = self._place(app.app_id, app.customer_id)
+        is_control = app.app_id == CONTROL_APP and not self._apps
+        if not is_control and (app.app_id < 0 or app.customer_id < 0):
+            msg = f"app {app.app_id}, customer {app.customer_id}: numbers are not negative"
+            raise ConfigError(msg)
+        if place in self._apps:
+            customer = f" with customer {app.customer_id}" if self.is_worker else ""
+            msg = f"{self.name} has an app {app.app_id}{customer} already"
+            raise ConfigError(msg)
+        with self.postoffice.lock:
+            self._apps[place] = app
+            parked, self._parked = self._parked, []
+            for due_ns, delivery in parked:
+                self._dispatch(delivery, due_ns)
+
+    @contextlib.contextmanager
+    def in_handle(self) -> Iterator[None]:
+        """Mark that a handle or callback of the program runs in this thread."""
+        depth = getattr(self._in_handle, "depth", 0)
+        self._in_handle.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._in_handle.depth = depth
+
+    @property
+    def is_in_handle(self) -> bool:
+        """Whether this thread runs a handle or callback."""
+        return getattr(self._in_handle, "depth", 0) > 0
+
+    def set_members(self, members: Members) -> None:
+        """Take up who is here; requests to lost nodes fail."""
+        if members.version <= self._version:
+            return
+        self._version = members.version
+        now_ns = self.postoffice.van.clock.now_ns()
+        self.postoffice.addresses = {
+            node: address for node, address in members.addresses.items() if node not in members.lost
+        }
+        self.lost = dict(members.lost)
+        self._lost_ns = {node: self._lost_ns.get(node, now_ns) for node in self.lost}
+        for node in self.lost:
+            self.postoffice.drop_link(node)
+        for app in self._apps.values():
+            app.customer.reroute()
+
+    # -- events, with the lock held
+
+    def _place(self, app: int, customer: int) -> tuple[int, int]:
+        return app, customer if self.is_worker else 0
+
+    def _receive(self, delivery: Delivery) -> None:
+        self._dispatch(delivery, self.postoffice.van.clock.now_ns() + self._unknown_ns)
+
+    def _dispatch(self, delivery: Delivery, due_ns: int) -> None:
+        message = delivery.message
+        assert isinstance(message, Asked), "this handler is for requests"
+        app = self._apps.get(self._place(message.app, message.customer))
+        if app is None:
+            self._parked.append((due_ns, delivery))
+        else:
+            app.receive(delivery)
+
+    def _is_overdue(self) -> bool:
+        now_ns = self.postoffice.van.clock.now_ns()
+        return any(due_ns <= now_ns for due_ns, _ in self._parked)
+
+    def refuse_overdue(self) -> None:
+        """Refuse requests for apps that have not come in time."""
+        with self.postoffice.lock:
+            now_ns = self.postoffice.van.clock.now_ns()
+            late = [delivery for due_ns, delivery in self._parked if due_ns <= now_ns]
+            self._parked = [each for each in self._parked if each[0] > now_ns]
+            known = sorted(place for place in self._apps if place[0] != CONTROL_APP)
+            for delivery in late:
+                message = delivery.message
+                assert isinstance(message, Asked), "only requests are parked"
+                customer = f" for customer {message.customer}" if self.is_worker else ""
+                apps = ", ".join(str(each if self.is_worker else each[0]) for each in known)
+                text = f"{self.name} has no app {message.app}{customer}; it has {apps or 'none'}"
+                self.postoffice.send(delivery.sender, Refused(text), answers=delivery.id)
+
+    def _learn(self, delivery: Delivery) -> None:
+        message = delivery.message
+        assert isinstance(message, Members), "this handler is for members"
+        self.set_members(message)
+
+    def _ask_for_members(self) -> None:
+        if not self.is_member and not self.is_scheduler:
+            self.postoffice.announce()
+
+    def _lose(self, node: str) -> None:
+        """Act on a broken link: workers call servers again, if the scheduler sees those alive."""
+        loss = self.postoffice.losses[node]
+        if not self.is_worker or loss.orderly or not node.startswith("server"):
+            self.postoffice.drop_link(node)
+        if node == SCHEDULER and not self._is_closing:
+            self.postoffice.failure = f"lost the scheduler: {loss.reason}"
+
+    def _absent(self) -> str:
+        if isinstance(self._control, KVScheduler):
+            return f"{', '.join(self._control.state.missing)} did not join"
+        return "not all servers and workers have joined the scheduler"
+
+    def _allocate(
+        self, sender: str, message: Message, sizes: tuple[int, ...]
+    ) -> list[memoryview] | None:
+        """Return where pulled values go; in the thread of the van, without the lock."""
+        del sender
+        assert isinstance(message, Transferred), "only values have memory that waits for them"
+        for app in list(self._apps.values()):
+            memory = app.customer.memory_for(message.request, message.parts, sizes)
+            if memory is not None:
+                return memory
+        return None
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            try:
+                self.postoffice.wait_until(lambda: self._is_closed or self._is_overdue(), FOREVER_S)
+            except CommTimeout:
+                continue
+            except StaleError:  # the van is closed
+                return
+            self.refuse_overdue()
+
+    def __repr__(self) -> str:
+        return f"<KVNode {self.name}, {len(self._apps) - 1} apps, {len(self.lost)} lost>"

@@ -1,0 +1,159 @@
+"""Pairs of keys and values: what a push carries, and a pull returns.
+
+    keys    [n]    torch.uint64, sorted, each once
+    vals    [m]    any dtype, the values of all keys, one after the other
+    lens    [n]    int64, the number of values of each key; None for m / n values each
+
+Keys travel as they are, so nothing copies them. Those who compute with keys use `ids`: int64 in the
+same order, since torch has few operations for uint64.
+
+Source: PS-Lite's KVPairs. Its errors end the process; these name the first mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from braid.errors import ConfigError
+from braid.ps.storage.keys import to_signed
+
+__all__ = ["KVPairs", "Keys", "Lens", "as_keys", "as_lens", "as_vals", "check_pairs", "offsets"]
+
+Keys: TypeAlias = "torch.Tensor | np.ndarray | Sequence[int]"
+Lens: TypeAlias = "torch.Tensor | np.ndarray | Sequence[int] | None"
+Vals: TypeAlias = "torch.Tensor | np.ndarray | Sequence[float]"
+LENGTHS = {torch.int32, torch.int64}
+
+
+class KVPairs:
+    """Keys with their values.
+
+    Args:
+        keys: Keys, sorted and unique: torch.uint64, torch.int64 without negative ones, numpy arrays
+            of these, or numbers.
+        vals: Values; none when left out.
+        lens: Number of values of each key; the same number for each when None.
+
+    Attributes:
+        keys: Keys as torch.uint64.
+        vals: Values, in one dim.
+        lens: Numbers of values in int64, or None.
+    """
+
+    __slots__ = ("_ids", "keys", "lens", "vals")
+
+    def __init__(self, keys: Keys = (), vals: Vals | None = None, lens: Lens = None) -> None:
+        self.keys = as_keys(keys)
+        self.vals = torch.empty(0) if vals is None else as_vals(vals)
+        self.lens = as_lens(lens)
+        self._ids: torch.Tensor | None = None
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """Keys as int64 in the same order: the top bit is flipped."""
+        if self._ids is None:
+            self._ids = to_signed(self.keys)
+        return self._ids
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        lens = "equal" if self.lens is None else "own"
+        dtype = str(self.vals.dtype).removeprefix("torch.")
+        return f"<KVPairs: {len(self)} keys, {self.vals.numel()} {dtype} of {lens} lengths>"
+
+
+def as_keys(keys: Keys) -> torch.Tensor:
+    """Return keys as torch.uint64; nothing is copied unless they are numbers.
+
+    Raises:
+        ConfigError: They are no keys.
+    """
+    if not isinstance(keys, torch.Tensor):
+        array = keys if isinstance(keys, np.ndarray) else np.array(list(keys), dtype=np.uint64)
+        keys = torch.from_numpy(np.ascontiguousarray(array))
+    if keys.dtype not in {torch.uint64, torch.int64} or keys.dim() != 1:
+        dtype = str(keys.dtype).removeprefix("torch.")
+        msg = f"keys must be uint64 or int64 in one dim, got {dtype}{list(keys.shape)}"
+        raise ConfigError(msg)
+    keys = keys.detach().cpu().contiguous()
+    if keys.dtype == torch.int64:
+        if len(keys) and int(keys.min()) < 0:
+            place = int(keys.argmin())
+            msg = f"keys are 0 to 2^64 - 1, got {int(keys[place])} at place {place}"
+            raise ConfigError(msg)
+        keys = keys.view(torch.uint64)
+    return keys
+
+
+def as_vals(vals: Vals) -> torch.Tensor:
+    """Return values as a contiguous tensor in one dim, on the CPU.
+
+    Raises:
+        ConfigError: They have another shape.
+    """
+    if not isinstance(vals, torch.Tensor):
+        vals = torch.as_tensor(vals)
+    if vals.dim() != 1:
+        msg = f"vals must have one dim, got shape {list(vals.shape)}: pass vals.reshape(-1)"
+        raise ConfigError(msg)
+    return vals.detach().cpu().contiguous()
+
+
+def as_lens(lens: Lens) -> torch.Tensor | None:
+    """Return lengths as int64; None for empty ones, which mean equal lengths.
+
+    Raises:
+        ConfigError: They are not integers in one dim.
+    """
+    if lens is None or not len(lens):
+        return None
+    tensor = lens if isinstance(lens, torch.Tensor) else torch.as_tensor(lens)
+    if tensor.dtype not in LENGTHS or tensor.dim() != 1:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        msg = f"lens must be int32 or int64 in one dim, got {dtype}{list(tensor.shape)}"
+        raise ConfigError(msg)
+    return tensor.detach().cpu().long().contiguous()
+
+
+def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | None) -> None:
+    """Check that keys ascend and lengths add up.
+
+    Args:
+        keys: Keys, uint64.
+        num_vals: Number of values; None where there are none to compare with.
+        lens: Number of values of each key.
+
+    Raises:
+        ConfigError: Says what is wrong, and where.
+    """
+    problems = []
+    array = keys.numpy()
+    ascends = array[1:] > array[:-1]
+    if not ascends.all():
+        place = int(ascends.argmin())
+        first, second = int(array[place]), int(array[place + 1])
+        fault = "twice" if first == second else "not sorted"
+        problems.append(f"keys are {fault}: {first}, {second} at place {place}")
+    if lens is not None:
+        if len(lens) != len(keys):
+            problems.append(f"{len(keys)} keys with {len(lens)} lens")
+        elif int(lens.min()) < 0:
+            place = int(lens.argmin())
+            problems.append(f"lens are not negative: {int(lens[place])} at place {place}")
+        elif num_vals is not None and int(lens.sum()) != num_vals:
+            problems.append(f"lens add up to {int(lens.sum())}, and there are {num_vals} vals")
+    elif num_vals is not None and (num_vals % len(keys) if len(keys) else num_vals):
+        problems.append(f"{num_vals} vals are no multiple of {len(keys)} keys, without lens")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def offsets(lens: torch.Tensor) -> torch.Tensor:
+    """Return the place of each key's first value, and the number of values; shape [n + 1]."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])

@@ -1,0 +1,163 @@
+"""A parcel is what travels of a request or an answer: tensors by name, and how to decode them.
+
+    keys [n] uint64    vals [m]    lens [n] int64    places [k], where only some values travel
+
+Filters change the tensors one after the other, and each leaves a head. The receiver undoes the
+heads from the last to the first, and trusts no number in them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from braid.errors import CommError, ConfigError
+from braid.message.tensors import as_buffers, from_buffers, memory_of
+from braid.ps.kv.messages import Compressed, FixedPointed, Head
+from braid.types import TensorSpec
+
+__all__ = ["MAX_BYTES", "Parcel"]
+
+MAX_BYTES = 1 << 30  # of one decoded tensor; that of a message, see VanConfig
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Tensors by name, with the heads of the filters that have changed them.
+
+    Attributes:
+        tensors: Tensors by name.
+        heads: Encodings, in the order in which they were applied.
+        digest: Digest of the keys, if they are to be remembered.
+        keys: Keys that are left out, since the receiver has them.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    heads: list[Head] = field(default_factory=list)
+    digest: bytes = b""
+    keys: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pack(self) -> tuple[list[str], list[TensorSpec], list[memoryview]]:
+        """Return the names and specs for the message, and the buffers to send beside it."""
+        return [*self.tensors], *as_buffers(list(self.tensors.values()))
+
+    @classmethod
+    def unpack(
+        cls,
+        names: Sequence[str],
+        specs: Sequence[TensorSpec],
+        buffers: Sequence[memoryview],
+        heads: Sequence[Head],
+    ) -> Parcel:
+        """Return the parcel that has arrived.
+
+        Raises:
+            CommError: It contradicts itself.
+        """
+        if len(names) != len(specs) or len({*names}) != len(names):
+            msg = f"{len(specs)} tensors with the names {list(names)}"
+            raise CommError(msg)
+        return cls(dict(zip(names, from_buffers(specs, buffers), strict=True)), list(heads))
+
+    def decode(self, on_saved: Callable[[Head, int], None] | None = None) -> None:
+        """Undo all filters.
+
+        Args:
+            on_saved: Called with each head, and by how many bytes its filter made the parcel less.
+
+        Raises:
+            CommError: The heads do not fit the tensors.
+        """
+        while self.heads:
+            head, before = self.heads.pop(), self.nbytes
+            try:
+                self._undo(head)
+            except (KeyError, RuntimeError, ValueError, TypeError, zlib.error) as exc:
+                msg = f"tensors {list(self.tensors)} are not encoded as {head} says: {exc}"
+                raise CommError(msg) from exc
+            if on_saved is not None:
+                on_saved(head, self.nbytes - before)
+
+    def _undo(self, head: Head) -> None:
+        tensors = self.tensors
+        if isinstance(head, Compressed):
+            tensors[head.name] = _decompress(head, tensors[head.name])
+        elif isinstance(head, FixedPointed):
+            vals = tensors["vals"].to(dtype_of(head.dtype))
+            tensors["vals"] = vals * head.scale
+        else:
+            _check_size(head.numel, tensors["vals"].dtype)
+            places = tensors.pop("places").long()
+            dense = torch.zeros(head.numel, dtype=tensors["vals"].dtype)
+            if len(places) and int(places.min()) < 0:
+                msg = "places are negative"
+                raise ValueError(msg)
+            tensors["vals"] = dense.index_copy_(0, places, tensors["vals"])
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name.
+
+    Raises:
+        CommError: There is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        msg = f"{name!r} is no dtype"
+        raise CommError(msg)
+    return dtype
+
+
+def compress(name: str, tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, Head]:
+    """Return the compressed bytes of a tensor, and how to undo that."""
+    data = bytearray(zlib.compress(memory_of(tensor.contiguous()), level))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return torch.frombuffer(data, dtype=torch.uint8), Compressed(name, dtype, tensor.numel())
+
+
+def _decompress(head: Compressed, data: torch.Tensor) -> torch.Tensor:
+    dtype = dtype_of(head.dtype)
+    nbytes = _check_size(head.numel, dtype)
+    if data.dtype != torch.uint8:
+        msg = f"compressed bytes are uint8, got {data.dtype}"
+        raise ValueError(msg)
+    worker = zlib.decompressobj()
+    plain = bytearray(worker.decompress(memory_of(data), nbytes + 1))  # never more memory
+    if len(plain) != nbytes or not worker.eof:
+        msg = f"expected {nbytes} bytes, got {len(plain)}{'' if worker.eof else ' or more'}"
+        raise ValueError(msg)
+    if not nbytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(plain, dtype=torch.uint8).view(dtype)
+
+
+def _check_size(numel: int, dtype: torch.dtype) -> int:
+    nbytes = numel * dtype.itemsize
+    if not 0 <= nbytes <= MAX_BYTES:
+        msg = f"{numel} elements of {dtype} are more than {MAX_BYTES} bytes"
+        raise ValueError(msg)
+    return nbytes
+
+
+def refuse_nonfinite(vals: torch.Tensor) -> None:
+    """Raise if a value has no place on a scale.
+
+    Raises:
+        ConfigError: A value is infinite or no number; says where.
+    """
+    finite = vals.isfinite()
+    if not bool(finite.all()):
+        place = int((~finite).nonzero()[0])
+        msg = (
+            f"fixed point has no {float(vals[place])}, which is the value at place {place}: check "
+            "the values before the push, or push without the filter"
+        )
+        raise ConfigError(msg)

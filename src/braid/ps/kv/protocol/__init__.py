@@ -1,0 +1,1 @@
+"""The decisions of key-value programs, without input and output."""

@@ -1,0 +1,245 @@
+"""`KVServer` answers pushes and pulls by a handle of the program.
+
+    server = KVServer(node, app_id=0)
+    server.set_request_handle(KVServerDefaultHandle())
+
+    def handle(meta, pairs, server):           # or one of your own
+        if meta.push:
+            ...                                # pairs.keys, pairs.ids, pairs.vals, pairs.lens
+        server.response(meta, KVPairs(pairs.keys, vals) if meta.pull else None)
+
+The handle runs for one request at a time. `response` may come later, and from any thread. A request
+that makes no sense is refused before the handle sees it; one whose handle raises is refused with
+the error's text. The server lives on.
+
+Source: PS-Lite's KVServer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from braid.errors import BraidError, CommError, ConfigError
+from braid.message import Delivery
+from braid.ps.kv.app import Ticket
+from braid.ps.kv.filters import digest_of, filter_of
+from braid.ps.kv.groups import id_of, key_ranges
+from braid.ps.kv.messages import Asked, Coding, Transfer, Transferred
+from braid.ps.kv.pairs import KVPairs, check_pairs
+from braid.ps.kv.parcel import Parcel
+from braid.ps.kv.simple_app import SimpleApp
+from braid.ps.kv.store import SumStore
+
+if TYPE_CHECKING:
+    from braid.ps.kv.node import KVNode
+
+__all__ = ["KVMeta", "KVServer", "KVServerDefaultHandle", "RequestHandle"]
+
+NUM_CACHED = 256  # sets of keys that a server remembers for `KeyCache`
+
+
+@dataclass(frozen=True, slots=True)
+class KVMeta:
+    """Facts about a request beside its pairs.
+
+    Attributes:
+        cmd: Number that the worker has sent for the handle.
+        push: Whether the pairs have values.
+        pull: Whether the worker waits for values.
+        sender: Number of the worker's node.
+        timestamp: Number of the request at the worker.
+        customer_id: Number of the worker's customer.
+        ticket: Address of the answer.
+        codings: Encodings that the answer shall have.
+        num_keys: Number of keys.
+    """
+
+    cmd: int
+    push: bool
+    pull: bool
+    sender: int
+    timestamp: int
+    customer_id: int
+    ticket: Ticket
+    codings: tuple[Coding, ...]
+    num_keys: int
+
+
+RequestHandle: TypeAlias = Callable[[KVMeta, KVPairs, "KVServer"], object]
+
+
+class KVServer(SimpleApp):
+    """A server's part of a program with keys.
+
+    Args:
+        node: Node of the process, which is a server.
+        app_id: Number of the program's part; workers ask with a `KVWorker` of this number.
+        num_cached: Sets of keys to remember for `KeyCache`.
+
+    Raises:
+        ConfigError: The node is no server, or the number is taken.
+    """
+
+    def __init__(self, node: KVNode, app_id: int = 0, *, num_cached: int = NUM_CACHED) -> None:
+        if not node.is_server:
+            msg = f"{node.name} is no server: only servers have a KVServer"
+            raise ConfigError(msg)
+        self._kv_handle: RequestHandle | None = None
+        self._num_cached = num_cached
+        self._cached: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._range = key_ranges(node.num_servers)[node.number]
+        super().__init__(node, app_id)
+
+    def set_request_handle(self, handle: RequestHandle) -> None:  # type: ignore[override]
+        """Set the function that answers pushes and pulls, by `response`."""
+        self._kv_handle = handle
+
+    def set_note_handle(self, handle: Callable[..., object]) -> None:
+        """Set the function that answers notes; see `SimpleApp.set_request_handle`."""
+        super().set_request_handle(handle)
+
+    def response(  # type: ignore[override]
+        self, asked: KVMeta, pairs: KVPairs | None = None
+    ) -> None:
+        """Answer a request.
+
+        Args:
+            asked: The request, as the handle got it.
+            pairs: Values for a pull, with lengths if they differ; keys may be left out. They are
+                sent without a copy, perhaps a second time: do not change them any more.
+
+        Raises:
+            ConfigError: It was answered before, or has a number of values that cannot be.
+        """
+        parcel = Parcel({})
+        if asked.pull:
+            pairs = KVPairs() if pairs is None else pairs
+            lens = pairs.lens
+            if lens is not None and len(lens) != asked.num_keys:
+                msg = f"{len(lens)} lens in answer to {asked.num_keys} keys"
+                raise ConfigError(msg)
+            total = asked.num_keys if lens is None else int(lens.sum())
+            count = len(pairs.vals)
+            if (count % total if total else count) if lens is None else count != total:
+                msg = f"{count} vals in answer to {asked.num_keys} keys: give each its values"
+                raise ConfigError(msg)
+            parcel.tensors["vals"] = pairs.vals
+            if lens is not None:
+                parcel.tensors["lens"] = lens
+            for coding in asked.codings:
+                filter_of(coding, asked.timestamp).encode(parcel, -1)
+        names, specs, buffers = parcel.pack()
+        ticket = asked.ticket
+        answer = Transferred((ticket.part,), ticket.message_id, parcel.heads, names, specs)
+        self._reply(ticket, answer, buffers)
+
+    # -- inside
+
+    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+        if not isinstance(message, Transfer):
+            super()._execute(message, delivery, ticket)
+            return
+        if self._kv_handle is None:
+            msg = f"app {self.app_id} of {self._node.name} has no handle for pushes and pulls"
+            raise CommError(msg)
+        pairs = self._pairs(message, delivery)
+        if pairs is None:
+            self._ask_again(ticket)
+            return
+        meta = KVMeta(
+            message.cmd,
+            message.push,
+            message.pull,
+            id_of(ticket.node),
+            message.timestamp,
+            message.customer,
+            ticket,
+            tuple(message.codings),
+            len(pairs),
+        )
+        self._kv_handle(meta, pairs, self)
+
+    def _pairs(self, message: Transfer, delivery: Delivery) -> KVPairs | None:
+        """Return the keys and values of a request; None if its keys are needed.
+
+        Raises:
+            CommError: They make no sense, or do not belong here.
+        """
+        parcel = Parcel.unpack(message.names, message.specs, delivery.buffers, message.heads)
+        if not {*message.names} <= {"keys", "vals", "lens", "places"}:
+            msg = f"a request has keys, vals and lens, got {list(message.names)}"
+            raise CommError(msg)
+        parcel.decode()
+        keys = parcel.tensors.get("keys")
+        if keys is None:
+            if not message.digest:
+                msg = "the request has no keys"
+                raise CommError(msg)
+            keys = self._cached.get(message.digest)
+            if keys is None:
+                return None
+        elif keys.dtype != torch.uint64 or keys.dim() != 1:
+            msg = f"keys must be uint64 in one dim, got {keys.dtype}{list(keys.shape)}"
+            raise CommError(msg)
+        elif message.digest:
+            self._remember(message.digest, keys)
+        try:
+            vals = parcel.tensors.get("vals")
+            pairs = KVPairs(keys, vals, parcel.tensors.get("lens"))
+            check_pairs(keys, len(pairs.vals) if message.push else None, pairs.lens)
+        except BraidError as exc:
+            raise CommError(str(exc)) from exc
+        if message.ranged and len(keys):
+            first, end = self._range
+            low, high = (int(each) for each in keys.numpy()[[0, -1]])
+            if low < first or high >= end:
+                msg = (
+                    f"keys {low} to {high} are not in the range of {self._node.name}, "
+                    f"{first} to {end - 1}"
+                )
+                raise CommError(msg)
+        return pairs
+
+    def _remember(self, digest: bytes, keys: torch.Tensor) -> None:
+        if digest != digest_of(keys):
+            msg = "the digest is not that of the keys"
+            raise CommError(msg)
+        with self._postoffice.lock:
+            self._cached[digest] = keys
+            self._cached.move_to_end(digest)
+            while len(self._cached) > self._num_cached:
+                self._cached.popitem(last=False)
+
+
+class KVServerDefaultHandle:
+    """Sums what is pushed for each key, and answers pulls with the sums.
+
+    Args:
+        length: Number of values that a pull gets for each key before the first push.
+        dtype: Their dtype.
+
+    Attributes:
+        store: The sums.
+    """
+
+    def __init__(self, length: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        self.store = SumStore()
+        self._length, self._dtype = length, dtype
+
+    def __call__(self, meta: KVMeta, pairs: KVPairs, server: KVServer) -> None:
+        """Handle a request."""
+        if meta.push and len(pairs):
+            if pairs.lens is not None and int(pairs.lens.min()) != int(pairs.lens.max()):
+                msg = "the default handle has values of one length: set a handle of your own"
+                raise CommError(msg)
+            self.store.add(pairs.ids, pairs.vals.reshape(len(pairs), -1))
+        answer = None
+        if meta.pull:
+            dtype = self.store.dtype or self._dtype
+            answer = KVPairs((), self.store.read(pairs.ids, self._length, dtype).reshape(-1))
+        server.response(meta, answer)

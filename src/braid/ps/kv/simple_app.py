@@ -1,0 +1,141 @@
+"""Requests of a number and a text, to any node or group.
+
+    app = SimpleApp(node, app_id=0)
+    app.set_request_handle(lambda asked, app: app.response(asked, "done"))
+    app.wait(app.request(head=1, body="save", to=SERVER_GROUP))
+
+Source: PS-Lite's SimpleApp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from braid.errors import CommError, ConfigError
+from braid.message import Delivery, Message
+from braid.ps.kv.app import App, Header, Ticket
+from braid.ps.kv.groups import id_of, members_of
+from braid.ps.kv.messages import Asked, Note, Noted
+from braid.wire import Buffer
+
+if TYPE_CHECKING:
+    from braid.ps.kv.node import KVNode
+
+__all__ = ["SimpleApp", "SimpleData"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleData:
+    """A request or an answer, as handles get it.
+
+    Attributes:
+        head: Number of the request.
+        body: Text of the request or the answer.
+        sender: Number of the node that has sent it.
+        timestamp: Number of the request at the node that asks.
+        customer_id: Number of the customer that asks.
+        ticket: Address of the answer.
+    """
+
+    head: int
+    body: str
+    sender: int
+    timestamp: int
+    customer_id: int
+    ticket: Ticket | None = None
+
+
+RequestHandle: TypeAlias = Callable[[SimpleData, "SimpleApp"], object]
+
+
+class SimpleApp(App):
+    """A part of a program that sends notes; see `App` for its arguments."""
+
+    def __init__(self, node: KVNode, app_id: int = 0, customer_id: int = 0) -> None:
+        self._note_handle: RequestHandle | None = None
+        self._response_handle: RequestHandle | None = None
+        super().__init__(node, app_id, customer_id)
+
+    def set_request_handle(self, handle: RequestHandle) -> None:
+        """Set the function that answers notes, by `response`, at once or later."""
+        self._note_handle = handle
+
+    def set_response_handle(self, handle: RequestHandle) -> None:
+        """Set the function that gets each answer to notes of this app."""
+        self._response_handle = handle
+
+    def request(
+        self,
+        head: int,
+        body: str,
+        to: int,
+        *,
+        callback: Callable[[], object] | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Send a note.
+
+        Args:
+            head: Number that says what is wanted.
+            body: Text.
+            to: Number of a node, or of a group; see `groups`.
+            callback: Function that runs when all have answered.
+            priority: Urgency, 0 to 15.
+
+        Returns:
+            The timestamp to `wait` for.
+
+        Raises:
+            ConfigError: There is no such node or group, or this node is one of it.
+        """
+        nodes = members_of(to, self._node.num_servers, self._node.num_workers)
+        if self._node.name in nodes:
+            msg = f"{self._node.name} is itself in {to}: a node does not ask itself"
+            raise ConfigError(msg)
+
+        def build(header: Header) -> tuple[Message, Sequence[Buffer]]:
+            return Note(**header._asdict(), head=head, body=body), ()
+
+        def on_answer(part: int, delivery: Delivery) -> None:
+            message, handle = delivery.message, self._response_handle
+            assert isinstance(message, Noted), "notes are answered by notes"
+            if handle is not None:
+                data = SimpleData(head, message.body, part, timestamp, self.customer_id)
+                self._call_back(timestamp, lambda: handle(data, self))
+
+        with self._postoffice.lock:
+            timestamp = self._customer.next_timestamp
+            return self._ask(
+                {id_of(node): node for node in nodes},
+                build,
+                on_answer=on_answer,
+                callback=callback,
+                priority=priority,
+            )
+
+    def response(self, asked: SimpleData, body: str = "") -> None:
+        """Answer a note.
+
+        Raises:
+            ConfigError: The note is not one that was received, or was answered before.
+        """
+        if asked.ticket is None:
+            msg = "this is an answer, and not a request: nobody waits for a response"
+            raise ConfigError(msg)
+        self._reply(asked.ticket, Noted((asked.ticket.part,), body))
+
+    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+        del delivery
+        if not isinstance(message, Note):
+            msg = f"app {self.app_id} of {self._node.name} has no keys: a KVServer has"
+            raise CommError(msg)
+        if self._note_handle is None:
+            msg = f"app {self.app_id} of {self._node.name} has no handle for requests"
+            raise CommError(msg)
+        asker = id_of(ticket.node)
+        data = SimpleData(
+            message.head, message.body, asker, message.timestamp, message.customer, ticket
+        )
+        self._note_handle(data, self)
