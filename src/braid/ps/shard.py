@@ -87,7 +87,7 @@ class Shard:
 
     def follow(self, record: Record, sums: Tensors, epoch: int) -> list[Instruction]:
         """Take a record of the predecessor."""
-        if record.number > self.state.applied.number:
+        if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))
 

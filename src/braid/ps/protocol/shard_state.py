@@ -113,6 +113,7 @@ class ShardState:
             return []
         was_head, is_first = self.is_head, self.view.epoch < 0
         self.view = view
+        self._early.clear()  # of another head, perhaps; the predecessor sends its log again
         if self._server not in view.chain:
             return self._discard()
         since = view.joining.get(self._server)
@@ -194,9 +195,13 @@ class ShardState:
         record = self._record(clock=clock, consistency=consistency, lr=lr)
         return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
 
+    def follows(self, epoch: int) -> bool:
+        """Whether records of this epoch come from this server's predecessor."""
+        return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
+
     def record(self, record: Record, epoch: int) -> list[Instruction]:
         """Take a record of the predecessor, whose sum the driver keeps under its number."""
-        if epoch != self.view.epoch or self._server not in self.view.chain or self.is_head:
+        if not self.follows(epoch):
             return []
         if record.number <= self.applied.number and self.is_installed:
             return [Confirm(self.confirmed)] if record.number <= self.confirmed else []
