@@ -5,10 +5,10 @@ from __future__ import annotations
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.embedding import Embedding
-from braid.ps.join import join
 from braid.ps.module import ParameterServer, ParamGroup
 from braid.ps.node import Node
 from braid.ps.options import Options
+from braid.ps.rendezvous import join, join_running
 from braid.ps.sparse import SparseTable
 from braid.ps.storage import (
     FTRL,
@@ -46,4 +46,5 @@ __all__ = [
     "SparseTable",
     "Uniform",
     "join",
+    "join_running",
 ]

@@ -219,7 +219,7 @@ class Customer:
     def _send(self, timestamp: int, node: str, parts: tuple[int, ...]) -> None:
         own = self._requests[timestamp]
         message, buffers = own.build(parts)
-        number = self._postoffice.van.new_id()
+        number = self._postoffice.new_id()
         own.ids.append(number)
         self._by_id[number] = timestamp
         self._postoffice.expect(number, partial(self._answer, timestamp))

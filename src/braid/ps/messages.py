@@ -51,7 +51,7 @@ class Push(msgspec.Struct, tag="push", frozen=True):
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """A request for the values of shards before a clock, or for their whole state."""
+    """A request for the values of shards before a clock, their whole state, or worker's clocks."""
 
     epoch: int
     table: str
@@ -59,6 +59,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     shards: tuple[int, ...]
     specs: Specs
     whole: bool = False
+    clocks: bool = False
 
 
 class Change(msgspec.Struct, tag="change", frozen=True):
@@ -85,7 +86,8 @@ class Accepted(Answer, tag="accepted", frozen=True):
 class Pulled(Answer, tag="pulled", frozen=True):
     """Values of these shards, each after as many records as `versions` says.
 
-    Of a whole state, `names` has the names.
+    Of a whole state, `names` has the names. Of clocks, `versions` has the next ones of the worker
+    that asks, and there are no values.
     """
 
     request: int

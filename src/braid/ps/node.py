@@ -117,6 +117,11 @@ class Node:
         return self.role == "worker"
 
     @property
+    def address(self) -> str:
+        """Address at which other nodes reach this one; empty for workers."""
+        return self._postoffice.van.address
+
+    @property
     def postoffice(self) -> Postoffice:
         """Post office of the node."""
         return self._postoffice
@@ -298,6 +303,27 @@ class Node:
         if failure:
             lines = [failure, *(self._server.waiting() if self._server else ())]
             raise PeerLostError("; ".join(lines))
+
+    def resume(self) -> int:
+        """Go on at the clock of an earlier life of this worker; after all tables are declared.
+
+        For programs that push all tables once in each step. The clock is the least one over all
+        shards: pushes of it that some shards have already are accepted, and not applied again.
+
+        Returns:
+            The clock, with which all tables go on: the number of the step to begin with.
+
+        Raises:
+            ConfigError: This node is no worker, or there is no table.
+            CommError: This worker has been removed from the run.
+        """
+        if self._client is None or not self._tables:
+            msg = "workers resume, once their tables are declared"
+            raise ConfigError(msg)
+        clock = min(table.fetch_clock() for table in self._tables)
+        for table in self._tables:
+            table.clock = clock
+        return clock
 
     def barrier(self, name: str = "workers", timeout_s: float | None = None) -> None:
         """Wait until all workers have come to the barrier of this name.

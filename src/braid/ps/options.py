@@ -21,6 +21,8 @@ class Options:
         restore: Snapshot with which tables begin, or a directory of snapshots.
         rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
             shards are balanced by their number when None.
+        shared_memory: Whether large tensors between processes of one host pass through shared
+            memory; never where `BRAID_PORTABLE` forbids it.
         journal: File in which the scheduler keeps its directory, so that it can be started again.
     """
 
@@ -28,4 +30,5 @@ class Options:
     on_worker_loss: OnWorkerLoss = "fail"
     restore: Path | None = None
     rebalance_s: float | None = None
+    shared_memory: bool = True
     journal: Path | None = None

@@ -12,6 +12,7 @@ Source: the Postoffice of PS-Lite; M. Li et al., Parameter Server, OSDI 2014.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -94,6 +95,8 @@ class Postoffice:
         self._announced = 0  # number of the last Join that the scheduler has not answered
         self._broken: dict[str, int] = {}  # when to try again
         self._resent_ns = van.clock.now_ns()
+        # servers may still hold requests of an earlier life of this node: numbers must differ
+        self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
         self._changed = threading.Condition(threading.RLock())
         self._is_receiving = False
 
@@ -139,6 +142,10 @@ class Postoffice:
         self._on_linked += [] if on_linked is None else [on_linked]
         self._on_resend += [] if on_resend is None else [on_resend]
         self._on_tick += [] if on_tick is None else [on_tick]
+
+    def new_id(self) -> int:
+        """Return a number for a request, which no life of this node has used."""
+        return next(self._ids)
 
     def expect(self, message_id: int, handler: Handler) -> None:
         """Let a function handle the answers to a message."""

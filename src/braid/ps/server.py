@@ -62,6 +62,7 @@ class _Asked:
         queries: Tensors with which it asks each shard.
         begun_ns: Time at which it came.
         whole: Whether it asks for the whole state.
+        clocks: Whether it asks for the clocks of the worker.
         names: Names of that state's tensors.
         was_parked: Whether it could not be answered when it came.
         ready: Shards that can be answered now, by the kind of answer.
@@ -70,6 +71,7 @@ class _Asked:
     queries: dict[int, Tensors]
     begun_ns: int
     whole: bool = False
+    clocks: bool = False
     names: list[list[str]] = field(default_factory=list)
     was_parked: bool = False
     accepted: list[int] = field(default_factory=list)
@@ -192,10 +194,11 @@ class Server:
             storage = shards[number].storage
             if isinstance(message, Push):
                 storage.check(value)
-            elif not message.whole:
+            elif not message.whole and not message.clocks:
                 storage.check_query(value)
         asker = self._note(delivery, values)
-        self._asked[asker].whole = isinstance(message, Pull) and message.whole
+        if isinstance(message, Pull):
+            self._asked[asker].whole, self._asked[asker].clocks = message.whole, message.clocks
         for number, shard in shards.items():
             self._requests[shard.virtual] += 1
             if isinstance(message, Push):
@@ -302,6 +305,8 @@ class Server:
             asked.accepted.append(shard.number)
         elif isinstance(how, Moved):
             asked.elsewhere.append(shard.number)
+        elif asked.clocks:
+            asked.values[shard.number] = (), shard.state.clock(split_node(asker[0])[1])
         elif asked.whole:
             state = shard.storage.export()
             asked.names.append(list(state))
@@ -335,7 +340,11 @@ class Server:
                     waited_ns = events.now_ns() - asked.begun_ns
                     events.complete("parked pull", asked.begun_ns, waited_ns)
             self._asked[asker] = _Asked(
-                asked.queries, asked.begun_ns, asked.whole, was_parked=asked.was_parked
+                asked.queries,
+                asked.begun_ns,
+                asked.whole,
+                asked.clocks,
+                was_parked=asked.was_parked,
             )
             if not asked.queries:
                 del self._asked[asker]

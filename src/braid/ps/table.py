@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from braid.errors import ConfigError
+from braid.message import Delivery
 from braid.ps.consistency import Consistency
-from braid.ps.messages import Change
+from braid.ps.messages import Change, Pull, Pulled
 from braid.ps.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -67,6 +68,27 @@ class Table:
     def set_lr(self, lr: float, at_clock: int | None = None) -> int:
         """Let servers step with another learning rate from a clock on; see `set_consistency`."""
         return self._change(at_clock, lr=lr)
+
+    def fetch_clock(self) -> int:
+        """Return the least clock that servers expect of this worker, over all shards.
+
+        Raises:
+            CommError: This worker has been removed from the run.
+            PeerLostError: A server was lost with all copies of a shard.
+        """
+        clocks: list[int] = []
+
+        def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
+            return Pull(self.epoch, self.name, 0, parts, [[] for _ in parts], clocks=True), ()
+
+        def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+            del parts
+            message = delivery.message
+            assert isinstance(message, Pulled), "a question for clocks is answered with clocks"
+            clocks.extend(message.versions)
+
+        self.wait(self._request(range(self.num_shards), build, on_answer=on_answer))
+        return min(clocks)
 
     def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
         """Wait until a request is answered in full.

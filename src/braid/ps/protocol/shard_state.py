@@ -240,6 +240,10 @@ class ShardState:
             done.append(Confirm(self.confirmed))
         return done
 
+    def clock(self, worker: int) -> int:
+        """Return the next clock of a worker, of which all records so far are confirmed."""
+        return self._clocks()[worker]
+
     def waiting(self) -> list[str]:
         """Return who waits for whom, as text."""
         lines = []

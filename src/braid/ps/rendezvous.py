@@ -1,0 +1,163 @@
+"""Rendezvous of the nodes of a parameter server: as ranks of a group, or one by one.
+
+    with ps.join(braid.init(), servers=2) as node:       # rank 0 schedules, ranks 1 and 2 serve
+        ...
+
+    node = ps.join_running(address, secret, run_id, "server", 3, (3, 2))  # a job that runs already
+
+The group of all ranks carries the address of the scheduler and a secret only. A node that comes
+later needs both from the program that starts it.
+
+Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.4 and 4.5.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.message import SocketVan, VanConfig
+from braid.ps.messages import SCHEMA
+from braid.ps.node import Node, Role
+from braid.ps.options import Options
+from braid.ps.postoffice import SCHEDULER, server_node, worker_node
+from braid.rendezvous import wants_portable
+from braid.wire import Secret
+
+__all__ = ["join", "join_running", "name_of", "role_of"]
+
+SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
+REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
+
+
+def join(
+    group: Group,
+    servers: int | None = None,
+    options: Options | None = None,
+    *,
+    address: str = "",
+) -> Node:
+    """Become the scheduler, a server or a worker; a collective.
+
+    Args:
+        group: All ranks: the scheduler, then the servers, then the workers.
+        servers: Number of servers; what `braid run --servers` says when None.
+        options: Choices of the whole parameter server; its replicas are what `braid run --replicas`
+            says when None.
+        address: Address on which scheduler and servers listen; one that only this host can reach
+            when empty.
+
+    Raises:
+        ConfigError: There is no server or no worker.
+    """
+    if servers is None:
+        text = os.environ.get(SERVERS, "")
+        if not text.isdecimal():
+            msg = (
+                "how many ranks are servers? Pass servers=, or start with "
+                f"braid run --servers N --workers M ({SERVERS} is {text!r})"
+            )
+            raise ConfigError(msg)
+        servers = int(text)
+    options = options or Options(replicas=int(os.environ.get(REPLICAS, "0")))
+    workers = group.size - 1 - servers
+    if servers < 1 or workers < 1:
+        msg = (
+            f"{group.size} ranks with {servers} servers: a parameter server has one scheduler, at "
+            "least one server and at least one worker"
+        )
+        raise ConfigError(msg)
+    secret = Secret(group.objects.broadcast(os.urandom(32)))
+    run_id = group.objects.broadcast(os.urandom(8).hex())
+    role, number = role_of(group.rank, servers)
+    van = _van(role, number, secret, run_id, options, address)
+    scheduler = group.objects.broadcast(van.address)
+    node = Node(
+        van,
+        role,
+        number,
+        (servers, workers),
+        scheduler,
+        options,
+        events=group.context.events,
+    )
+    group.barrier()  # the scheduler listens, and knows what it waits for
+    return node
+
+
+def name_of(role: Role, number: int) -> str:
+    """Return the name of a node."""
+    names = {"server": server_node(number), "worker": worker_node(number)}
+    return names.get(role, SCHEDULER)
+
+
+def role_of(rank: int, servers: int) -> tuple[Role, int]:
+    """Return role and number of a rank."""
+    if rank == 0:
+        return "scheduler", 0
+    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
+
+
+def join_running(
+    scheduler: str,
+    secret: Secret,
+    run_id: str,
+    role: Role,
+    number: int,
+    counts: tuple[int, int],
+    *,
+    options: Options | None = None,
+    start: int = 0,
+    address: str = "",
+) -> Node:
+    """Make a node of a job whose scheduler runs already, or the scheduler itself.
+
+    A server gets shards from the others once it serves. A worker takes the place of a lost one of
+    its number where `on_worker_loss="wait"`: it declares the tables, then calls `Node.resume`. A
+    worker of a new number begins at the clock `start`, which must lie ahead of the others.
+
+    Args:
+        scheduler: Address of the scheduler, its `node.address`; empty for the scheduler.
+        secret: Secret of the job.
+        run_id: Name of the job.
+        role: Role of this node.
+        number: Number of this server, or of this worker. A server that replaces a lost one has a
+            number of its own.
+        counts: Number of servers and of workers with which the job began.
+        options: Choices of the whole parameter server; the same on all nodes.
+        start: First clock of a worker that has joined never before.
+        address: Address on which scheduler and servers listen; one that only this host can reach
+            when empty.
+
+    Raises:
+        ConfigError: The role is unknown, or a node other than the scheduler has no address of it.
+    """
+    if role not in ("scheduler", "server", "worker") or bool(scheduler) == (role == "scheduler"):
+        msg = (
+            f"a {role} with the scheduler's address {scheduler!r}: role must be scheduler, server "
+            "or worker, and all but the scheduler itself need its address (node.address there)"
+        )
+        raise ConfigError(msg)
+    options = options or Options()
+    van = _van(role, number, secret, run_id, options, address)
+    return Node(van, role, number, counts, scheduler, options, start=start)
+
+
+def _van(
+    role: Role, number: int, secret: Secret, run_id: str, options: Options, address: str
+) -> SocketVan:
+    """Return the van of a node; a worker does not listen."""
+    config = VanConfig(
+        max_queue_bytes=1 << 40,  # a server waits for nobody
+        max_queue_messages=1 << 20,
+        shared_memory=options.shared_memory and not wants_portable(),
+    )
+    node = name_of(role, number)
+    if not address:  # a unix socket passes three times as many bytes as TCP's loopback
+        on_linux = sys.platform == "linux"
+        unique = os.urandom(8).hex()
+        address = f"unix:@braid-ps-{unique}-{node}" if on_linux else "tcp://127.0.0.1:0"
+    listen = "" if role == "worker" else address
+    return SocketVan(node, SCHEMA, secret=secret, run_id=run_id, listen=listen, config=config)
