@@ -16,7 +16,7 @@ from braid.message import VanConfig
 from braid.ps import Consistency, Node, Options
 from braid.ps.messages import SCHEMA
 from braid.ps.protocol.directory import virtual_shard
-from braid.ps.rendezvous import name_of
+from braid.ps.roles import name_of
 from braid.testing.message_faults import Faults
 from braid.testing.simulated_van import Network
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,8 +18,9 @@ from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.messages import Barrier
 from braid.ps.options import Options
-from braid.ps.postoffice import SCHEDULER, Postoffice, worker_node
+from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.scheduler_state import SchedulerState
+from braid.ps.roles import SCHEDULER, Role, worker_node
 from braid.ps.samples import samples
 from braid.ps.scheduler import Scheduler, read_journal
 from braid.ps.server import Server
@@ -41,9 +42,7 @@ from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec, num_dense_shards
 
-__all__ = ["Node", "Role"]
-
-Role = Literal["scheduler", "server", "worker"]
+__all__ = ["Node"]
 
 
 class Node:

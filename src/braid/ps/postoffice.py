@@ -30,25 +30,15 @@ from braid.events import Recorder
 from braid.message import Delivery, Message, PeerLost, Van
 from braid.ps.messages import Failure, Here, Join, Leave, Refused
 from braid.ps.protocol.directory import Directory
+from braid.ps.roles import SCHEDULER
 from braid.wire import Buffer
 
-__all__ = ["SCHEDULER", "Handler", "Postoffice", "server_node", "worker_node"]
+__all__ = ["Handler", "Postoffice"]
 
-SCHEDULER = "scheduler"
 TICK_S = 0.25  # longest sleep
 AGAIN_S = 1.0  # after which a broken link is tried again: a dead node has left the directory then
 CONNECT_S = 1.0  # how long that may take
 Handler: TypeAlias = Callable[[Delivery], None]
-
-
-def server_node(number: int) -> str:
-    """Return the name of a server."""
-    return f"server:{number}"
-
-
-def worker_node(number: int) -> str:
-    """Return the name of a worker."""
-    return f"worker:{number}"
 
 
 class Postoffice:

@@ -20,13 +20,13 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.message import SocketVan, VanConfig
 from braid.ps.messages import SCHEMA
-from braid.ps.node import Node, Role
+from braid.ps.node import Node
 from braid.ps.options import Options
-from braid.ps.postoffice import SCHEDULER, server_node, worker_node
+from braid.ps.roles import Role, name_of, role_of
 from braid.rendezvous import wants_portable
 from braid.wire import Secret
 
-__all__ = ["join", "join_running", "name_of", "role_of"]
+__all__ = ["join", "join_running"]
 
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
 REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
@@ -85,19 +85,6 @@ def join(
     )
     group.barrier()  # the scheduler listens, and knows what it waits for
     return node
-
-
-def name_of(role: Role, number: int) -> str:
-    """Return the name of a node."""
-    names = {"server": server_node(number), "worker": worker_node(number)}
-    return names.get(role, SCHEDULER)
-
-
-def role_of(rank: int, servers: int) -> tuple[Role, int]:
-    """Return role and number of a rank."""
-    if rank == 0:
-        return "scheduler", 0
-    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
 
 
 def join_running(

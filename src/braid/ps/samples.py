@@ -14,7 +14,7 @@ from braid.errors import ConfigError
 from braid.message import Delivery
 from braid.ps.customer import Customer
 from braid.ps.messages import Dealt, NextData
-from braid.ps.postoffice import SCHEDULER
+from braid.ps.roles import SCHEDULER
 
 __all__ = ["samples"]
 

@@ -27,10 +27,11 @@ from braid.ps.messages import (
     Refused,
     Released,
 )
-from braid.ps.postoffice import Postoffice, server_node, worker_node
+from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.data_state import Issue
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.scheduler_state import Fail, Instruction, Publish, Release, SchedulerState
+from braid.ps.roles import server_node, worker_node
 
 __all__ = ["Scheduler", "read_journal"]
 

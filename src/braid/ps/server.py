@@ -30,7 +30,7 @@ from braid.ps.messages import (
     State,
     Update,
 )
-from braid.ps.postoffice import SCHEDULER, Postoffice, server_node
+from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import NUM_VIRTUAL, Directory
 from braid.ps.protocol.instructions import (
     Accept,
@@ -44,6 +44,7 @@ from braid.ps.protocol.instructions import (
 )
 from braid.ps.protocol.progress import Progress, Rules
 from braid.ps.protocol.shard_state import ShardState
+from braid.ps.roles import SCHEDULER, server_node
 from braid.ps.shard import Shard
 from braid.ps.storage import State as StoredState
 from braid.ps.storage import Tensors

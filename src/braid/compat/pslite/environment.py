@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from braid.errors import ConfigError
-from braid.ps.kv.groups import Role
+from braid.ps.roles import Role
 
 __all__ = ["DEFAULT_RESEND_S", "Environment"]
 

@@ -17,8 +17,8 @@ from braid.ps.kv.protocol.members_state import (
     Refuse,
 )
 from braid.ps.messages import Failure, Here, Join, Refused
-from braid.ps.postoffice import SCHEDULER
 from braid.ps.protocol.directory import Directory
+from braid.ps.roles import SCHEDULER
 from braid.wire import Buffer
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ Source: PS-Lite, `include/ps/base.h` and `Postoffice::GetServerKeyRanges`.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal, TypeAlias
 
 from braid.errors import ConfigError
 from braid.message import split_node
-from braid.ps.postoffice import SCHEDULER, server_node, worker_node
+from braid.ps.roles import SCHEDULER, server_node, worker_node
 
 __all__ = [
     "ALL",
@@ -25,33 +24,16 @@ __all__ = [
     "SCHEDULER_GROUP",
     "SERVER_GROUP",
     "WORKER_GROUP",
-    "Role",
     "id_of",
     "key_ranges",
     "members_of",
-    "name_of",
     "node_of",
-    "role_of",
 ]
 
-Role: TypeAlias = Literal["scheduler", "server", "worker"]
 SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP = 1, 2, 4
 ALL = SCHEDULER_GROUP + SERVER_GROUP + WORKER_GROUP
 NUM_KEYS = 1 << 64
 FIRST_ID = 8  # smaller numbers are groups
-
-
-def role_of(rank: int, servers: int) -> tuple[Role, int]:
-    """Return role and number of a rank: the scheduler comes first, then servers, then workers."""
-    if rank == 0:
-        return "scheduler", 0
-    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
-
-
-def name_of(role: Role, number: int) -> str:
-    """Return the name of a node."""
-    names = {"server": server_node(number), "worker": worker_node(number)}
-    return names.get(role, SCHEDULER)
 
 
 def id_of(node: str) -> int:

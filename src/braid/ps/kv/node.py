@@ -21,11 +21,12 @@ from braid.errors import BraidError, CommError, CommTimeout, ConfigError, StaleE
 from braid.message import Delivery, Message, Van
 from braid.ps.kv.app import App
 from braid.ps.kv.control import CONTROL_APP, Control, KVScheduler
-from braid.ps.kv.groups import ALL, Role, id_of, key_ranges, members_of, name_of
+from braid.ps.kv.groups import ALL, id_of, key_ranges, members_of
 from braid.ps.kv.messages import Asked, Depart, Enter, Members, Note, Transfer, Transferred
 from braid.ps.kv.protocol.executed import Executed
 from braid.ps.messages import Refused
-from braid.ps.postoffice import SCHEDULER, Postoffice
+from braid.ps.postoffice import Postoffice
+from braid.ps.roles import SCHEDULER, Role, name_of
 from braid.wire import Buffer
 
 __all__ = ["KVNode"]

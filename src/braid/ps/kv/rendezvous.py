@@ -19,9 +19,9 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.message import SocketVan, VanConfig
 from braid.ps.kv.dropping_van import DroppingVan
-from braid.ps.kv.groups import name_of, role_of
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.kv.node import KVNode
+from braid.ps.roles import name_of, role_of
 from braid.wire import Secret
 
 __all__ = ["VAN", "join", "make_van"]

@@ -33,7 +33,7 @@ from braid.ps.kv.pairs import Keys, KVPairs, Lens, check_pairs
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp
 from braid.ps.kv.slicers import Places, Slicer, by_hash, by_range, check_slices
-from braid.ps.postoffice import server_node
+from braid.ps.roles import server_node
 from braid.wire import Buffer
 
 if TYPE_CHECKING:

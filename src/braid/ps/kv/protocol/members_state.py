@@ -18,7 +18,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from braid.errors import CommError
 from braid.ps.kv.groups import ALL, members_of
-from braid.ps.postoffice import SCHEDULER
+from braid.ps.roles import SCHEDULER
 
 __all__ = ["MembersState", "Publish", "Refuse", "Release"]
 
