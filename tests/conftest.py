@@ -44,6 +44,7 @@ FREEZE_IMPORTS = ImportFreezer()
 MACHINE_WIDE = (
     "netns/",
     "world/test_bench.py",
+    "world/test_bench_ps.py",
     "world/test_horovod_run.py",
     "world/test_launch",
     "world/test_portable.py::test_launched",

@@ -20,6 +20,7 @@ BUDGETS_S = {
     "world/test_autograd": 5,
     "world/test_averaging": 5,
     "world/test_bench": 8,
+    "world/test_bench_ps": 6,
     "world/test_checkpoint": 10,
     "world/test_comm": 55,
     "world/test_context_parallel": 8,

@@ -37,6 +37,7 @@ from braid.bench.horovod import FusionBench, fusion_verdicts, run_fusion
 from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
 from braid.bench.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
 from braid.bench.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
+from braid.bench.ps import PsBench, ps_verdicts, run_ps
 from braid.bench.tp import TpBench, run_tp, tp_verdicts
 from braid.bench.workers.comm import Row
 from braid.bench.zero import ZeroBench, run_zero, zero_verdicts
@@ -131,6 +132,7 @@ def main(parts: Sequence[str]) -> int:
         "horovod": horovod_proof,
         "pipeline": pipeline_proof,
         "zero": zero_proof,
+        "ps": ps_proof,
         "network": network_proof,
     }
     by_name = {**known, "tp": tp_proof}  # whose models are in the environment of `make frameworks`
@@ -216,6 +218,12 @@ def zero_proof(commit: str) -> list[str]:
     """Sharding, beside FSDP2 and beside its formulas, and saves behind a training."""
     report = run_zero(ZeroBench(out=ROOT / "runs" / "proof-zero"))
     return targets_of("zero", "braid bench zero", report, zero_verdicts(report), commit)
+
+
+def ps_proof(commit: str) -> list[str]:
+    """A parameter server, beside sockets, torch's RPC and an all-reduce; a hundred servers are killed."""
+    report = run_ps(PsBench(rounds=24, kills=100, out=ROOT / "runs" / "proof-ps"))
+    return targets_of("ps", "braid bench ps --kills 100", report, ps_verdicts(report), commit)
 
 
 def tp_proof(commit: str) -> list[str]:

@@ -24,6 +24,7 @@ from braid.commands.bench import (
     bench_horovod,
     bench_net,
     bench_pipeline,
+    bench_ps,
     bench_tp,
     bench_zero,
 )
@@ -477,6 +478,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "bench horovod": bench_horovod,
     "bench net": bench_net,
     "bench pipeline": bench_pipeline,
+    "bench ps": bench_ps,
     "bench tp": bench_tp,
     "bench zero": bench_zero,
     "convert": convert,

@@ -16,6 +16,7 @@ __all__ = [
     "bench_horovod",
     "bench_net",
     "bench_pipeline",
+    "bench_ps",
     "bench_tp",
     "bench_zero",
 ]
@@ -331,6 +332,40 @@ def bench_pipeline(
         except ConfigError as exc:  # the figures are written; only the picture is missing
             print(f"plot  none: {exc}")
             break
+    return 0
+
+
+def bench_ps(
+    *,
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PART [...]")] = (
+        "dense",
+        "small",
+        "pairs",
+        "rows",
+        "step",
+        "failover",
+        "stragglers",
+    ),
+    rounds: int = 8,
+    kills: int = 5,
+    out: str = "runs/bench-ps",
+) -> int:
+    """Measure a parameter server: bytes, messages, rows, steps, servers that die, stragglers.
+
+    References run beside it: a plain unix socket, torch's RPC, and the step by all-reduce.
+
+    Args:
+        only: Parts to measure.
+        rounds: Number of rounds; figures are medians over them.
+        kills: Servers that are killed, one after the other.
+        out: Directory for ps.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import ps
+
+    bench = ps.PsBench(only=only, rounds=rounds, kills=kills, out=Path(out))
+    ps.print_ps(ps.run_ps(bench), bench.out)
     return 0
 
 

@@ -96,6 +96,7 @@ class Node:
         self._server: Server | None = None
         self._client: Client | None = None
         self._is_released = False
+        self._is_member = False  # of the directory, as a server
         if role == "scheduler":
             directory = None if options.journal is None else read_journal(options.journal)
             state = SchedulerState(
@@ -294,8 +295,10 @@ class Node:
         if self._scheduler is not None:
             return self._scheduler.is_over
         directory = self._postoffice.directory
-        gone = directory is None or not directory.workers or self.number not in directory.servers
-        return gone or bool(self._postoffice.failure)
+        if directory is None or not directory.workers or self._postoffice.failure:
+            return True
+        was_member, self._is_member = self._is_member, self.number in directory.servers
+        return was_member and not self._is_member  # the first ones may be from before it joined
 
     def _raise_failure(self) -> None:
         failure = self._scheduler.failure if self._scheduler else self._postoffice.failure

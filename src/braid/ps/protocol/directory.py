@@ -194,6 +194,10 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
                 loads[target] += weight[shard]
                 moves.append((shard, target))
                 busy.add(shard)
+        # the servers that moves under way will relieve are chosen when they end: until then, loads
+        # show servers too busy, and moves for balance would be undone by later ones
+        if any(self.joining):
+            return moves
         enough = 0.0 if weights is None else UNEVEN * sum(loads.values()) / max(len(loads), 1)
         return moves + self._balance(loads, weight, busy, enough)
 
