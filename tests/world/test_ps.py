@@ -159,6 +159,44 @@ def test_a_run_can_shrink_to_the_workers_that_are_left(world):
     assert world(4, _shrinks)[2] == [-3.0] * 4
 
 
+def _replaced(group: Group, spares: int) -> Any:
+    node = ps.join(group, 1, ps.Options(on_worker_loss="replace"), spares=spares)
+    table = node.dense("w", torch.zeros(4), partial(torch.optim.SGD, lr=1.0))
+    if not node.is_worker:
+        with node:
+            node.serve()
+        return node.role
+    with node:
+        begin = node.resume()
+        for step in range(begin, 6):
+            if step == 3 and node.number == 1 and begin == 0:
+                table.pull()
+                node.__exit__(KeyError, None, None)
+                return "lost"
+            table.push(-torch.ones(4))
+            table.pull()
+        return node.number, begin, table.pull().tolist()
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker(world):
+    results = world(5, _replaced, 1)
+    assert results[2:] == [(0, 0, [6.0] * 4), "lost", (1, 3, [6.0] * 4)]
+
+
+def _nobody_is_left(group: Group) -> str:
+    try:
+        return str(_replaced(group, 0))
+    except PeerLostError as exc:
+        return str(exc)
+
+
+def test_a_loss_without_a_spare_is_named(world):
+    results = world(4, _nobody_is_left)
+    assert results[3] == "lost"
+    assert all("lost worker 1: " in each for each in results[:3])
+    assert all("No spare is left for it" in each for each in results[:3])
+
+
 def _dealt(group: Group) -> Any:
     node = ps.join(group, 1, ps.Options(on_worker_loss="shrink"))
     table = node.dense("w", torch.zeros(1), partial(torch.optim.SGD, lr=1.0))

@@ -29,21 +29,26 @@ with ps.join(group) as node:
     if not node.is_worker:
         node.serve()
     else:
-        for step in range(40):
+        first = node.resume()
+        if node.number == 1:
+            print("begins at", first, flush=True)
+        for step in range(first, 40):
             if step == 20 and node.number == 1:
                 os.kill(int(pid.read_text()), signal.SIGKILL)
+            if step == 30 and node.number == 1 and first == 0 and "spare" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
             table.push(torch.full([1000], -1.0))
             assert (table.pull() == 2 * (step + 1)).all(), step
         print("counted", table.pull()[0].item())
 """
 
 
-def run(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *options: str, last: str = "") -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(COUNTS)
     command = [sys.executable, "-m", "braid", "run", *options, "--log-dir", str(tmp_path / "run")]
     return subprocess.run(
-        [*command, str(script), str(tmp_path)],
+        [*command, str(script), str(tmp_path), last],
         capture_output=True,
         text=True,
         timeout=100,
@@ -68,8 +73,21 @@ def test_without_replicas_a_killed_server_is_the_cause(tmp_path):
     assert "killed by signal 9" in done.stderr
 
 
+@pytest.mark.launcher
+@pytest.mark.proof
+def test_a_spare_goes_on_where_a_killed_worker_ended(tmp_path):
+    options = ("--servers", "2", "--workers", "2", "--replicas", "1", "--spares", "1")
+    done = run(tmp_path, *options, last="spare")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("counted 80.0") == 2
+    assert "begins at 0" in done.stdout
+    assert "begins at 30" in done.stdout
+
+
 def test_replicas_need_servers():
     with pytest.raises(ConfigError, match="--replicas 2 needs 3 servers, got --servers 2"):
         Roles(servers=2, workers=1, replicas=2).num_ranks(None)
     assert Roles(servers=2, workers=1, replicas=1).expendable == {1, 2}
     assert Roles(servers=2, workers=1).expendable == frozenset()
+    assert Roles(servers=1, workers=2, spares=1).expendable == {2, 3, 4}
+    assert Roles(servers=1, workers=2, spares=1).num_ranks(None) == 5

@@ -11,6 +11,7 @@ from braid.errors import ConfigError
 __all__ = ["REPLICAS", "SERVERS", "Roles"]
 
 SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
+SPARES = "BRAID_SPARES"  # and this
 REPLICAS = "BRAID_REPLICAS"  # read there, too
 # read by programs for PS-Lite; braid.compat.pslite makes DMLC_ROLE of the rank
 DMLC_SERVERS, DMLC_WORKERS = "DMLC_NUM_SERVER", "DMLC_NUM_WORKER"
@@ -26,11 +27,13 @@ class Roles:
         workers: Ranks that train: the last ones.
         replicas: Copies of each shard on other servers. With at least one, the run goes on when a
             server dies.
+        spares: Ranks that take the places of workers that die. The run goes on when a worker dies.
     """
 
     servers: int = 0
     workers: int = 0
     replicas: int = 0
+    spares: int = 0
 
     def num_ranks(self, n: int | None) -> int | None:
         """Return the number of ranks that all options together mean.
@@ -38,7 +41,7 @@ class Roles:
         Raises:
             ConfigError: They contradict each other, or a role has no rank.
         """
-        if not self.servers and not self.workers and not self.replicas:
+        if not any((self.servers, self.workers, self.replicas, self.spares)):
             return n
         if self.servers < 1 or self.workers < 1:
             msg = (
@@ -52,7 +55,7 @@ class Roles:
                 f"{self.servers}"
             )
             raise ConfigError(msg)
-        total = 1 + self.servers + self.workers
+        total = 1 + self.servers + self.workers + self.spares
         if n not in {None, total}:
             roles = f"--servers {self.servers} and --workers {self.workers}"
             msg = f"{roles} are {total} ranks with the scheduler, got -n {n}"
@@ -63,7 +66,7 @@ class Roles:
         """Return the environment of ranks, which know the number of servers by it."""
         own = dict(os.environ if environ is None else environ)
         if self.servers:
-            own[REPLICAS] = str(self.replicas)
+            own[REPLICAS], own[SPARES] = str(self.replicas), str(self.spares)
             own[SERVERS] = own[DMLC_SERVERS] = str(self.servers)
             own[DMLC_WORKERS] = str(self.workers)
         return own
@@ -71,4 +74,7 @@ class Roles:
     @property
     def expendable(self) -> frozenset[int]:
         """Ranks without which the others can go on."""
-        return frozenset(range(1, 1 + self.servers)) if self.replicas else frozenset()
+        first = 1 + self.servers
+        servers = range(1, first if self.replicas else 1)
+        workers = range(first, first + self.workers + self.spares if self.spares else first)
+        return frozenset([*servers, *workers])

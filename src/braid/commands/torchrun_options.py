@@ -38,7 +38,7 @@ OWN = (
     "-n", "--num-ranks", "--log-dir", "--port", "--timeout", "--threads", "--stopped-limit",
     "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
     "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
-    "--network-interface", "--listen", "--servers", "--workers", "--replicas",
+    "--network-interface", "--listen", "--servers", "--workers", "--replicas", "--spares",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "Accepted",
     "Answer",
     "Barrier",
+    "Called",
     "Change",
     "Confirmed",
     "Dealt",
@@ -161,6 +162,12 @@ class Here(msgspec.Struct, tag="here", frozen=True):
     directory: Directory
 
 
+class Called(msgspec.Struct, tag="called", frozen=True):
+    """A spare takes the place of this worker, which was lost."""
+
+    worker: int
+
+
 class Leave(msgspec.Struct, tag="leave", frozen=True):
     """A worker is done."""
 
@@ -217,5 +224,18 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
 SCHEMA = Schema(
     *(Push, Pull, Change, Accepted, Pulled, Elsewhere, Refused),
     *(Update, Confirmed, State),
-    *(Join, Here, Leave, Drain, Installed, Barrier, Loads, Released, NextData, Dealt, Failure),
+    *(
+        Join,
+        Called,
+        Here,
+        Leave,
+        Drain,
+        Installed,
+        Barrier,
+        Loads,
+        Released,
+        NextData,
+        Dealt,
+        Failure,
+    ),
 )

@@ -20,7 +20,7 @@ from braid.ps.messages import Barrier
 from braid.ps.options import Options
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.scheduler_state import SchedulerState
-from braid.ps.roles import SCHEDULER, Role, worker_node
+from braid.ps.roles import SCHEDULER, SPARE, Role, worker_node
 from braid.ps.samples import samples
 from braid.ps.scheduler import Scheduler, read_journal
 from braid.ps.server import Server
@@ -108,7 +108,7 @@ class Node:
             self._scheduler = Scheduler(self._postoffice, state, options.journal)
         elif role == "server":
             self._server = Server(self._postoffice, number, options.rebalance_s)
-        else:
+        elif role == "worker":
             self._client = Client(self._postoffice)
 
     @property
@@ -273,7 +273,7 @@ class Node:
             self._server.add(spec, states)
 
     def serve(self) -> None:
-        """Serve, or schedule, until all workers have left.
+        """Serve, or schedule, until all workers have left; a spare returns at once.
 
         Raises:
             ConfigError: This node is a worker.
@@ -282,6 +282,8 @@ class Node:
         if self.is_worker:
             msg = f"this rank is worker {self.number}: call serve() unless node.is_worker"
             raise ConfigError(msg)
+        if self.role == SPARE:
+            return  # nobody has called it, and the run is over
         if self._server is not None and self._postoffice.directory is None:
             self._postoffice.join()
         with self._postoffice.events.span("schedule" if self._scheduler else "serve"):

@@ -17,7 +17,8 @@ class Options:
     Attributes:
         replicas: Copies of each shard on other servers. Servers may die while one is left.
         on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
-            process of its number, or shrinks the run to the other workers.
+            process of its number, shrinks the run to the other workers, or calls a spare to replace
+            it.
         restore: Snapshot with which tables begin, or a directory of snapshots.
         rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
             shards are balanced by their number when None.

@@ -111,6 +111,11 @@ class Postoffice:
         return -1 if self.directory is None else self.directory.epoch
 
     @property
+    def scheduler(self) -> str:
+        """Address of the scheduler."""
+        return self._scheduler
+
+    @property
     def workers(self) -> tuple[int, ...]:
         """Numbers of the workers that are here."""
         return () if self.directory is None else tuple(sorted(self.directory.workers))

@@ -13,22 +13,25 @@ Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.4 and 4.5.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
 from braid.comm import Group
-from braid.errors import ConfigError
-from braid.message import SocketVan, VanConfig
-from braid.ps.messages import SCHEMA
+from braid.errors import CommTimeout, ConfigError
+from braid.message import Delivery, SocketVan, VanConfig
+from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
 from braid.ps.options import Options
-from braid.ps.roles import Role, name_of, role_of
+from braid.ps.protocol.scheduler_state import OnWorkerLoss
+from braid.ps.roles import SCHEDULER, Role, name_of, role_of
 from braid.rendezvous import wants_portable
 from braid.wire import Secret
 
 __all__ = ["join", "join_running"]
 
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
+SPARES = "BRAID_SPARES"  # processes for workers that are lost, as `braid run --spares` says
 REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
 
 
@@ -37,20 +40,26 @@ def join(
     servers: int | None = None,
     options: Options | None = None,
     *,
+    spares: int | None = None,
     address: str = "",
 ) -> Node:
     """Become the scheduler, a server or a worker; a collective.
 
+    A spare becomes a worker once one is lost, and this function returns then, or when the run is
+    over. So that it goes on where the other ended, workers begin at the step `node.resume()`.
+
     Args:
-        group: All ranks: the scheduler, then the servers, then the workers.
+        group: All ranks: the scheduler, then the servers, then the workers, then the spares.
         servers: Number of servers; what `braid run --servers` says when None.
         options: Choices of the whole parameter server; its replicas are what `braid run --replicas`
             says when None.
+        spares: Number of spares; what `braid run --spares` says when None.
         address: Address on which scheduler and servers listen; one that only this host can reach
             when empty.
 
     Raises:
         ConfigError: There is no server or no worker.
+        PeerLostError: A spare learns that the run cannot go on.
     """
     if servers is None:
         text = os.environ.get(SERVERS, "")
@@ -61,8 +70,11 @@ def join(
             )
             raise ConfigError(msg)
         servers = int(text)
-    options = options or Options(replicas=int(os.environ.get(REPLICAS, "0")))
-    workers = group.size - 1 - servers
+    spares = int(os.environ.get(SPARES, "0")) if spares is None else spares
+    if options is None:
+        on_loss: OnWorkerLoss = "replace" if spares else "fail"
+        options = Options(replicas=int(os.environ.get(REPLICAS, "0")), on_worker_loss=on_loss)
+    workers = group.size - 1 - servers - spares
     if servers < 1 or workers < 1:
         msg = (
             f"{group.size} ranks with {servers} servers: a parameter server has one scheduler, at "
@@ -72,8 +84,11 @@ def join(
     secret = Secret(group.objects.broadcast(os.urandom(32)))
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
+    if role == "worker" and number >= workers:
+        role, number = "spare", number - workers
     van = _van(role, number, secret, run_id, options, address)
     scheduler = group.objects.broadcast(van.address)
+    events = group.context.events
     node = Node(
         van,
         role,
@@ -81,10 +96,40 @@ def join(
         (servers, workers),
         scheduler,
         options,
-        events=group.context.events,
+        events=events,
     )
     group.barrier()  # the scheduler listens, and knows what it waits for
-    return node
+    called = _wait_for_call(node) if role == "spare" else None
+    if called is None:
+        return node
+    node.close()
+    van = _van("worker", called, secret, run_id, options, address)
+    return Node(van, "worker", called, (servers, workers), scheduler, options, events=events)
+
+
+def _wait_for_call(node: Node) -> int | None:
+    """Return the number of the worker in whose place a spare is called; None if it is not."""
+    calls: list[int] = []
+
+    def on_call(delivery: Delivery) -> None:
+        assert isinstance(delivery.message, Called), "this handler is for calls"
+        calls.append(delivery.message.worker)
+
+    office = node.postoffice
+    office.register({Called: on_call})
+    office.van.connect(SCHEDULER, office.scheduler)
+    office.announce()
+
+    def is_over() -> bool:
+        over = office.directory is not None and not office.directory.workers
+        return bool(calls or office.failure or over)
+
+    with office.events.span("spare"):
+        while not is_over():
+            with contextlib.suppress(CommTimeout):  # there is no deadline for losses
+                office.wait_until(is_over, 3600.0)
+    office.raise_failure()
+    return calls[0] if calls else None
 
 
 def join_running(
@@ -146,5 +191,5 @@ def _van(
         on_linux = sys.platform == "linux"
         unique = os.urandom(8).hex()
         address = f"unix:@braid-ps-{unique}-{node}" if on_linux else "tcp://127.0.0.1:0"
-    listen = "" if role == "worker" else address
+    listen = "" if role in {"worker", "spare"} else address
     return SocketVan(node, SCHEMA, secret=secret, run_id=run_id, listen=listen, config=config)

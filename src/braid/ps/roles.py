@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-__all__ = ["SCHEDULER", "Role", "name_of", "role_of", "server_node", "worker_node"]
+__all__ = ["SCHEDULER", "SPARE", "Role", "name_of", "role_of", "server_node", "worker_node"]
 
-Role: TypeAlias = Literal["scheduler", "server", "worker"]
+Role: TypeAlias = Literal["scheduler", "server", "worker", "spare"]
 SCHEDULER = "scheduler"
+SPARE = "spare"
 
 
 def server_node(number: int) -> str:

@@ -15,6 +15,7 @@ from braid.errors import BraidError, ConfigError
 from braid.message import Delivery, PeerLost, split_node
 from braid.ps.messages import (
     Barrier,
+    Called,
     Dealt,
     Drain,
     Failure,
@@ -30,8 +31,15 @@ from braid.ps.messages import (
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.data_state import Issue
 from braid.ps.protocol.directory import Directory
-from braid.ps.protocol.scheduler_state import Fail, Instruction, Publish, Release, SchedulerState
-from braid.ps.roles import server_node, worker_node
+from braid.ps.protocol.scheduler_state import (
+    Call,
+    Fail,
+    Instruction,
+    Publish,
+    Release,
+    SchedulerState,
+)
+from braid.ps.roles import SPARE, server_node, worker_node
 
 __all__ = ["Scheduler", "read_journal"]
 
@@ -121,6 +129,8 @@ class Scheduler:
             case Join(address, start):
                 if is_server:
                     return state.server_joins(number, address)
+                if role == SPARE:
+                    return state.spare_joins(number)
                 return state.worker_joins(number, start)
             case Leave():
                 return state.worker_leaves(number)
@@ -135,6 +145,8 @@ class Scheduler:
             case Loads(weights):
                 return state.balance(number, weights)
             case PeerLost(reason=reason):
+                if role == SPARE:
+                    return state.spare_lost(number)
                 return (state.server_lost if is_server else state.worker_lost)(number, reason)
         return []
 
@@ -143,6 +155,8 @@ class Scheduler:
             match each:
                 case Publish():
                     self._publish()
+                case Call(spare, worker):
+                    self._postoffice.send(f"{SPARE}:{spare}", Called(worker))
                 case Release(requests):
                     for node, request in requests:
                         self._postoffice.send(node, Released((0,)), answers=request)

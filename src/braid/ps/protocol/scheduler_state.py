@@ -5,7 +5,7 @@
                      place back
     lost server      its chains go on without it; copies are made elsewhere; a shard without any
                      copy fails the run
-    lost worker      by policy: fail, wait for a new process of its number, or shrink
+    lost worker      by policy: fail, wait for a new process of its number, shrink, or call a spare
     installed        the next directory
     leave            a worker is waited for no longer; a server's shards go to others first
     barrier          released when all of its group have come
@@ -24,9 +24,9 @@ from braid.errors import CommError
 from braid.ps.protocol.data_state import DataState, Issue
 from braid.ps.protocol.directory import Directory
 
-__all__ = ["Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState"]
+__all__ = ["Call", "Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState"]
 
-OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink"]
+OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink", "replace"]
 
 
 class Publish(NamedTuple):
@@ -47,7 +47,14 @@ class Fail(NamedTuple):
     text: str
 
 
-Instruction: TypeAlias = Publish | Release | Fail | Issue
+class Call(NamedTuple):
+    """Let a spare take the place of a worker."""
+
+    spare: int
+    worker: int
+
+
+Instruction: TypeAlias = Call | Publish | Release | Fail | Issue
 
 
 class SchedulerState:
@@ -81,6 +88,7 @@ class SchedulerState:
         self.failure = ""
         self._servers: dict[int, str] = {}
         self._workers: set[int] = set()
+        self._spares: list[int] = []  # that are here, and not called
         self._gone: set[int] = set()  # workers that have left
         self._barriers: dict[str, dict[str, int]] = {}
         self._data: dict[str, DataState] = {}
@@ -117,6 +125,17 @@ class SchedulerState:
             return [Publish(self.directory)]
         return self._change(self.directory.with_workers({**self.directory.workers, worker: start}))
 
+    def spare_joins(self, spare: int) -> list[Instruction]:
+        """Take in a process that may take the place of a worker."""
+        if spare not in self._spares:
+            self._spares.append(spare)
+        return []
+
+    def spare_lost(self, spare: int) -> list[Instruction]:
+        """Forget a spare, which was lost or has been called."""
+        self._spares = [each for each in self._spares if each != spare]
+        return []
+
     def worker_leaves(self, worker: int) -> list[Instruction]:
         """Wait for a worker no longer, since it is done."""
         self._gone.add(worker)
@@ -131,6 +150,10 @@ class SchedulerState:
         if self._on_worker_loss == "fail":
             return self._fail(f"lost worker {worker}: {reason}")
         again = self._deal_again(worker)
+        if self._on_worker_loss == "replace":
+            if not self._spares:
+                return self._fail(f"lost worker {worker}: {reason}. No spare is left for it")
+            return [*again, Call(self._spares.pop(0), worker)]
         return [*again, *(self._remove(worker) if self._on_worker_loss == "shrink" else [])]
 
     def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
