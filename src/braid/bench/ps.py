@@ -183,7 +183,7 @@ def _pairs_verdicts(row: Measured) -> Iterator[Verdict]:
     for way, least in PAIRS_RATIO.items():
         ratio = row.amount / _median(row, way) / PS_LITE_PAIRS[row.name]
         claim = (
-            f"{row.name} of pairs by messages of a van over {way}: at least {least:g} x what "
+            f"{row.name} of pairs over {way}: at least {least:g} x what "
             f"PS-Lite passed, {PS_LITE_PAIRS[row.name] / 1e6:.0f} M/s"
         )
         yield Verdict(claim, f"measured {ratio:.2f} x", ratio >= least)

@@ -76,8 +76,8 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
             msg = f"expected {nbytes} bytes for {spec}, got {buffer.nbytes}"
             raise CommError(msg)
         if nbytes:
-            flat = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
-            tensors.append(flat.reshape(spec.shape))
+            flat = torch.frombuffer(buffer, dtype=dtype)
+            tensors.append(flat if len(spec.shape) == 1 else flat.reshape(spec.shape))
         else:
             tensors.append(torch.empty(spec.shape, dtype=dtype))
     return tensors

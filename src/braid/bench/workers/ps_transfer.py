@@ -11,7 +11,6 @@ In every round the worker goes through all candidates, in an order drawn anew.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import statistics
@@ -24,11 +23,12 @@ from functools import partial
 import torch
 
 from braid import ps
-from braid.bench.workers.ps_pairs import SERVER, PairClient, pair_van, serve_pairs
+from braid.bench.workers.ps_pairs import Pairs, serve_pairs
 from braid.bench.workers.ps_plan import Measured, Plan
 from braid.bench.workers.ps_reference import EchoClient, RemoteEcho, echo_address, serve_echo
 from braid.comm import Group
 from braid.message.tensors import memory_of
+from braid.ps import kv
 
 __all__ = ["RPC", "SHARED", "SOCKETS", "UNIX", "transfer"]
 
@@ -47,38 +47,33 @@ Act = Callable[[], object]
 def transfer(group: Group, plan: Plan) -> list[Measured] | None:
     """Measure the transfers of a plan; the worker returns the figures."""
     server = group.rank == 1
-    secret = group.objects.broadcast(os.urandom(32))
     address = group.objects.broadcast(echo_address())
     with contextlib.ExitStack() as stack:
         directory = ""
         if group.rank == 0:
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="braid-bench-"))
         directory = group.objects.broadcast(directory)
-        vans = {}
-        for way, is_shared in WAYS.items():
-            name = SERVER if server else "worker:0"
-            if group.rank:
-                vans[way] = pair_van(name, secret, shared_memory=is_shared, listens=server)
-                stack.callback(vans[way].close)
-        places = {w: van.address for w, van in vans.items()} if server else None
-        places = group.objects.broadcast(places, 1)
-        nodes = {}
-        for way, is_shared in WAYS.items():
-            node = ps.join(group, 1, ps.Options(shared_memory=is_shared))
-            nodes[way] = stack.enter_context(node)
+        pair_nodes = {
+            way: stack.enter_context(kv.join(group, 1, shared_memory=is_shared))
+            for way, is_shared in WAYS.items()
+        }
+        nodes = {  # closed first: those of pairs wait for each other at their end
+            way: stack.enter_context(ps.join(group, 1, ps.Options(shared_memory=is_shared)))
+            for way, is_shared in WAYS.items()
+        }
         tables = {way: _Tables(node, plan) for way, node in nodes.items()}
         if server:
             listener = socket.socket(socket.AF_UNIX)
             listener.bind("\0" + address)
             listener.listen()
             stack.enter_context(_thread(serve_echo, listener, directory))
-            for van in vans.values():
-                stack.enter_context(_thread(serve_pairs, van, plan.num_pairs))
+            for pair_node in pair_nodes.values():
+                serve_pairs(pair_node, plan.num_pairs)
         group.barrier()
         if all(node.is_worker for node in nodes.values()):
             client = EchoClient(address)
             stack.callback(client.close)
-            pairs = {w: PairClient(vans[w], places[w], plan.num_pairs) for w in WAYS}
+            pairs = {way: Pairs(own, plan.num_pairs) for way, own in pair_nodes.items()}
             return _measure(plan, tables, pairs, client, directory)
         for node in list(nodes.values())[1:]:
             stack.enter_context(_thread(node.serve))
@@ -142,7 +137,7 @@ def _zipf(plan: Plan, generator: torch.Generator) -> torch.Tensor:
 def _measure(
     plan: Plan,
     tables: dict[str, _Tables],
-    pairs: dict[str, PairClient],
+    pairs: dict[str, Pairs],
     client: EchoClient,
     directory: str,
 ) -> list[Measured]:
@@ -181,8 +176,6 @@ def _measure(
                     act = partial(session.echo, remote[name])
                     act()
                     seconds[name].setdefault(RPC, []).append(_median_s(act, repeats[name]))
-    for own in pairs.values():
-        own.close()
     rows = next(iter(tables.values()))
     amounts = {
         "dense": 2 * plan.dense_bytes,

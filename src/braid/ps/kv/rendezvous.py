@@ -13,6 +13,7 @@ At the end of the block each node waits for all others.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from braid.comm import Group
@@ -21,7 +22,9 @@ from braid.message import SocketVan, VanConfig
 from braid.ps.kv.dropping_van import DroppingVan
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.kv.node import KVNode
+from braid.ps.rendezvous import local_address
 from braid.ps.roles import name_of, role_of
+from braid.rendezvous import wants_portable
 from braid.wire import Secret
 
 __all__ = ["VAN", "join", "make_van"]
@@ -33,7 +36,8 @@ def join(
     group: Group,
     servers: int,
     *,
-    address: str = "tcp://127.0.0.1:0",
+    address: str = "",
+    shared_memory: bool = True,
     resend_s: float | None = None,
     drop: float = 0.0,
     unknown_s: float = 5.0,
@@ -44,7 +48,9 @@ def join(
     Args:
         group: All ranks: the scheduler, then the servers, then the workers.
         servers: Number of servers.
-        address: Address on which nodes listen.
+        address: Address on which nodes listen; one that only this host can reach when empty.
+        shared_memory: Whether large tensors between processes of one host pass through shared
+            memory; never where `BRAID_PORTABLE` forbids it.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
         drop: Share of arriving messages that each node drops, for tests.
         unknown_s: Seconds for which a request waits for an app that does not exist yet.
@@ -64,7 +70,9 @@ def join(
     secret = Secret(group.objects.broadcast(os.urandom(32)))
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
-    van = make_van(name_of(role, number), secret, run_id, address, drop=drop)
+    name = name_of(role, number)
+    config = dataclasses.replace(VAN, shared_memory=shared_memory and not wants_portable())
+    van = make_van(name, secret, run_id, address or local_address(name), drop=drop, config=config)
     scheduler = group.objects.broadcast(van.address)
     node = KVNode(
         van,

@@ -353,7 +353,7 @@ class KVWorker(SimpleApp):
             msg = f"the server has {vals.dtype}, and vals is a tensor of {own.out.dtype}"
             raise CommError(msg)
         places = own.slices[server]
-        num_keys = places.stop - places.start if isinstance(places, slice) else len(places)
+        num_keys = _count_of(places)
         check_pairs(own.pairs.keys[:0] if lens is None else own.pairs.keys[:num_keys], None, lens)
         if (len(vals) % num_keys) if lens is None else (int(lens.sum()) != len(vals)):
             msg = f"{len(vals)} values came for {num_keys} keys"
@@ -395,22 +395,46 @@ def _assemble(own: _Transfer, out: torch.Tensor) -> None:
     Raises:
         ConfigError: There are more or fewer than `vals` has room for.
     """
-    num_keys, lens = len(own.pairs), torch.zeros(len(own.pairs), dtype=torch.int64)
-    for server, places in own.slices.items():
-        vals, given = own.answers[server]
-        count = places.stop - places.start if isinstance(places, slice) else len(places)
-        lens[places] = given if given is not None else len(vals) // count
-    total = int(lens.sum())
+    num_keys, width = len(own.pairs), _width(own)
+    lens = None if width is not None else _lens(own)
+    total = int(lens.sum()) if lens is not None else num_keys * (width or 0)
     if not len(out):
         out.resize_(total)
     if len(out) != total:
         msg = f"{total} values came for {num_keys} keys, and vals has room for {len(out)}"
         raise ConfigError(msg)
-    is_equal = total == num_keys * int(lens[0]) and bool((lens == lens[0]).all())
-    layout = Layout(num_keys, total, None if is_equal else lens)
+    layout = Layout(num_keys, total, lens)
     for server, places in own.slices.items():
         layout.scatter(out, places, own.answers[server][0])
     if own.out_lens is not None:
         if not len(own.out_lens):
             own.out_lens.resize_(num_keys)
-        own.out_lens.copy_(lens)
+        own.out_lens.copy_(lens if lens is not None else torch.tensor(width))
+
+
+def _width(own: _Transfer) -> int | None:
+    """Return the number of values of each key; None if keys have different numbers."""
+    widths = set()
+    for server, places in own.slices.items():
+        vals, given = own.answers[server]
+        if given is None:
+            widths.add(len(vals) // _count_of(places))
+        elif bool((given == given[0]).all()):
+            widths.add(int(given[0]))
+        else:
+            return None
+    return widths.pop() if len(widths) == 1 else None
+
+
+def _lens(own: _Transfer) -> torch.Tensor:
+    """Return the number of values of each key."""
+    lens = torch.zeros(len(own.pairs), dtype=torch.int64)
+    for server, places in own.slices.items():
+        vals, given = own.answers[server]
+        lens[places] = len(vals) // _count_of(places) if given is None else given
+    return lens
+
+
+def _count_of(places: Places) -> int:
+    """Return the number of keys of a server."""
+    return places.stop - places.start if isinstance(places, slice) else len(places)
