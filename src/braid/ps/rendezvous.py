@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
 from braid.message import Delivery, SocketVan, VanConfig
+from braid.ps.addresses import can_be_reached, listening_address, local_address
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
 from braid.ps.options import Options
@@ -28,7 +28,7 @@ from braid.ps.roles import SCHEDULER, Role, name_of, role_of
 from braid.rendezvous import wants_portable
 from braid.wire import Secret
 
-__all__ = ["join", "join_running", "local_address"]
+__all__ = ["join", "join_running"]
 
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
 SPARES = "BRAID_SPARES"  # processes for workers that are lost, as `braid run --spares` says
@@ -54,8 +54,8 @@ def join(
         options: Choices of the whole parameter server; its replicas are what `braid run --replicas`
             says when None.
         spares: Number of spares; what `braid run --spares` says when None.
-        address: Address on which scheduler and servers listen; one that only this host can reach
-            when empty.
+        address: Address on which scheduler and servers listen; one that all ranks can reach when
+            empty.
 
     Raises:
         ConfigError: There is no server or no worker.
@@ -86,6 +86,7 @@ def join(
     role, number = role_of(group.rank, servers)
     if role == "worker" and number >= workers:
         role, number = "spare", number - workers
+    address = address or listening_address(group, name_of(role, number))
     van = _van(role, number, secret, run_id, options, address)
     scheduler = group.objects.broadcast(van.address)
     events = group.context.events
@@ -130,17 +131,6 @@ def _wait_for_call(node: Node) -> int | None:
                 office.wait_until(is_over, 3600.0)
     office.raise_failure()
     return calls[0] if calls else None
-
-
-def local_address(node: str) -> str:
-    """Return an address that only this host can reach, for a node that listens.
-
-    A unix socket where there are abstract ones: it passes three times as many bytes as TCP's
-    loopback.
-    """
-    if sys.platform != "linux":
-        return "tcp://127.0.0.1:0"
-    return f"unix:@braid-ps-{os.urandom(8).hex()}-{node}"
 
 
 def join_running(
@@ -198,5 +188,14 @@ def _van(
         shared_memory=options.shared_memory and not wants_portable(),
     )
     node = name_of(role, number)
-    listen = "" if role in {"worker", "spare"} else address or local_address(node)
-    return SocketVan(node, SCHEMA, secret=secret, run_id=run_id, listen=listen, config=config)
+    address = address or local_address(node)
+    listen = "" if role in {"worker", "spare"} else address
+    return SocketVan(
+        node,
+        SCHEMA,
+        secret=secret,
+        run_id=run_id,
+        listen=listen,
+        listen_anywhere=can_be_reached(listen),
+        config=config,
+    )

@@ -100,7 +100,7 @@ def call_all(
     who = Identity(job, ROLE, me)
     with contextlib.ExitStack() as stack:
         try:
-            listen = network.listen or _own_address(network)
+            listen = network.listen or own_address(network)
             wanted = Address(host=listen, port=0)
             listener = stack.enter_context(
                 Listener(
@@ -164,7 +164,12 @@ def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> li
     return texts
 
 
-def _own_address(network: Network) -> str:
+def own_address(network: Network) -> str:
+    """Return the address of this host on the network of a job.
+
+    Raises:
+        ConfigError: There is no way to that network.
+    """
     if not network.towards:
         return "127.0.0.1"
     try:

@@ -38,7 +38,7 @@ from braid.launch.cluster.host_rendezvous_state import (
     Probe,
 )
 from braid.launch.cluster.join_listener import JoinListener
-from braid.launch.cluster.options import Hosts, Nodes, forwarded, node_secret
+from braid.launch.cluster.options import OF_THE_JOB, Hosts, Nodes, forwarded, node_secret
 from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.cluster.rank_assignment import Host, Place, assign
 from braid.launch.cluster.reachability import LAUNCHER
@@ -342,7 +342,8 @@ class HostRendezvous:
     def _prepare(self, node: int, address: str) -> None:
         if isinstance(self._where, Nodes):
             self._places = assign([Host(str(n), self._slots(n)) for n in sorted(self._agents)])
-            environ = dict(self._job.environ) if node == 0 else {}
+            own = self._job.environ
+            environ = dict(own) if node == 0 else {n: own[n] for n in OF_THE_JOB if n in own}
         else:
             environ = forwarded(self._job.environ, self._where.environ)
         self._agents[node].send(

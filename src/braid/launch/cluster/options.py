@@ -19,10 +19,14 @@ from braid.launch.cluster.remote_shell import (
 from braid.rendezvous.meeting import MeetingPoint
 from braid.wire import Secret
 
-__all__ = ["Hosts", "Nodes", "forwarded", "node_secret"]
+__all__ = ["OF_THE_JOB", "Hosts", "Nodes", "forwarded", "node_secret"]
 
 # Variables that make ranks behave alike; any other variable belongs to the host on which it is set.
-FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "BRAID_PORTABLE")
+OF_THE_JOB = (  # the same on all hosts, however they are started
+    *("BRAID_SERVERS", "BRAID_REPLICAS", "BRAID_SPARES"),
+    *("DMLC_NUM_SERVER", "DMLC_NUM_WORKER"),
+)
+FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "BRAID_PORTABLE", *OF_THE_JOB)
 FORWARDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_")
 
 

@@ -19,10 +19,10 @@ import os
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.message import SocketVan, VanConfig
+from braid.ps.addresses import can_be_reached, listening_address
 from braid.ps.kv.dropping_van import DroppingVan
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.kv.node import KVNode
-from braid.ps.rendezvous import local_address
 from braid.ps.roles import name_of, role_of
 from braid.rendezvous import wants_portable
 from braid.wire import Secret
@@ -48,7 +48,7 @@ def join(
     Args:
         group: All ranks: the scheduler, then the servers, then the workers.
         servers: Number of servers.
-        address: Address on which nodes listen; one that only this host can reach when empty.
+        address: Address on which nodes listen; one that all ranks can reach when empty.
         shared_memory: Whether large tensors between processes of one host pass through shared
             memory; never where `BRAID_PORTABLE` forbids it.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
@@ -71,8 +71,16 @@ def join(
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
     name = name_of(role, number)
-    config = dataclasses.replace(VAN, shared_memory=shared_memory and not wants_portable())
-    van = make_van(name, secret, run_id, address or local_address(name), drop=drop, config=config)
+    address = address or listening_address(group, name)
+    van = make_van(
+        name,
+        secret,
+        run_id,
+        address,
+        listen_anywhere=can_be_reached(address),
+        drop=drop,
+        config=dataclasses.replace(VAN, shared_memory=shared_memory and not wants_portable()),
+    )
     scheduler = group.objects.broadcast(van.address)
     node = KVNode(
         van,
