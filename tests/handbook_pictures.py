@@ -29,6 +29,7 @@ from handbook_data_parallel import DATA_PARALLEL
 from handbook_meshes import MESHES
 from handbook_pipelines import PIPELINES
 from handbook_sequences import SEQUENCES
+from handbook_servers import SERVERS
 from handbook_sharding import SHARDING
 from handbook_slices import SLICES
 
@@ -274,6 +275,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *SLICES,
     *SHARDING,
     *MESHES,
+    *SERVERS,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,

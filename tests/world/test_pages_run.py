@@ -15,6 +15,9 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SKIPPED = "# skip: "  # first line of a snippet that needs what a test has not, with the reason
+ROLES = re.compile(
+    r"# braid run --servers (\d+) --workers (\d+)\n"
+)  # first line, for ranks with roles
 # pages whose snippets run as they stand; those of older pages are parts of programs
 WHOLE = {
     "reports",
@@ -39,7 +42,10 @@ def test_the_snippets_of_a_page_run_on_two_ranks(procs, page, tmp_path):
             continue
         script = tmp_path / f"snippet{number}.py"
         script.write_text(snippet)
-        run_program(procs, 2, script, directory=tmp_path)
+        ranks, environ = 2, {}
+        if roles := ROLES.match(snippet):
+            ranks, environ = 1 + int(roles[1]) + int(roles[2]), {"BRAID_SERVERS": roles[1]}
+        run_program(procs, ranks, script, directory=tmp_path, **environ)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -26,22 +26,30 @@ def _run(script: Path, ranks: int, log_dir: Path) -> str:
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
-def _command(example: Path) -> int:
-    """Number of ranks in the command of its docstring."""
-    ranks = re.search(r"braid run -n (\d+) (examples/\S+)", example.read_text())
-    assert ranks is not None
-    assert ROOT / ranks[2] == example
-    return int(ranks[1])
+def _command(example: Path) -> tuple[int, dict[str, str]]:
+    """Number of ranks in the command of its docstring, and the environment that it gives them."""
+    plain = re.search(r"braid run -n (\d+) (examples/\S+)", example.read_text())
+    roles = re.search(
+        r"braid run --servers (\d+) --workers (\d+) (examples/\S+)", example.read_text()
+    )
+    found = roles or plain
+    assert found is not None
+    assert ROOT / found[found.lastindex] == example
+    if roles is None:
+        return int(found[1]), {}
+    return 1 + int(roles[1]) + int(roles[2]), {"BRAID_SERVERS": roles[1]}
 
 
 @pytest.mark.launcher
 def test_the_first_example_runs_with_the_command_in_its_docstring(tmp_path):
-    assert "bit by bit" in _run(EXAMPLES[0], _command(EXAMPLES[0]), tmp_path / "run")
+    assert "bit by bit" in _run(EXAMPLES[0], _command(EXAMPLES[0])[0], tmp_path / "run")
 
 
 @pytest.mark.parametrize("example", EXAMPLES[1:], ids=lambda p: p.stem)
 def test_an_example_runs_on_as_many_ranks_as_its_docstring_says(procs, example):
-    assert "bit by bit" in run_program(procs, _command(example), example)[0]
+    ranks, environ = _command(example)
+    texts = run_program(procs, ranks, example, **environ)
+    assert "bit by bit" in texts[-1 if environ else 0]  # workers are the last ranks
 
 
 def test_the_diff_of_the_readme_makes_a_loop_that_trains(procs, tmp_path):

@@ -1,0 +1,93 @@
+"""What a van does for its messages: urgency, chunks, memory that is reused, shared memory.
+
+braid run -n 2 examples/32_messages.py
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import torch
+
+import braid
+from braid.message import Schema, SocketVan, VanConfig
+from braid.message.tensors import as_buffers, from_buffers
+from braid.types import TensorSpec
+from braid.wire import Secret
+
+NUMEL, TIMES = 8 << 20, 5  # 32 MiB
+
+
+class Values(msgspec.Struct, tag="values", frozen=True):
+    """Tensors, which travel beside it."""
+
+    specs: list[TensorSpec]
+    number: int
+
+
+class Note(msgspec.Struct, tag="note", frozen=True):
+    """A few bytes."""
+
+    text: str
+
+
+SCHEMA = Schema(Values, Note)
+
+
+def values(seed: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+
+def send(van: SocketVan) -> None:
+    for number in range(TIMES):
+        specs, buffers = as_buffers([values(number)])
+        sending = van.send("server:0", Values(specs, number), buffers=buffers)
+        if number < TIMES - 1:
+            sending.wait()
+    van.send("server:0", Note("patient"))
+    van.send("server:0", Note("urgent"), priority=15)
+    sending.wait()
+
+
+def receive(van: SocketVan) -> tuple[list[str], set[int]]:
+    """Return what has come, in its order, and where values lay."""
+    names: list[str] = []
+    places: set[int] = set()
+    while len(names) < TIMES + 2:
+        delivery = van.recv()
+        message = delivery.message
+        if isinstance(message, Note):
+            names.append(message.text)
+            continue
+        (tensor,) = from_buffers(message.specs, delivery.buffers)
+        assert torch.equal(tensor, values(message.number))
+        names.append(f"values {message.number}")
+        places.add(tensor.data_ptr())
+        del tensor, delivery  # the last views of this memory, which the next message may have
+    return names, places
+
+
+def main() -> None:
+    group = braid.init()
+    secret = Secret(group.objects.broadcast(os.urandom(32)))
+    node, listen = ("server:0", "tcp://127.0.0.1:0") if group.rank == 0 else ("worker:0", "")
+    for shared in (True, False):
+        config = VanConfig(shared_memory=shared)
+        with SocketVan(
+            node, SCHEMA, secret=secret, run_id="page", listen=listen, config=config
+        ) as van:
+            address = group.objects.broadcast(van.address)
+            if group.rank:
+                van.connect("server:0", address)
+                send(van)
+            else:
+                names, places = receive(van)
+                print(f"shared memory {shared}, {len(places)} blocks: {', '.join(names)}")
+            group.barrier()
+    if group.rank == 0:
+        print("all values are those that were sent bit by bit")
+
+
+if __name__ == "__main__":
+    main()
