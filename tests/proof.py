@@ -237,7 +237,7 @@ def targets_of(
 ) -> list[str]:
     """Write a section that consists of targets."""
     told = [
-        f"Measured on {report.machine}, torch {report.torch}, by `{command}`, on commit {commit}:",
+        f"Measured on {report.machine} (load before: {report.load:.1f} a core), torch {report.torch}, by `{command}`, on commit {commit}:",
         "",
         *(f"* {line}" for line in verdicts),
     ]
