@@ -154,6 +154,7 @@ def save_alone(
     step: int,
     state: Mapping[str, Any] | None = None,
     numerics: Mapping[str, Any] | None = None,
+    keep: int | None = None,
 ) -> Path:
     """Write a checkpoint of several files in one process.
 
@@ -163,6 +164,7 @@ def save_alone(
         step: Number of completed steps.
         state: Values that are no tensors, as JSON knows them.
         numerics: Settings on which bits depend.
+        keep: Number of checkpoints to keep, this one included; all when None.
 
     Returns:
         Path of the checkpoint.
@@ -194,6 +196,8 @@ def save_alone(
         if began:  # else the hidden directory is that of another run
             home.discard(step)
         raise CheckpointError(f"{action}: {'; '.join(problems)}. {REMEDY}")
+    if keep is not None:
+        home.prune(keep, step)
     return home.final(step)
 
 

@@ -52,6 +52,7 @@ class Client:
         on_done: Callable[[], None] | None = None,
         memory: Memory | None = None,
         priority: int = 0,
+        is_write: bool = False,
     ) -> int:
         """Send a request to the heads of some shards of a table; see `Customer.request`.
 
@@ -73,6 +74,7 @@ class Client:
             on_done=on_done,
             memory=memory,
             priority=priority,
+            is_write=is_write,
         )
 
     def wait(self, timestamp: int, timeout_s: float | None = None) -> None:

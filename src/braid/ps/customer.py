@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from braid.errors import CommError, PeerLostError
+from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.message import Delivery, Message
 from braid.ps.messages import Answer, Elsewhere, Refused, Repeat
 from braid.ps.postoffice import Postoffice
@@ -44,6 +44,7 @@ class _Request:
     on_failed: Callable[[], None] | None
     memory: Memory | None
     priority: int
+    is_write: bool
     ids: list[int] = field(default_factory=list)
     due_ns: int = 0  # when to send it again, on links that lose messages
     pause_ns: int = 0
@@ -93,6 +94,7 @@ class Customer:
         on_failed: Callable[[], None] | None = None,
         memory: Memory | None = None,
         priority: int = 0,
+        is_write: bool = False,
     ) -> int:
         """Send a request.
 
@@ -106,6 +108,8 @@ class Customer:
             on_failed: Called at once when it fails.
             memory: Function that returns the memory for the answer of a part; new memory when None.
             priority: Urgency of the messages.
+            is_write: Whether it goes on after a `wait` that has timed out, as a push does; others
+                are forgotten then.
 
         Returns:
             The timestamp of the request.
@@ -116,11 +120,17 @@ class Customer:
         self._raise_any()
         timestamp = self.next_timestamp
         self.next_timestamp += 1
-        self._requests[timestamp] = _Request(build, on_answer, on_done, on_failed, memory, priority)
+        self._requests[timestamp] = _Request(
+            build, on_answer, on_done, on_failed, memory, priority, is_write
+        )
         own = self._requests[timestamp]
         own.pause_ns = round((self._postoffice.resend_s or 0.0) * 1e9)
         own.due_ns = self._postoffice.van.clock.now_ns() + own.pause_ns
-        self._act(self._state.begin(timestamp, parts, route))
+        try:
+            self._act(self._state.begin(timestamp, parts, route))
+        except BaseException:
+            self.cancel(timestamp)
+            raise
         return timestamp
 
     def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
@@ -133,11 +143,16 @@ class Customer:
         """
         if timestamp in self._requests:
             with self._postoffice.events.span("wait", seq=timestamp):
-                self._postoffice.wait_until(
-                    lambda: timestamp not in self._requests or bool(self._postoffice.failure),
-                    timeout_s,
-                    lambda: self._missing(timestamp),
-                )
+                try:
+                    self._postoffice.wait_until(
+                        lambda: timestamp not in self._requests or bool(self._postoffice.failure),
+                        timeout_s,
+                        lambda: self._missing(timestamp),
+                    )
+                except CommTimeout:
+                    if timestamp in self._requests and not self._requests[timestamp].is_write:
+                        self.cancel(timestamp)
+                    raise
         if timestamp in self._errors:
             raise self._errors.pop(timestamp)
         if timestamp in self._requests:

@@ -130,8 +130,7 @@ class DenseTable(Table):
             nested = [[spec] for spec in specs]
             return Push(self.epoch, self.name, clock, parts, nested), buffers
 
-        self.clock += 1
-        return self._request(range(self.num_shards), build, priority=priority)
+        return self._push(build, priority)
 
     def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
         return flat[range_of_shard(len(flat), part, self.num_shards)]

@@ -44,6 +44,8 @@ from braid.ps.tables import TableSpec, num_dense_shards
 
 __all__ = ["Node"]
 
+MAX_SPARSE_SHARDS = 64  # their whole states fit into the buffers of one message
+
 
 class Node:
     """The scheduler, a server or a worker.
@@ -164,6 +166,7 @@ class Node:
                 return SumStorage(own, table=name)
             return DenseStorage(own, optimizer, table=name)
 
+        make(0)  # says what is wrong on all nodes
         spec = TableSpec(
             name=name, num_shards=num_shards, consistency=consistency, make_storage=make
         )
@@ -203,8 +206,11 @@ class Node:
         Raises:
             ConfigError: There is a table of this name, or an argument is out of range.
         """
-        if num_shards < 1:
-            msg = f"table {name!r} needs at least one shard, got num_shards {num_shards}"
+        if not 1 <= num_shards <= MAX_SPARSE_SHARDS:
+            msg = (
+                f"table {name!r} needs at least one shard, and at most {MAX_SPARSE_SHARDS}, got "
+                f"num_shards {num_shards}"
+            )
             raise ConfigError(msg)
         begin = Normal(std=0.01) if init is None else init
 
@@ -230,6 +236,7 @@ class Node:
         *,
         extra: Mapping[str, torch.Tensor] | None = None,
         state: Mapping[str, Any] | None = None,
+        keep: int | None = None,
     ) -> None:
         """Write a snapshot of all tables; all workers call it, the first one writes.
 
@@ -240,27 +247,34 @@ class Node:
             step: Number of completed steps.
             extra: Further tensors to write, such as `braid.checkpoint.training_tensors(model)`.
             state: Values that are no tensors, as JSON knows them.
+            keep: Number of snapshots to keep, this one included; all when None.
 
         Raises:
             ConfigError: This node is no worker.
-            CheckpointError: It cannot be written; earlier ones are untouched.
+            CheckpointError: It cannot be written; earlier ones are untouched. The first worker
+                alone hears of it.
         """
         if self._client is None:
             msg = "workers save; servers serve()"
             raise ConfigError(msg)
         self._client.wait_all()
-        self.barrier(f"before snapshot {step}")
-        if self.number == min(self._postoffice.workers):
-            states = {
-                spec.name: export_table(self._client, spec, table.clock)
-                for spec, table in zip(self._specs, self._tables, strict=True)
-            }
-            write_tables(directory, states, step, extra=extra, state=state)
-        self.barrier(f"after snapshot {step}")
+        self.barrier("before a snapshot")
+        try:
+            if self.number == min(self._postoffice.workers):
+                states = {
+                    spec.name: export_table(self._client, spec, table.clock)
+                    for spec, table in zip(self._specs, self._tables, strict=True)
+                }
+                write_tables(directory, states, step, extra=extra, state=state, keep=keep)
+        finally:
+            self.barrier("after a snapshot")
 
     def _declare(self, spec: TableSpec) -> None:
         if any(spec.name == other.name for other in self._specs):
             msg = f"there is a table {spec.name!r} already"
+            raise ConfigError(msg)
+        if not spec.name or "/" in spec.name:
+            msg = f"a table's name is not empty and has no slash, got {spec.name!r}"
             raise ConfigError(msg)
         quorum = spec.consistency.quorum
         if quorum is not None and quorum > self.num_workers:

@@ -185,6 +185,7 @@ def _van(
     config = VanConfig(
         max_queue_bytes=1 << 40,  # a server waits for nobody
         max_queue_messages=1 << 20,
+        max_message_bytes=1 << 40,  # as large as the tables that the program declares
         shared_memory=options.shared_memory and not wants_portable(),
     )
     node = name_of(role, number)

@@ -67,10 +67,10 @@ class Shard:
                 case Keep(worker, clock):
                     self.kept[worker, clock] = value
                 case Drop(pushes):
-                    self.dropped.update(pushes)
                     for push in pushes:
                         self.kept.pop(push, None)
                 case Merge(record):
+                    self.dropped.update(record.dropped)
                     self.sums[record.number] = self._merged(record)
                 case Apply(record):
                     self._apply(record)
@@ -82,7 +82,10 @@ class Shard:
     def read(self, worker: int, query: Tensors) -> tuple[Tensors, int]:
         """Return what a worker pulls, with the number of its last record."""
         values, version = self.storage.read(query), self.state.applied.number
-        self._pulled[worker] = version, values
+        compensates = any(rule.compensate for rule in self.state.applied.rules.values)
+        members = self.state.view.members
+        self._pulled = {w: each for w, each in self._pulled.items() if w in members}
+        self._pulled[worker] = version, values if compensates else ()
         return values, version
 
     def follow(self, record: Record, sums: Tensors, epoch: int) -> list[Instruction]:

@@ -63,6 +63,7 @@ def write_tables(
     *,
     extra: Mapping[str, torch.Tensor] | None = None,
     state: Mapping[str, Any] | None = None,
+    keep: int | None = None,
 ) -> Path:
     """Write a snapshot as a checkpoint.
 
@@ -72,6 +73,7 @@ def write_tables(
         step: Number of completed steps.
         extra: Further tensors, such as `model/weight`, which `braid checkpoint export` finds.
         state: Values that are no tensors, as JSON knows them.
+        keep: Number of checkpoints to keep, this one included; all when None.
 
     Raises:
         CheckpointError: It cannot be written; earlier ones are untouched.
@@ -82,7 +84,7 @@ def write_tables(
         for name, tensor in state.items()
     }
     snapshot = ReplicatedSnapshot({**tensors, **(extra or {})})
-    return save_alone(directory, [snapshot], step=step, state=state)
+    return save_alone(directory, [snapshot], step=step, state=state, keep=keep)
 
 
 def read_table(where: str | os.PathLike[str], table: str, num_shards: int) -> list[State]:

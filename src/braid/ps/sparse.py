@@ -148,8 +148,7 @@ class SparseTable(Table):
             nested = [specs[k : k + 2] for k in range(0, len(specs), 2)]
             return Push(self.epoch, self.name, clock, parts, nested), buffers
 
-        self.clock += 1
-        return self._request(range(self.num_shards), build, priority=priority)
+        return self._push(build, priority)
 
     def _by_shard(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Return an order of ids by shard, and where each shard begins in it."""

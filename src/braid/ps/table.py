@@ -124,6 +124,14 @@ class Table:
             self._spec, shards, build, on_answer=on_answer, memory=memory, priority=priority
         )
 
+    def _push(self, build: Build, priority: int) -> int:
+        """Push to all shards; the clock is over once the request is made, not when it fails."""
+        timestamp = self._client.request(
+            self._spec, range(self.num_shards), build, priority=priority, is_write=True
+        )
+        self.clock += 1
+        return timestamp
+
     def _change(
         self,
         at_clock: int | None,

@@ -162,7 +162,9 @@ class SchedulerState:
         Raises:
             CommError: No server would be left.
         """
-        assert self.directory is not None, "a server leaves after it has joined"
+        if self.directory is None:
+            msg = f"server {server} cannot leave before all servers and workers have joined"
+            raise CommError(msg)
         if len(self.directory.servers) - len({*self.directory.leaving, server}) < 1:
             msg = f"server {server} cannot leave: it is the last one, and has all shards"
             raise CommError(msg)
@@ -189,7 +191,8 @@ class SchedulerState:
 
     def installed(self, shard: int, server: int, since: int) -> list[Instruction]:
         """Record that a server that joins a chain has the state."""
-        assert self.directory is not None, "nothing is installed before the first directory"
+        if self.directory is None:
+            return []
         directory = self.directory.installed(shard, server, since)
         return [] if directory is self.directory else self._change(directory)
 
