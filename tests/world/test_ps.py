@@ -15,7 +15,7 @@ from training import said_by
 
 from braid import ps
 from braid.comm import Group
-from braid.errors import CommError, ConfigError, PeerLostError
+from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, RendezvousError
 
 STEPS, SHAPE = 12, (5, 7)
 MAKE = partial(torch.optim.AdamW, lr=0.1)
@@ -308,3 +308,55 @@ def test_the_example_learns_digits_on_two_servers_and_two_workers(tmp_path):
     assert done.returncode == 0, done.stderr
     for worker in (0, 1):
         assert f"worker {worker}: 95.6% right, as one process: True" in done.stdout
+
+
+def _differs(group: Group, values: bool) -> str:
+    node = ps.join(group, 2)
+    first = torch.zeros(4) + (group.rank if values else 0)
+    size = 4 if values or not node.is_worker else 5
+    try:
+        with node:
+            table = node.dense("w", first[:4] if size == 4 else torch.zeros(5), MAKE)
+            if not node.is_worker:
+                node.serve()
+            else:
+                table.pull()
+    except (PeerLostError, RendezvousError) as exc:  # who comes later meets nobody
+        return str(exc)
+    return "nothing"
+
+
+def test_tables_that_differ_between_nodes_are_refused(world):
+    by_shape = world(4, _differs, False)
+    assert "table 'w' differs: " in by_shape[0]
+    assert "torch.float32[5]" in by_shape[0]
+    by_values = world(4, _differs, True)
+    assert "table 'w' begins with other values on server:" in by_values[0]
+    assert "nothing" not in {*by_shape, *by_values}
+
+
+def _forgets(group: Group) -> Any:
+    with ps.join(group, 1) as node:
+        table = node.dense("w", torch.zeros(4), partial(torch.optim.SGD, lr=1.0))
+        if not node.is_worker:
+            node.serve()
+            return None
+        table.pull()
+        with pytest.raises(ConfigError):
+            table.push_async(torch.empty(4, device="meta"))
+        assert table.clock == 0, "what was not pushed is no clock"
+        if node.number == 0:  # the other has not pushed: nothing waits for the answer any more
+            table.push(torch.ones(4))
+            said = said_by(lambda: table.pull(timeout_s=0.2), CommTimeout)
+            node.barrier()
+        else:
+            said = ""
+            node.barrier()
+            table.push(torch.ones(4))
+        return said, table.pull().tolist()
+
+
+def test_requests_that_fail_leave_nothing_behind(world):
+    first, second = world(4, _forgets)[2:]
+    assert "are unanswered by server:0" in first[0]
+    assert first[1] == second[1] == [-1.0] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from braid.errors import ConfigError
 
@@ -12,6 +13,7 @@ __all__ = ["REPLICAS", "SERVERS", "Roles"]
 
 SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
 SPARES = "BRAID_SPARES"  # and this
+ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"
 REPLICAS = "BRAID_REPLICAS"  # read there, too
 # read by programs for PS-Lite; braid.compat.pslite makes DMLC_ROLE of the rank
 DMLC_SERVERS, DMLC_WORKERS = "DMLC_NUM_SERVER", "DMLC_NUM_WORKER"
@@ -28,12 +30,15 @@ class Roles:
         replicas: Copies of each shard on other servers. With at least one, the run goes on when a
             server dies.
         spares: Ranks that take the places of workers that die. The run goes on when a worker dies.
+        on_worker_loss: Policy for workers that die: fail, wait for a new process of its number, or
+            shrink to the others.
     """
 
     servers: int = 0
     workers: int = 0
     replicas: int = 0
     spares: int = 0
+    on_worker_loss: Literal["", "fail", "wait", "shrink"] = ""
 
     def num_ranks(self, n: int | None) -> int | None:
         """Return the number of ranks that all options together mean.
@@ -67,6 +72,7 @@ class Roles:
         own = dict(os.environ if environ is None else environ)
         if self.servers:
             own[REPLICAS], own[SPARES] = str(self.replicas), str(self.spares)
+            own[ON_WORKER_LOSS] = self.on_worker_loss
             own[SERVERS] = own[DMLC_SERVERS] = str(self.servers)
             own[DMLC_WORKERS] = str(self.workers)
         return own
@@ -76,5 +82,6 @@ class Roles:
         """Ranks without which the others can go on."""
         first = 1 + self.servers
         servers = range(1, first if self.replicas else 1)
-        workers = range(first, first + self.workers + self.spares if self.spares else first)
+        goes_on = self.spares or self.on_worker_loss in {"wait", "shrink"}
+        workers = range(first, first + self.workers + self.spares if goes_on else first)
         return frozenset([*servers, *workers])

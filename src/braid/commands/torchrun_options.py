@@ -39,6 +39,7 @@ OWN = (
     "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
     "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
     "--network-interface", "--listen", "--servers", "--workers", "--replicas", "--spares",
+    "--on-worker-loss",
 )  # fmt: skip
 
 

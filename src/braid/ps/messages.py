@@ -35,6 +35,7 @@ __all__ = [
     "Released",
     "Repeat",
     "State",
+    "StopAt",
     "Update",
 ]
 
@@ -150,10 +151,14 @@ class State(msgspec.Struct, tag="state", frozen=True):
 
 
 class Join(msgspec.Struct, tag="join", frozen=True):
-    """A node is here; the address at which others can call it, and a worker's first clock."""
+    """A node is here; the address at which others can call it, and a worker's first clock.
+
+    Of each table `tables` has the form, and on servers a checksum of the first values.
+    """
 
     address: str
     start: int = 0
+    tables: dict[str, tuple[str, int]] = {}
 
 
 class Here(msgspec.Struct, tag="here", frozen=True):
@@ -166,6 +171,12 @@ class Called(msgspec.Struct, tag="called", frozen=True):
     """A spare takes the place of this worker, which was lost."""
 
     worker: int
+
+
+class StopAt(msgspec.Struct, tag="stop-at", frozen=True):
+    """Workers stop before this clock; one asks for it, the scheduler passes it on."""
+
+    clock: int
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
@@ -234,6 +245,7 @@ SCHEMA = Schema(
         Barrier,
         Loads,
         Released,
+        StopAt,
         NextData,
         Dealt,
         Failure,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError
 from braid.events import Recorder
 from braid.message import Van
+from braid.message.tensors import memory_of
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
-from braid.ps.messages import Barrier
+from braid.ps.messages import Barrier, StopAt
 from braid.ps.options import Options
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.scheduler_state import SchedulerState
@@ -103,8 +105,8 @@ class Node:
             directory = None if options.journal is None else read_journal(options.journal)
             state = SchedulerState(
                 *counts,
-                replicas=options.replicas,
-                on_worker_loss=options.on_worker_loss,
+                replicas=options.replicas or 0,
+                on_worker_loss=options.on_worker_loss or "fail",
                 directory=directory,
             )
             self._scheduler = Scheduler(self._postoffice, state, options.journal)
@@ -168,7 +170,12 @@ class Node:
 
         make(0)  # says what is wrong on all nodes
         spec = TableSpec(
-            name=name, num_shards=num_shards, consistency=consistency, make_storage=make
+            name=name,
+            num_shards=num_shards,
+            consistency=consistency,
+            make_storage=make,
+            form=f"{values.dtype}{list(values.shape)}, {consistency}",
+            first=_checksum(flat) if self._server is not None else 0,
         )
         self._declare(spec)
         table = DenseTable(self._client, spec, values)
@@ -222,7 +229,11 @@ class Node:
 
         make(0)  # says what is out of range on all nodes
         spec = TableSpec(
-            name=name, num_shards=num_shards, consistency=consistency, make_storage=make
+            name=name,
+            num_shards=num_shards,
+            consistency=consistency,
+            make_storage=make,
+            form=f"rows of {dim} {dtype}, {consistency}, seed {seed}, {num_shards} shards",
         )
         self._declare(spec)
         table = SparseTable(self._client, spec, dim, dtype)
@@ -281,6 +292,7 @@ class Node:
             msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers"
             raise ConfigError(msg)
         self._specs.append(spec)
+        self._postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
             where = self._options.restore
             states = None if where is None else read_table(where, spec.name, spec.num_shards)
@@ -387,6 +399,21 @@ class Node:
         self._client.join()
         return samples(self._client.customer, name, num_samples, shard_size, epochs)
 
+    def request_stop(self, clock: int) -> None:
+        """Ask all workers to stop before a clock; `stop_at` then says which one holds.
+
+        For a training that is to end early: a worker that just stops would leave others waiting.
+
+        Args:
+            clock: A clock that no worker has finished, such as its own plus the staleness plus two.
+        """
+        self._postoffice.send(SCHEDULER, StopAt(clock))
+
+    @property
+    def stop_at(self) -> int | None:
+        """Clock before which all workers stop, once one has asked for it."""
+        return self._postoffice.stop_at
+
     def drain(self) -> None:
         """Let this server's shards move to others; `serve` then ends. From any thread.
 
@@ -428,3 +455,9 @@ class Node:
             self._is_released = True
             with contextlib.suppress(BraidError):
                 self._postoffice.close(0.0)
+
+
+def _checksum(flat: torch.Tensor) -> int:
+    """Return a checksum of values."""
+    plain = flat.cpu().contiguous()
+    return zlib.crc32(memory_of(plain)) if len(plain) else 0

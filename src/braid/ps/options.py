@@ -15,10 +15,11 @@ class Options:
     """Choices of a whole parameter server; the same on all nodes.
 
     Attributes:
-        replicas: Copies of each shard on other servers. Servers may die while one is left.
+        replicas: Copies of each shard on other servers. Servers may die while one is left. What
+            `braid run --replicas` says, else 0, when None.
         on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
             process of its number, shrinks the run to the other workers, or calls a spare to replace
-            it.
+            it. What `braid run --on-worker-loss` says, else fail, when None.
         restore: Snapshot with which tables begin, or a directory of snapshots.
         rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
             shards are balanced by their number when None.
@@ -27,8 +28,8 @@ class Options:
         journal: File in which the scheduler keeps its directory, so that it can be started again.
     """
 
-    replicas: int = 0
-    on_worker_loss: OnWorkerLoss = "fail"
+    replicas: int | None = None
+    on_worker_loss: OnWorkerLoss | None = None
     restore: Path | None = None
     rebalance_s: float | None = None
     shared_memory: bool = True

@@ -28,7 +28,7 @@ from braid.errors import (
 )
 from braid.events import Recorder
 from braid.message import Delivery, Message, PeerLost, Van
-from braid.ps.messages import Failure, Here, Join, Leave, Refused
+from braid.ps.messages import Failure, Here, Join, Leave, Refused, StopAt
 from braid.ps.protocol.directory import Directory
 from braid.ps.roles import SCHEDULER
 from braid.wire import Buffer
@@ -65,6 +65,7 @@ class Postoffice:
         self.events = events or Recorder()
         self.directory: Directory | None = None
         self.failure = ""
+        self.stop_at: int | None = None
         self.addresses: dict[str, str] = {}  # of workers that listen
         self.losses: dict[str, PeerLost] = {}  # the last of each node
         self._scheduler = scheduler
@@ -73,6 +74,7 @@ class Postoffice:
         self._handlers: dict[type[Message], Handler] = {
             Here: self._learn,
             Failure: self._fail,
+            StopAt: self._stop,
             PeerLost: self._lost,
         }
         self._on_directory: list[Callable[[Directory], None]] = []
@@ -80,6 +82,7 @@ class Postoffice:
         self._on_linked: list[Callable[[str], None]] = []
         self._on_resend: list[Callable[[], None]] = []
         self._on_tick: list[Callable[[], None]] = []
+        self.tables: dict[str, tuple[str, int]] = {}  # form and checksum, for the scheduler
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
         self._announced = 0  # number of the last Join that the scheduler has not answered
@@ -172,7 +175,7 @@ class Postoffice:
         self.expect_no_more([self._announced])
         self.expect(number, self._welcomed)
         self._announced = number
-        self.send(SCHEDULER, Join(self.van.address, self._start), message_id=number)
+        self.send(SCHEDULER, Join(self.van.address, self._start, self.tables), message_id=number)
 
     def raise_failure(self) -> None:
         """Raise what ended the run, if anything did.
@@ -379,6 +382,11 @@ class Postoffice:
             self._learn(delivery)
         elif isinstance(delivery.message, Refused):
             self.failure = self.failure or delivery.message.text
+
+    def _stop(self, delivery: Delivery) -> None:
+        message = delivery.message
+        assert isinstance(message, StopAt), "this handler is for the last clock"
+        self.stop_at = message.clock
 
     def _fail(self, delivery: Delivery) -> None:
         message = delivery.message

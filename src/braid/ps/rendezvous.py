@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import replace
 
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
@@ -31,6 +32,7 @@ from braid.wire import Secret
 __all__ = ["join", "join_running"]
 
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
+ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"  # as `braid run --on-worker-loss` says
 SPARES = "BRAID_SPARES"  # processes for workers that are lost, as `braid run --spares` says
 REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
 
@@ -70,10 +72,8 @@ def join(
             )
             raise ConfigError(msg)
         servers = int(text)
-    spares = int(os.environ.get(SPARES, "0")) if spares is None else spares
-    if options is None:
-        on_loss: OnWorkerLoss = "replace" if spares else "fail"
-        options = Options(replicas=int(os.environ.get(REPLICAS, "0")), on_worker_loss=on_loss)
+    spares = _number(SPARES) if spares is None else spares
+    options = _completed(options or Options(), "replace" if spares else "fail")
     workers = group.size - 1 - servers - spares
     if servers < 1 or workers < 1:
         msg = (
@@ -106,6 +106,37 @@ def join(
     node.close()
     van = _van("worker", called, secret, run_id, options, address)
     return Node(van, "worker", called, (servers, workers), scheduler, options, events=events)
+
+
+def _completed(options: Options, on_loss: OnWorkerLoss) -> Options:
+    """Return options with what the launcher says, where the program says nothing.
+
+    Raises:
+        ConfigError: The launcher and the program say different things.
+    """
+    launched: dict[str, object] = {}
+    if number := _number(REPLICAS):
+        launched["replicas"] = number
+    if policy := os.environ.get(ON_WORKER_LOSS, ""):
+        launched["on_worker_loss"] = policy
+    own = {name: getattr(options, name) for name in ("replicas", "on_worker_loss")}
+    differ = [n for n, value in launched.items() if own[n] is not None and own[n] != value]
+    if differ:
+        pairs = ", ".join(f"{name}: {launched[name]} and {own[name]}" for name in differ)
+        msg = f"braid run and the program's Options differ in {pairs}: leave one of them out"
+        raise ConfigError(msg)
+    filled = {"replicas": 0, "on_worker_loss": on_loss, **launched}
+    missing = {name: value for name, value in filled.items() if own[name] is None}
+    return replace(options, **missing)  # type: ignore[arg-type]
+
+
+def _number(name: str) -> int:
+    """Return the number in an environment variable; 0 when it is not set."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        msg = f"{name} must be a number, got {text!r}"
+        raise ConfigError(msg)
+    return int(text)
 
 
 def _wait_for_call(node: Node) -> int | None:

@@ -27,6 +27,7 @@ from braid.ps.messages import (
     NextData,
     Refused,
     Released,
+    StopAt,
 )
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.data_state import Issue
@@ -38,6 +39,7 @@ from braid.ps.protocol.scheduler_state import (
     Publish,
     Release,
     SchedulerState,
+    Stop,
 )
 from braid.ps.roles import SPARE, server_node, worker_node
 
@@ -79,7 +81,7 @@ class Scheduler:
         self._journal = journal
         self._had_workers = state.directory is not None
         postoffice.directory = state.directory
-        handled = (Join, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
+        handled = (Join, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
         postoffice.register(
             dict.fromkeys(handled, self._handle), on_resend=self._publish, on_tick=self._tick
         )
@@ -119,19 +121,23 @@ class Scheduler:
         except BraidError as exc:
             self._postoffice.send(delivery.sender, Refused(str(exc)), answers=delivery.id)
 
-    def _decide(  # noqa: PLR0911 - one for each message
+    def _decide(  # noqa: C901, PLR0911 - one for each message
         self, delivery: Delivery
     ) -> list[Instruction]:
         role, number = split_node(delivery.sender)
         asker = delivery.sender, delivery.id
         state, is_server = self._state, role == "server"
         match delivery.message:
-            case Join(address, start):
+            case Join(address, start, tables):
+                if differs := state.check_tables(delivery.sender, tables):
+                    return differs
                 if is_server:
                     return state.server_joins(number, address)
                 if role == SPARE:
                     return state.spare_joins(number)
                 return state.worker_joins(number, start)
+            case StopAt(clock):
+                return state.stop_at(clock)
             case Leave():
                 return state.worker_leaves(number)
             case Drain():
@@ -157,6 +163,9 @@ class Scheduler:
                     self._publish()
                 case Call(spare, worker):
                     self._postoffice.send(f"{SPARE}:{spare}", Called(worker))
+                case Stop(clock):
+                    for node in self._postoffice.van.peers:
+                        self._postoffice.send(node, StopAt(clock))
                 case Release(requests):
                     for node, request in requests:
                         self._postoffice.send(node, Released((0,)), answers=request)

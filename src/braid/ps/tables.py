@@ -30,12 +30,16 @@ class TableSpec:
         num_shards: Number of its shards.
         consistency: When pushes are applied, and pulls answered, at first.
         make_storage: Function of a shard's number that returns its storage.
+        form: Shape, dtype and whatever else all nodes must agree on, as text.
+        first: Checksum of the first values, on which servers must agree.
     """
 
     name: str
     num_shards: int
     consistency: Consistency
     make_storage: Callable[[int], Storage]
+    form: str = ""
+    first: int = 0
 
     def virtual(self, shard: int) -> int:
         """Return the virtual shard of a shard."""

@@ -128,7 +128,7 @@ class _Worker:
         )
         self._flops = flops_per_token(MODELS[config.model], config.context)
         self._losses: list[float] = []
-        self._step = self._saved_step = 0
+        self._step = self._saved_step = self._first_step = 0
         self._peak = 0.0
 
     @property
@@ -140,7 +140,7 @@ class _Worker:
         config, clock = self._config, self._group.context.clock
         if restored is not None:
             self._sampler.load_state_dict(state.get("sampler", {}))
-            self._step = self._saved_step = state["step"]
+            self._step = self._saved_step = self._first_step = state["step"]
             if self._member.control is not None and self._is_first:
                 where = self._member.environment.resume
                 self._member.control.send(Loaded(self._step, str(restored), where))
@@ -148,7 +148,11 @@ class _Worker:
         self._reporter.rewind(self._step)
         self._reporter.write(self._started(str(restored or "")))
         start_ns = clock.now_ns()
-        while self._step < config.steps and not self._stopping.signum:
+        asked = False
+        while self._step < self._end:
+            if self._stopping.signum and not asked:
+                asked = True  # others may be ahead by the staleness, and wait for this worker
+                self._node.request_stop(self._step - self._first_step + config.staleness + 2)
             with self._group.context.events.span("step", seq=self._step + 1):
                 self._one_step()
             last = self._step == config.steps
@@ -156,7 +160,8 @@ class _Worker:
                 self._reporter.write(Evaluated(step=self._step, eval_loss=self._evaluate()))
             if last or _is_due(config.checkpoint_every, self._step):
                 self._checkpoint()
-        signum = self._stopping.signum
+        stopped = self._step < config.steps
+        signum = (self._stopping.signum or signal.SIGTERM) if stopped else 0
         if signum and self._saved_step != self._step:
             self._checkpoint()
         if self._is_first and not signum and config.sample_bytes:
@@ -174,6 +179,13 @@ class _Worker:
             )
         )
         return signum
+
+    @property
+    def _end(self) -> int:
+        """Step at which the training ends: its last one, or the one that workers agreed on."""
+        stop_at = self._node.stop_at
+        steps = self._config.steps
+        return steps if stop_at is None else min(steps, self._first_step + stop_at)
 
     @property
     def _model(self) -> GPT:
@@ -243,7 +255,9 @@ class _Worker:
         }
         with self._group.context.events.span("checkpoint", seq=self._step):
             extra = training_tensors(self._model)
-            self._node.save(config.checkpoints, self._step, extra=extra, state=state)
+            self._node.save(
+                config.checkpoints, self._step, extra=extra, state=state, keep=config.keep
+            )
         self._saved_step = self._step
         if not self._is_first:
             return

@@ -34,7 +34,8 @@ from braid.wire import Secret
 __all__ = ["fail_over"]
 
 COUNTS = 3, 2  # servers and workers
-OPTIONS = ps.Options(replicas=1)
+REPLICAS = 1
+OPTIONS = ps.Options(replicas=REPLICAS)
 NAME = "counts"
 RUN = "bench"
 ADD = ps.SGD(lr=1.0)  # a class of torch.optim would import torch._dynamo in each new server
@@ -178,7 +179,7 @@ def _is_whole(directory: Directory | None, servers: int, without: int) -> bool:
         and len(directory.servers) == servers
         and without not in directory.servers
         and not any(directory.joining)
-        and all(len(chain) == OPTIONS.replicas + 1 for chain in directory.chains)
+        and all(len(chain) == REPLICAS + 1 for chain in directory.chains)
     )
 
 

@@ -20,7 +20,6 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
 
 from braid.errors import ConfigError
 from braid.ps.roles import Role
@@ -30,7 +29,7 @@ __all__ = ["DEFAULT_RESEND_S", "Environment"]
 SERVERS = "BRAID_SERVERS"  # set by `braid run --servers`
 DEFAULT_RESEND_S = 1.0  # PS-Lite's
 HEARTBEAT_S, LOST_AFTER_S = 1.0, 30.0  # the van's
-ROLES: tuple[str, ...] = get_args(Role)
+ROLES: tuple[Role, ...] = ("scheduler", "server", "worker")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,13 +18,14 @@ Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.2 to 4.5; PS-Lite'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from braid.errors import CommError
 from braid.ps.protocol.data_state import DataState, Issue
 from braid.ps.protocol.directory import Directory
 
-__all__ = ["Call", "Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState"]
+__all__ = ["Call", "Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState", "Stop"]
 
 OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink", "replace"]
 
@@ -54,7 +55,13 @@ class Call(NamedTuple):
     worker: int
 
 
-Instruction: TypeAlias = Call | Publish | Release | Fail | Issue
+class Stop(NamedTuple):
+    """Inform all workers of the clock before which they stop."""
+
+    clock: int
+
+
+Instruction: TypeAlias = Call | Stop | Publish | Release | Fail | Issue
 
 
 class SchedulerState:
@@ -91,18 +98,46 @@ class SchedulerState:
         self._spares: list[int] = []  # that are here, and not called
         self._gone: set[int] = set()  # workers that have left
         self._barriers: dict[str, dict[str, int]] = {}
+        self._expected: dict[str, frozenset[str]] = {}  # of each barrier
         self._data: dict[str, DataState] = {}
         self.missing: set[tuple[str, int]] = set()  # role and number of nodes of an earlier life
         if directory is not None:
             self._workers = set(directory.workers)
             self.missing = {("server", number) for number in directory.servers}
             self.missing |= {("worker", number) for number in directory.workers}
+        self._tables: dict[str, tuple[str, str]] = {}  # who declared it first, and its form
+        self._firsts: dict[str, tuple[str, int]] = {}  # who declared it, and its checksum
+        self._stop = 0
         self._weights: list[float] | None = None
         self._counts: dict[int, list[int]] = {}
         self._leaving: dict[int, tuple[str, int]] = {}  # servers, with who waits for it
         Directory.begin(dict.fromkeys(range(num_servers), ""), (), replicas)  # checks the numbers
 
     # -- events
+
+    def check_tables(self, node: str, tables: Mapping[str, tuple[str, int]]) -> list[Instruction]:
+        """Fail the run if a node declares a table in another way than a node before it did.
+
+        Servers must agree on first values, too, until there is a directory: a server that comes
+        later gets the values of another one.
+        """
+        is_server = node.startswith("server:")
+        for name, (form, first) in tables.items():
+            known = self._tables.setdefault(name, (node, form))
+            if known[1] != form:
+                return self._fail(
+                    f"table {name!r} differs: {known[0]} has {known[1]}, {node} has {form}; "
+                    "declare the same on all nodes"
+                )
+            if not is_server or self.directory is not None:
+                continue
+            other = self._firsts.setdefault(name, (node, first))
+            if other[1] != first:
+                return self._fail(
+                    f"table {name!r} begins with other values on {node} than on {other[0]}: set "
+                    "the same seed on all nodes before the values are made"
+                )
+        return []
 
     def server_joins(self, server: int, address: str) -> list[Instruction]:
         """Take in a server; the first ones become the first directory."""
@@ -212,16 +247,27 @@ class SchedulerState:
         self._weights = [(a + b) / 2 for a, b in zip(before, now, strict=True)]  # less noise
         return self._change(directory) if directory.moves(self._weights) else []
 
+    def stop_at(self, clock: int) -> list[Instruction]:
+        """Let all workers stop before a clock; the first one that is asked for holds."""
+        self._stop = self._stop or clock
+        return [Stop(self._stop)]
+
     def barrier(
         self, name: str, node: str, request: int, members: frozenset[str]
     ) -> list[Instruction]:
         """Let a node wait at a barrier until all `members` have come."""
-        waiting = self._barriers.setdefault(name, {})
-        waiting[node] = request
-        if not members <= waiting.keys():
-            return []
-        del self._barriers[name]
-        return [Release(tuple(waiting.items()))]
+        self._barriers.setdefault(name, {})[node] = request
+        self._expected[name] = members & self._expected.get(name, members)
+        return self._released()
+
+    def _released(self) -> list[Instruction]:
+        """Release the barriers to which all have come that are still here."""
+        reached = [n for n, own in self._barriers.items() if self._expected[n] <= own.keys()]
+        out: list[Instruction] = []
+        for name in reached:
+            out.append(Release(tuple(self._barriers.pop(name).items())))
+            del self._expected[name]
+        return out
 
     def next_data(
         self, name: str, num_shards: int, request: tuple[str, int], done: tuple[int, ...]
@@ -270,7 +316,9 @@ class SchedulerState:
         if directory is None or worker not in directory.workers:
             return []
         rest = {other: start for other, start in directory.workers.items() if other != worker}
-        return self._change(directory.with_workers(rest))
+        node = f"worker:{worker}"
+        self._expected = {name: them - {node} for name, them in self._expected.items()}
+        return [*self._change(directory.with_workers(rest)), *self._released()]
 
     def _change(self, directory: Directory) -> list[Instruction]:
         """Publish a directory with the copies and moves that it calls for."""
