@@ -37,6 +37,7 @@ __all__ = ["Handler", "Postoffice"]
 
 TICK_S = 0.25  # longest sleep
 AGAIN_S = 1.0  # after which a broken link is tried again: a dead node has left the directory then
+JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
 CONNECT_S = 1.0  # how long that may take
 Handler: TypeAlias = Callable[[Delivery], None]
 
@@ -161,13 +162,16 @@ class Postoffice:
             RendezvousError: The scheduler cannot be reached.
             CommTimeout: Not all servers and workers have come.
         """
-        self.van.connect(SCHEDULER, self._scheduler, timeout_s=timeout_s)
+        within_s = JOIN_S if timeout_s is None else min(timeout_s, JOIN_S)
+        self.van.connect(SCHEDULER, self._scheduler, timeout_s=within_s)
         self.announce()
         self.wait_until(
-            lambda: self.directory is not None or bool(self.failure),
+            lambda: self.directory is not None or bool(self.failure) or SCHEDULER in self._broken,
             timeout_s,
             lambda: "not all servers and workers have joined the scheduler",
         )
+        if self.directory is None and not self.failure:
+            self.failure = "lost the scheduler before all had joined: look for its first error"
 
     def announce(self) -> None:
         """Inform the scheduler that this node is here; the directory is its answer."""

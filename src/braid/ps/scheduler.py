@@ -115,6 +115,8 @@ class Scheduler:
     def _handle(self, delivery: Delivery) -> None:
         try:
             self._act(self._decide(delivery))
+            if self._state.failure:
+                self._postoffice.send(delivery.sender, Failure(self._state.failure))
             if isinstance(delivery.message, Join) and self._state.directory is not None:
                 here = Here(self._state.directory)
                 self._postoffice.send(delivery.sender, here, answers=delivery.id)
@@ -187,7 +189,7 @@ class Scheduler:
         if self._state.failure:
             self._act([Fail(self._state.failure)])
         nodes = [*map(server_node, directory.servers), *map(worker_node, directory.workers)]
-        for node in {*nodes, *self._postoffice.van.peers}:
+        for node in dict.fromkeys([*nodes, *self._postoffice.van.peers]):
             if node in self._postoffice.van.peers:
                 self._postoffice.send(node, Here(directory))
 
