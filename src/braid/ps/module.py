@@ -130,9 +130,10 @@ class _Partition:
 class ParameterServer(nn.Module):
     """A module whose parameters lie on servers. All nodes make it of the same module.
 
-    Buffers, such as the statistics of batch normalization, stay each worker's own. A parameter
-    without a gradient counts as one with a gradient of zero. A worker that does not call `step`
-    keeps others waiting, as the consistency says.
+    Gradients leave in backward: to clip them, or to look at them, run it inside of `accumulate()`,
+    as `step` then pushes. Buffers, such as the statistics of batch normalization, stay each
+    worker's own. A parameter without a gradient counts as one with a gradient of zero. A worker
+    that does not call `step` keeps others waiting, as the consistency says.
 
     Args:
         module: The module. Workers begin with the servers' values of its parameters.

@@ -88,6 +88,11 @@ class App(ABC):
         self._failures: dict[int, Exception] = {}
         node.register(self)
 
+    def is_ready_for(self, message: Asked) -> bool:
+        """Whether a request can be executed now; it waits a while otherwise."""
+        del message
+        return True
+
     @property
     def customer(self) -> Customer:
         """Requests of this part."""

@@ -270,6 +270,11 @@ class KVNode:
             raise ConfigError(msg)
         with self.postoffice.lock:
             self._apps[place] = app
+        self.dispatch_parked()
+
+    def dispatch_parked(self) -> None:
+        """Pass on requests that waited for an app, or for its handle."""
+        with self.postoffice.lock:
             parked, self._parked = self._parked, []
             for due_ns, delivery in parked:
                 self._dispatch(delivery, due_ns)
@@ -317,7 +322,7 @@ class KVNode:
         message = delivery.message
         assert isinstance(message, Asked), "this handler is for requests"
         app = self._apps.get(self._place(message.app, message.customer))
-        if app is None:
+        if app is None or not app.is_ready_for(message):
             self._parked.append((due_ns, delivery))
         else:
             app.receive(delivery)
@@ -339,6 +344,11 @@ class KVNode:
                 customer = f" for customer {message.customer}" if self.is_worker else ""
                 apps = ", ".join(str(each if self.is_worker else each[0]) for each in known)
                 text = f"{self.name} has no app {message.app}{customer}; it has {apps or 'none'}"
+                if self._place(message.app, message.customer) in self._apps:
+                    text = (
+                        f"app {message.app} of {self.name} has no handle for pushes and pulls: "
+                        "call set_request_handle"
+                    )
                 self.postoffice.send(delivery.sender, Refused(text), answers=delivery.id)
 
     def _learn(self, delivery: Delivery) -> None:

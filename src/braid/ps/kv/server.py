@@ -98,6 +98,11 @@ class KVServer(SimpleApp):
     def set_request_handle(self, handle: RequestHandle) -> None:  # type: ignore[override]
         """Set the function that answers pushes and pulls, by `response`."""
         self._kv_handle = handle
+        self._node.dispatch_parked()
+
+    def is_ready_for(self, message: Asked) -> bool:
+        """Whether a request can be executed now: a transfer waits for its handle."""
+        return self._kv_handle is not None or not isinstance(message, Transfer)
 
     def set_note_handle(self, handle: Callable[..., object]) -> None:
         """Set the function that answers notes; see `SimpleApp.set_request_handle`."""
