@@ -247,11 +247,15 @@ class ShardState:
     def waiting(self) -> list[str]:
         """Return who waits for whom, as text."""
         lines = []
+        pushed = self._clocks()
+        for worker in pushed:
+            while (worker, pushed[worker]) in self._pushes:  # kept for a clock of all workers
+                pushed[worker] += 1
         for worker, clock in self._parked.values():
             reached = clock - self.applied.rules.at(clock).staleness
             missing = [
                 f"{other} (at clock {at})"
-                for other, at in self._clocks().items()
+                for other, at in pushed.items()
                 if at < reached or (other == worker and at < clock)
             ]
             if missing:

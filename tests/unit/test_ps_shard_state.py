@@ -1,0 +1,67 @@
+"""A shard's head says who waits for whom, and decides once."""
+
+from __future__ import annotations
+
+from braid.ps import BSP
+from braid.ps.protocol.instructions import Accept, Answer, Apply, Drop, Keep, Merge, View
+from braid.ps.protocol.progress import Record
+from braid.ps.protocol.shard_state import ShardState
+
+
+def head(workers: int, chain: tuple[int, ...] = (0,)) -> ShardState:
+    state = ShardState(0, BSP)
+    state.configure(View(0, chain, {}, dict.fromkeys(range(workers), 0)))
+    return state
+
+
+def test_a_clock_is_one_record_in_the_order_of_workers():
+    state = head(2)
+    assert state.push(1, 0, ("worker:1", 1)) == [Keep(1, 0)]
+    assert state.pull(1, 1, ("worker:1", 2)) == []
+    record = Record(number=1, pushes=((0, 0), (1, 0)), scale=0.5, completed=1)
+    assert state.push(0, 0, ("worker:0", 1)) == [
+        Keep(0, 0),
+        Merge(record),
+        Apply(record),
+        Accept(("worker:0", 1)),
+        Accept(("worker:1", 1)),
+        Answer(("worker:1", 2)),
+    ]
+    assert state.push(0, 0, ("worker:0", 9)) == [Accept(("worker:0", 9))]
+
+
+def test_who_has_pushed_is_not_named_as_missing():
+    state = head(3)
+    state.push(0, 0, ("worker:0", 1))
+    state.push(2, 0, ("worker:2", 1))
+    state.pull(0, 1, ("worker:0", 2))
+    assert state.waiting() == ["worker 0 waits at clock 1 for the pushes of 1 (at clock 0)"]
+
+
+def test_a_worker_that_left_stands_for_no_other():
+    state = head(3)
+    state.push(2, 0, ("worker:2", 1))
+    assert state.configure(View(1, (0,), {}, {0: 0, 1: 0})) == []
+    assert state.push(0, 0, ("worker:0", 1)) == [Keep(0, 0)]
+    done = state.push(1, 0, ("worker:1", 1))
+    assert done[1] == Merge(
+        Record(number=1, pushes=((0, 0), (1, 0), (2, 0)), scale=1 / 3, completed=1)
+    )
+
+
+def test_a_head_with_a_successor_applies_what_is_confirmed_in_its_epoch():
+    state = head(1, (0, 1))
+    done = state.push(0, 0, ("worker:0", 1))
+    assert not any(isinstance(each, Apply | Accept) for each in done)
+    assert state.confirm(1, 9) == []
+    record = state.log[1]
+    assert state.confirm(1, 0) == [Apply(record), Accept(("worker:0", 1))]
+
+
+def test_who_leaves_the_chain_sends_all_to_the_new_head():
+    state = head(2, (0, 1))
+    state.push(0, 0, ("worker:0", 1))
+    done = state.configure(View(1, (1,), {}, {0: 0, 1: 0}))
+    assert done[-1] == Drop(((0, 0),))
+    assert [each.request for each in done[:-1]] == [("worker:0", 1)]
+    assert state.push(1, 0, ("worker:1", 1))[0].request == ("worker:1", 1)
