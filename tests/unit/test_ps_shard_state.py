@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from braid.ps import BSP
-from braid.ps.protocol.instructions import Accept, Answer, Apply, Drop, Keep, Merge, View
-from braid.ps.protocol.progress import Record
+from braid.ps.protocol.instructions import (
+    Accept,
+    Answer,
+    Apply,
+    Drop,
+    Keep,
+    Merge,
+    Moved,
+    View,
+)
+from braid.ps.protocol.progress import Progress, Record, Rules
 from braid.ps.protocol.shard_state import ShardState
 
 
@@ -65,3 +74,14 @@ def test_who_leaves_the_chain_sends_all_to_the_new_head():
     assert done[-1] == Drop(((0, 0),))
     assert [each.request for each in done[:-1]] == [("worker:0", 1)]
     assert state.push(1, 0, ("worker:1", 1))[0].request == ("worker:1", 1)
+
+
+def test_a_head_that_missed_its_removal_and_joins_again_accepts_nothing_of_before():
+    state = head(1, (0, 1))
+    state.push(0, 0, ("worker:0", 1))  # record 1 waits to be confirmed
+    done = state.configure(View(5, (1, 0), {0: 5}, {0: 0}))
+    assert done == [Moved(("worker:0", 1))]
+    progress = Progress(Rules.always(BSP), number=1)
+    assert not any(isinstance(each, Accept) for each in state.install(progress, 5))
+    assert state.configure(View(6, (0,), {}, {0: 0})) == []
+    assert state.push(0, 0, ("worker:0", 2))[0] == Keep(0, 0)

@@ -124,7 +124,7 @@ class ShardState:
         elif is_first:
             self.is_installed = True
         if not self.is_installed:
-            return []
+            return self._redirect()  # it may have been the head in an epoch before those it missed
         done: list[Instruction] = []
         if self.is_head and not was_head:
             self.decided = self.applied.copy()
