@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 WORKERS ?= 2
-BUDGET_S := 495
+BUDGET_S := 555
 READY := $(VENV)/.ready
 
 .PHONY: demo test proof check bench docs frameworks clean

@@ -53,9 +53,10 @@ def _report_alone() -> None:
         c10d = sys.modules["torch.distributed.distributed_c10d"]
         if getattr(c10d, "_backend", None) not in {None, "undefined"}:
             return  # it keeps the name of the last process group, also after its end
-        context = sys.modules.get("braid.context")
-        if context is not None and context._DEFAULT.has_joined:  # noqa: SLF001 - as a module would
-            return
+        for name in ("braid.context", "braid.rpc.current"):
+            module = sys.modules.get(name)
+            if module is not None and module._DEFAULT.has_joined:  # noqa: SLF001 - as a module would
+                return
         size = os.environ["WORLD_SIZE"]
         sys.stderr.write(
             f"braid: {size} ranks have run this program alike and never communicated, so each has "

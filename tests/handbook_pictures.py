@@ -25,6 +25,9 @@ from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
 from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.topology import Cluster, Level, flat
+from handbook_actors import lag_of_actors
+from handbook_backwards import BACKWARDS
+from handbook_calls import CALL_PICTURES
 from handbook_data_parallel import DATA_PARALLEL
 from handbook_meshes import MESHES
 from handbook_pipelines import PIPELINES
@@ -276,6 +279,9 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *SHARDING,
     *MESHES,
     *SERVERS,
+    lag_of_actors,
+    *CALL_PICTURES,
+    *BACKWARDS,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,

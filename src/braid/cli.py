@@ -17,17 +17,7 @@ import tyro
 
 from braid._version import __version__
 from braid.commands import NO_DEFAULT, Directory
-from braid.commands.bench import (
-    bench_comm,
-    bench_ddp,
-    bench_hooks,
-    bench_horovod,
-    bench_net,
-    bench_pipeline,
-    bench_ps,
-    bench_tp,
-    bench_zero,
-)
+from braid.commands.bench import BENCHES
 from braid.commands.checkpoint import (
     checkpoint_export,
     checkpoint_ls,
@@ -37,6 +27,7 @@ from braid.commands.checkpoint import (
 from braid.commands.convert import convert
 from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
+from braid.commands.plan import plan_pipedream
 from braid.commands.probe import probe
 from braid.commands.prove import prove
 from braid.commands.roles import Roles
@@ -472,16 +463,9 @@ def doctor(
 
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "run": run,
-    "bench comm": bench_comm,
-    "bench ddp": bench_ddp,
-    "bench hooks": bench_hooks,
-    "bench horovod": bench_horovod,
-    "bench net": bench_net,
-    "bench pipeline": bench_pipeline,
-    "bench ps": bench_ps,
-    "bench tp": bench_tp,
-    "bench zero": bench_zero,
+    **BENCHES,
     "convert": convert,
+    "plan pipedream": plan_pipedream,
     "probe": probe,
     "schedule show": schedule_show,
     "schedule check": schedule_check,

@@ -58,7 +58,7 @@ _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 _DECORATORS = tuple(f"{os.sep}{name}.py" for name in ("typing_extensions", "contextlib"))
 
 # header words
-_MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID, _STACK_THREAD = range(7)
+_MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID, _STACK_THREAD, _STACK_PIPE = range(8)
 
 
 class Event(NamedTuple):
@@ -224,6 +224,15 @@ class EventRing:
     @stack_thread.setter
     def stack_thread(self, value: int) -> None:
         self.header[_STACK_THREAD] = value
+
+    @property
+    def stack_pipe(self) -> int:
+        """Descriptor of the writer's pipe that asks its own thread for stacks; 0 without one."""
+        return int(self.header[_STACK_PIPE])
+
+    @stack_pipe.setter
+    def stack_pipe(self, value: int) -> None:
+        self.header[_STACK_PIPE] = value
 
     @property
     def written(self) -> int:

@@ -457,3 +457,60 @@ def test_one_packet_that_was_lost_is_no_broken_link():
     views = [_connected(rank, 12, num_repeats=1) for rank in (0, 1)]
     report = find_hang(views, now_ns=NOW, limit_ns=LIMIT, hosts={})
     assert "link" not in [cause.kind for cause in report.causes]
+
+
+# -- calls of functions
+
+IN_CALL = dump(
+    f"{BRAID_ROOT}/message/vans/stream_van.py:300 in recv",
+    f"{BRAID_ROOT}/rpc/turns.py:150 in wait",
+    "/home/me/train.py:7 in relay",
+)
+SERVES = "\n".join(
+    [
+        "Thread 0x00007f2 (most recent call first):",
+        '  File "/home/me/train.py", line 4 in slow',
+        f'  File "{BRAID_ROOT}/rpc/callee.py", line 90 in _result',
+        f'  File "{BRAID_ROOT}/rpc/turns.py", line 240 in _run',
+        "",
+        dump(f"{BRAID_ROOT}/rpc/turns.py:150 in wait", "/home/me/train.py:16 in <module>"),
+    ]
+)
+
+
+def call(seq: int, to: int, t_s: float = 85.0) -> SpanView:
+    return operation(seq, t_s, name=f"call(job:relay, to rank {to})", channel=seq)
+
+
+def serve(seq: int, sender: int, t_s: float = 85.0) -> SpanView:
+    return operation(seq, t_s, name=f"serve(job:slow, for rank {sender})", channel=sender, site="")
+
+
+def callers(process: Process, *last: SpanView) -> list[RankView]:
+    """Rank 0 waits for rank 1, which waits for rank 2, which runs a function and calls `last`."""
+    return [
+        RankView(0, 810, (call(6, 1),), SLEEPS, IN_CALL),
+        RankView(1, 811, (serve(6, 0), call(11, 2)), SLEEPS, IN_CALL),
+        RankView(2, 812, (serve(11, 1), *last), process, IN_CALL if last else SERVES),
+    ]
+
+
+def test_a_chain_of_calls_ends_at_the_function_that_does_not_return():
+    report = find_hang(callers(SLEEPS), now_ns=NOW, limit_ns=LIMIT)
+    assert report.waiting_ranks == (0, 1)
+    assert report.missing_ranks == (2,)
+    text = str(report)
+    assert "call#6  job:relay, to rank 1   train.py:41 in step" in text
+    assert "rank 2 (pid 812)   at train.py:4 in slow" in text
+    assert "as it began to serve job:slow, for rank 1" in text
+
+
+def test_a_called_function_that_computes_is_no_hang():
+    assert find_hang(callers(RUNS), now_ns=NOW, limit_ns=LIMIT) is None
+
+
+def test_calls_in_a_circle_are_a_deadlock():
+    report = find_hang(callers(SLEEPS, call(20, 0)), now_ns=NOW, limit_ns=LIMIT)
+    assert report.waiting_ranks == (0, 1, 2)
+    assert report.missing_ranks == ()
+    assert "wait for each other" in str(report)

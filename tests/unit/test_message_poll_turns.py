@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
+from braid.message.guard import Guard
 from braid.message.vans.poll_turns import PollTurns
 
 
 @pytest.fixture
 def turns():
-    lock = threading.RLock()
-    guard = threading.Condition(lock)
-    turns = PollTurns(lock, guard, lambda: turns.interrupts.append(1))
+    guard = Guard()
+    turns = PollTurns(guard, lambda: turns.interrupts.append(1))
     turns.interrupts = []
     turns.guard = guard
     with guard:

@@ -29,13 +29,17 @@ def test_a_server_that_joins_gets_its_share_in_one_sweep(replicas, moved):
     assert sorted(state.directory.loads().values()) == [16 * (replicas + 1)] * 4
 
 
-def test_a_server_goes_when_a_directory_that_had_it_has_it_no_longer():
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_server_goes_when_it_has_asked_to_and_a_directory_that_had_it_has_it_no_longer(asks):
     node = Node(LocalNetwork(SCHEMA).join("server:3"), "server", 3, (1, 1), "-")
+    if asks:
+        node._server.drain()
     before = Directory.begin({0: "first"}, [0])
     joined = before.with_server(3, "fourth")
     gone = []
     for directory in (before, joined, joined.without(3)):
         node.postoffice.directory = directory
+        node._server._configure(directory)
         gone.append(node._is_over())
     node.close()
-    assert gone == [False, False, True]
+    assert gone == [False, False, asks]

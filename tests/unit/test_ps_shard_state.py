@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from braid.ps import BSP
+import pytest
+
+from braid.errors import CommError
+from braid.ps import BSP, Consistency
 from braid.ps.protocol.instructions import (
     Accept,
     Answer,
@@ -85,3 +88,34 @@ def test_a_head_that_missed_its_removal_and_joins_again_accepts_nothing_of_befor
     assert not any(isinstance(each, Accept) for each in state.install(progress, 5))
     assert state.configure(View(6, (0,), {}, {0: 0})) == []
     assert state.push(0, 0, ("worker:0", 2))[0] == Keep(0, 0)
+
+
+def test_the_clock_of_a_worker_that_has_been_removed_is_known():
+    state = head(2)
+    for worker in range(2):
+        state.push(worker, 0, (f"worker:{worker}", 1))
+    state.configure(View(1, (0,), {}, {0: 0}))
+    assert state.clock(1) == 1, "it may have asked before"
+
+
+def test_a_rate_that_others_have_set_is_accepted_from_whoever_is_late():
+    state = ShardState(0, Consistency(quorum=1))
+    state.configure(View(0, (0,), {}, {0: 0, 1: 0}))
+    for clock in range(100):
+        state.change(clock, None, 1 / (clock + 1), ("worker:0", 2 * clock))
+        state.push(0, clock, ("worker:0", 2 * clock + 1))
+    assert state.change(0, None, 1.0, ("worker:1", 0)) == [Accept(("worker:1", 0))]
+    with pytest.raises(CommError, match="settings cannot change at clock 0: clock 100 has begun"):
+        state.change(0, None, 0.9, ("worker:1", 1))
+
+
+def test_a_change_that_is_sent_again_is_accepted_though_a_later_one_has_come():
+    state = head(2)
+    for clock in range(1100):
+        state.change(clock, None, 1 / (clock + 1), ("worker:0", 2 * clock))
+        for worker in range(2):
+            state.push(worker, clock, (f"worker:{worker}", 2 * clock + 1))
+    assert state.change(1098, None, 1 / 1099, ("worker:1", 9)) == [Accept(("worker:1", 9))]
+    assert len(state.applied.rates) == 1000, "old ones are forgotten"
+    late = Record(number=0, pushes=((0, 1097), (1, 1098)))
+    assert state.applied.rate(late) == 1 / 1098

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from braid.message import Delivery, PeerLost
 from braid.ps import BSP, Consistency, Options
 from braid.testing.message_faults import Faults
 from ps_simulation import NUMEL, Simulation
@@ -30,14 +33,26 @@ def counting(values: torch.Tensor, worker: int, clock: int) -> torch.Tensor:
     return -torch.eye(NUMEL)[worker]
 
 
-def alone(workers: int, clocks: int) -> torch.Tensor:
+def alone(workers: int, clocks: int, rate: Callable[[int], float] = lambda _: 0.1) -> torch.Tensor:
     values = torch.nn.Parameter(torch.zeros(NUMEL))
     optimizer = ADAM([values])
     for clock in range(clocks):
         grads = [noisy(values.detach(), worker, clock) for worker in range(workers)]
         values.grad = sum(grads[1:], grads[0].clone()) * (1 / workers)
+        optimizer.param_groups[0]["lr"] = rate(clock)
         optimizer.step()
     return values.detach()
+
+
+def stepping_with_adam(seed: int, **settings: Any) -> Simulation:
+    """Return a bulk synchronous run in which each lost or repeated gradient shows."""
+    return Simulation(seed, consistency=BSP, optimizer=ADAM, gradient=noisy, **settings)
+
+
+def check_bits(run: Simulation, clocks: int, workers: int = 2) -> None:
+    """Check that all workers have the values of one process."""
+    for worker in run.workers.values():
+        assert torch.equal(worker.pulled[-1], alone(workers, clocks))
 
 
 def seeds(fast: int, proof: int) -> object:
@@ -49,23 +64,17 @@ def seeds(fast: int, proof: int) -> object:
 
 @seeds(4, 500)
 def test_messages_that_are_lost_doubled_and_reordered_change_no_bit(seed):
-    run = Simulation(
-        seed, workers=3, consistency=BSP, optimizer=ADAM, gradient=noisy, faults=FAULTS
-    )
+    run = stepping_with_adam(seed, workers=3, faults=FAULTS)
     run.run()
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(3, CLOCKS))
+    check_bits(run, CLOCKS, workers=3)
 
 
 @seeds(6, 1000)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_run_whose_servers_die_has_the_bits_of_one_without_failure(seed, replicas):
-    run = Simulation(
+    run = stepping_with_adam(
         seed,
         servers=4,
-        consistency=BSP,
-        optimizer=ADAM,
-        gradient=noisy,
         options=Options(replicas=replicas, on_worker_loss="wait"),
         faults=FAULTS if seed % 2 else None,
     )
@@ -78,8 +87,7 @@ def test_a_run_whose_servers_die_has_the_bits_of_one_without_failure(seed, repli
         if replicas == 2:
             run.network.run_for(4)  # detected, and copied again, before the next one
     run.run()
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(2, CLOCKS))
+    check_bits(run, CLOCKS)
 
 
 @seeds(6, 1000)
@@ -108,13 +116,51 @@ def test_each_accepted_push_is_applied_once_and_staleness_is_bounded(seed, stale
 
 
 @seeds(4, 500)
-def test_a_server_that_is_cut_off_confirms_nothing_and_comes_back(seed):
+def test_late_pushes_of_a_quorum_are_applied_once_whichever_server_dies(seed):
+    workers = 3
     run = Simulation(
         seed,
         servers=3,
-        consistency=BSP,
-        optimizer=ADAM,
-        gradient=noisy,
+        workers=workers,
+        consistency=Consistency(quorum=2, late="apply", aggregate="sum"),
+        optimizer=ADD,
+        gradient=counting,
+        options=Options(replicas=1, on_worker_loss="wait"),
+        faults=FAULTS if seed % 2 else None,
+    )
+    run.begin(run.random.random() * 2)
+    run.crash(f"server:{run.random.randrange(3)}", silent=run.random.random() < 0.3)
+    run.run()
+    run.network.run_for(4)  # a silent death may still be unknown
+    assert run.values()[:workers].tolist() == [CLOCKS] * workers
+
+
+@seeds(4, 500)
+def test_learning_rates_hold_from_their_clock_on_whichever_server_dies(seed):
+    run = stepping_with_adam(seed, servers=3, options=Options(replicas=1, on_worker_loss="wait"))
+    for worker in run.workers.values():
+        worker.table.push_async = partial(_push_with_rate, worker.table, worker.table.push_async)
+    run.begin(run.random.random() * 2)
+    run.crash(f"server:{run.random.randrange(3)}", silent=run.random.random() < 0.3)
+    run.run()
+    for worker in run.workers.values():
+        assert torch.equal(worker.pulled[-1], alone(2, CLOCKS, _rate))
+
+
+def _rate(clock: int) -> float:
+    return 1 / (clock + 2)
+
+
+def _push_with_rate(table: Any, push: Callable[[torch.Tensor], int], grad: torch.Tensor) -> int:
+    table.set_lr(_rate(table.clock))
+    return push(grad)
+
+
+@seeds(4, 500)
+def test_a_server_that_is_cut_off_confirms_nothing_and_comes_back(seed):
+    run = stepping_with_adam(
+        seed,
+        servers=3,
         options=Options(replicas=1, on_worker_loss="wait"),
     )
     cut = f"server:{run.random.randrange(3)}"
@@ -126,19 +172,54 @@ def test_a_server_that_is_cut_off_confirms_nothing_and_comes_back(seed):
     run.network.run_for(run.random.random() * 4)
     run.network.heal()
     run.run()
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(2, CLOCKS))
+    check_bits(run, CLOCKS)
+
+
+@seeds(2, 100)
+def test_a_server_that_is_believed_lost_but_hears_of_it_joins_again(seed):
+    run = stepping_with_adam(
+        seed,
+        servers=3,
+        clocks=12,
+        options=Options(replicas=1, on_worker_loss="wait"),
+    )
+    run.begin(run.random.random())
+    scheduler = run.nodes["scheduler"].postoffice
+    scheduler.handle(Delivery("server:1", PeerLost("its link was silent")))  # and works again
+    assert sorted(scheduler.directory.servers) == [0, 2]
+    run.run()
+    run.network.run_for(5)
+    assert not run.nodes["server:1"].server.is_drained
+    assert sorted(scheduler.directory.servers) == [0, 1, 2]
+    check_bits(run, 12)
+
+
+def test_a_server_knows_how_long_it_has_been_cut_off():
+    run = stepping_with_adam(
+        0,
+        servers=3,
+        options=Options(replicas=2, on_worker_loss="wait"),
+    )
+    run.begin(0.0)
+    server = run.nodes["server:0"].server
+    run.network.partition("server:0", ["scheduler", "worker:0", "worker:1", "server:1"])
+    run.network.run_for(20)
+    assert server.alone_s == 0  # server 2 reaches it
+    run.network.partition("server:0", "server:2")
+    run.network.run_for(20)
+    assert 15 < server.alone_s < 20
+    run.network.heal()
+    run.network.run_for(5)
+    assert server.alone_s == 0
+    run.run()
 
 
 @seeds(4, 300)
 def test_shards_move_to_a_new_server_and_from_one_that_leaves(seed):
-    run = Simulation(
+    run = stepping_with_adam(
         seed,
         servers=1,
         clocks=12,
-        consistency=BSP,
-        optimizer=ADAM,
-        gradient=noisy,
         num_tables=4,
         faults=FAULTS if seed % 2 else None,
     )
@@ -149,19 +230,15 @@ def test_shards_move_to_a_new_server_and_from_one_that_leaves(seed):
     directory = run.nodes["scheduler"].postoffice.directory
     assert sorted(directory.loads().values()) == [32, 32]
     assert all(len(chain) == 1 for chain in directory.chains)
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(2, 12))
+    check_bits(run, 12)
 
 
 @seeds(3, 200)
 def test_a_server_that_leaves_gives_its_shards_away_first(seed):
-    run = Simulation(
+    run = stepping_with_adam(
         seed,
         servers=3,
         clocks=12,
-        consistency=BSP,
-        optimizer=ADAM,
-        gradient=noisy,
         num_tables=4,
         faults=FAULTS if seed % 2 else None,
     )
@@ -172,20 +249,16 @@ def test_a_server_that_leaves_gives_its_shards_away_first(seed):
     directory = run.nodes["scheduler"].postoffice.directory
     assert sorted(directory.servers) == [0, 2]
     assert sorted(directory.loads().values()) == [32, 32]
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(2, 12))
+    check_bits(run, 12)
 
 
 @seeds(3, 200)
 def test_a_scheduler_is_started_again_from_its_journal(seed, tmp_path):
     options = Options(replicas=1, on_worker_loss="wait", journal=tmp_path / "journal")
-    run = Simulation(
+    run = stepping_with_adam(
         seed,
         servers=3,
         clocks=12,
-        consistency=BSP,
-        optimizer=ADAM,
-        gradient=noisy,
         options=options,
         faults=FAULTS if seed % 2 else None,
     )
@@ -201,19 +274,15 @@ def test_a_scheduler_is_started_again_from_its_journal(seed, tmp_path):
     directory = run.nodes["scheduler"].postoffice.directory
     assert directory.epoch > epoch
     assert sorted(directory.servers) == ([1, 2] if seed % 3 == 0 else [0, 1, 2])
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(2, 12))
+    check_bits(run, 12)
 
 
 @seeds(2, 100)
 def test_hot_shards_move_to_servers_with_little_load(seed):
-    run = Simulation(
+    run = stepping_with_adam(
         seed,
         servers=2,
         clocks=60,
-        consistency=BSP,
-        optimizer=ADAM,
-        gradient=noisy,
         options=Options(rebalance_s=0.05, on_worker_loss="wait"),
         num_tables=4,
         used=4,
@@ -224,5 +293,4 @@ def test_hot_shards_move_to_servers_with_little_load(seed):
     run.run()
     if seed % 2 == 0:  # else what is sent again counts as load
         assert sorted(run.heads()) == [0, 0, 1, 1]
-    for worker in run.workers.values():
-        assert torch.equal(worker.pulled[-1], alone(2, 60))
+    check_bits(run, 60)

@@ -85,14 +85,14 @@ def test_bytes_that_are_no_head_are_shown():
 
 
 def test_payloads_go_straight_into_the_memory_that_was_asked_for():
-    home = bytearray(20_000)
+    home = bytearray(60_000)
     asked = []
 
     def allocate(meta, sizes):
         asked.append((meta, sizes))
-        return [memoryview(home)[:6000], memoryview(home)[6000:]]
+        return [memoryview(home)[:18_000], memoryview(home)[18_000:]]
 
-    payload = [bytes([1]) * 6000, bytes([2]) * 14_000]
+    payload = [bytes([1]) * 18_000, bytes([2]) * 42_000]
     stream = b"".join(map(bytes, encode(b"tensors", payload)))
     decoder, targets, frame = FrameDecoder(), [], None
     while (frame := decoder.next_frame(allocate)) is None:
@@ -102,7 +102,7 @@ def test_payloads_go_straight_into_the_memory_that_was_asked_for():
         view[:take] = stream[:take]
         stream = stream[take:]
         decoder.advance(take)
-    assert (asked, targets) == ([(b"tensors", (6000, 14_000))], [False, True, True])
+    assert (asked, targets) == ([(b"tensors", (18_000, 42_000))], [False, True, True])
     assert (bytes(home), frame.buffers[0].obj is home) == (b"".join(payload), True)
 
 

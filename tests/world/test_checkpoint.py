@@ -21,6 +21,7 @@ from braid.checkpoint import (
     read_manifest,
     restore_training,
     save,
+    save_alone,
     saving,
     tensor_file,
     training_numbers,
@@ -208,6 +209,18 @@ def test_a_full_file_system_leaves_earlier_checkpoints_alone(tmp_path, monkeypat
         verify(tmp_path / "step-00000001")
     finally:
         os.system(f"umount {tmp_path}")
+
+
+def test_a_file_that_cannot_be_written_makes_no_checkpoint_of_the_others(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    snapshot = ReplicatedSnapshot(tensors())
+    save_alone(tmp_path, [snapshot], step=1)
+    monkeypatch.setattr("braid.checkpoint.saving.write_tensor_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device while writing rank-00000"):
+        save_alone(tmp_path, [snapshot], step=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def _die_while_writing(group: Group, directory: str) -> None:

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from example_runs import run_example
 
 pytestmark = [pytest.mark.launcher, pytest.mark.proof]
 
 
 def run(example: str, servers: int, tmp_path: Path) -> str:
-    roles = ["--servers", str(servers), "--workers", "2"]
-    command = [
-        sys.executable,
-        "-m",
-        "braid",
-        "run",
-        *roles,
-        "--log-dir",
-        str(tmp_path / f"{servers}"),
-    ]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / example)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    roles = ("--servers", str(servers), "--workers", "2")
+    return run_example(example, tmp_path / f"{servers}", *roles, timeout_s=280)
 
 
 def test_word_vectors_know_pairs_and_are_the_same_with_1_and_3_servers(tmp_path):

@@ -11,7 +11,7 @@ from training import said_by
 
 from braid import ps
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import ConfigError, PeerLostError
 from braid.wire import Secret
 
 ADD = partial(torch.optim.SGD, lr=1.0)
@@ -99,6 +99,44 @@ def test_a_server_that_comes_later_gets_shards_and_a_new_worker_goes_on_where_th
     assert steady[0] == [12.0, 12.0 + 99.0]
     assert renewed[:2] == (2, STEPS)
     assert renewed[2][0] == [6.0, 105.0]
+
+
+def _has_another_model(group: Group) -> Any:
+    job = Job(group, ps.Options(on_worker_loss="wait"))
+    node = job.first
+    if group.rank == LATE:
+        node.close()
+        return None
+    table = _tables(node)[1]
+    if not node.is_worker:
+        with node:
+            node.serve()
+            return None
+    if node.number == 0:
+        with node:
+            for _ in range(2):
+                table.push(-torch.ones(4))
+            return table.pull().tolist()
+    table.wait(table.push(-torch.ones(4)))
+    node.__exit__(KeyError, None, None)
+    other = job.node("worker", 1)
+    other.dense("b", torch.zeros(5), ADD, SUM)
+    said = said_by(other.resume, PeerLostError)
+    other.__exit__(KeyError, None, None)
+    again = job.node("worker", 1)
+    table = _tables(again)[1]
+    with again:
+        table.clock = table.fetch_clock()
+        table.push(-torch.ones(4))
+        return said, table.pull().tolist()
+
+
+def test_a_worker_with_another_model_that_comes_later_is_refused_and_the_run_goes_on(world):
+    _, _, steady, renewed, _ = world(5, _has_another_model)
+    assert steady == [4.0] * 4
+    assert renewed[1] == [4.0] * 4
+    assert "table 'b' differs: " in renewed[0]
+    assert "worker:1 has torch.float32[5]" in renewed[0]
 
 
 def _refused(group: Group) -> Any:

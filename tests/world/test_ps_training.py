@@ -200,12 +200,14 @@ def _mistakes(group: Group) -> list[str]:
                 ConfigError,
             ),
         ]
+        sums = ps.ParameterServer(model(), node, MAKE, where="workers", name="sums")
         if not node.is_worker:
             node.serve()
             return said
         said += [
             said_by(lambda: table.pull(torch.ones(3)), ConfigError),
             said_by(lambda: table.push(torch.ones(3).long(), torch.ones(3)), ConfigError),
+            said_by(lambda: sums.set_consistency(ps.Consistency(staleness=2)), ConfigError),
         ]
         assert table.pull(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
         table.push(torch.empty(0, dtype=torch.int64), torch.empty(0, 4))
@@ -221,6 +223,7 @@ def test_mistakes_with_modules_and_rows_are_named(world):
     assert "workers step with an optimizer of torch" in worker[4]
     assert "table 'words' takes int64 ids, got torch.float32" in worker[5]
     assert "of shape [3, 4] for these ids, got torch.float32[3]" in worker[6]
+    assert "workers step after each clock of all: staleness must be 0" in worker[7]
 
 
 def _saved(group: Group, servers: int, where: str, restore: bool) -> Any:

@@ -58,7 +58,7 @@ def test_values_of_any_dtype_are_summed(dtype):
         for worker in workers:
             worker.wait(worker.push(keys, torch.ones(100, dtype=dtype)))
         out = torch.empty(100, dtype=dtype)
-        workers[0].wait(workers[0].zpull(keys, out))
+        workers[0].wait(workers[0].pull(keys, out, copy=False))
         assert torch.equal(out, torch.full([100], 2, dtype=dtype))
 
 
@@ -92,7 +92,7 @@ def test_lengths_may_differ_by_key(slicer):
         worker.wait(worker.pull(keys, out, out_lens))
         assert out.tolist() == vals.tolist()
         assert out_lens.tolist() == lens.tolist()
-        worker.wait(worker.zpush_pull(keys, vals + 1, out, lens))
+        worker.wait(worker.push_pull(keys, vals + 1, out, lens, copy=False))
         assert out.tolist() == (vals + 1).tolist()
 
 
@@ -110,7 +110,7 @@ def test_plain_forms_copy_and_direct_forms_do_not():
         worker._ask = lambda nodes, build, **own: (
             seen.append(build) or original(nodes, build, **own)
         )
-        worker.wait(worker.zpush(keys, vals))
+        worker.wait(worker.push(keys, vals, copy=False))
         from braid.ps.kv.app import Header
 
         _, buffers = seen[0](Header(0, 0, 0, 0, 0))
@@ -175,7 +175,7 @@ def test_responses_may_come_later_and_from_any_thread():
         out = torch.empty(2)
         stamps = [worker.pull([4, 5], out), worker.push([4], torch.ones(1))]
         worker._postoffice.wait_until(lambda: len(asked) == 2, 10)
-        with pytest.raises(CommTimeout, match="request 1 are unanswered by server:0"):
+        with pytest.raises(CommTimeout, match="app 0 has 2 requests of worker:0 unanswered"):
             worker.wait(stamps[1], 0.05)
         server.response(asked[1][0])
         server.response(asked[0][0], kv.KVPairs(asked[0][1].keys, torch.tensor([7.0, 8.0])))
@@ -219,6 +219,25 @@ def test_notes_go_to_nodes_and_groups():
         )
 
 
+def test_a_server_with_keys_answers_notes_too():
+    with run(1, 1, handle=lambda: _with_a_text) as nodes:
+        server = nodes["server:0"]._apps[0, 0]
+        server.set_note_handle(lambda asked, app: app.response(asked, f"note {asked.body}"))
+        worker, answers = kv.KVWorker(nodes["worker:0"]), []
+        worker.set_response_handle(lambda data, _: answers.append(data.body))
+        worker.wait(worker.request(1, "a", 8), 10)
+        assert answers == ["note a"]
+        said = said_by(lambda: worker.wait(worker.push([1], torch.ones(1)), 10), CommError)
+        assert "pushes and pulls are answered with KVPairs" in said
+        server.set_note_handle(lambda asked, app: app.response(asked, kv.KVPairs()))
+        said = said_by(lambda: worker.wait(worker.request(1, "a", 8), 10), CommError)
+        assert "the answer to a note is a text" in said
+
+
+def _with_a_text(meta: kv.KVMeta, pairs: kv.KVPairs, server: kv.KVServer) -> None:
+    server.response(meta, "done")
+
+
 def test_barriers_are_for_groups_and_name_the_missing():
     with run(1, 2) as nodes:
         workers = [nodes["worker:0"], nodes["worker:1"]]
@@ -227,7 +246,7 @@ def test_barriers_are_for_groups_and_name_the_missing():
         assert "server:0 is no member of group 4" in said_by(
             lambda: nodes["server:0"].barrier(WORKER_GROUP), CommError
         )
-        with pytest.raises(CommTimeout, match="unanswered by scheduler"):
+        with pytest.raises(CommTimeout, match="scheduler: barrier of group 4 lacks worker:1"):
             workers[0].barrier(WORKER_GROUP, 5, timeout_s=0.05)
 
 
@@ -287,6 +306,15 @@ def test_mistakes_are_named_and_the_server_lives_on():
                 [1, 2, 3], ones, ones
             ),
             "vals must have one dim, got shape [1, 3]": lambda: worker.push([1], ones[None]),
+            "keys are whole numbers from 0 to 2^64 - 1, got [1.5]": lambda: worker.push(
+                [1.5], ones
+            ),
+            "2^64 - 1, got [-1]": lambda: worker.push([-1], ones),
+            "cmd is a whole number, got 'sum'": lambda: worker.push([1], ones, cmd="sum"),
+            "the body of a note is a text, got 5": lambda: worker.request(1, 5, 8),
+            "vals is empty, and cannot be resized": lambda: worker.pull(
+                [1], torch.from_numpy(np.empty(0, np.float32))
+            ),
             "a priority is 0 to 15, got 16": lambda: worker.push([1], ones, priority=16),
             "there is no request 0 of app 0, customer 0": lambda: worker.wait(0),
             "worker:0 has an app 0 with customer 0 already": lambda: kv.KVWorker(node),
@@ -318,6 +346,47 @@ def test_mistakes_are_named_and_the_server_lives_on():
         worker._postoffice.wait_until(lambda: worker.customer.num_under_way == 0, 10)
         assert "KeyError" in said_by(lambda: worker.push([1], ones), CommError)  # nobody has waited
         assert pulled(worker, [1, TOP]) == [1, 1]
+
+
+def test_a_request_that_times_out_is_forgotten_between_messages():
+    def forgets(meta: kv.KVMeta, pairs: kv.KVPairs, server: kv.KVServer) -> None:
+        if meta.cmd == 0:
+            server.response(meta)
+
+    with run(1, 1, handle=lambda: forgets) as nodes:
+        worker, has_lock = kv.KVWorker(nodes["worker:0"]), []
+        cancel = worker.customer.cancel
+
+        def watched(timestamp: int) -> None:
+            has_lock.append(worker._postoffice.lock._is_owned())
+            cancel(timestamp)
+
+        worker.customer.cancel = watched
+        timestamp = worker.push([1], torch.ones(1), cmd=1)
+        assert "unanswered" in said_by(lambda: worker.wait(timestamp, 0.05), CommTimeout)
+        assert has_lock == [True]
+        worker.wait(worker.push([1], torch.ones(1)), 10)
+
+
+def test_what_is_pulled_may_be_a_parameter():
+    with run(1, 1) as nodes:
+        worker = kv.KVWorker(nodes["worker:0"])
+        worker.wait(worker.push([1, 2], torch.ones(2)))
+        weights = torch.nn.Parameter(torch.zeros(2))
+        worker.wait(worker.pull([1, 2], weights), 10)
+        assert weights.tolist() == [1, 1]
+        assert weights.requires_grad
+
+
+def test_an_answer_that_cannot_be_taken_in_is_named_and_the_worker_lives_on():
+    with run(1, 1) as nodes:
+        worker = kv.KVWorker(nodes["worker:0"])
+        lens = torch.empty(0, dtype=torch.int64)
+        with worker._postoffice.lock:  # before the answer is taken in
+            timestamp = worker.pull([1, 2], torch.empty(2), lens)
+            lens.set_(torch.from_numpy(np.empty(0, np.int64)))  # cannot be resized
+        assert "answer of server:0: " in said_by(lambda: worker.wait(timestamp, 10), CommError)
+        assert pulled(worker, [1, 2]) == [0, 0]
 
 
 def test_what_no_worker_of_ours_sends_is_refused_by_the_server():
@@ -441,7 +510,7 @@ def _on_losing_links(group: Group) -> object:
             worker.push(keys, torch.ones(1000))
         worker.wait_all(20)
         node.barrier(WORKER_GROUP)
-        worker.wait(worker.zpush_pull(keys, torch.zeros(1000), out), 20)
+        worker.wait(worker.push_pull(keys, torch.zeros(1000), out, copy=False), 20)
         return out.tolist() == [40.0] * 1000, node.postoffice.van.num_dropped > 0
 
 
@@ -483,6 +552,17 @@ def test_filters_save_bytes_on_the_way():
         plain = torch.empty(1000)
         worker.wait(worker.pull(keys, plain, filters=[]), 10)
         assert torch.allclose(out, plain, atol=turns / 32767)
+
+
+def test_a_push_that_was_not_sent_leaves_nothing_in_filters():
+    with run(1, 1) as nodes:
+        filters = [kv.TopK(0.5), kv.FixedPoint(16)]
+        worker = kv.KVWorker(nodes["worker:0"], filters=filters)
+        said = said_by(lambda: worker.push([1, 2], torch.tensor([torch.nan, 8.0])), ConfigError)
+        assert "fixed point has no nan" in said
+        for vals in ([4.0, 1.0], [0.0, 0.0]):  # what is left out of the first comes with the other
+            worker.wait(worker.push([1, 2], torch.tensor(vals)), 10)
+        assert pulled(worker, [1, 2], filters=[]) == [4, 1]
 
 
 def test_small_requests_take_a_few_milliseconds_at_most():

@@ -26,6 +26,7 @@ from braid.bench.harness.report import (
     new_table,
     save,
     show,
+    unknown_parts,
 )
 from braid.bench.workers.ps_plan import PARTS, Failover, Measured, Plan, Ratio
 from braid.bench.workers.ps_stragglers import CLEAN, FREE, NUM_WORKERS
@@ -99,12 +100,8 @@ class PsBench:
     out: Path = Path("runs/bench-ps")
 
     def __post_init__(self) -> None:
-        problems = [
-            f"there is no part {part}: choose out of {', '.join(PARTS)}"
-            for part in self.only
-            if part not in PARTS
-        ]
-        check_minimums([("rounds", self.rounds, 1), ("kills", self.kills, 1)], problems)
+        least = [("rounds", self.rounds, 1), ("kills", self.kills, 1)]
+        check_minimums(least, unknown_parts(self.only, PARTS))
 
 
 def run_ps(bench: PsBench, *, console: RichConsole | None = None) -> PsReport:

@@ -84,8 +84,12 @@ class CheckpointDirectory:
                 shutil.rmtree(entry.path)
         path = self.partial(step)
         path.mkdir()
-        if writer:
-            (path / WRITER_NAME).write_text(writer)
+        try:
+            if writer:
+                (path / WRITER_NAME).write_text(writer)
+        except OSError:
+            self.discard(step)  # nobody else does: for all that a caller knows, it was never made
+            raise
         return path
 
     def writers(self) -> list[str]:

@@ -188,8 +188,10 @@ def save_alone(
                 part.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset)
             )
             written.append(write_pieces(home, pieces, step, rank))
-        reports = [*written, publish(home, written, step, state or {}, numerics or {})]
-        problems = [report.problem for report in reports if report.problem]
+        problems = [report.problem for report in written if report.problem]
+        if not problems:
+            done = publish(home, written, step, state or {}, numerics or {})
+            problems = [done.problem] if done.problem else []
     except OSError as exc:
         problems = [exc.strerror or errno.errorcode.get(exc.errno or 0, str(exc))]
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import tyro
@@ -9,17 +10,7 @@ import tyro
 from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
-__all__ = [
-    "bench_comm",
-    "bench_ddp",
-    "bench_hooks",
-    "bench_horovod",
-    "bench_net",
-    "bench_pipeline",
-    "bench_ps",
-    "bench_tp",
-    "bench_zero",
-]
+__all__ = ["BENCHES"]
 
 
 def bench_comm(
@@ -369,6 +360,35 @@ def bench_ps(
     return 0
 
 
+def bench_rpc(
+    *,
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PART [...]")] = (
+        "small",
+        "1 MiB",
+        "16 MiB",
+        "windowed",
+        "autograd",
+        "serving",
+    ),
+    rounds: int = 8,
+    out: str = "runs/bench-rpc",
+) -> int:
+    """Measure remote calls, distributed autograd and batched serving beside torch's RPC.
+
+    Args:
+        only: Parts to measure.
+        rounds: Number of rounds; figures are medians over them.
+        out: Directory for rpc.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import rpc
+
+    bench = rpc.RpcBench(only=only, rounds=rounds, out=Path(out))
+    rpc.print_rpc(rpc.run_rpc(bench), bench.out)
+    return 0
+
+
 def bench_tp(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
@@ -443,3 +463,17 @@ def bench_zero(
     )
     zero.print_zero(zero.run_zero(bench), bench.out)
     return 0
+
+
+BENCHES: Mapping[str, Callable[..., int]] = {
+    "bench comm": bench_comm,
+    "bench ddp": bench_ddp,
+    "bench hooks": bench_hooks,
+    "bench horovod": bench_horovod,
+    "bench net": bench_net,
+    "bench pipeline": bench_pipeline,
+    "bench ps": bench_ps,
+    "bench rpc": bench_rpc,
+    "bench tp": bench_tp,
+    "bench zero": bench_zero,
+}

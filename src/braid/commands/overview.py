@@ -12,12 +12,13 @@ WIDTH = 80
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "train": ("run", "train", "demo"),
     "understand": ("report", "doctor", "prove", "checkpoint"),
-    "plan": ("probe", "schedule", "convert"),
+    "plan": ("probe", "schedule", "plan", "convert"),
     "measure": ("bench",),
 }
 FAMILIES: Mapping[str, str] = {
     "bench": "Measure braid against other libraries, in turns in one run.",
     "checkpoint": "Look at checkpoints, check them, and give their model to other programs.",
+    "plan": "Choose how to split a model over machines.",
     "schedule": "Show, check, simulate and compare collectives and pipelines as programs.",
 }
 

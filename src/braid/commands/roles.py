@@ -1,4 +1,4 @@
-"""Reads the options of `braid run` that give ranks the roles of a parameter server."""
+"""Reads the options of `braid run` that give roles to ranks: a parameter server's, or others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+import tyro
 
 from braid.errors import ConfigError
 
@@ -15,6 +17,7 @@ SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
 SPARES = "BRAID_SPARES"  # and this
 ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"
 REPLICAS = "BRAID_REPLICAS"  # read there, too
+ROLES = "BRAID_ROLES"  # read by braid.rpc.init_rpc
 # read by programs for PS-Lite; braid.compat.pslite makes DMLC_ROLE of the rank
 DMLC_SERVERS, DMLC_WORKERS = "DMLC_NUM_SERVER", "DMLC_NUM_WORKER"
 
@@ -30,6 +33,10 @@ class Roles:
         replicas: Copies of each shard on other servers. With at least one, the run goes on when a
             server dies.
         spares: Ranks that take the places of workers that die. The run goes on when a worker dies.
+        role: Name and number of ranks of a role, such as `ps:1`; once for each role, in the order
+            of ranks. In the place of -n, for programs of remote calls.
+        expendable_role: Name of a role, such as `actor`, without whose ranks the others go on when
+            a signal ends these; once for each.
         on_worker_loss: Policy for workers that die: fail, wait for a new process of its number, or
             shrink to the others.
     """
@@ -39,6 +46,8 @@ class Roles:
     replicas: int = 0
     spares: int = 0
     on_worker_loss: Literal["", "fail", "wait", "shrink"] = ""
+    role: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    expendable_role: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
 
     def num_ranks(self, n: int | None) -> int | None:
         """Return the number of ranks that all options together mean.
@@ -46,7 +55,20 @@ class Roles:
         Raises:
             ConfigError: They contradict each other, or a role has no rank.
         """
-        if not any((self.servers, self.workers, self.replicas, self.spares)):
+        is_server = any((self.servers, self.workers, self.replicas, self.spares))
+        if self.role:
+            total = sum(count for _, count in self._counts)
+            if unknown := set(self.expendable_role) - {name for name, _ in self._counts}:
+                msg = f"--expendable-role {min(unknown)}: there is no --role {min(unknown)}:COUNT"
+                raise ConfigError(msg)
+            if is_server or n not in {None, total}:
+                msg = f"--role gives {total} ranks: leave out -n, --servers and --workers"
+                raise ConfigError(msg)
+            return total
+        if self.expendable_role:
+            msg = f"--expendable-role {self.expendable_role[0]} needs --role with its ranks"
+            raise ConfigError(msg)
+        if not is_server:
             return n
         if self.servers < 1 or self.workers < 1:
             msg = (
@@ -75,11 +97,28 @@ class Roles:
             own[ON_WORKER_LOSS] = self.on_worker_loss
             own[SERVERS] = own[DMLC_SERVERS] = str(self.servers)
             own[DMLC_WORKERS] = str(self.workers)
+        if self.role:
+            own[ROLES] = ",".join(self.role)
         return own
+
+    @property
+    def _counts(self) -> list[tuple[str, int]]:
+        """Names of roles with their numbers of ranks."""
+        counts = []
+        for role in self.role:
+            name, _, count = role.partition(":")
+            if not name or "," in name or not count.isdecimal() or int(count) < 1:
+                msg = f"--role {role}: give its name and its number of ranks, as in --role ps:1"
+                raise ConfigError(msg)
+            counts.append((name, int(count)))
+        return counts
 
     @property
     def expendable(self) -> frozenset[int]:
         """Ranks without which the others can go on."""
+        if self.role:
+            ranks = [name for name, count in self._counts for _ in range(count)]
+            return frozenset(n for n, name in enumerate(ranks) if name in self.expendable_role)
         first = 1 + self.servers
         servers = range(1, first if self.replicas else 1)
         goes_on = self.spares or self.on_worker_loss in {"wait", "shrink"}

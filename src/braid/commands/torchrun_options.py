@@ -26,10 +26,10 @@ WITHOUT_EFFECT = frozenset(  # each rank has a log and is shown; hosts meet in o
         "--signals-to-handle", "--logs-specs", "--shutdown-timeout",
     }
 )  # fmt: skip
+REPEATED = frozenset({"--role", "--expendable-role"})
 FLAGS_WITHOUT_EFFECT = frozenset({"--standalone"})
 REFUSED: Mapping[str, str] = {
     "--local-ranks-filter": "all ranks are shown; each has a log of its own in --log-dir",
-    "--role": "ROLE_NAME is `default`",
     "--run-path": "give the script itself, or -m MODULE",
     "--node-failure-timeout": "hosts that fall silent are named after 30 s",
 }
@@ -39,7 +39,7 @@ OWN = (
     "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
     "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
     "--network-interface", "--listen", "--servers", "--workers", "--replicas", "--spares",
-    "--on-worker-loss",
+    "--on-worker-loss", "--role", "--expendable-role",
 )  # fmt: skip
 
 
@@ -76,7 +76,9 @@ def translated(arguments: Sequence[str]) -> list[str]:
                 raise ConfigError(msg)
             value = arguments[index]
             index += 1
-        if name not in WITHOUT_EFFECT:
+        if name in REPEATED:
+            kept += [name, value]
+        elif name not in WITHOUT_EFFECT:
             options[name] = value
     _meet(options)
     _check_values(options)

@@ -144,6 +144,8 @@ def find_hang(
         missing = {r for r in missing if r in by_rank and (by_rank[r].ended or by_rank[r].stack)}
     elif not missing and _moves(involved):
         return None
+    elif missing and _computes(involved, [by_rank[rank] for rank in missing if rank in by_rank]):
+        return None  # a function that computes is no hang, however long it does
     cases = [
         Case(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
         for rank in sorted(missing)
@@ -168,6 +170,8 @@ def _blocked(view: RankView, views: Sequence[RankView]) -> Blocked:
 
 def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> frozenset[int]:
     others = [v for v in views if v.rank != view.rank]
+    if operation.is_call:  # its answer has not come, whatever else the callee does
+        return frozenset(v.rank for v in others if v.rank == operation.partner)
     if operation.partner is not None:
         others = [v for v in others if v.rank == operation.partner]
     else:
@@ -248,6 +252,13 @@ def _moves(involved: Sequence[Blocked]) -> bool:
 
 def _is_busy(blocked: Blocked) -> bool:
     return (blocked.view.process.cpu_share or 0.0) >= BUSY_CORES
+
+
+def _computes(involved: Sequence[Blocked], missing: Sequence[RankView]) -> bool:
+    """Whether ranks wait for calls only, and those who serve them compute."""
+    return all(b.operation.is_call for b in involved) and all(
+        view.services and (view.process.cpu_share or 0.0) >= BUSY_CORES for view in missing
+    )
 
 
 def _without_missing(involved: Sequence[Blocked]) -> Cause:

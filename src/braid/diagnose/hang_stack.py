@@ -27,16 +27,25 @@ from braid.diagnose.tracebacks import (
     STACK_HEADER,
 )
 
-__all__ = ["Frame", "Thread", "main_thread", "parse_threads", "waits_for_peers"]
+__all__ = [
+    "Frame",
+    "Thread",
+    "main_thread",
+    "parse_threads",
+    "serving_thread",
+    "waits_for_peers",
+]
 
 # with os.sep, because a directory of the user may begin with the same letters
 WAITING_ROOMS = tuple(
-    f"{BRAID_ROOT}{os.sep}{room}{os.sep}" for room in ("comm", "transport", "torch_backend")
+    f"{BRAID_ROOT}{os.sep}{room}{os.sep}"
+    for room in ("comm", "transport", "torch_backend", "message", "rpc")
 )
 BACKGROUND = "_run"  # first function of braid's own threads, whose waits block no program
 LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
 CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+CALLEE = f"{os.sep}rpc{os.sep}callee.py"  # which runs the calls of other ranks
 LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
 SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
 
@@ -150,6 +159,15 @@ def _receives_signals(frames: Sequence[Frame]) -> bool:
 def main_thread(threads: Sequence[Thread]) -> Thread:
     """Return the main thread: the one that received the signal, else the last one of the dump."""
     return next((t for t in threads if t.current), threads[-1] if threads else Thread(False, ()))
+
+
+def serving_thread(threads: Sequence[Thread]) -> Thread | None:
+    """Return a thread that runs a function which another rank has called; None if none does."""
+    return next((t for t in threads if any(map(_is_callee, t.frames)) and t.place), None)
+
+
+def _is_callee(frame: Frame) -> bool:
+    return frame.file.startswith(BRAID_ROOT) and frame.file.endswith(CALLEE)
 
 
 def waits_for_peers(threads: Sequence[Thread]) -> bool:

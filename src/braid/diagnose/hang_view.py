@@ -11,7 +11,13 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from braid.diagnose.hang_stack import Thread, main_thread, parse_threads, waits_for_peers
+from braid.diagnose.hang_stack import (
+    Thread,
+    main_thread,
+    parse_threads,
+    serving_thread,
+    waits_for_peers,
+)
 from braid.events import OPEN
 
 __all__ = ["LinkView", "Process", "RankView", "SpanView"]
@@ -53,8 +59,8 @@ class SpanView(NamedTuple):
 
     @property
     def is_operation(self) -> bool:
-        """Whether the span is a collective of a group."""
-        return bool(self.group) and "(" in self.name
+        """Whether the span is a collective of a group, or a call, which other ranks must end."""
+        return bool(self.group) and "(" in self.name and not self.is_service
 
     @property
     def is_message(self) -> bool:
@@ -62,9 +68,19 @@ class SpanView(NamedTuple):
         return self.name.startswith(("send(", "recv("))
 
     @property
+    def is_call(self) -> bool:
+        """Whether the span is a call of a function in another rank."""
+        return self.name.startswith("call(")
+
+    @property
+    def is_service(self) -> bool:
+        """Whether the span is a call of another rank that runs here."""
+        return self.name.startswith("serve(")
+
+    @property
     def partner(self) -> int | None:
-        """Rank at the other end of a message; None for a collective, or a receive from any rank."""
-        match = PARTNER.search(self.name) if self.is_message else None
+        """Rank at the other end of a message or call; None for others, or a receive from any."""
+        match = PARTNER.search(self.name) if self.is_message or self.is_call else None
         return int(match[1]) if match else None
 
     @property
@@ -72,6 +88,8 @@ class SpanView(NamedTuple):
         """Short name with number, such as `all_reduce#176` or `step 88`."""
         if self.name == "step":
             return f"step {self.seq}"
+        if self.is_service:
+            return f"to serve {self.name.partition('(')[2].removesuffix(')')}"
         number = f"#{self.seq}" if self.is_operation and self.seq else ""
         return f"{self.name.partition('(')[0]}{number}"
 
@@ -148,13 +166,22 @@ class RankView(NamedTuple):
 
     @property
     def thread(self) -> Thread:
-        """Main thread of the rank; without frames if there is no stack."""
-        return main_thread(self.threads)
+        """Thread that others wait for: one that serves a call, else the main one.
+
+        Without frames if there is no stack.
+        """
+        threads = self.threads
+        return (serving_thread(threads) if self.services else None) or main_thread(threads)
 
     @property
     def operations(self) -> list[SpanView]:
         """Open collectives of the rank, in the order of their begin."""
         return [span for span in self.spans if span.open and span.is_operation]
+
+    @property
+    def services(self) -> list[SpanView]:
+        """Calls of other ranks that run here, in the order of their begin."""
+        return [span for span in self.spans if span.open and span.is_service]
 
     @property
     def waits(self) -> bool:
@@ -180,7 +207,8 @@ class RankView(NamedTuple):
             span.name
             for span in self.spans
             # a span that outlives its step was abandoned
-            if span.open and not span.is_operation and span.t_ns >= step_ns
+            if span.open and not span.is_operation and not span.is_service
+            if span.t_ns >= step_ns
             if span.name not in {"step", "wait"}
         ]
 

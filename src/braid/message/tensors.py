@@ -18,6 +18,7 @@ To receive into tensors that exist: `van.receive_into(Gradients, lambda sender, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -27,6 +28,16 @@ from braid.errors import CommError, ConfigError
 from braid.types import TensorSpec
 
 __all__ = ["as_buffers", "from_buffers", "memory_of"]
+
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES.values()}
+# numpy has these, and their bytes can be seen without a view of another dtype.
+_SIMPLE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bool, torch.uint8),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+    }
+)
 
 
 def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[memoryview]]:
@@ -40,16 +51,15 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
     """
     specs, buffers = [], []
     for tensor in tensors:
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             msg = (
                 f"cannot send a tensor of {tensor.layout} {tensor.dtype} on {tensor.device}, "
                 "which is not dense: send its parts, such as indices and values"
             )
             raise ConfigError(msg)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad))
-        plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        buffers.append(memory_of(plain))
+        specs.append(TensorSpec(tuple(tensor.shape), _NAMES[tensor.dtype], tensor.requires_grad))
+        # Without need no `detach`: it lets other threads run, and then waits for them.
+        buffers.append(_plain_bytes(tensor.detach() if tensor.requires_grad else tensor))
     return specs, buffers
 
 
@@ -67,8 +77,8 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
         raise CommError(msg)
     tensors = []
     for spec, buffer in zip(specs, buffers, strict=True):
-        dtype = getattr(torch, spec.dtype, None)
-        if not isinstance(dtype, torch.dtype) or any(extent < 0 for extent in spec.shape):
+        dtype = _DTYPES.get(spec.dtype)
+        if dtype is None or min(spec.shape, default=0) < 0:
             msg = f"{spec} is not the spec of a tensor: send what as_buffers returned"
             raise CommError(msg)
         nbytes = math.prod(spec.shape) * dtype.itemsize
@@ -83,13 +93,23 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
     return tensors
 
 
+def _plain_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of any dense tensor, of a copy where they are not plain memory."""
+    if tensor.is_cpu and tensor.dtype in _SIMPLE:
+        with contextlib.suppress(RuntimeError):  # such as a lazy negation
+            array = tensor.numpy()
+            if array.flags.c_contiguous and array.size:
+                return array.data.cast("B")
+    return memory_of(tensor.resolve_conj().resolve_neg().to("cpu").contiguous())
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor on the CPU, to send from or to receive into.
 
     Raises:
         ConfigError: Its memory is elsewhere, or not in one piece.
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj():
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj():
         msg = (
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
             f"{tensor.device} has no memory in one piece on the CPU: use a contiguous copy"

@@ -35,13 +35,13 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from braid.clock import Clock
 from braid.errors import CommTimeout, StaleError
+from braid.message.guard import Guard
 from braid.message.protocol.heads import Open
 from braid.message.protocol.link import Carry, Close
 from braid.message.protocol.schema import Message, Schema
@@ -70,13 +70,12 @@ class Van(ABC):
         guard: Lock of the state; notified after every change.
     """
 
-    def __init__(
-        self, state: VanState, schema: Schema, clock: Clock, guard: threading.Condition
-    ) -> None:
+    def __init__(self, state: VanState, schema: Schema, clock: Clock, guard: Guard) -> None:
         self._state = state
         self._schema = schema
         self._clock = clock
         self._guard = guard
+        self._lock = guard.lock
         self._ids = itertools.count(1)
         self._signal: _Signal | None = None
         self._ended = ""  # why nothing can be sent or received any more
@@ -102,6 +101,11 @@ class Van(ABC):
         """Nodes to which a message can be sent now, sorted."""
         with self._guard:
             return self._state.peers
+
+    def is_connected(self, node: str) -> bool:
+        """Whether a message can be sent to a node now."""
+        with self._lock:
+            return self._state.is_connected(node)
 
     @property
     def address(self) -> str:
@@ -184,10 +188,12 @@ class Van(ABC):
             ConfigError: The message is not of the schema, too large, or a buffer is not contiguous.
         """
         outgoing = self._prepare(message, buffers, priority, deadline_s, answers, message_id)
-        until_ns = self._deadline_ns(deadline_s)
-        with self._guard:
-            if not self._wait_until(lambda: self._submit(to, outgoing), until_ns):
-                raise self._no_room(to)
+        with self._lock:
+            if not self._submit(to, outgoing):
+                until_ns = self._deadline_ns(deadline_s)
+                while not self._submit(to, outgoing):
+                    if not self._wait(until_ns):
+                        raise self._no_room(to)
         return Sending(outgoing, self._wait_sent)
 
     def try_send(
@@ -203,7 +209,7 @@ class Van(ABC):
     ) -> Sending | None:
         """Queue a message like `send`, but return None instead of waiting."""
         outgoing = self._prepare(message, buffers, priority, deadline_s, answers, message_id)
-        with self._guard:
+        with self._lock:
             if not self._submit(to, outgoing):
                 return None
         return Sending(outgoing, self._wait_sent)
@@ -216,8 +222,8 @@ class Van(ABC):
             StaleError: The van is closed.
         """
         deadline_ns = self._deadline_ns(timeout_s)
-        with self._guard:
-            while (delivery := self.try_recv()) is None:
+        with self._lock:
+            while (delivery := self._next_delivery()) is None:
                 if not self._wait(deadline_ns):
                     now_ns = self._clock.now_ns()
                     last = [self._state.last_received(peer, now_ns) for peer in self._state.peers]
@@ -230,12 +236,8 @@ class Van(ABC):
 
     def try_recv(self) -> Delivery | None:
         """Return the next message if one is here; never waits."""
-        with self._guard:
-            self._check_open()
-            delivery = self._state.next_delivery(self._clock.now_ns())
-            if delivery is not None:
-                self._act()
-            return delivery
+        with self._lock:
+            return self._next_delivery()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while `try_recv` has something to return.
@@ -380,15 +382,27 @@ class Van(ABC):
         message_id: int,
     ) -> Outgoing:
         name, body = self._schema.encode(message)
-        number = message_id or self.new_id()
-        head = Open(number, name, priority, self.epoch, answers, 0, b"", 0, ())
+        number = message_id or next(self._ids)
+        head = Open(number, name, priority, self._state.epoch, answers, 0, b"", 0, ())
         deadline_ns = None
         if deadline_s is not None:
             deadline_ns = self._clock.now_ns() + round(deadline_s * 1e9)
         return Outgoing.make(head, body, buffers, deadline_ns)
 
+    def _next_delivery(self) -> Delivery | None:
+        """Return what `recv` and `try_recv` return next; None if nothing is here."""
+        if self._ended:
+            raise StaleError(self._ended)
+        if not self._state.inbox:
+            return None
+        delivery = self._state.next_delivery(self._clock.now_ns())
+        if self._state.instructions or self._signal is not None:
+            self._act()
+        return delivery
+
     def _submit(self, to: str, outgoing: Outgoing) -> bool:
-        self._check_open()
+        if self._ended:
+            raise StaleError(self._ended)
         if not self._state.submit(to, outgoing):
             return False
         self._act()

@@ -22,7 +22,7 @@ class Interval(NamedTuple):
         start_ns: Begin, relative to the first event of the run.
         end_ns: End; the end of the run if `open`.
         name: Name, such as `backward` or `all_reduce(float32[1024], sum)`.
-        role: `step`, `phase`, `bucket`, `collective`, `wait` or `instant`.
+        role: `step`, `phase`, `bucket`, `collective`, `call`, `wait` or `instant`.
         channel: Channel of a collective or wait.
         seq: Number of the step, of the bucket, or of the collective on its channel.
         nbytes: Number of bytes moved.

@@ -37,6 +37,7 @@ from braid.observe.intervals import Cover, Interval
 
 __all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
 
+CALL = re.compile(r"(call|serve)\(.*, (to|for) rank \d+\)|queue\(.*\)", re.DOTALL)
 COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
 # roles of events which show that the rank itself did something
 START_UP = "init("  # what `braid.init` does before the program goes on
@@ -226,6 +227,8 @@ def _role(kind: str, *, instant: bool) -> str:
         return kind
     if kind.startswith(START_UP):
         return "phase"
+    if CALL.fullmatch(kind):
+        return "call"
     if COLLECTIVE.fullmatch(kind):
         return "collective"
     return "bucket" if BUCKET.fullmatch(kind) else "phase"

@@ -36,9 +36,11 @@ COLORS = {  # names that chrome://tracing reserves: green, orange, blue, grey
     "phase": "thread_state_running",
     "bucket": "rail_load",
     "collective": "thread_state_runnable",
+    "call": "thread_state_runnable",
     "wait": "thread_state_iowait",
     "instant": "black",
 }
+ORDER = {"step": 0, "phase": 0, "instant": 0, "bucket": 1, "call": 2}  # of tracks
 CATEGORIES = {"phase": "compute", "bucket": "transfer", "collective": "transfer"}
 
 
@@ -92,8 +94,10 @@ def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[Event]:
             yield metadata("thread_sort_index", rank, tid, sort_index=tid)
             for member in members:
                 yield _event(rank, tid, member)
-                if member.role == "collective":
-                    key = (member.name, member.group, member.channel, member.seq)
+                is_queue = member.role == "call" and not member.group
+                if member.role in {"collective", "call"} and not is_queue:
+                    name = member.name if member.role == "collective" else "call"
+                    key = (name, member.group, member.channel, member.seq)
                     meeting = (*key, seen[key])
                     meetings[meeting].append((member.start_ns, rank, tid))
                     seen[key] += 1
@@ -107,13 +111,13 @@ def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:
     for i in timeline.intervals:
         if i.role == "collective":
             operations[i.channel].add(i.name)
-        order = {"step": 0, "phase": 0, "instant": 0, "bucket": 1}.get(i.role, 2)
-        families[order, i.channel if order == 2 else 0].append(i)
+        order = ORDER.get(i.role, 3)
+        families[order, i.channel if order == 3 else 0].append(i)
     for (order, channel), members in sorted(families.items()):
-        title = ("phases", "buckets", f"channel {channel}")[order]
-        if order == 2 and len(operations[channel]) == 1:
+        title = ("phases", "buckets", "calls", f"channel {channel}")[order]
+        if order == 3 and len(operations[channel]) == 1:
             title += f": {next(iter(operations[channel]))}"
-        for index, lane in enumerate(lanes(members, nest=order != 1)):
+        for index, lane in enumerate(lanes(members, nest=order in {0, 3})):
             yield f"{title} ({index + 1})" if index else title, lane
 
 
@@ -148,7 +152,7 @@ def _arrows(
     meetings: dict[tuple[object, ...], list[tuple[int, int, int]]],
 ) -> Iterator[Event]:
     """Yield an arrow for each collective, from the rank that began first to the last one."""
-    for number, places in enumerate(meetings.values(), start=1):
+    for number, (key, places) in enumerate(meetings.items(), start=1):
         if len(places) < 2:
             continue
         places.sort()
@@ -156,7 +160,7 @@ def _arrows(
             arrow: Event = {
                 "ph": "s" if index == 0 else "f" if index == len(places) - 1 else "t",
                 "id": number,
-                "name": "same collective",
+                "name": "same call" if key[0] == "call" else "same collective",
                 "cat": "flow",
                 "pid": rank,
                 "tid": tid,

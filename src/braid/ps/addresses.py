@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 from braid.comm import Group
 from braid.rendezvous.network import network_of_program
 from braid.transport.meeting import host_name
 from braid.transport.peer_connections import own_address
-from braid.wire.address import Address
+from braid.wire import Address, local_address
 
-__all__ = ["can_be_reached", "listening_address", "local_address"]
+__all__ = ["can_be_reached", "listening_address"]
 
 
 def listening_address(group: Group, node: str) -> str:
@@ -24,16 +21,9 @@ def listening_address(group: Group, node: str) -> str:
         ConfigError: This host has no address on that network.
     """
     if len(set(group.objects.all_gather(host_name()))) == 1:
-        return local_address(node)
+        return local_address(f"ps-{node}")
     _, network = network_of_program()
     return str(Address(host=network.listen or own_address(network), port=0))
-
-
-def local_address(node: str) -> str:
-    """Return an address for a node that only this host can reach."""
-    if sys.platform != "linux":
-        return "tcp://127.0.0.1:0"
-    return f"unix:@braid-ps-{os.urandom(8).hex()}-{node}"
 
 
 def can_be_reached(address: str) -> bool:

@@ -36,10 +36,14 @@ class Client:
         """Requests under way."""
         return self._customer
 
-    def join(self) -> None:
-        """Wait until all servers and workers have joined; at once if they have."""
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until all servers and workers have joined; at once if they have.
+
+        Raises:
+            CommTimeout: Some have not; names them.
+        """
         if self._postoffice.directory is None:
-            self._postoffice.join()
+            self._postoffice.join(timeout_s)
             self._postoffice.raise_failure()
 
     def request(

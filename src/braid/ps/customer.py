@@ -139,7 +139,7 @@ class Customer:
         Raises:
             CommError: A node refused it.
             PeerLostError: What it needs is lost.
-            CommTimeout: Parts are unanswered; they are named, with whom was asked.
+            CommTimeout: Parts are unanswered; names who was asked, and for whom who waits there.
         """
         if timestamp in self._requests:
             with self._postoffice.events.span("wait", seq=timestamp):
@@ -149,10 +149,13 @@ class Customer:
                         timeout_s,
                         lambda: self._missing(timestamp),
                     )
-                except CommTimeout:
-                    if timestamp in self._requests and not self._requests[timestamp].is_write:
-                        self.cancel(timestamp)
-                    raise
+                except CommTimeout as exc:
+                    with self._postoffice.lock:  # its answer may come now, in another thread
+                        asked = {node for node in self._state.missing(timestamp).values() if node}
+                        own = self._requests.get(timestamp)
+                        if own is not None and not own.is_write:
+                            self.cancel(timestamp)
+                    raise self._postoffice.explained(exc, sorted(asked)) from None
         if timestamp in self._errors:
             raise self._errors.pop(timestamp)
         if timestamp in self._requests:
@@ -215,10 +218,7 @@ class Customer:
     def _missing(self, timestamp: int) -> str:
         asked = self._state.missing(timestamp)
         nodes = sorted({node or "nobody" for node in asked.values()})
-        return (
-            f"{len(asked)} parts of request {timestamp} are unanswered by {', '.join(nodes)}; look "
-            "for the first error there, or for a worker that does not push"
-        )
+        return f"{len(asked)} parts of request {timestamp} are unanswered by {', '.join(nodes)}"
 
     def _act(self, instructions: Sequence[Send | Done | Failed]) -> None:
         for each in instructions:

@@ -57,6 +57,7 @@ class DenseTable(Table):
             CommTimeout: No answer came.
         """
         out = self._whole.view(self._shape) if out is None else out
+        self._client.join(timeout_s)
         self.wait(self.pull_async(out), timeout_s)
         return out
 

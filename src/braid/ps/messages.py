@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from braid.errors import ConfigError
 from braid.message import Schema
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.directory import Directory
@@ -21,6 +22,8 @@ __all__ = [
     "Dealt",
     "Drain",
     "Elsewhere",
+    "Explain",
+    "Explained",
     "Failure",
     "Here",
     "Installed",
@@ -37,9 +40,21 @@ __all__ = [
     "State",
     "StopAt",
     "Update",
+    "check_type",
 ]
 
 Specs = list[list[TensorSpec]]
+
+
+def check_type(rule: str, value: object, kind: type | tuple[type, ...]) -> None:
+    """Check a value of the program that travels: a receiver cannot answer what it cannot read.
+
+    Raises:
+        ConfigError: It is of another type than the rule says.
+    """
+    if not isinstance(value, kind):
+        msg = f"{rule}, got {value!r}"
+        raise ConfigError(msg)
 
 
 class Push(msgspec.Struct, tag="push", frozen=True):
@@ -106,6 +121,16 @@ class Elsewhere(Answer, tag="elsewhere", frozen=True):
 
 class Repeat(Answer, tag="repeat", frozen=True):
     """The request must be sent once more, as the sender then builds it."""
+
+
+class Explain(msgspec.Struct, tag="explain", frozen=True):
+    """A question to a node: who waits for whom there?"""
+
+
+class Explained(Answer, tag="explained", frozen=True):
+    """Each line says who waits for whom."""
+
+    lines: list[str]
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -180,7 +205,9 @@ class StopAt(msgspec.Struct, tag="stop-at", frozen=True):
 
 
 class Leave(msgspec.Struct, tag="leave", frozen=True):
-    """A worker is done."""
+    """A worker is done; or this node ends because of an error, which is the reason."""
+
+    reason: str = ""
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
@@ -233,7 +260,7 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
 
 
 SCHEMA = Schema(
-    *(Push, Pull, Change, Accepted, Pulled, Elsewhere, Refused),
+    *(Push, Pull, Change, Accepted, Pulled, Elsewhere, Refused, Explain, Explained),
     *(Update, Confirmed, State),
     *(
         Join,

@@ -249,7 +249,14 @@ class ParameterServer(nn.Module):
                     group["lr"] = lr
 
     def set_consistency(self, consistency: Consistency) -> None:
-        """Let another consistency hold from this clock on; all workers call it."""
+        """Let another consistency hold from this clock on; all workers call it.
+
+        Raises:
+            ConfigError: Workers step, and it is none of staleness 0.
+        """
+        if not consistency.by_clock and any(each.optimizer for each in self._partitions):
+            msg = f"workers step after each clock of all: staleness must be 0, got {consistency}"
+            raise ConfigError(msg)
         for partition in self._partitions:
             partition.table.set_consistency(consistency)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,14 +12,14 @@ from typing import Any
 
 import torch
 
-from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError
+from braid.errors import BraidError, CheckpointError, CommTimeout, ConfigError, PeerLostError
 from braid.events import Recorder
 from braid.message import Van
 from braid.message.tensors import memory_of
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
-from braid.ps.messages import Barrier, StopAt
+from braid.ps.messages import Barrier, StopAt, check_type
 from braid.ps.options import Options
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.scheduler_state import SchedulerState
@@ -46,6 +47,8 @@ from braid.ps.tables import TableSpec, num_dense_shards
 
 __all__ = ["Node"]
 
+LOG = logging.getLogger(__name__)
+ALONE_S = 300.0  # the deadline of all who might wait for a server has passed then
 MAX_SPARSE_SHARDS = 64  # their whole states fit into the buffers of one message
 
 
@@ -100,20 +103,27 @@ class Node:
         self._server: Server | None = None
         self._client: Client | None = None
         self._is_released = False
-        self._is_member = False  # of the directory, as a server
         if role == "scheduler":
-            directory = None if options.journal is None else read_journal(options.journal)
-            state = SchedulerState(
-                *counts,
-                replicas=options.replicas or 0,
-                on_worker_loss=options.on_worker_loss or "fail",
-                directory=directory,
-            )
-            self._scheduler = Scheduler(self._postoffice, state, options.journal)
+            try:
+                self._scheduler = self._new_scheduler(options)
+            except ConfigError:
+                van.close(0.0)
+                raise
         elif role == "server":
             self._server = Server(self._postoffice, number, options.rebalance_s)
         elif role == "worker":
             self._client = Client(self._postoffice)
+
+    def _new_scheduler(self, options: Options) -> Scheduler:
+        directory = None if options.journal is None else read_journal(options.journal)
+        state = SchedulerState(
+            self.num_servers,
+            self.num_workers,
+            replicas=options.replicas or 0,
+            on_worker_loss=options.on_worker_loss or "fail",
+            directory=directory,
+        )
+        return Scheduler(self._postoffice, state, options.journal)
 
     @property
     def is_worker(self) -> bool:
@@ -277,6 +287,9 @@ class Node:
                     for spec, table in zip(self._specs, self._tables, strict=True)
                 }
                 write_tables(directory, states, step, extra=extra, state=state, keep=keep)
+        except CheckpointError as exc:
+            msg = f"worker {self.number}: {exc}"
+            raise CheckpointError(msg) from exc
         finally:
             self.barrier("after a snapshot")
 
@@ -300,6 +313,9 @@ class Node:
 
     def serve(self) -> None:
         """Serve, or schedule, until all workers have left; a spare returns at once.
+
+        A server that is cut off from the others joins again when its network is back. After 300 s
+        it returns with a warning, or raises if there are no replicas.
 
         Raises:
             ConfigError: This node is a worker.
@@ -325,14 +341,25 @@ class Node:
         directory = self._postoffice.directory
         if directory is None or not directory.workers or self._postoffice.failure:
             return True
-        was_member, self._is_member = self._is_member, self.number in directory.servers
-        return was_member and not self._is_member  # the first ones may be from before it joined
+        server = self._server
+        return server is not None and (server.is_drained or server.alone_s >= ALONE_S)
 
     def _raise_failure(self) -> None:
         failure = self._scheduler.failure if self._scheduler else self._postoffice.failure
         if failure:
             lines = [failure, *(self._server.waiting() if self._server else ())]
             raise PeerLostError("; ".join(lines))
+        if self._server is None or self._server.alone_s < ALONE_S:
+            return
+        loss = self._postoffice.losses.get(SCHEDULER)
+        msg = (
+            f"server {self.number} has had no link to any other node for {ALONE_S:g} s (the "
+            f"scheduler: {loss.reason if loss else 'unknown'}): its host was cut off, or the run "
+            "has ended meanwhile"
+        )
+        if not self._options.replicas:
+            raise PeerLostError(msg)
+        LOG.warning("braid: %s; the others go on with its copies", msg)  # an error would end them
 
     def resume(self) -> int:
         """Go on at the clock of an earlier life of this worker; after all tables are declared.
@@ -359,12 +386,13 @@ class Node:
         """Wait until all workers have come to the barrier of this name.
 
         Raises:
-            ConfigError: This node is no worker.
+            ConfigError: This node is no worker, or the name is no text.
             CommTimeout: Some have not come.
         """
         if self._client is None:
             msg = "barriers are for workers"
             raise ConfigError(msg)
+        check_type("the name of a barrier is a text", name, str)
         self._client.join()
         members = tuple(worker_node(worker) for worker in self._postoffice.workers)
 
@@ -428,17 +456,22 @@ class Node:
     def close(self) -> None:
         """Leave: what was pushed is accepted first, then nobody waits for this worker. Idempotent.
 
+        A worker that has asked for nothing joins first, since the run begins when all have joined.
+
         Raises:
             CommError: A push was refused.
+            RendezvousError: It has asked for nothing, and the scheduler cannot be reached.
         """
-        if self._client is not None and not self._is_released:
-            self._is_released = True
-            try:
-                if self._postoffice.directory is not None:
+        try:
+            if self._client is not None and not self._is_released:
+                self._is_released = True
+                try:
+                    self._client.join()
                     self._client.wait_all()
-            finally:
-                self._postoffice.leave()
-        self._postoffice.close()
+                finally:
+                    self._postoffice.leave()
+        finally:
+            self._postoffice.close()
 
     def __enter__(self) -> Node:
         return self
@@ -453,6 +486,8 @@ class Node:
             self.close()
         else:
             self._is_released = True
+            text = f": {value}" if value is not None and str(value) else ""
+            self._postoffice.leave(f"it raised {kind.__name__}{text}")
             with contextlib.suppress(BraidError):
                 self._postoffice.close(0.0)
 

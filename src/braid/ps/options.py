@@ -26,6 +26,7 @@ class Options:
         shared_memory: Whether large tensors between processes of one host pass through shared
             memory; never where `BRAID_PORTABLE` forbids it.
         journal: File in which the scheduler keeps its directory, so that it can be started again.
+            Where it cannot be written, it is removed, with a warning, and the run goes on.
     """
 
     replicas: int | None = None

@@ -28,7 +28,16 @@ from braid.errors import (
 )
 from braid.events import Recorder
 from braid.message import Delivery, Message, PeerLost, Van
-from braid.ps.messages import Failure, Here, Join, Leave, Refused, StopAt
+from braid.ps.messages import (
+    Explain,
+    Explained,
+    Failure,
+    Here,
+    Join,
+    Leave,
+    Refused,
+    StopAt,
+)
 from braid.ps.protocol.directory import Directory
 from braid.ps.roles import SCHEDULER
 from braid.wire import Buffer
@@ -38,6 +47,7 @@ __all__ = ["Handler", "Postoffice"]
 TICK_S = 0.25  # longest sleep
 AGAIN_S = 1.0  # after which a broken link is tried again: a dead node has left the directory then
 JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
+EXPLAIN_S = 1.0  # for nodes to say who waits for whom, after a deadline has passed
 CONNECT_S = 1.0  # how long that may take
 Handler: TypeAlias = Callable[[Delivery], None]
 
@@ -76,6 +86,7 @@ class Postoffice:
             Here: self._learn,
             Failure: self._fail,
             StopAt: self._stop,
+            Explain: self._explain,
             PeerLost: self._lost,
         }
         self._on_directory: list[Callable[[Directory], None]] = []
@@ -83,6 +94,7 @@ class Postoffice:
         self._on_linked: list[Callable[[str], None]] = []
         self._on_resend: list[Callable[[], None]] = []
         self._on_tick: list[Callable[[], None]] = []
+        self._waiting: list[Callable[[], list[str]]] = []
         self.tables: dict[str, tuple[str, int]] = {}  # form and checksum, for the scheduler
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
@@ -120,6 +132,11 @@ class Postoffice:
         return self._scheduler
 
     @property
+    def has_scheduler(self) -> bool:
+        """Whether the link to the scheduler is not known to be broken."""
+        return SCHEDULER not in self._broken
+
+    @property
     def workers(self) -> tuple[int, ...]:
         """Numbers of the workers that are here."""
         return () if self.directory is None else tuple(sorted(self.directory.workers))
@@ -133,14 +150,19 @@ class Postoffice:
         on_linked: Callable[[str], None] | None = None,
         on_resend: Callable[[], None] | None = None,
         on_tick: Callable[[], None] | None = None,
+        waiting: Callable[[], list[str]] | None = None,
     ) -> None:
-        """Let a part of the node handle messages, directories, losses and links made again."""
+        """Let a part of the node handle messages, directories, losses and links made again.
+
+        `waiting` returns lines that say who waits for whom, for the errors of those who wait.
+        """
         self._handlers |= handlers
         self._on_directory += [] if on_directory is None else [on_directory]
         self._on_lost += [] if on_lost is None else [on_lost]
         self._on_linked += [] if on_linked is None else [on_linked]
         self._on_resend += [] if on_resend is None else [on_resend]
         self._on_tick += [] if on_tick is None else [on_tick]
+        self._waiting += [] if waiting is None else [waiting]
 
     def new_id(self) -> int:
         """Return a number for a request, which no life of this node has used."""
@@ -165,11 +187,14 @@ class Postoffice:
         within_s = JOIN_S if timeout_s is None else min(timeout_s, JOIN_S)
         self.van.connect(SCHEDULER, self._scheduler, timeout_s=within_s)
         self.announce()
-        self.wait_until(
-            lambda: self.directory is not None or bool(self.failure) or SCHEDULER in self._broken,
-            timeout_s,
-            lambda: "not all servers and workers have joined the scheduler",
-        )
+        try:
+            self.wait_until(
+                lambda: self.directory is not None or self.failure or SCHEDULER in self._broken,
+                timeout_s,
+                lambda: "not all servers and workers have joined the scheduler",
+            )
+        except CommTimeout as exc:
+            raise self.explained(exc, [SCHEDULER]) from None
         if self.directory is None and not self.failure:
             self.failure = "lost the scheduler before all had joined: look for its first error"
 
@@ -190,10 +215,10 @@ class Postoffice:
         if self.failure:
             raise PeerLostError(self.failure)
 
-    def leave(self) -> None:
-        """Let nobody wait for this worker any more."""
+    def leave(self, reason: str = "") -> None:
+        """Let nobody wait for this node any more; the error that ends it is the `reason`."""
         with contextlib.suppress(BraidError):
-            self.van.send(SCHEDULER, Leave())
+            self.van.send(SCHEDULER, Leave(reason))
 
     def close(self, linger_s: float = 1.0) -> None:
         """Close the van. Idempotent."""
@@ -217,7 +242,7 @@ class Postoffice:
             Whether the node could be reached. It may be lost before the message arrives.
         """
         try:
-            if to not in self.van.peers and (to in self._broken or not self._connect(to)):
+            if not self.van.is_connected(to) and (to in self._broken or not self._connect(to)):
                 return False
             self.van.send(
                 to,
@@ -256,7 +281,7 @@ class Postoffice:
 
     def wait_until(
         self,
-        is_over: Callable[[], bool],
+        is_over: Callable[[], object],
         timeout_s: float | None = None,
         missing: Callable[[], str] = lambda: "",
     ) -> None:
@@ -286,6 +311,29 @@ class Postoffice:
                 else:
                     self._receive(min(left_s, TICK_S, self._resend_s or TICK_S))
             self._run_callbacks()
+
+    def explained(self, error: CommTimeout, nodes: Iterable[str]) -> CommTimeout:
+        """Return the error with what some nodes say: for whom who waits there."""
+        answers: dict[str, list[str]] = {node: [] for node in nodes}
+        asked: dict[int, str] = {self.new_id(): node for node in answers}
+        silent = set(answers)
+
+        def note(delivery: Delivery) -> None:
+            silent.discard(delivery.sender)
+            if isinstance(delivery.message, Explained):
+                answers[delivery.sender] = delivery.message.lines
+
+        with self._changed:
+            for number, node in asked.items():
+                self.expect(number, note)
+                self.send(node, Explain(), message_id=number)
+        with contextlib.suppress(CommTimeout):
+            self.wait_until(lambda: not silent, EXPLAIN_S)
+        with self._changed:
+            self.expect_no_more(asked)
+        lines = [f"{node}: {line}" for node in answers for line in answers[node]]
+        lines += [f"{node} does not answer: it is busy, stopped or gone" for node in sorted(silent)]
+        return CommTimeout("; ".join([str(error), *lines]))
 
     def poll(self, delivery: Delivery | None = None) -> None:
         """Handle what has arrived, after `delivery` if one was received already; never waits."""
@@ -356,7 +404,7 @@ class Postoffice:
 
     def _restore(self, node: str) -> None:
         """Connect to a node again whose link is broken."""
-        if node not in self.van.peers and not self._connect(node):
+        if not self.van.is_connected(node) and not self._connect(node):
             role, _, number = node.partition(":")
             alive = {} if self.directory is None else self.directory.servers
             if role == "worker" or (role == "server" and int(number) not in alive):
@@ -397,12 +445,16 @@ class Postoffice:
         assert isinstance(message, Failure), "this handler is for failures"
         self.failure = self.failure or message.text
 
+    def _explain(self, delivery: Delivery) -> None:
+        lines = list(dict.fromkeys(line for waiting in self._waiting for line in waiting()))
+        self.send(delivery.sender, Explained((), lines), answers=delivery.id)
+
     def drop_link(self, node: str) -> None:
         """Try no longer to make the link to a node again."""
         self._broken.pop(node, None)
 
     def _lost(self, delivery: Delivery) -> None:
-        if delivery.sender in self.van.peers:
+        if self.van.is_connected(delivery.sender):
             return  # it has connected again
         assert isinstance(delivery.message, PeerLost), "this handler is for losses"
         self.losses[delivery.sender] = delivery.message

@@ -20,14 +20,14 @@ from dataclasses import replace
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
 from braid.message import Delivery, SocketVan, VanConfig
-from braid.ps.addresses import can_be_reached, listening_address, local_address
+from braid.ps.addresses import can_be_reached, listening_address
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
 from braid.ps.options import Options
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
 from braid.ps.roles import SCHEDULER, Role, name_of, role_of
 from braid.rendezvous import wants_portable
-from braid.wire import Secret
+from braid.wire import Secret, local_address
 
 __all__ = ["join", "join_running"]
 
@@ -220,7 +220,7 @@ def _van(
         shared_memory=options.shared_memory and not wants_portable(),
     )
     node = name_of(role, number)
-    address = address or local_address(node)
+    address = address or local_address(f"ps-{node}")
     listen = "" if role in {"worker", "spare"} else address
     return SocketVan(
         node,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from braid.errors import ConfigError
 from braid.message import Delivery
 from braid.ps.customer import Customer
-from braid.ps.messages import Dealt, NextData
+from braid.ps.messages import Dealt, NextData, check_type
 from braid.ps.roles import SCHEDULER
 
 __all__ = ["samples"]
@@ -25,9 +25,10 @@ def samples(
     """Yield ranges of samples until all workers together have finished all of them.
 
     Raises:
-        ConfigError: A number is less than 1.
+        ConfigError: A number is less than 1, or the name is no text.
         PeerLostError: The run cannot go on.
     """
+    check_type("the name of samples is a text", name, str)
     if min(num_samples, shard_size, epochs) < 1:
         msg = (
             f"num_samples, shard_size and epochs must be at least 1, got {num_samples}, "

@@ -5,6 +5,8 @@ Source: M. Li et al., Parameter Server, OSDI 2014; PS-Lite's scheduler.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +47,8 @@ from braid.ps.roles import SPARE, server_node, worker_node
 
 __all__ = ["Scheduler", "read_journal"]
 
+LOG = logging.getLogger(__name__)
+
 RETURN_S = 5.0  # time in which nodes must find a scheduler that was started again
 
 
@@ -52,8 +56,11 @@ def read_journal(path: Path) -> Directory | None:
     """Return the directory of an earlier life; None if there was none.
 
     Raises:
-        ConfigError: The file is no journal.
+        ConfigError: The file is no journal, or it would lie in a directory that does not exist.
     """
+    if not path.parent.is_dir():
+        msg = f"there is no directory {path.parent} for the scheduler's journal: make it"
+        raise ConfigError(msg)
     if not path.exists():
         return None
     try:
@@ -79,11 +86,15 @@ class Scheduler:
         self._postoffice = postoffice
         self._state = state
         self._journal = journal
+        self._has_journal = True  # or none is wanted
         self._had_workers = state.directory is not None
         postoffice.directory = state.directory
         handled = (Join, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
         postoffice.register(
-            dict.fromkeys(handled, self._handle), on_resend=self._publish, on_tick=self._tick
+            dict.fromkeys(handled, self._handle),
+            on_resend=self._publish,
+            on_tick=self._tick,
+            waiting=state.waiting,
         )
         self._restarted_ns = postoffice.van.clock.now_ns()
 
@@ -140,7 +151,7 @@ class Scheduler:
                 return state.worker_joins(number, start)
             case StopAt(clock):
                 return state.stop_at(clock)
-            case Leave():
+            case Leave(""):
                 return state.worker_leaves(number)
             case Drain():
                 return state.server_leaves(number, asker)
@@ -152,7 +163,7 @@ class Scheduler:
                 return state.next_data(name, num_shards, asker, done)
             case Loads(weights):
                 return state.balance(number, weights)
-            case PeerLost(reason=reason):
+            case PeerLost(reason=reason) | Leave(reason):
                 if role == SPARE:
                     return state.spare_lost(number)
                 return (state.server_lost if is_server else state.worker_lost)(number, reason)
@@ -190,16 +201,37 @@ class Scheduler:
             self._act([Fail(self._state.failure)])
         nodes = [*map(server_node, directory.servers), *map(worker_node, directory.workers)]
         for node in dict.fromkeys([*nodes, *self._postoffice.van.peers]):
-            if node in self._postoffice.van.peers:
+            if self._postoffice.van.is_connected(node):
                 self._postoffice.send(node, Here(directory))
 
     def _write(self, directory: Directory) -> None:
-        """Replace the journal at once, so that a reader sees the old one or the new one."""
+        """Replace the journal at once, so that a reader sees the old one or the new one.
+
+        A disk that is full does not end the run. It leaves no journal, since a scheduler that began
+        with an old directory would name servers that have other shards by now.
+        """
         if self._journal is None:
             return
         new = self._journal.with_suffix(".new")
-        with new.open("wb") as file:
-            file.write(msgspec.json.encode(directory))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._journal)
+        try:
+            with new.open("wb") as file:
+                file.write(msgspec.json.encode(directory))
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._journal)
+        except OSError as exc:
+            for path in (new, self._journal):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            if self._has_journal:
+                LOG.warning(
+                    "braid: the scheduler cannot write its journal %s (%s) and goes on without: it "
+                    "cannot be started again until a later directory is written",
+                    self._journal,
+                    exc.strerror or exc,
+                )
+            self._has_journal = False
+            return
+        if not self._has_journal:
+            LOG.warning("braid: the scheduler has written its journal %s again", self._journal)
+        self._has_journal = True

@@ -87,6 +87,9 @@ class Server:
         postoffice: Post office of the node.
         number: Number of the server.
         rebalance_s: Seconds between reports of load to the scheduler; none when None.
+
+    Attributes:
+        is_drained: Whether the server has left the run, as `drain` has asked for.
     """
 
     def __init__(
@@ -104,12 +107,16 @@ class Server:
         self._rebalance_s = rebalance_s
         self._loads_ns = postoffice.van.clock.now_ns()
         self._is_draining = False
+        self._is_member = False  # of the directory
+        self._alone_ns: int | None = None  # since when nobody is connected
+        self.is_drained = False
         postoffice.register(
             dict.fromkeys((Push, Pull, Change, Update, Confirmed, State), self.handle),
             on_directory=self._configure,
             on_resend=self._resend,
             on_linked=self._linked,
             on_tick=self._tick,
+            waiting=self.waiting,
         )
 
     def add(self, table: TableSpec, states: Sequence[StoredState] | None = None) -> None:
@@ -132,6 +139,13 @@ class Server:
         """Return who waits for whom, as text; each line once."""
         return sorted({line for shard in self.shards for line in shard.state.waiting()})
 
+    @property
+    def alone_s(self) -> float:
+        """Seconds for which no other node has been connected."""
+        if self._alone_ns is None:
+            return 0.0
+        return (self._postoffice.van.clock.now_ns() - self._alone_ns) / 1e9
+
     def drain(self) -> None:
         """Ask the scheduler, now and until it is done, to move all shards to other servers."""
         self._is_draining = True
@@ -148,7 +162,9 @@ class Server:
         try:
             self._dispatch(delivery)
         except BraidError as exc:
-            self._asked.pop((delivery.sender, delivery.id), None)
+            asker = delivery.sender, delivery.id
+            self._asked.pop(asker, None)
+            self._ready.discard(asker)  # some of its shards may have had an answer
             self._send(delivery.sender, Refused(str(exc)), answers=delivery.id)
         self._answer_ready()
 
@@ -159,10 +175,19 @@ class Server:
                 self._ask(delivery, message)
                 self._record_pushes(message.table, message.shards)
             case Change():
+                shards = [self._shard(message.table, number) for number in message.shards]
+                if message.lr is not None:
+                    for shard in shards:
+                        shard.storage.check_lr(message.lr)
                 asker = self._note(delivery, dict.fromkeys(message.shards, ()))
-                for number in message.shards:
-                    shard = self._shard(message.table, number)
-                    done = shard.state.change(message.clock, message.consistency, message.lr, asker)
+                for shard in shards:
+                    done = shard.state.change(
+                        message.clock,
+                        message.consistency,
+                        message.lr,
+                        asker,
+                        lr_before=None if message.lr is None else shard.storage.lr,
+                    )
                     self._act(shard, shard.carry_out(done))
             case Update():
                 shard = self._shard(message.table, message.shard)
@@ -231,6 +256,11 @@ class Server:
         return asker
 
     def _configure(self, directory: Directory) -> None:
+        was_member, self._is_member = self._is_member, self._number in directory.servers
+        if was_member and not self._is_member:
+            self.is_drained = self._is_draining
+            if not self._is_draining:  # it was believed lost
+                self._postoffice.announce()
         for shard in self.shards:
             view = View(
                 directory.epoch,
@@ -247,6 +277,11 @@ class Server:
 
     def _tick(self) -> None:
         now_ns = self._postoffice.van.clock.now_ns()
+        office = self._postoffice
+        if office.has_scheduler or office.van.peers:
+            self._alone_ns = None
+        elif self._alone_ns is None:
+            self._alone_ns = now_ns
         if self._rebalance_s is None or now_ns - self._loads_ns < self._rebalance_s * 1e9:
             return
         self._loads_ns = now_ns
@@ -340,6 +375,9 @@ class Server:
                     events = self._postoffice.events
                     waited_ns = events.now_ns() - asked.begun_ns
                     events.complete("parked pull", asked.begun_ns, waited_ns)
+            if not asked.queries:
+                del self._asked[asker]
+                continue
             self._asked[asker] = _Asked(
                 asked.queries,
                 asked.begun_ns,
@@ -347,8 +385,6 @@ class Server:
                 asked.clocks,
                 was_parked=asked.was_parked,
             )
-            if not asked.queries:
-                del self._asked[asker]
 
     def _send_state(self, shard: Shard, server: int) -> None:
         """Send a whole shard to a server that joins its chain."""

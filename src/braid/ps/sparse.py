@@ -73,6 +73,7 @@ class SparseTable(Table):
             PeerLostError: A server was lost with all copies of a shard.
             CommTimeout: No answer came.
         """
+        self._client.join(timeout_s)
         pulled = self.pull_async(ids)
         self.wait(pulled.timestamp, timeout_s)
         return pulled.rows[pulled.inverse].view(*pulled.shape, self.dim)

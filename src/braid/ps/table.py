@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from braid.errors import ConfigError
 from braid.message import Delivery
-from braid.ps.consistency import Consistency
-from braid.ps.messages import Change, Pull, Pulled
+from braid.ps.consistency import BSP, Consistency
+from braid.ps.messages import Change, Pull, Pulled, check_type
 from braid.ps.tables import TableSpec
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Table:
 
         Returns:
             The timestamp of the request, for which `wait` raises CommError if the clock is over.
+
+        Raises:
+            ConfigError: An argument has another type.
         """
         return self._change(at_clock, consistency=consistency)
 
@@ -140,6 +143,9 @@ class Table:
         lr: float | None = None,
     ) -> int:
         clock = self.clock if at_clock is None else at_clock
+        check_type("a clock is a whole number", clock, int)
+        check_type("a learning rate is a number", 0.0 if lr is None else lr, (int, float))
+        check_type("a consistency is a ps.Consistency", consistency or BSP, Consistency)
 
         def build(parts: tuple[int, ...]) -> tuple[Change, Sequence[memoryview]]:
             return Change(self.epoch, self.name, parts, clock, consistency, lr), ()

@@ -14,43 +14,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import datetime as dt
-import faulthandler
-import mmap
-import os
-import signal
-import socket
 import sys
-import threading
 import traceback
 from types import TracebackType
 from typing import NamedTuple
 
-from torch import distributed as dist
-
 from braid.clock import Clock, MonotonicClock
 from braid.diagnose import parse_error
-from braid.errors import RendezvousError, encodable, message_of
-from braid.events import EventRing, Recorder
+from braid.errors import encodable, message_of
+from braid.events import Recorder
 from braid.rendezvous.control import (
     ControlClient,
     Exiting,
     Failed,
-    Hello,
-    Left,
     RankLost,
     Stop,
 )
 from braid.rendezvous.environment import JobEnvironment
 from braid.rendezvous.exit_hook import ExitHook
+from braid.rendezvous.job_store import dial_store, torch_store
+from braid.rendezvous.launcher_link import LauncherLink, open_link
 from braid.rendezvous.network import network_of
 from braid.rendezvous.rank import JoinedRank, claim, join
-from braid.rendezvous.stack_thread import StackThread
-from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
-from braid.store.torch_store import TorchStore
+from braid.store import HashStore, PrefixStore, Store, StoreClient
 from braid.transport import Health, Loss
-from braid.wire import Connection, Identity, Secret
-from braid.wire import connect as dial
+from braid.wire import Connection, Secret
 
 __all__ = ["Membership", "join_job"]
 
@@ -63,7 +51,7 @@ class _Parts(NamedTuple):
     secret: Secret | None
     store: Store
     recorder: Recorder | None
-    control: ControlClient | None
+    link: LauncherLink | None
     launcher: _Launcher | None
     sockets: tuple[Connection | ControlClient, ...]
     closers: contextlib.ExitStack
@@ -114,7 +102,8 @@ class Membership:
     ) -> None:
         self.environment = environment
         self.context, self.transport = joined
-        self.control = parts.control
+        self._link = parts.link
+        self.control = parts.link.control if parts.link is not None else None
         self._launcher = parts.launcher
         self._closers = parts.closers
         self.failed = False
@@ -146,8 +135,8 @@ class Membership:
             self._exit_hook.close()
         atexit.unregister(self.close)
         if not self.failed and not self.transport.forked:
-            if self.control is not None:  # first, so that the launcher knows who left first
-                self.control.send(Left())
+            if self._link is not None:  # first, so that the launcher knows who left first
+                self._link.leave()
             self.transport.announce_end()
         self.transport.close()
         self._closers.close()
@@ -249,8 +238,8 @@ def join_job(
             network=network,
         )
         joined.transport.keep_from_children(parts.sockets)
-        if parts.control is not None:
-            parts.control.send(Hello(os.getpid()))
+        if parts.link is not None:
+            parts.link.arrive()
         undo.pop_all()
     return Membership(environment, joined, parts)
 
@@ -260,7 +249,7 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
         if environment.launched_by == "braid":
             return _from_launcher(environment, timeout_s, stack)
         store = (
-            _torch_store(environment, timeout_s)
+            torch_store(environment, timeout_s)
             if environment.launched_by == "torchrun" and environment.world_size > 1
             else HashStore()
         )
@@ -270,54 +259,10 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
 def _from_launcher(
     environment: JobEnvironment, timeout_s: float, stack: contextlib.ExitStack
 ) -> _Parts:
-    fds = (environment.secret_fd, environment.events_fd, environment.stacks_fd)
-    secret_fd, events_fd, stacks_fd = (-1 if fd is None else fd for fd in fds)
-    secret = Secret.from_fd(os.dup(secret_fd))  # the descriptor stays open for a later `join_job`
-    identity = Identity(environment.run_id, STORE_ROLE, environment.rank)
-    connection = dial(
-        environment.store_address, secret, identity, timeout_s=timeout_s, limits=STORE_LIMITS
-    )
+    secret, connection = dial_store(environment, timeout_s)
     stack.callback(connection.close)
-    control = ControlClient.dial(environment.store_address, secret, identity, timeout_s=timeout_s)
-    stack.callback(control.close)
-    memory = mmap.mmap(events_fd, os.fstat(events_fd).st_size)
-    ring = EventRing(memory, names_lock=threading.Lock())
-    ring.pid = os.getpid()
-    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
-    stack.callback(faulthandler.unregister, signal.SIGUSR1)
-    stack.callback(setattr, ring, "stack_thread", 0)
-    ring.stack_thread = stack.enter_context(StackThread(environment.rank)).native_id
-    sockets = (connection, control)
-    store, launcher = StoreClient(connection), _Launcher(control)
-    return _Parts(secret, store, Recorder(ring), control, launcher, sockets, stack.pop_all())
-
-
-def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
-    """Return torch's store, served by the launcher or else by rank 0 on `master_addr` only."""
-    timeout = dt.timedelta(seconds=timeout_s)
-    host, port = environment.master_addr, environment.master_port
-    serves = environment.rank == 0 and not environment.agent_store
-    listen_fd = None
-    try:
-        if serves:  # torch itself would listen on every interface
-            listener = socket.create_server((host, port), backlog=1024)
-            listen_fd = listener.detach()
-        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it for checkers
-            host,
-            port,
-            environment.world_size,
-            serves,
-            timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listen_fd,
-        )
-    except (OSError, RuntimeError) as exc:
-        role = "serve" if serves else "reach"
-        msg = (
-            f"rank {environment.rank} cannot {role} the store at MASTER_ADDR:MASTER_PORT "
-            f"{host}:{port}: {str(exc).splitlines()[0]}. Choose another MASTER_PORT, or check that "
-            "rank 0 is running"
-        )
-        raise RendezvousError(msg) from exc
-    return PrefixStore("braid/", TorchStore(store, timeout_s))
+    link = open_link(environment, secret, timeout_s)
+    stack.callback(link.close)
+    sockets = (connection, link.control)
+    store, launcher = StoreClient(connection), _Launcher(link.control)
+    return _Parts(secret, store, link.recorder, link, launcher, sockets, stack.pop_all())

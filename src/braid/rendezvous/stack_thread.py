@@ -7,14 +7,21 @@ about a program would then change what it does.
 
 Idea: the handler of `faulthandler` writes the stacks of all threads, whichever of them receives
 the signal. So the launcher sends it to this thread, whose `read` the kernel starts again.
+
+That handler reads frames which other threads change meanwhile, unless these wait: a rank whose
+threads run calls of peers can die of it. This thread writes the same while it has the interpreter's
+lock, when the launcher writes into its pipe instead.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 
-__all__ = ["StackThread"]
+__all__ = ["ASK", "StackThread"]
+
+ASK = b"?"  # what asks for stacks, in the pipe
 
 
 class StackThread:
@@ -22,19 +29,28 @@ class StackThread:
 
     Args:
         rank: Rank of this process, for the thread's name.
+        stacks_fd: Descriptor of the file of the stacks.
 
     Attributes:
         native_id: Number by which the kernel knows the thread.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, stacks_fd: int) -> None:
         self._reader, self._writer = os.pipe()
         self._pid = os.getpid()
         self._thread = threading.Thread(
-            target=_receive_signals, args=(self._reader,), name=f"braid-stacks-{rank}", daemon=True
+            target=_receive_signals,
+            args=(self._reader, stacks_fd),
+            name=f"braid-stacks-{rank}",
+            daemon=True,
         )
         self._thread.start()
         self.native_id = self._thread.native_id or 0
+
+    @property
+    def pipe(self) -> int:
+        """Descriptor that asks for stacks when `ASK` is written to it."""
+        return self._writer
 
     def close(self) -> None:
         """End the thread. Idempotent; a forked child only closes its descriptors."""
@@ -54,6 +70,7 @@ class StackThread:
         self.close()
 
 
-def _receive_signals(reader: int) -> None:
+def _receive_signals(reader: int, stacks_fd: int) -> None:
     """Sleep; the name stands in stack dumps, where `diagnose` passes this thread over."""
-    os.read(reader, 1)
+    while os.read(reader, 1) == ASK:
+        faulthandler.dump_traceback(stacks_fd, all_threads=True)

@@ -20,13 +20,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from braid.clock import VirtualClock
 from braid.errors import CommError, CommTimeout, ConfigError, RendezvousError
+from braid.message.guard import Guard
 from braid.message.protocol.heads import Cancel, Head, Hello, More, Open, unpack
 from braid.message.protocol.schema import Schema
 from braid.message.protocol.send_queue import OutFrame
@@ -347,7 +347,7 @@ class Network:
             priority = head.priority
             if isinstance(head, Open):
                 pipe.parts[priority] = []
-                pipe.missing[priority] = head.nbytes - len(head.body)
+                pipe.missing[priority] = head.nbytes - len(head.body) - len(head.tail)
             pipe.parts[priority].append(frame)
             pipe.missing[priority] -= sum(map(len, frame.pieces))
             if not pipe.missing[priority]:
@@ -440,7 +440,7 @@ class SimulatedVan(Van):
     """A `Van` of a simulated `Network`, made by `Network.join`; all vans share one thread."""
 
     def __init__(self, network: Network, state: VanState) -> None:
-        super().__init__(state, network.schema, network.clock, threading.Condition())
+        super().__init__(state, network.schema, network.clock, Guard())
         self._network = network
 
     @property
@@ -456,7 +456,7 @@ class SimulatedVan(Van):
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
         """See `Van.connect`; succeeds or fails at once, so that handlers may connect."""
         self._check_open()
-        if to not in self._state.peers:
+        if not self._state.is_connected(to):
             self._network.link(self.node, to)
 
     def close(self, linger_s: float = 1.0) -> None:

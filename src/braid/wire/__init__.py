@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braid.wire.address import Address
+from braid.wire.address import Address, local_address
 from braid.wire.connection import DEFAULT_TIMEOUT_S, Connection, SocketConnection
 from braid.wire.frames import (
     MAX_META_BYTES,
@@ -48,4 +48,5 @@ __all__ = [
     "Unsent",
     "connect",
     "encode",
+    "local_address",
 ]

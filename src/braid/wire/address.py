@@ -8,13 +8,15 @@ tcp://10.0.0.1:29400  host and port; tcp://[::1]:0 for IPv6; port 0 lets the sys
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import sys
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from braid.errors import ConfigError
 
-__all__ = ["Address"]
+__all__ = ["Address", "local_address"]
 
 _FORMS = "write unix:@name, unix:/path or tcp://host:port"
 
@@ -87,3 +89,14 @@ class Address(NamedTuple):
             return f"unix:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
+
+
+def local_address(name: str) -> str:
+    """Return a new address for a listener that only this host can reach.
+
+    Args:
+        name: Part of the address, for those who look at the sockets of a host.
+    """
+    if sys.platform != "linux":
+        return "tcp://127.0.0.1:0"
+    return f"unix:@braid-{os.urandom(8).hex()}-{name}"

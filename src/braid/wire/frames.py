@@ -12,8 +12,8 @@ the receiver's.
     | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | ...
       ------- 8 bytes, little endian ---
 
-The decoder reads ahead up to 4 KiB while it looks for a head, so a small message costs one system
-call; of a large one at most those 4 KiB are copied.
+The decoder reads ahead up to 16 KiB while it looks for a head, so small messages cost one system
+call or less; of a large one at most those 16 KiB are copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["MAX_META_BYTES", "Allocate", "Buffer", "Frame", "FrameDecoder", "Fra
 _MARK = int.from_bytes(b"BF", "little")
 _HEADER = struct.Struct("<HHI")
 _SIZE_BYTES = 8
-READ_AHEAD_BYTES = 4096  # a head with its small payload; more would copy more of the large ones
+READ_AHEAD_BYTES = 16 << 10  # several small frames; more would copy more of the large ones
 MAX_META_BYTES = 64 << 10
 
 # Any contiguous object with the buffer protocol; a name for it needs Python 3.12.
@@ -106,22 +106,20 @@ def encode(
     Raises:
         ConfigError: The receiver would refuse the frame, or a buffer is not contiguous.
     """
-    sizes, views = [], []
+    if not buffers and len(meta) <= min(limits.max_meta_bytes, limits.max_frame_bytes):
+        return [memoryview(_HEADER.pack(_MARK, 0, len(meta)) + meta)]
     try:
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            sizes.append(len(view))
-            if sizes[-1]:
-                views.append(view)
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
     except TypeError as exc:
         msg = f"a buffer to send is not contiguous ({exc}): send a contiguous copy of it"
         raise ConfigError(msg) from exc
-    violation = limits.violation(len(meta), len(sizes), sum(sizes))
-    if violation:
+    count = len(views)
+    sizes = list(map(len, views))
+    if violation := limits.violation(len(meta), count, sum(sizes)):
         msg = f"a frame to send is too large: {violation}; send it in pieces or raise FrameLimits"
         raise ConfigError(msg)
-    head = _HEADER.pack(_MARK, len(sizes), len(meta)) + struct.pack(f"<{len(sizes)}Q", *sizes)
-    return [memoryview(head + meta), *views]
+    head = _HEADER.pack(_MARK, count, len(meta)) + struct.pack(f"<{count}Q", *sizes)
+    return [memoryview(head + meta), *filter(len, views)]
 
 
 class FrameDecoder:
@@ -224,22 +222,24 @@ class FrameDecoder:
         have = self._end - self._begin
         if have < _HEADER.size:
             return False
-        mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, self._begin)
+        begin = self._begin
+        mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, begin)
         if mark != _MARK:
             head = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
             msg = f"expected the head of a frame, got {head!r}: the stream is out of step"
             raise CommError(msg)
-        self._check(meta_bytes, count)
         self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes
         if have < self._head_bytes:
+            self._check(meta_bytes, count)  # before there is memory for the rest of the head
             return False
-        at = self._begin + _HEADER.size
-        sizes = struct.unpack_from(f"<{count}Q", self._scratch, at)
+        end = begin + self._head_bytes
+        meta = bytes(self._scratch[end - meta_bytes : end])
+        sizes: tuple[int, ...] = ()
+        if count:
+            sizes = struct.unpack_from(f"<{count}Q", self._scratch, begin + _HEADER.size)
         self._check(meta_bytes, count, sum(sizes))
-        at += count * _SIZE_BYTES
-        meta = bytes(self._scratch[at : at + meta_bytes])
         self._buffers = _checked(allocate(meta, sizes), sizes) if count else []
-        self._begin += self._head_bytes
+        self._begin = end
         self._meta = meta
         self._index = self._filled = 0
         return True
@@ -265,8 +265,8 @@ def _allocate(meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:  # noqa:
 
 def _checked(buffers: Sequence[memoryview], sizes: tuple[int, ...]) -> list[memoryview]:
     views = [memoryview(buffer).cast("B") for buffer in buffers]
-    returned = tuple(len(view) for view in views)
-    if returned != sizes or any(view.readonly for view in views):
+    returned = tuple(map(len, views))
+    if returned != sizes or any([view.readonly for view in views]):  # noqa: C419 - quicker
         msg = (
             f"`allocate` must return writable memory of {sizes} bytes, got {returned}: return "
             "one memoryview per buffer"

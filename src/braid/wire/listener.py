@@ -132,6 +132,8 @@ class Listener:
 
         A client is overdue then, or a pause is over. None if neither can happen.
         """
+        if not self._half_open:
+            return self._pause_until_ns
         due = [half.deadline_ns for half in self._half_open.values()]
         if self._pause_until_ns is not None:
             due.append(self._pause_until_ns)

@@ -29,9 +29,9 @@ class Unsent:
 
     def add(self, pieces: Iterable[memoryview]) -> None:
         """Append pieces."""
-        for piece in pieces:
-            self._pieces.append(piece)
-            self.nbytes += len(piece)
+        new = list(pieces)
+        self._pieces.extend(new)
+        self.nbytes += sum(map(len, new))
 
     def drain(self) -> bool:
         """Write until nothing waits (True) or the system accepts no more.
@@ -41,7 +41,12 @@ class Unsent:
         """
         try:
             while self._pieces:
-                self._forget(self._write(list(islice(self._pieces, _MAX_PIECES))))
+                written = self._write(list(islice(self._pieces, _MAX_PIECES)))
+                if written == self.nbytes:
+                    self._pieces.clear()
+                    self.nbytes = 0
+                else:
+                    self._forget(written)
         except BlockingIOError:
             return False
         except OSError:

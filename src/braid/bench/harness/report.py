@@ -21,7 +21,16 @@ from braid._version import __version__
 from braid.bench.harness.machine import load_per_core, machine
 from braid.errors import ConfigError
 
-__all__ = ["Report", "Verdict", "check_minimums", "measured_on", "new_table", "save", "show"]
+__all__ = [
+    "Report",
+    "Verdict",
+    "check_minimums",
+    "measured_on",
+    "new_table",
+    "save",
+    "show",
+    "unknown_parts",
+]
 
 WIDTH = 120  # columns of a table outside of a terminal
 
@@ -85,6 +94,12 @@ def check_minimums(
     small = [f"{name} must be at least {least}, got {n}" for name, n, least in values if n < least]
     if small or problems:
         raise ConfigError("; ".join([*small, *problems]))
+
+
+def unknown_parts(only: Sequence[str], parts: Sequence[str]) -> list[str]:
+    """Return the problems with a choice of parts, for `check_minimums`."""
+    known = ", ".join(parts)
+    return [f"there is no part {each}: choose out of {known}" for each in only if each not in parts]
 
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:

@@ -36,8 +36,8 @@ class Pairs:
 
     def push(self) -> None:
         """Push all pairs without a copy, and wait for the answer."""
-        self._worker.wait(self._worker.zpush(self._keys, self._vals))
+        self._worker.wait(self._worker.push(self._keys, self._vals, copy=False))
 
     def pull(self) -> None:
         """Pull all values into memory that exists."""
-        self._worker.wait(self._worker.zpull(self._keys, self._out))
+        self._worker.wait(self._worker.pull(self._keys, self._out, copy=False))

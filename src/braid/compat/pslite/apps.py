@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from braid.compat.pslite.process import PROCESS
-from braid.errors import ConfigError
 from braid.message import NUM_PRIORITIES
 from braid.ps import kv
 from braid.ps.kv.pairs import Keys, Lens
@@ -115,7 +114,7 @@ class KVWorker(_Notes, kv.KVWorker):
     ) -> int:
         """Push values without a copy: they must not change before `Wait` returns."""
         options = _options(cmd, cb, priority)
-        return self.zpush(keys, torch.as_tensor(vals), lens, **options)
+        return self.push(keys, torch.as_tensor(vals), lens, copy=False, **options)
 
     def ZPull(
         self,
@@ -127,7 +126,8 @@ class KVWorker(_Notes, kv.KVWorker):
         priority: int = 0,
     ) -> int:
         """Pull values into the memory of `vals`."""
-        return self.zpull(keys, _out(vals), _out(lens), **_options(cmd, cb, priority))
+        options = _options(cmd, cb, priority)
+        return self.pull(keys, _out(vals), _out(lens), copy=False, **options)
 
     def ZPushPull(
         self,
@@ -141,7 +141,8 @@ class KVWorker(_Notes, kv.KVWorker):
     ) -> int:
         """Push and pull without copies."""
         options = _options(cmd, cb, priority)
-        return self.zpush_pull(keys, torch.as_tensor(vals), _out(outs), _out(lens), **options)
+        vals = torch.as_tensor(vals)
+        return self.push_pull(keys, vals, _out(outs), _out(lens), copy=False, **options)
 
 
 class KVServer(_Notes, kv.KVServer):
@@ -156,13 +157,9 @@ class KVServer(_Notes, kv.KVServer):
 
     def Response(self, req: kv.KVMeta | kv.SimpleData, res: kv.KVPairs | str | None = None) -> None:
         """Answer a push, a pull or a note."""
-        if isinstance(req, kv.SimpleData):
-            kv.SimpleApp.response(self, req, res if isinstance(res, str) else "")
-        elif isinstance(res, str):
-            msg = "pushes and pulls are answered with KVPairs, and notes with a text"
-            raise ConfigError(msg)
-        else:  # fields may have been set to lists
-            self.response(req, None if res is None else kv.KVPairs(res.keys, res.vals, res.lens))
+        if isinstance(res, kv.KVPairs):  # fields may have been set to lists
+            res = kv.KVPairs(res.keys, res.vals, res.lens)
+        self.response(req, res)
 
 
 def _options(cmd: int, cb: Callback, priority: int) -> dict[str, Any]:

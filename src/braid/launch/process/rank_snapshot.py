@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from signal import SIGUSR1
 from typing import NamedTuple
 
@@ -13,12 +15,14 @@ from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.links import LinkObserver
 from braid.launch.process.process_facts import Sample, catches, process_between, sample
 from braid.launch.process.processes import send_signal, send_signal_to_thread
+from braid.rendezvous.stack_thread import ASK
 
 __all__ = ["RankObserver"]
 
 HISTORY = 4096  # number of a rank's last records that a report reads, in some 4 ms
 
 
+NUM_CALLS = 256  # of a rank's last records, one of which is a call if it takes part in any
 LINKS_NS = 1_000_000_000  # between two looks at connections, while a rank waits as long
 
 
@@ -51,6 +55,8 @@ class RankObserver:
         self._box = box
         self._clock = clock
         self._requested: _StackRequested | None = None
+        self._is_asked = False  # whether the last request went to the rank's own thread
+        self._asked_from = 0
 
     def waits(self) -> list[OpenWait]:
         """Return the open collectives of the rank; cheap enough to poll every second."""
@@ -80,6 +86,8 @@ class RankObserver:
         self._requested = _StackRequested(self._box.stacks_size, before, self._clock.now_ns())
         if not (answers and alive and catches(before, SIGUSR1)):  # it may have left the job since
             return
+        if self._takes_part_in_calls() and self._ask():
+            return
         thread = self._box.ring.stack_thread
         # a main thread that sleeps, but not in a collective, may do so in a call that a signal
         # ends; one that runs, or waits in braid, has consistent frames only while it handles one
@@ -87,6 +95,37 @@ class RankObserver:
             send_signal_to_thread(self._pid, thread, SIGUSR1)
         else:
             send_signal(self._pid, SIGUSR1)
+
+    def _takes_part_in_calls(self) -> bool:
+        """Whether threads of the rank run Python beside its main one, for calls."""
+        ring = self._box.ring
+        events = (*self._box.open_spans(), *ring.tail(NUM_CALLS))
+        return any(ring.name(event.kind).startswith(("call(", "serve(")) for event in events)
+
+    def _ask(self) -> bool:
+        """Ask the rank's own thread for stacks; False if it cannot be asked, or did not answer.
+
+        It cannot answer while another thread keeps the interpreter's lock. A signal does no harm
+        then: nothing moves.
+        """
+        if self._is_asked and self._box.stacks_size == self._asked_from:
+            self._is_asked = False
+            return False
+        pipe = Path(f"/proc/{self._pid}/fd/{self._box.ring.stack_pipe}")
+        try:
+            if not str(pipe.readlink()).startswith("pipe:"):
+                return False
+            descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        try:
+            os.write(descriptor, ASK)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        self._is_asked, self._asked_from = True, self._box.stacks_size
+        return True
 
     def view(self, *, alive: bool, ended: str = "") -> RankView:
         """Return the rank's recent spans, its process state, and the stack that was requested.

@@ -13,8 +13,9 @@ the largest size; a peer that has not proven the job's secret gets nothing alloc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+import msgspec
 
 from braid.errors import CommError
 from braid.message.protocol.heads import (
@@ -34,43 +35,49 @@ from braid.message.protocol.vocabulary import Allocate
 
 __all__ = ["Arrived", "Inflow"]
 
+_NOTHING = memoryview(b"")
 
-class Arrived(NamedTuple):
+
+class Arrived(msgspec.Struct, frozen=True):
     """A whole message.
 
     Attributes:
         head: Description that the sender gave.
         message: Decoded message.
         buffers: Buffers that came beside the message.
+        nbytes: Size of the message.
         late: Whether its deadline had passed.
     """
 
     head: Open
     message: Message
     buffers: Sequence[memoryview]
+    nbytes: int
     late: bool
 
 
 Event: TypeAlias = Hello | Beat | Bye | Arrived
 
 
-@dataclass(slots=True)
-class _Assembly:
+class _Assembly(msgspec.Struct):
     """A message of which some bytes have arrived."""
 
     head: Open
+    nbytes: int
     deadline_ns: int | None
     body: memoryview
     message: Message | None = None
-    buffers: list[memoryview] = field(default_factory=list)
-    missing: list[memoryview] = field(default_factory=list)  # slices still to fill, in order
+    buffers: list[memoryview] = []
+    missing: list[memoryview] = []  # slices still to fill, in order
 
-    def slices(self, sizes: Sequence[int]) -> list[memoryview]:
+    def slices(self, sizes: tuple[int, ...]) -> list[memoryview]:
         """Return the memory for pieces of these sizes; ValueError if the pieces do not fit."""
         if self.message is None:
             if len(sizes) != 1 or not 0 < sizes[0] <= len(self.body):
                 raise ValueError
             return [self.body[: sizes[0]]]
+        if tuple(map(len, self.missing)) == sizes:
+            return self.missing
         slices: list[memoryview] = []
         for size, gap in zip(sizes, self.missing, strict=False):
             if not 0 < size <= len(gap) or (size < len(gap) and len(slices) + 1 < len(sizes)):
@@ -79,6 +86,15 @@ class _Assembly:
         if len(slices) < len(sizes):
             raise ValueError
         return slices
+
+    def fill(self, tail: bytes) -> None:
+        """Fill all buffers at once."""
+        begin = 0
+        for gap in self.missing:
+            end = begin + len(gap)
+            gap[:] = tail[begin:end]
+            begin = end
+        self.missing = []
 
     def filled(self, sizes: Sequence[int]) -> None:
         """Record that the slices of `sizes` have been received."""
@@ -156,18 +172,24 @@ class Inflow:
             assembly.filled(sizes)
         else:
             head = self._unpack(meta)
-            if isinstance(head, Hello):
-                self._greeted = True
-            if isinstance(head, Hello | Beat | Bye):
-                return head
-            if isinstance(head, Cancel):
-                if self._open.pop(head.priority, None) is None:
-                    raise self._broken("the end of a message that is not open")
-                return None
-            if isinstance(head, More):
-                raise self._broken("more of a message without a byte of it")
+            if not isinstance(head, Open):
+                return self._control(head)
             assembly = self._begin(head, now_ns)
+            if head.tail:
+                assembly.fill(head.tail)
         return self._advance(assembly, now_ns)
+
+    def _control(self, head: Hello | Beat | Bye | Cancel | More) -> Event | None:
+        """Process a frame that brings no bytes of a message."""
+        if isinstance(head, Cancel):
+            if self._open.pop(head.priority, None) is None:
+                raise self._broken("the end of a message that is not open")
+            return None
+        if isinstance(head, More):
+            raise self._broken("more of a message without a byte of it")
+        if isinstance(head, Hello):
+            self._greeted = True
+        return head
 
     def _unpack(self, meta: bytes) -> Head:
         head = unpack(meta, self._peer)
@@ -181,14 +203,17 @@ class Inflow:
         """Begin a message: check its sizes, then allocate."""
         if head.priority in self._open:
             raise self._broken(f"a second open message of priority {head.priority}")
-        if head.nbytes > self._max_message_bytes:
+        nbytes = head.nbytes
+        if nbytes > self._max_message_bytes:
             raise self._broken(
-                f"message {head.name!r} of {head.nbytes} bytes (limit {self._max_message_bytes})"
+                f"message {head.name!r} of {nbytes} bytes (limit {self._max_message_bytes})"
             )
+        if head.tail and (head.body_bytes or len(head.tail) != sum(head.sizes)):
+            raise self._broken(f"a tail of message {head.name!r} that does not fit its buffers")
         if head.body and head.body_bytes:
             raise self._broken(f"two bodies of message {head.name!r}")
         deadline_ns = now_ns + 1000 * head.remaining_us if head.remaining_us else None
-        assembly = _Assembly(head, deadline_ns, self._body_memory(head))
+        assembly = _Assembly(head, nbytes, deadline_ns, self._body_memory(head))
         if not head.body_bytes:
             self._decode(assembly, head.body)
         self._open[head.priority] = assembly
@@ -206,7 +231,7 @@ class Inflow:
         del self._open[head.priority]
         assert assembly.message is not None
         late = assembly.deadline_ns is not None and assembly.deadline_ns < now_ns
-        return Arrived(head, assembly.message, assembly.buffers, late)
+        return Arrived(head, assembly.message, assembly.buffers, assembly.nbytes, late)
 
     def _decode(self, assembly: _Assembly, body: bytes | memoryview) -> None:
         """Decode the body, which decides where the buffers go."""
@@ -214,7 +239,7 @@ class Inflow:
         assembly.message = message = self._schema.decode(head.name, body, sender=self._peer)
         if head.sizes:
             assembly.buffers = self._memory(message, head)
-            assembly.missing = [buffer for buffer in assembly.buffers if len(buffer)]
+            assembly.missing = list(filter(len, assembly.buffers))
 
     def _memory(self, message: Message, head: Open) -> list[memoryview]:
         sizes = head.sizes
@@ -244,6 +269,8 @@ class Inflow:
         return chosen
 
     def _body_memory(self, head: Open) -> memoryview:
+        if not head.body_bytes:
+            return _NOTHING
         try:
             return memoryview(bytearray(head.body_bytes))
         except MemoryError as exc:

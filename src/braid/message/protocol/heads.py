@@ -26,7 +26,9 @@ __all__ = ["Beat", "Bye", "Cancel", "Head", "Hello", "More", "Open", "as_bytes",
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
 
-INLINE_BODY_BYTES = 32 << 10  # beside at most 10 KiB of sizes, below the 64 KiB that wire allows
+# Both, beside at most 10 KiB of sizes, stay below the 64 KiB that wire allows.
+INLINE_BODY_BYTES = 32 << 10
+TAIL_BYTES = 4 << 10  # a frame with buffers takes a third longer than one without
 MAX_BUFFERS = 1000
 
 
@@ -51,6 +53,7 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
         body: Encoded struct, if it is small.
         body_bytes: Size of a larger encoded struct, which comes before the buffers.
         sizes: Sizes of the buffers.
+        tail: Bytes of all buffers, if they are small.
     """
 
     id: Count
@@ -62,6 +65,7 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
     body: bytes
     body_bytes: Count
     sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
+    tail: bytes = b""
 
     @property
     def nbytes(self) -> int:

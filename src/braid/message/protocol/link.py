@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from braid.message.protocol.assembly import Inflow
 from braid.message.protocol.inbox import Peer
@@ -15,22 +18,19 @@ __all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Link", "Read"]
 HALF_CLOSED_S = 1.0  # a peer that accepts nothing more is read until it is silent for so long
 
 
-@dataclass(frozen=True, slots=True)
-class Carry:
+class Carry(msgspec.Struct, frozen=True):
     """Instruction: send the frames that wait for this link, see `VanState.next_frame`."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """Instruction: close the connection of this link, which the state has forgotten."""
 
     link: int
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(msgspec.Struct, frozen=True):
     """Instruction: read from this link again."""
 
     link: int
@@ -49,6 +49,7 @@ class Link:
         outbox: Messages that wait to leave.
         inflow: Message that is arriving.
         config: Limits and times of the van.
+        counts: Fates of messages, under the names of `VanStatistics`.
         received_ns: Time of the last frame from the peer.
         sent_ns: Time of the last frame to the peer.
         peer: Life of the peer; None until its Hello.
@@ -61,6 +62,7 @@ class Link:
     outbox: Outbox
     inflow: Inflow
     config: VanConfig
+    counts: Counter[str]
     received_ns: int
     sent_ns: int
     peer: Peer | None = None

@@ -24,8 +24,6 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +31,7 @@ from braid.errors import BraidError, CommTimeout, ConfigError
 from braid.message.protocol.heads import (
     INLINE_BODY_BYTES,
     MAX_BUFFERS,
+    TAIL_BYTES,
     Cancel,
     Head,
     More,
@@ -45,8 +44,10 @@ from braid.wire import Buffer
 
 __all__ = ["OutFrame", "Outbox", "Outgoing"]
 
+_NOTHING = memoryview(b"")
 
-class OutFrame(NamedTuple):
+
+class OutFrame(msgspec.Struct, frozen=True):
     """A frame to hand to the network.
 
     Attributes:
@@ -58,8 +59,7 @@ class OutFrame(NamedTuple):
     pieces: Sequence[memoryview]
 
 
-@dataclass(slots=True, eq=False)
-class Outgoing:
+class Outgoing(msgspec.Struct, eq=False):
     """A message on its way out, and its progress.
 
     Attributes:
@@ -118,7 +118,7 @@ class Outgoing:
             body_bytes=0 if inline else len(body),
             sizes=sizes,
         )
-        rest = memoryview(b"" if inline else body)
+        rest = _NOTHING if inline else memoryview(body)
         nbytes = len(body) + sum(sizes)
         return cls(head, nbytes, rest, deque(filter(len, views)), deadline_ns)
 
@@ -126,6 +126,20 @@ class Outgoing:
     def is_cut_up(self) -> bool:
         """Whether all bytes of the message have been cut."""
         return not self.body and not self.buffers
+
+    def opening(self, now_ns: int, limit: int) -> Open:
+        """Return the head to send, with the rest of its time, and with buffers up to `limit`.
+
+        A message that has a deadline has at least one microsecond.
+        """
+        head = self.head
+        if self.deadline_ns is not None:
+            remaining_us = max(1, (self.deadline_ns - now_ns) // 1000)
+            head = msgspec.structs.replace(head, remaining_us=remaining_us)
+        if self.buffers and not self.body and self.nbytes - len(head.body) <= limit:
+            head = msgspec.structs.replace(head, tail=b"".join(self.buffers))
+            self.buffers.clear()
+        return head
 
     def cut(self, limit: int) -> list[memoryview]:
         """Cut the next bytes, `limit` at most; the body shares no frame with buffers."""
@@ -160,6 +174,7 @@ class Outbox:
         self._counts = counts
         self._control: deque[bytes] = deque()
         self._lanes: list[deque[Outgoing]] = [deque() for _ in range(NUM_PRIORITIES)]
+        self._busy = 0  # bit p is set while lane p has a message
         self._deadlines: list[tuple[int, int, Outgoing]] = []
         self._numbers = itertools.count()
         self._in_network: Outgoing | None = None  # its chunk has left next_frame, not yet memory
@@ -187,7 +202,9 @@ class Outbox:
 
     def put(self, outgoing: Outgoing) -> None:
         """Append a message to its lane."""
-        self._lanes[outgoing.head.priority].append(outgoing)
+        priority = outgoing.head.priority
+        self._lanes[priority].append(outgoing)
+        self._busy |= 1 << priority
         self.queued += 1
         self.queued_bytes += outgoing.nbytes
         if outgoing.deadline_ns is not None:
@@ -204,20 +221,21 @@ class Outbox:
 
         Report it with `frame_sent` before asking again.
         """
-        self.expire(now_ns)
+        if self._deadlines:
+            self.expire(now_ns)
         if self._control:
             return OutFrame(self._control.popleft(), ())
-        if not self.queued:
+        if not self._busy:
             return None
-        for lane in reversed(self._lanes):
-            if lane:
-                outgoing = self._in_network = lane[0]
-                head: Head = More(outgoing.head.priority)
-                if not outgoing.begun:
-                    outgoing.begun = True
-                    head = _with_remaining(outgoing, now_ns)
-                return OutFrame(pack(head), outgoing.cut(self._config.chunk_bytes))
-        return None
+        outgoing = self._in_network = self._lanes[self._busy.bit_length() - 1][0]
+        if outgoing.begun:
+            head: Head = More(outgoing.head.priority)
+        else:
+            outgoing.begun = True
+            head = outgoing.opening(now_ns, min(TAIL_BYTES, self._config.chunk_bytes))
+        if outgoing.buffers or outgoing.body:
+            return OutFrame(pack(head), outgoing.cut(self._config.chunk_bytes))
+        return OutFrame(pack(head), ())
 
     def frame_sent(self, now_ns: int) -> None:
         """Record that the last frame has left this process's memory."""
@@ -283,17 +301,13 @@ class Outbox:
         self._finish(outgoing, CommTimeout(msg))
 
     def _finish(self, outgoing: Outgoing, error: BraidError | None) -> None:
-        self._lanes[outgoing.head.priority].remove(outgoing)
+        priority = outgoing.head.priority
+        lane = self._lanes[priority]
+        lane.remove(outgoing)
+        if not lane:
+            self._busy &= ~(1 << priority)
         self.queued -= 1
         self.queued_bytes -= outgoing.nbytes
         outgoing.done, outgoing.error = True, error
-        outgoing.body = memoryview(b"")  # the memory is the sender's again
+        outgoing.body = _NOTHING  # the memory is the sender's again
         outgoing.buffers.clear()
-
-
-def _with_remaining(outgoing: Outgoing, now_ns: int) -> Open:
-    """Return the head with the time until its deadline, at least one microsecond if it has one."""
-    if outgoing.deadline_ns is None:
-        return outgoing.head
-    remaining_us = max(1, (outgoing.deadline_ns - now_ns) // 1000)
-    return msgspec.structs.replace(outgoing.head, remaining_us=remaining_us)

@@ -101,11 +101,17 @@ class VanState:
         self._pool = MemoryPool()
         self.instructions: deque[Instruction] = deque()
         self._counts: dict[str, Counter[str]] = {}
+        self._quiet_until_ns: int | None = 0  # see `next_deadline_ns`; 0 if unknown
 
     @property
     def peers(self) -> tuple[str, ...]:
         """Nodes to which a message can be sent, sorted."""
         return tuple(sorted(name for name, peer in self._peers.items() if self._open_link(peer)))
+
+    def is_connected(self, name: str) -> bool:
+        """Whether a message can be sent to a node."""
+        peer = self._peers.get(name)
+        return peer is not None and self._open_link(peer) is not None
 
     @property
     def is_drained(self) -> bool:
@@ -120,15 +126,18 @@ class VanState:
         Nobody else can be at the other end of a `known` link, such as a pipe to a child. Its peer
         can be sent to before its Hello, and its loss is reported even if the Hello never comes.
         """
-        config = self.config
-        outbox = Outbox(name, config, self._count(name))
+        config, counts = self.config, self._count(name)
+        outbox = Outbox(name, config, counts)
         inflow = Inflow(name, self._schema, config.max_message_bytes, self.allocators, self._pool)
-        link = self._links[number] = Link(number, name, outbox, inflow, config, now_ns, now_ns)
+        link = self._links[number] = Link(
+            number, name, outbox, inflow, config, counts, now_ns, now_ns
+        )
         if known:
             if name in self._peers:
                 self._lose(self._peers[name], PeerLost(self._half_closed(name)))
             link.peer = Peer(name, 0, self.epoch, config.max_message_bytes, [number])
             self._add_peer(link.peer)
+        self._quiet_until_ns = 0
         outbox.send_control(Hello(self.incarnation, self.epoch, config.max_message_bytes))
         self.instructions.append(Carry(number))
 
@@ -154,6 +163,7 @@ class VanState:
         if link is None or link.half_closed:
             return
         link.half_closed, link.received_ns = reason, now_ns
+        self._quiet_until_ns = 0
         link.outbox.fail(_lost_error(link.name, reason))
 
     def is_ending(self, peer: str) -> bool:
@@ -203,6 +213,8 @@ class VanState:
             return False
         outgoing.life = peer.incarnation
         link.outbox.put(outgoing)
+        if outgoing.deadline_ns is not None:
+            self._quiet_until_ns = 0
         self.instructions.append(Carry(link.number))
         return True
 
@@ -214,16 +226,20 @@ class VanState:
         link = self._links.get(number)
         if link is None:
             return None
+        if link.outbox.has_control:
+            self._quiet_until_ns = 0  # a heartbeat is due later
         frame = link.outbox.next_frame(now_ns)
         if frame is not None:
             link.sent_ns = now_ns
         return frame
 
-    def frame_sent(self, number: int, now_ns: int) -> None:
-        """Record that the network has all of the last frame of a link."""
+    def frame_sent(self, number: int, now_ns: int) -> bool:
+        """Record that the network has all of the last frame of a link; False if nothing waits."""
         link = self._links.get(number)
-        if link is not None:
-            link.outbox.frame_sent(now_ns)
+        if link is None:
+            return False
+        link.outbox.frame_sent(now_ns)
+        return not link.outbox.is_empty
 
     # -- receiving
 
@@ -280,6 +296,7 @@ class VanState:
 
     def tick(self, now_ns: int) -> None:
         """Do what is due: heartbeats, deadlines, and the loss of silent peers."""
+        self._quiet_until_ns = 0
         for link in list(self._links.values()):
             if link.number not in self._links:
                 continue
@@ -296,7 +313,16 @@ class VanState:
                 self._send_control(link, Beat(self.epoch))
 
     def next_deadline_ns(self) -> int | None:
-        """Time at which `tick` has something to do; None if nothing is due."""
+        """Time before which `tick` has nothing to do; None if nothing will be due.
+
+        Most of what is sent and received makes it later only, so it is found again when it has
+        passed, or something of an earlier deadline has come.
+        """
+        if self._quiet_until_ns == 0:
+            self._quiet_until_ns = min(self._deadlines_ns(), default=None)
+        return self._quiet_until_ns
+
+    def _deadlines_ns(self) -> list[int]:
         due = []
         for link in self._links.values():
             deadline_ns = link.outbox.next_deadline_ns()
@@ -307,7 +333,7 @@ class VanState:
                     due.append(link.heartbeat_ns)
                 if not link.is_paused:
                     due.append(link.lost_ns)
-        return min(due, default=None)
+        return due
 
     def advance_epoch(self, epoch: int, now_ns: int) -> None:
         """Begin a later epoch; see `Van.advance_epoch`.
@@ -353,8 +379,10 @@ class VanState:
 
     def _open_link(self, peer: Peer) -> Link | None:
         """Return the link on which messages to a peer leave, None if it accepts none."""
-        links = (self._links[number] for number in peer.links)
-        return next((link for link in links if not link.half_closed), None)
+        for number in peer.links:
+            if not (link := self._links[number]).half_closed:
+                return link
+        return None
 
     def _half_closed(self, name: str) -> str:
         """Return why a peer accepts nothing more; empty if it does, or is no peer."""
@@ -394,7 +422,7 @@ class VanState:
         head, peer = event.head, link.peer
         assert peer is not None  # Inflow accepts no message before Hello
         peer.epoch = max(peer.epoch, head.epoch)
-        counts = self._count(peer.name)
+        counts = link.counts
         if head.epoch < self.epoch:
             counts["stale"] += 1
             if not link.outbox.has_control:
@@ -404,8 +432,7 @@ class VanState:
             counts["late"] += 1
             return
         counts["received"] += 1
-        nbytes = head.nbytes
-        counts["received_bytes"] += nbytes
+        counts["received_bytes"] += event.nbytes
         delivery = Delivery(
             peer.name,
             event.message,
@@ -416,7 +443,7 @@ class VanState:
             head.priority,
             head.answers,
         )
-        self.inbox.put(peer, nbytes, delivery)
+        self.inbox.put(peer, event.nbytes, delivery)
         if not self.inbox.has_room(peer):
             for number in peer.links:
                 self._links[number].is_paused = True
@@ -429,6 +456,7 @@ class VanState:
             link = self._links[number]
             if link.is_paused:
                 link.is_paused = False
+                self._quiet_until_ns = 0
                 link.received_ns = now_ns  # nobody read, so nothing could be received
                 self.instructions.append(Read(number))
 

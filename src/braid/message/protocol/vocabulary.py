@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _NODE = re.compile(r"([a-z][a-z0-9_-]{0,15})(?::(0|[1-9][0-9]{0,8}))?")
 Allocate = Callable[[str, Message, tuple[int, ...]], "Sequence[memoryview] | None"]
 
 
+@functools.lru_cache(maxsize=4096)
 def split_node(node: str) -> tuple[str, int]:
     """Split the name of a node into role and rank.
 

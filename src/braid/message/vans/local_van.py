@@ -8,11 +8,11 @@ types, copies, order, back-pressure, deadlines, epochs.
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import NamedTuple
 
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError, ConfigError, RendezvousError
+from braid.message.guard import Guard
 from braid.message.protocol.schema import Schema
 from braid.message.protocol.send_queue import OutFrame
 from braid.message.protocol.van_state import VanState
@@ -49,7 +49,7 @@ class LocalNetwork:
         self.schema = schema
         self.config = config or VanConfig()
         self.clock: Clock = clock or MonotonicClock()
-        self.guard = threading.Condition()
+        self.guard = Guard()
         self._vans: dict[str, LocalVan] = {}
         self._peer_ends: dict[int, _End] = {}
         self._links = itertools.count(1)

@@ -25,6 +25,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from braid.message.guard import Guard
+
 __all__ = ["REST_S", "PollTurns"]
 
 REST_S = 0.002  # longer than a program takes between two waits of a conversation
@@ -34,17 +36,14 @@ class PollTurns:
     """Decides which thread polls; every method is called with the van's lock held.
 
     Args:
-        lock: Lock of the van.
-        guard: Condition of that lock on which threads wait for changes.
+        guard: Lock of the van, and condition on which threads wait for changes.
         interrupt: Function that ends a poll of another thread early.
     """
 
-    def __init__(
-        self, lock: threading.RLock, guard: threading.Condition, interrupt: Callable[[], None]
-    ) -> None:
+    def __init__(self, guard: Guard, interrupt: Callable[[], None]) -> None:
         self._guard = guard
         self._interrupt = interrupt
-        self._rest = threading.Condition(lock)  # of the van's own thread
+        self._rest = threading.Condition(guard.lock)  # of the van's own thread
         self._leader = 0  # identity of the thread that polls; 0 if none does
         self._own = 0
         self._num_waits = 0  # polls of other threads than the own one

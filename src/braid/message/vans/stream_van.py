@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import selectors
 import socket
 import threading
 import time
@@ -34,11 +33,14 @@ from typing import Protocol
 
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError, ConfigError
+from braid.message.guard import Guard
 from braid.message.protocol.schema import Schema
 from braid.message.protocol.van_state import VanState
 from braid.message.protocol.vocabulary import MAX_CHUNK_BYTES, VanConfig, split_node
 from braid.message.van import Van
+from braid.message.vans.looking import Looking
 from braid.message.vans.poll_turns import PollTurns
+from braid.message.vans.poller import READABLE, WRITABLE, Poller
 from braid.wire import (
     Allocate,
     Buffer,
@@ -53,7 +55,8 @@ __all__ = ["FRAME_LIMITS", "Stream", "StreamVan", "node_of"]
 
 FRAME_LIMITS = FrameLimits(max_frame_bytes=MAX_CHUNK_BYTES + (64 << 10))
 _FRAMES_PER_TURN = 8  # frames of one link before other links, and the lock, have a turn
-_ALL_EVENTS = selectors.EVENT_READ | selectors.EVENT_WRITE
+_SMALL_BYTES = 4096  # more is part of a stream of chunks, of which the next is soon here
+_ALL_EVENTS = READABLE | WRITABLE
 
 
 class Stream(Protocol):
@@ -107,6 +110,8 @@ class _Wire:
         stream: The stream.
         reader: Descriptor to read from, which the stream forgets when it ends.
         writer: Descriptor to write to; that of `reader`, unless the stream is a pair of pipes.
+        allocate: Function that chooses the memory for the buffers of a frame.
+        is_gone: Whether the peer accepts nothing more.
         pending: Whether the last frame is not yet with the kernel.
         registered: Events for which the selector polls each descriptor.
         is_reading: Whether that is reading and nothing else.
@@ -115,6 +120,8 @@ class _Wire:
     stream: Stream
     reader: int
     writer: int
+    allocate: Allocate
+    is_gone: bool = False
     pending: bool = False
     registered: dict[int, int] = field(default_factory=dict)
     is_reading: bool = False
@@ -154,23 +161,22 @@ class StreamVan(Van):
         state = VanState(
             node, schema, config or VanConfig(), incarnation=time.time_ns(), epoch=epoch
         )
-        lock = threading.RLock()
-        guard = threading.Condition(lock)
-        super().__init__(state, schema, clock, guard)
-        self._lock = lock  # of the guard; taking it directly is quicker
+        super().__init__(state, schema, clock, Guard())
         self._listener = listener
         self._numbers = itertools.count(1)
         self._wires: dict[int, _Wire] = {}
+        self._link_of: dict[int, int] = {}  # by the descriptor that is polled
         self._retired: list[_Wire] = []  # to be closed by the thread that polls
         self._due: set[int] = set()  # links to poll though nothing is readable
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._poller = Poller()
+        self._poller.register(self._wake_reader.fileno(), READABLE)
         if self._listener is not None:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        self._turns = PollTurns(lock, guard, self._interrupt)
+            self._poller.register(self._listener.fileno(), READABLE)
+        self._looking = Looking(self._poller)
+        self._turns = PollTurns(self._guard, self._interrupt)
         _VANS.add(self)
         # A daemon, so that a program that forgets to close it can still end.
         name = f"braid-message-{node}"
@@ -185,11 +191,11 @@ class StreamVan(Van):
         if not self._turns.begin():
             self._turns.follow(remaining_ns / 1e9)
             return True
-        self._guard.release()
+        self._lock.release()
         try:
             self._poll(deadline_ns)
         finally:
-            self._guard.acquire()
+            self._lock.acquire()
             self._turns.end(hand_over=self._signal is not None)
         return True
 
@@ -217,13 +223,14 @@ class StreamVan(Van):
             self._close_retired()
         if self._listener is not None:
             self._listener.close()
-        self._selector.close()
+        self._poller.close()
         self._wake_reader.close()
         self._wake_writer.close()
 
     def disown(self) -> None:
         """Let every call raise, and write and close nothing, since another process owns the van."""
-        self._guard = threading.Condition()  # another thread may have held the lock
+        self._guard = Guard()  # another thread may have held the lock
+        self._lock = self._guard.lock
         self._is_closed = True
         self._ended = (
             f"the van of {self.node} belongs to the parent of this process: open a new one"
@@ -237,7 +244,7 @@ class StreamVan(Van):
         link = next(self._numbers)
         reader = stream.fileno()
         writer = getattr(stream, "write_fileno", stream.fileno)()
-        self._wires[link] = _Wire(stream, reader, writer)
+        self._wires[link] = _Wire(stream, reader, writer, partial(self._allocate, link))
         self._state.link_up(link, peer, self._clock.now_ns(), known=known)
         self._schedule(link)
         self._act()
@@ -256,7 +263,7 @@ class StreamVan(Van):
     def _carry(self, link: int) -> None:
         """Write frames until the kernel accepts no more, or the turn is over. In any thread."""
         wire = self._wires.get(link)
-        if wire is None or wire.stream.gone:
+        if wire is None or wire.is_gone:
             return
         if wire.pending:
             self._turns.wake()  # what was queued may have a deadline that it does not know
@@ -268,20 +275,23 @@ class StreamVan(Van):
                 if frame is None:
                     return
                 wire.pending = wire.stream.post(frame.meta, frame.pieces) > 0
-                if wire.pending or not self._written(link, wire, now_ns):
+                if wire.pending:
                     break
+                if not self._written(link, wire, now_ns):
+                    return
         except CommError as exc:
             self._state.link_lost(link, _reason(exc, wire))
             return
         self._schedule(link)
 
     def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
-        """Record that a frame has left, or is dropped; returns whether the peer accepts more."""
+        """Record that a frame has left, or is dropped; returns whether another one can leave."""
         if wire.stream.gone:
+            wire.is_gone = True
             self._state.link_half_closed(link, "it accepts nothing more", now_ns)
+            self._schedule(link)  # to read what it has sent last
             return False
-        self._state.frame_sent(link, now_ns)
-        return True
+        return self._state.frame_sent(link, now_ns)
 
     # -- polling, in the thread whose turn it is
 
@@ -309,19 +319,19 @@ class StreamVan(Van):
         What becomes due while it waits must wait for the next poll: a process that was stopped
         would otherwise declare peers lost that it has not read from.
         """
-        self._close_retired()
+        if self._retired:
+            self._close_retired()
         polled_ns = self._clock.now_ns()
         due_ns = self._due_ns()
-        known = [each for each in (due_ns, until_ns) if each is not None]
-        pause_s = max(0, min(known) - polled_ns) / 1e9 if known else None
-        for key, events in self._selector.select(0 if self._due else pause_s):
-            if key.fileobj is self._wake_reader:
+        for fd, events in self._ready(due_ns, until_ns, polled_ns):
+            link = self._link_of.get(fd)
+            if link is not None:
+                self._poll_link(link, events)
+            elif fd == self._wake_reader.fileno():
                 with contextlib.suppress(BlockingIOError):
                     self._wake_reader.recv(4096)
-            elif key.fileobj is self._listener:
+            elif self._listener is not None and fd == self._listener.fileno():
                 self._accept()
-            else:
-                self._poll_link(key.data, events)
         if self._due:
             with self._guard:
                 due, self._due = self._due, set()
@@ -330,14 +340,29 @@ class StreamVan(Van):
         if due_ns is not None and due_ns <= polled_ns:
             self._tick(polled_ns)
 
+    def _ready(
+        self, due_ns: int | None, until_ns: int | None, now_ns: int
+    ) -> list[tuple[int, int]]:
+        """Wait for descriptors until one of two times, and return those that are ready."""
+        # The van's own thread leaves the core to the program.
+        wait = self._poller.wait if until_ns is None else self._looking.wait
+        if self._due:
+            return wait(0)
+        first_ns = due_ns if until_ns is None else until_ns
+        if first_ns is None:
+            return wait(None)
+        if due_ns is not None and due_ns < first_ns:
+            first_ns = due_ns
+        return wait(max(0, first_ns - now_ns) / 1e9)
+
     def _due_ns(self) -> int | None:
         """Time at which something is to do though no stream is ready; None for never."""
         with self._lock:
             due_ns = self._state.next_deadline_ns()
-        if self._listener is None:
+        accept_ns = None if self._listener is None else self._listener.next_deadline_ns()
+        if accept_ns is None or (due_ns is not None and due_ns < accept_ns):
             return due_ns
-        accept_ns = self._listener.next_deadline_ns()
-        return min((each for each in (due_ns, accept_ns) if each is not None), default=None)
+        return accept_ns
 
     def _tick(self, now_ns: int) -> None:
         """Do what was due before the last poll of the streams."""
@@ -353,14 +378,16 @@ class StreamVan(Van):
 
         Descriptors are used again, so this comes before new ones are registered.
         """
-        if not self._retired:
-            return
         with self._lock:
             retired, self._retired = self._retired, []
             for wire in retired:
                 for fd in wire.registered:
-                    self._selector.unregister(fd)
+                    self._forget(fd)
                 wire.stream.close()
+
+    def _forget(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        del self._link_of[fd]
 
     def _accept(self) -> None:
         """Advance the handshakes of the listener."""
@@ -383,9 +410,9 @@ class StreamVan(Van):
         wire = self._wires.get(link)
         if wire is None:
             return
-        if events & selectors.EVENT_WRITE:
+        if events & ~READABLE:  # errors, too
             self._write(link, wire)
-        if events & selectors.EVENT_READ:
+        if events & ~WRITABLE:
             try:
                 self._read(link, wire)
             except BaseException:  # such as KeyboardInterrupt, in a thread of the program
@@ -393,7 +420,8 @@ class StreamVan(Van):
                     self._state.link_lost(link, f"{self.node} was interrupted while it read")
                     self._act()
                 raise
-        self._register(link, wire)
+        if not wire.is_reading or wire.pending or not self._state.wants_read(link):
+            self._register(link, wire)
 
     def _write(self, link: int, wire: _Wire) -> None:
         """Write the rest of the last frame, and the next ones."""
@@ -415,7 +443,7 @@ class StreamVan(Van):
                 return
             try:
                 # Without the lock: copying a chunk takes long enough to hold up the others.
-                frame = wire.stream.try_recv(partial(self._allocate, link))
+                frame = wire.stream.try_recv(wire.allocate)
                 if frame is None:
                     return
                 with self._lock:
@@ -426,7 +454,7 @@ class StreamVan(Van):
                     self._state.link_lost(link, _reason(exc, wire))
                     self._act()
                 return
-            if not frame.buffers and not wire.stream.has_bytes:
+            if not wire.stream.has_bytes and sum(map(len, frame.buffers)) < _SMALL_BYTES:
                 return  # the selector shows the next one, without an attempt that fails
         with self._lock:
             if link in self._wires:
@@ -439,25 +467,24 @@ class StreamVan(Van):
     def _register(self, link: int, wire: _Wire) -> None:
         """Register a link for the events that it waits for."""
         self._close_retired()
-        if wire.is_reading and not wire.pending and self._state.wants_read(link):
-            return
         with self._lock:
             if link not in self._wires:
                 return
-            wanted = {wire.writer: selectors.EVENT_WRITE} if wire.pending else {}
+            wanted = {wire.writer: WRITABLE} if wire.pending else {}
             if self._state.wants_read(link):
-                wanted[wire.reader] = wanted.get(wire.reader, 0) | selectors.EVENT_READ
+                wanted[wire.reader] = wanted.get(wire.reader, 0) | READABLE
             if wanted == wire.registered:
                 return
             for fd in wire.registered.keys() - wanted.keys():
-                self._selector.unregister(fd)
+                self._forget(fd)
             for fd, events in wanted.items():
                 if fd not in wire.registered:
-                    self._selector.register(fd, events, link)
+                    self._poller.register(fd, events)
+                    self._link_of[fd] = link
                 elif wire.registered[fd] != events:
-                    self._selector.modify(fd, events, link)
+                    self._poller.modify(fd, events)
             wire.registered = wanted
-            wire.is_reading = wanted == {wire.reader: selectors.EVENT_READ}
+            wire.is_reading = wanted == {wire.reader: READABLE}
 
 
 _VANS: weakref.WeakSet[StreamVan] = weakref.WeakSet()

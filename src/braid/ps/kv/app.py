@@ -167,8 +167,10 @@ class App(ABC):
                 if on_answer is not None:
                     for part in parts:
                         on_answer(part, delivery)
-            except BraidError as exc:
-                self._failures[timestamp] = CommError(f"answer of {delivery.sender}: {exc}")
+            except Exception as exc:  # noqa: BLE001 - raised again in wait; the node lives on
+                failure = CommError(f"answer of {delivery.sender}: {exc}")
+                failure.__cause__ = exc
+                self._failures[timestamp] = failure
 
         def route(part: int) -> str | None:
             return None if nodes[part] in self._node.lost else nodes[part]

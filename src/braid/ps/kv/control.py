@@ -67,6 +67,7 @@ class KVScheduler(Control):
             {Join: self._join, Candidate: self._number},
             on_lost=self._lost,
             on_resend=self._publish_losses,
+            waiting=self.state.waiting,
         )
 
     def enter_here(self, group: int, number: int, opened: Opened) -> None:
@@ -152,6 +153,6 @@ class KVScheduler(Control):
         members = Members(self._version, dict(state.addresses), dict(state.lost))
         self._node.set_members(members)
         for node in nodes:
-            if node in postoffice.van.peers:
+            if postoffice.van.is_connected(node):
                 postoffice.send(node, Here(postoffice.directory))
                 postoffice.send(node, members)

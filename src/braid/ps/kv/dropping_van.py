@@ -61,9 +61,9 @@ class DroppingVan(SocketVan):
             config=config,
         )
 
-    def try_recv(self) -> Delivery | None:
+    def _next_delivery(self) -> Delivery | None:
         """Return the next message that is not dropped; notices of losses are not."""
-        while (delivery := super().try_recv()) is not None:
+        while (delivery := super()._next_delivery()) is not None:
             lost = isinstance(delivery.message, PeerLost)
             if lost or self._random.random() >= self._drop:
                 return delivery

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC
 from collections import OrderedDict, defaultdict
+from typing import TypeAlias
 
 import torch
 
@@ -32,6 +33,7 @@ from braid.ps.kv.parcel import Parcel, compress, refuse_nonfinite
 __all__ = ["Compression", "Filter", "FixedPoint", "KeyCache", "TopK", "digest_of", "filter_of"]
 
 DIGEST_BYTES = 16
+_Place: TypeAlias = tuple[int, bytes, int]  # server, digest of the keys, number of values
 
 
 def digest_of(keys: torch.Tensor) -> bytes:
@@ -59,6 +61,12 @@ class Filter(ABC):  # noqa: B024 - each method has a default
 
     def _encode(self, parcel: Parcel, server: int) -> None:
         del parcel, server
+
+    def keep(self) -> None:  # noqa: B027 - most filters remember nothing
+        """Keep what `encode` has remembered: the request is under way."""
+
+    def undo(self) -> None:  # noqa: B027
+        """Forget what `encode` has remembered since the last `keep`: nothing was sent."""
 
     def coding(self) -> Coding | None:
         """Return how answers are to be encoded; None if this filter is for requests only."""
@@ -157,7 +165,8 @@ class TopK(Filter):
             msg = f"a fraction of the values is above 0 and up to 1, got {fraction}"
             raise ConfigError(msg)
         self._fraction = fraction
-        self._residuals: dict[tuple[int, bytes, int], torch.Tensor] = {}
+        self._residuals: dict[_Place, torch.Tensor] = {}
+        self._before: dict[_Place, torch.Tensor | None] = {}  # residuals at the last `keep`
 
     def _encode(self, parcel: Parcel, server: int) -> None:
         vals = parcel.tensors.get("vals")
@@ -173,7 +182,21 @@ class TopK(Filter):
         parcel.tensors["places"] = places.int()
         parcel.heads.append(Sparsified(len(vals)))
         wanted[places] = 0
+        self._before.setdefault(place, residual)
         self._residuals[place] = wanted
+
+    def keep(self) -> None:
+        """See `Filter.keep`."""
+        self._before.clear()
+
+    def undo(self) -> None:
+        """See `Filter.undo`."""
+        for place, residual in self._before.items():
+            if residual is None:
+                del self._residuals[place]
+            else:
+                self._residuals[place] = residual
+        self._before.clear()
 
 
 class KeyCache(Filter):

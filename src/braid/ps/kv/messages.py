@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from braid.message import Schema
-from braid.ps.messages import Answer, Failure, Here, Join, Refused, Repeat
+from braid.ps.messages import Answer, Explain, Explained, Failure, Here, Join, Refused, Repeat
 from braid.types import TensorSpec
 
 __all__ = [
@@ -172,5 +172,6 @@ class Numbered(msgspec.Struct, tag="kv.numbered", frozen=True):
 
 SCHEMA = Schema(
     *(Note, Enter, Depart, Transfer, Noted, Transferred, Passed, Repeat, Refused),
+    *(Explain, Explained),
     *(Join, Here, Failure, Members, Candidate, Numbered),
 )

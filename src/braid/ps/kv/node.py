@@ -91,6 +91,7 @@ class KVNode:
             },
             on_lost=self._lose,
             on_resend=self._ask_for_members,
+            waiting=self.executed.waiting,
         )
         self._control = KVScheduler(self) if role == SCHEDULER else Control(self)
         van.receive_into(Transferred, self._allocate)

@@ -12,7 +12,9 @@ Source: PS-Lite's KVPairs. Its errors end the process; these name the first mist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import reprlib
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -75,7 +77,7 @@ def as_keys(keys: Keys) -> torch.Tensor:
         ConfigError: They are no keys.
     """
     if not isinstance(keys, torch.Tensor):
-        array = keys if isinstance(keys, np.ndarray) else np.array(list(keys), dtype=np.uint64)
+        array = keys if isinstance(keys, np.ndarray) else _array(keys)
         keys = torch.from_numpy(np.ascontiguousarray(array))
     if keys.dtype not in {torch.uint64, torch.int64} or keys.dim() != 1:
         dtype = str(keys.dtype).removeprefix("torch.")
@@ -89,6 +91,15 @@ def as_keys(keys: Keys) -> torch.Tensor:
             raise ConfigError(msg)
         keys = keys.view(torch.uint64)
     return keys
+
+
+def _array(keys: Iterable[int]) -> np.ndarray:
+    numbers = list(keys)
+    try:
+        return np.array([operator.index(number) for number in numbers], dtype=np.uint64)
+    except (TypeError, OverflowError) as exc:
+        msg = f"keys are whole numbers from 0 to 2^64 - 1, got {reprlib.repr(numbers)}: {exc}"
+        raise ConfigError(msg) from exc
 
 
 def as_vals(vals: Vals) -> torch.Tensor:

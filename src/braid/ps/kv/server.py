@@ -32,7 +32,7 @@ from braid.ps.kv.groups import id_of, key_ranges
 from braid.ps.kv.messages import Asked, Coding, Transfer, Transferred
 from braid.ps.kv.pairs import KVPairs, check_pairs
 from braid.ps.kv.parcel import Parcel
-from braid.ps.kv.simple_app import SimpleApp
+from braid.ps.kv.simple_app import SimpleApp, SimpleData
 from braid.ps.kv.store import SumStore
 
 if TYPE_CHECKING:
@@ -108,19 +108,25 @@ class KVServer(SimpleApp):
         """Set the function that answers notes; see `SimpleApp.set_request_handle`."""
         super().set_request_handle(handle)
 
-    def response(  # type: ignore[override]
-        self, asked: KVMeta, pairs: KVPairs | None = None
-    ) -> None:
+    def response(self, asked: KVMeta | SimpleData, pairs: KVPairs | str | None = None) -> None:
         """Answer a request.
 
         Args:
             asked: The request, as the handle got it.
             pairs: Values for a pull, with lengths if they differ; keys may be left out. They are
-                sent without a copy, perhaps a second time: do not change them any more.
+                sent without a copy, perhaps a second time: do not change them any more. Of a note,
+                the text of the answer.
 
         Raises:
-            ConfigError: It was answered before, or has a number of values that cannot be.
+            ConfigError: It was answered before, or has a number of values that cannot be; or a
+                note is answered with pairs, or a request for keys with a text.
         """
+        if isinstance(asked, SimpleData):
+            super().response(asked, "" if pairs is None else pairs)  # type: ignore[arg-type]
+            return
+        if isinstance(pairs, str):
+            msg = "pushes and pulls are answered with KVPairs, and notes with a text"
+            raise ConfigError(msg)
         parcel = Parcel({})
         if asked.pull:
             pairs = KVPairs() if pairs is None else pairs

@@ -18,6 +18,7 @@ from braid.message import Delivery, Message
 from braid.ps.kv.app import App, Header, Ticket
 from braid.ps.kv.groups import id_of, members_of
 from braid.ps.kv.messages import Asked, Note, Noted
+from braid.ps.messages import check_type
 from braid.wire import Buffer
 
 if TYPE_CHECKING:
@@ -88,8 +89,11 @@ class SimpleApp(App):
             The timestamp to `wait` for.
 
         Raises:
-            ConfigError: There is no such node or group, or this node is one of it.
+            ConfigError: There is no such node or group, this node is one of it, or the note is no
+                number with a text.
         """
+        check_type("the head of a note is a whole number", head, int)
+        check_type("the body of a note is a text", body, str)
         nodes = members_of(to, self._node.num_servers, self._node.num_workers)
         if self._node.name in nodes:
             msg = f"{self._node.name} is itself in {to}: a node does not ask itself"
@@ -119,11 +123,13 @@ class SimpleApp(App):
         """Answer a note.
 
         Raises:
-            ConfigError: The note is not one that was received, or was answered before.
+            ConfigError: The note is not one that was received, or was answered before; or the
+                answer is no text.
         """
         if asked.ticket is None:
             msg = "this is an answer, and not a request: nobody waits for a response"
             raise ConfigError(msg)
+        check_type("the answer to a note is a text", body, str)
         self._reply(asked.ticket, Noted((asked.ticket.part,), body))
 
     def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:

@@ -33,6 +33,7 @@ from braid.ps.kv.pairs import Keys, KVPairs, Lens, check_pairs
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp
 from braid.ps.kv.slicers import Places, Slicer, by_hash, by_range, check_slices
+from braid.ps.messages import check_type
 from braid.ps.roles import server_node
 from braid.wire import Buffer
 
@@ -115,6 +116,7 @@ class KVWorker(SimpleApp):
         callback: Callback | None = None,
         priority: int = 0,
         filters: Sequence[Filter] | None = None,
+        copy: bool = True,
     ) -> int:
         """Push values.
 
@@ -126,6 +128,8 @@ class KVWorker(SimpleApp):
             callback: Function that runs when all servers have answered.
             priority: Urgency, 0 to 15; more is more urgent. Equal ones are first in, first out.
             filters: Filters of this request; those of the worker when None.
+            copy: Whether keys and values may be changed at once; without a copy, not before the
+                request is complete.
 
         Returns:
             The timestamp to `wait` for.
@@ -138,7 +142,7 @@ class KVWorker(SimpleApp):
         Cost: the bytes of keys and values once over the network; an answer of some 100 bytes from
         each server.
         """
-        pairs = _copied(keys, vals, lens)
+        pairs = _copied(keys, vals, lens) if copy else KVPairs(keys, vals, lens)
         return self._start(pairs, None, None, cmd, callback, priority, filters)
 
     def pull(
@@ -151,6 +155,7 @@ class KVWorker(SimpleApp):
         callback: Callback | None = None,
         priority: int = 0,
         filters: Sequence[Filter] | None = None,
+        copy: bool = True,
     ) -> int:
         """Pull values into `vals`, once the request is complete; see `push`.
 
@@ -162,9 +167,11 @@ class KVWorker(SimpleApp):
             callback: Function that runs when all values are there.
             priority: Urgency.
             filters: Filters of this request and of the answers.
+            copy: Whether values go to `vals` together, once all are there; without a copy each
+                server's arrive in the memory of `vals`, which nothing may read before.
         """
-        pairs = _copied(keys, None, None)
-        return self._start(pairs, vals, lens, cmd, callback, priority, filters)
+        pairs = _copied(keys, None, None) if copy else KVPairs(keys)
+        return self._start(pairs, vals, lens, cmd, callback, priority, filters, direct=not copy)
 
     def push_pull(
         self,
@@ -177,60 +184,15 @@ class KVWorker(SimpleApp):
         callback: Callback | None = None,
         priority: int = 0,
         filters: Sequence[Filter] | None = None,
+        copy: bool = True,
     ) -> int:
-        """Push `vals` and pull into `outs` in one request; `lens` is of both. See `push`."""
-        pairs = _copied(keys, vals, lens)
-        return self._start(pairs, outs, lens, cmd, callback, priority, filters)
-
-    def zpush(
-        self,
-        keys: Keys,
-        vals: torch.Tensor,
-        lens: Lens = None,
-        *,
-        cmd: int = 0,
-        callback: Callback | None = None,
-        priority: int = 0,
-        filters: Sequence[Filter] | None = None,
-    ) -> int:
-        """Push without a copy: do not change keys and values before it is complete."""
-        pairs = KVPairs(keys, vals, lens)
-        return self._start(pairs, None, None, cmd, callback, priority, filters)
-
-    def zpull(
-        self,
-        keys: Keys,
-        vals: torch.Tensor,
-        lens: torch.Tensor | None = None,
-        *,
-        cmd: int = 0,
-        callback: Callback | None = None,
-        priority: int = 0,
-        filters: Sequence[Filter] | None = None,
-    ) -> int:
-        """Pull into the memory of `vals`, from which nothing may read before it is complete."""
-        pairs = KVPairs(keys)
-        return self._start(pairs, vals, lens, cmd, callback, priority, filters, direct=True)
-
-    def zpush_pull(
-        self,
-        keys: Keys,
-        vals: torch.Tensor,
-        outs: torch.Tensor,
-        lens: torch.Tensor | None = None,
-        *,
-        cmd: int = 0,
-        callback: Callback | None = None,
-        priority: int = 0,
-        filters: Sequence[Filter] | None = None,
-    ) -> int:
-        """Push and pull without copies; see `zpush` and `zpull`."""
-        pairs = KVPairs(keys, vals, lens)
-        return self._start(pairs, outs, lens, cmd, callback, priority, filters, direct=True)
+        """Push `vals` and pull into `outs` in one request; `lens` is of both. See them."""
+        pairs = _copied(keys, vals, lens) if copy else KVPairs(keys, vals, lens)
+        return self._start(pairs, outs, lens, cmd, callback, priority, filters, direct=not copy)
 
     # -- inside
 
-    def _start(  # noqa: PLR0917 - called by the six forms above
+    def _start(  # noqa: PLR0917 - called by the three forms above
         self,
         pairs: KVPairs,
         out: torch.Tensor | None,
@@ -245,6 +207,7 @@ class KVWorker(SimpleApp):
         if not 0 <= priority < NUM_PRIORITIES:
             msg = f"a priority is 0 to {NUM_PRIORITIES - 1}, got {priority}"
             raise ConfigError(msg)
+        check_type("cmd is a whole number", cmd, int)
         push = bool(len(pairs.vals)) or out is None
         check_pairs(pairs.keys, len(pairs.vals) if push else None, pairs.lens)
         _check_out(len(pairs), out, out_lens)
@@ -253,8 +216,30 @@ class KVWorker(SimpleApp):
         if self._slicer not in {by_range, by_hash}:
             check_slices(slices, len(pairs), num_servers)
         own = _Transfer(pairs, slices, out, out_lens, self._filters if filters is None else filters)
-        for server, places in slices.items():
-            own.parcels[server] = self._parcel(own, server, places, push=push)
+        try:
+            for server, places in slices.items():
+                own.parcels[server] = self._parcel(own, server, places, push=push)
+            timestamp = self._send_all(own, cmd, callback, priority, push=push, direct=direct)
+        except BaseException:
+            for each in own.filters:
+                each.undo()
+            raise
+        for each in own.filters:
+            each.keep()
+        return timestamp
+
+    def _send_all(
+        self,
+        own: _Transfer,
+        cmd: int,
+        callback: Callback | None,
+        priority: int,
+        *,
+        push: bool,
+        direct: bool,
+    ) -> int:
+        """Send the parcels of all servers."""
+        out = own.out
         codings = [each.coding() for each in own.filters] if out is not None else []
         ranged = self._slicer is by_range
 
@@ -279,7 +264,7 @@ class KVWorker(SimpleApp):
         if direct and out is not None and not codings and self._postoffice.resend_s is None:
             memory = self._memory(own, out)
         return self._ask(
-            {server: server_node(server) for server in slices},
+            {server: server_node(server) for server in own.slices},
             build,
             on_answer=lambda server, delivery: self._answered(own, server, delivery),
             callback=callback,
@@ -379,6 +364,15 @@ def _check_out(num_keys: int, out: torch.Tensor | None, out_lens: torch.Tensor |
     if out_lens is not None and len(out_lens) not in {0, num_keys}:
         msg = f"lens is for {len(out_lens)} keys, and there are {num_keys}: pass an empty tensor"
         raise ConfigError(msg)
+    for name, tensor in (("vals", out), ("lens", out_lens)):
+        if tensor is None or len(tensor):
+            continue
+        if tensor.requires_grad or not tensor.untyped_storage().resizable():
+            msg = (
+                f"{name} is empty, and cannot be resized since it shares the memory of an array or "
+                "requires a gradient: pass a tensor with room for the values"
+            )
+            raise ConfigError(msg)
 
 
 def _count(filters: Sequence[Filter], head: Head, nbytes: int) -> None:
@@ -403,6 +397,7 @@ def _assemble(own: _Transfer, out: torch.Tensor) -> None:
     if len(out) != total:
         msg = f"{total} values came for {num_keys} keys, and vals has room for {len(out)}"
         raise ConfigError(msg)
+    out = out.detach()  # such as a parameter: what is pulled has no gradient
     layout = Layout(num_keys, total, lens)
     for server, places in own.slices.items():
         layout.scatter(out, places, own.answers[server][0])

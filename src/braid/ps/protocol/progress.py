@@ -7,6 +7,7 @@ the same values, clocks and rules, whichever server decided on them.
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,6 +17,8 @@ from braid.ps.consistency import Consistency
 __all__ = ["Progress", "Push", "Record", "Rules"]
 
 Push = tuple[int, int]  # worker and clock
+BEFORE = -1  # clock of the first learning rate
+MAX_RATES = 1000  # where each clock has one, by so many clocks may a worker be late
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,6 +33,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         clock: Clock from which another consistency or learning rate holds.
         consistency: That consistency, if it changes.
         lr: That learning rate, if it changes.
+        lr_before: Learning rate of the clocks before, if it changes for the first time.
     """
 
     number: int
@@ -40,6 +44,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     clock: int = 0
     consistency: Consistency | None = None
     lr: float | None = None
+    lr_before: float | None = None
 
 
 @dataclass
@@ -83,7 +88,8 @@ class Progress:
         clocks: Next clock of each worker that has pushed.
         completed: Number of complete clocks.
         num_dropped: Pushes that came too late.
-        rates: Learning rates, by the clock from which they hold.
+        rates: Learning rates, by the clock from which they hold, ascending. Old ones are kept for
+            a while: workers that are late, or send again what was accepted, ask for the same ones.
     """
 
     rules: Rules
@@ -103,11 +109,22 @@ class Progress:
         self.completed = record.completed
         if record.consistency is not None:
             self.rules.change(record.clock, record.consistency)
+        if record.lr_before is not None:
+            self.rates.setdefault(BEFORE, record.lr_before)
         if record.lr is not None:
-            self.rates[record.clock] = record.lr
-            past = sorted(begin for begin in self.rates if begin <= self.completed)
-            for begin in past[:-1]:  # no clock needs them any more
-                del self.rates[begin]
+            self._change_rate(record.clock, record.lr)
+
+    def _change_rate(self, clock: int, lr: float) -> None:
+        """Let a learning rate hold from a clock on; forget the oldest of many."""
+        is_last = clock > next(reversed(self.rates), BEFORE)
+        self.rates[clock] = lr
+        if not is_last:
+            self.rates = dict(sorted(self.rates.items()))
+        while len(self.rates) > MAX_RATES:
+            first, second = itertools.islice(self.rates, 2)
+            if second > self.completed:
+                return  # the first one holds still
+            del self.rates[first]
 
     def copy(self) -> Progress:
         """Return an independent copy."""
@@ -124,5 +141,4 @@ class Progress:
     def rate(self, record: Record) -> float | None:
         """Return the learning rate for a record; None if it never changed."""
         clock = min((clock for _, clock in record.pushes), default=0)
-        begun = [begin for begin in self.rates if begin <= clock]
-        return self.rates[max(begun)] if begun else None
+        return next((lr for begin, lr in reversed(self.rates.items()) if begin <= clock), None)

@@ -7,7 +7,8 @@ the order in which they were made.
 
     begin      Send for each node
     answered   Done after the last part
-    moved      Send again, as soon as the route says another node
+    moved      Send again, as soon as the route says another node; with the next route at least,
+               which may say the same node, since routes can be missed
     again      Send again to the same node
     rerouted   Send for all parts that wait for another node than the route says
     lost       nothing: the next route will say another node, or `linked` the same one again
@@ -104,7 +105,9 @@ class RequestsState:
         return self._send(request)
 
     def rerouted(self) -> list[Send | Failed]:
-        """Ask again for all parts whose route has changed."""
+        """Ask again for all parts whose route has changed, or that had to go elsewhere."""
+        for own in self._open.values():
+            own.asked.update(dict.fromkeys(own.stuck, ""))
         return [each for request in list(self._open) for each in self._send(request)]
 
     def lost(self, node: str) -> None:

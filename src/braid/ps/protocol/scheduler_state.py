@@ -120,15 +120,21 @@ class SchedulerState:
 
         Servers must agree on first values, too, until there is a directory: a server that comes
         later gets the values of another one.
+
+        Raises:
+            CommError: The run has begun, and this node alone is refused.
         """
         is_server = node.startswith("server:")
         for name, (form, first) in tables.items():
             known = self._tables.setdefault(name, (node, form))
             if known[1] != form:
-                return self._fail(
+                msg = (
                     f"table {name!r} differs: {known[0]} has {known[1]}, {node} has {form}; "
                     "declare the same on all nodes"
                 )
+                if self.directory is None:
+                    return self._fail(msg)
+                raise CommError(msg)
             if not is_server or self.directory is not None:
                 continue
             other = self._firsts.setdefault(name, (node, first))
@@ -297,8 +303,16 @@ class SchedulerState:
         return out
 
     def waiting(self) -> list[str]:
-        """Return who waits at which barrier, as text."""
-        return [f"{', '.join(sorted(own))} at {name}" for name, own in self._barriers.items()]
+        """Return who has not joined, and for whom barriers wait, as text."""
+        lines = []
+        if self.directory is None:
+            absent = [f"server {n}" for n in range(self._num_servers) if n not in self._servers]
+            absent += [f"worker {n}" for n in range(self._num_workers) if n not in self._workers]
+            lines.append(f"{', '.join(absent)} did not join")
+        for name, own in self._barriers.items():
+            absent = sorted(self._expected[name] - own.keys())
+            lines.append(f"{', '.join(absent)} did not come to barrier {name!r}")
+        return lines
 
     # -- inside
 

@@ -169,9 +169,17 @@ class ShardState:
         return self._freed()
 
     def change(
-        self, clock: int, consistency: Consistency | None, lr: float | None, request: Request
+        self,
+        clock: int,
+        consistency: Consistency | None,
+        lr: float | None,
+        request: Request,
+        *,
+        lr_before: float | None = None,
     ) -> list[Instruction]:
         """Let another consistency or learning rate hold from a clock on.
+
+        Slower workers may push for clocks before it: those have `lr_before`, if it never changed.
 
         Raises:
             CommError: The clock is over.
@@ -192,7 +200,8 @@ class ShardState:
                 "later one, the same on all workers"
             )
             raise CommError(msg)
-        record = self._record(clock=clock, consistency=consistency, lr=lr)
+        lr_before = None if lr is None or rates else lr_before
+        record = self._record(clock=clock, consistency=consistency, lr=lr, lr_before=lr_before)
         return [*self._begin(record), *self._accept_from(record.number, request), *self._freed()]
 
     def follows(self, epoch: int) -> bool:
@@ -242,7 +251,7 @@ class ShardState:
 
     def clock(self, worker: int) -> int:
         """Return the next clock of a worker, of which all records so far are confirmed."""
-        return self._clocks()[worker]
+        return self.applied.clocks.get(worker, self.view.members.get(worker, 0))
 
     def waiting(self) -> list[str]:
         """Return who waits for whom, as text."""
@@ -348,6 +357,7 @@ class ShardState:
         clock: int = 0,
         consistency: Consistency | None = None,
         lr: float | None = None,
+        lr_before: float | None = None,
     ) -> Record:
         if completed is None:
             completed = self.decided.completed
@@ -362,6 +372,7 @@ class ShardState:
             clock=clock,
             consistency=consistency,
             lr=lr,
+            lr_before=lr_before,
         )
 
     def _slowest(self, pushes: tuple[Push, ...]) -> int:

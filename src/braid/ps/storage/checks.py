@@ -64,8 +64,8 @@ def check_tensors(
     Raises:
         ConfigError: Something differs; all differences are named.
     """
-    wanted = ", ".join(f"{each.name} {each}" for each in expected)
     if len(tensors) != len(expected):
+        wanted = ", ".join(f"{each.name} {each}" for each in expected)
         own = ", ".join(map(described, tensors)) or "none"
         msg = (
             f"table {table!r}: {kind} has {len(expected)} tensors ({wanted}), "

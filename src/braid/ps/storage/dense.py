@@ -52,7 +52,6 @@ class _Vector(Storage):
     def check_query(self, query: Tensors) -> None:
         check_tensors(self.table, "a query", query, [], "Pull the whole shard, without tensors")
 
-    @torch.no_grad()
     def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
         """Add pushes in the given order, and scale the sum once, in the first push's memory.
 
@@ -61,7 +60,7 @@ class _Vector(Storage):
         """
         total = pushes[0][0].detach().contiguous()
         for (grad,) in pushes[1:]:
-            total.add_(grad)
+            total.add_(grad.detach())
         return (total if scale == 1.0 else total.mul_(scale),)
 
     @abstractmethod
@@ -154,9 +153,18 @@ class DenseStorage(_Vector):
         self._updates = int(state["updates"])
         self._lent = False
 
+    @property
+    def lr(self) -> float:
+        """See `Storage`."""
+        return self._stepper.lr
+
     def set_lr(self, lr: float) -> None:
         """See `Storage`."""
         self._stepper.set_lr(lr)
+
+    def check_lr(self, lr: float) -> None:
+        """See `Storage`."""
+        self._stepper.check_lr(lr)
 
 
 class SumStorage(_Vector):

@@ -244,7 +244,7 @@ class SparseStorage(Storage):
             "candidate.ids": others,
             **{f"candidate.{name}": each for name, each in counts.items()},
             "updates": torch.tensor(self._updates),
-            "lr": torch.tensor(self._rule.learning_rate, dtype=torch.float64),
+            "lr": torch.tensor(self.lr, dtype=torch.float64),
             **{name: torch.tensor(count) for name, count in self._counts.items()},
         }
 
@@ -278,9 +278,18 @@ class SparseStorage(Storage):
             msg = f"table {self.table!r}: the state does not fit: {'; '.join(problems)}. {ADVICE}"
             raise ConfigError(msg)
 
+    @property
+    def lr(self) -> float:
+        """See `Storage`."""
+        return self._rule.learning_rate
+
     def set_lr(self, lr: float) -> None:
         """See `Storage`."""
         self._rule = self._rule.with_learning_rate(lr)
+
+    def check_lr(self, lr: float) -> None:
+        """See `Storage`."""
+        self._rule.with_learning_rate(lr)
 
     def statistics(self) -> dict[str, int]:
         """Return numbers of rows, candidates, bytes, and what became of ids and gradients.

@@ -62,6 +62,11 @@ class Stepper(ABC):
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace the state by a copy of a checked one."""
 
+    @property
+    @abstractmethod
+    def lr(self) -> float:
+        """Learning rate."""
+
     @abstractmethod
     def set_lr(self, lr: float) -> None:
         """Change the learning rate.
@@ -69,6 +74,10 @@ class Stepper(ABC):
         Raises:
             ConfigError: The rate is out of range.
         """
+
+    @abstractmethod
+    def check_lr(self, lr: float) -> None:
+        """Check a learning rate before anybody counts on it; see `set_lr`."""
 
 
 def stepper_of(
@@ -136,7 +145,7 @@ class RuleStepper(Stepper):
 
     def export(self) -> State:
         """See `Stepper`."""
-        lr = torch.tensor(self._rule.learning_rate, dtype=torch.float64)
+        lr = torch.tensor(self.lr, dtype=torch.float64)
         state = {f"state.{name}": self._part(name).clone() for name in self._state}
         return {**state, "lr": lr}
 
@@ -160,9 +169,18 @@ class RuleStepper(Stepper):
             self._part(name).copy_(state[f"state.{name}"])
         self.set_lr(float(state["lr"]))
 
+    @property
+    def lr(self) -> float:
+        """See `Stepper`."""
+        return self._rule.learning_rate
+
     def set_lr(self, lr: float) -> None:
         """See `Stepper`."""
         self._rule = self._rule.with_learning_rate(lr)
+
+    def check_lr(self, lr: float) -> None:
+        """See `Stepper`."""
+        self._rule.with_learning_rate(lr)
 
     def _part(self, name: str) -> torch.Tensor:
         """Return a view of a column: [n] for elements, [] for a row."""
@@ -230,7 +248,7 @@ class TorchStepper(Stepper):
 
     def export(self) -> State:
         """See `Stepper`."""
-        state: State = {"lr": torch.tensor(float(self._group["lr"]), dtype=torch.float64)}
+        state: State = {"lr": torch.tensor(self.lr, dtype=torch.float64)}
         for name, value in self._optimizer.state[self._param].items():
             if isinstance(value, torch.Tensor):
                 state[f"state.{name}"] = value.detach().clone()
@@ -269,11 +287,20 @@ class TorchStepper(Stepper):
             self._optimizer.state[self._param] = own
         self.set_lr(float(state["lr"]))
 
-    def set_lr(self, lr: float) -> None:
+    @property
+    def lr(self) -> float:
+        """See `Stepper`."""
+        return float(self._group["lr"])
+
+    def check_lr(self, lr: float) -> None:
         """See `Stepper`."""
         if not 0 <= lr < math.inf:
             msg = f"table {self._table!r}: a learning rate must be at least 0 and finite, got {lr}"
             raise ConfigError(msg)
+
+    def set_lr(self, lr: float) -> None:
+        """See `Stepper`."""
+        self.check_lr(lr)
         if isinstance(self._group["lr"], torch.Tensor):
             self._group["lr"].fill_(lr)
         else:

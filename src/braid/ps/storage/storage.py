@@ -101,11 +101,20 @@ class Storage(ABC):
     def statistics(self) -> dict[str, int]:
         """Return counts by name, among them `num_updates` and `num_bytes`."""
 
+    @property
+    def lr(self) -> float | None:
+        """Learning rate; None without an optimizer."""
+        return None
+
     def set_lr(self, lr: float) -> None:
         """Change the learning rate, which is part of the exported state.
 
         Raises:
             ConfigError: The table has no optimizer, or the rate is out of range.
         """
+        self.check_lr(lr)
+
+    def check_lr(self, lr: float) -> None:
+        """Check a learning rate before anybody counts on it; see `set_lr`."""
         msg = f"table {self.table!r} has no optimizer whose learning rate could become {lr}"
         raise ConfigError(msg)

@@ -103,6 +103,18 @@ class Executed(Generic[Reply]):
         if own is not None and timestamp in own.replies:
             own.replies[timestamp] = reply
 
+    def waiting(self) -> list[str]:
+        """Return whose requests no handle has answered, as text."""
+        counts = {
+            stream: sum(reply is None for reply in own.replies.values())
+            for stream, own in self._streams.items()
+        }
+        return [
+            f"the handle of app {stream.app} has {count} requests of {stream.sender} unanswered"
+            for stream, count in counts.items()
+            if count
+        ]
+
     @property
     def num_remembered(self) -> int:
         """Number of requests in memory."""

@@ -1,0 +1,84 @@
+"""`braid plan`: which way of splitting a model is fastest."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import tyro
+
+__all__ = ["plan_pipedream"]
+
+
+def plan_pipedream(
+    profile: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GRAPH.TXT")],
+    *,
+    machines: int,
+    bandwidth: float = 1e9,
+    recurrence: Literal["paper", "released"] = "paper",
+    straight: bool = False,
+    out: str = "",
+) -> int:
+    """Divide a profiled graph of PipeDream into the stages of its asynchronous pipeline.
+
+    Prints the stages, and how much faster the pipeline is than one machine and than data
+    parallelism, by PipeDream's own model of time.
+
+    Args:
+        profile: Graph as PipeDream's profiler writes it; stages in it are ignored.
+        machines: Number of machines.
+        bandwidth: Bytes per second between two machines.
+        recurrence: Program of the paper, or that of the released code.
+        straight: Give each stage one machine.
+        out: File for the graph with the stage of each node, as PipeDream's code generator reads it.
+    """
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from braid.errors import ConfigError
+    from braid.plan.pipedream import format_graph, parse_graph, partition, states_of
+
+    try:
+        graph = parse_graph(Path(profile).read_text())
+    except OSError as exc:
+        msg = f"cannot read {profile}: {exc.strerror}"
+        raise ConfigError(msg) from exc
+    except ConfigError as exc:
+        msg = f"{profile}, {exc}"
+        raise ConfigError(msg) from exc
+    states = states_of(graph)
+    done = partition(states, machines, bandwidth, recurrence=recurrence, straight=straight)
+    table = Table(title=f"{profile} on {machines} machines, {bandwidth / 1e9:g} GB/s: {recurrence}")
+    for title in ("stage", "machines", "nodes", "compute ms", "parameters MB", "first", "last"):
+        table.add_column(title, justify="left" if title in {"first", "last"} else "right")
+    for number, stage in enumerate(done.stages):
+        nodes = [graph.nodes[name] for name in graph.order() if name in stage.nodes]
+        seconds = sum(node.forward_s + node.backward_s for node in nodes)
+        table.add_row(
+            str(number),
+            str(stage.replicas),
+            str(len(nodes)),
+            f"{1e3 * seconds:.1f}",
+            f"{sum(node.param_bytes for node in nodes) / 1e6:.1f}",
+            nodes[0].text.partition("(")[0],
+            nodes[-1].text.partition("(")[0],
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} times "
+        f"as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as fast as data "
+        "parallelism"
+    )
+    if out:
+        stage_of = {name: n for n, stage in enumerate(done.stages) for name in stage.nodes}
+        staged = graph._replace(
+            nodes={
+                name: node._replace(stage=stage_of.get(name, 0))
+                for name, node in graph.nodes.items()
+            }
+        )
+        Path(out).write_text(format_graph(staged))
+        console.print(f"{out}: the graph with its stages")
+    return 0

@@ -1,0 +1,124 @@
+"""The names of torch.distributed.autograd, with those that programs use to look inside."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from braid.rpc.autograd.accumulation import has_hooks, run_hooks
+from braid.rpc.autograd.api import backward, get_gradients
+from braid.rpc.autograd.contexts import Context
+from braid.rpc.current import current_agent
+from braid.rpc.mistakes import RpcError
+
+__all__ = ["backward", "context", "get_gradients", "is_available", "run_hooks"]
+
+DistAutogradContext = Context
+
+
+class context:  # noqa: N801 - torch's name
+    """Record the tensors that remote calls carry; gives the number of the context.
+
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [loss])
+
+    Torch's DistributedDataParallel averages the gradients of contexts in which it has run.
+    """
+
+    def __enter__(self) -> int:
+        self.autograd_context = _new_context()
+        self._noticing = register_module_forward_pre_hook(_notice_ddp)
+        return self.autograd_context.number
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._noticing.remove()
+        _release_context(self.autograd_context.number)
+
+
+def _notice_ddp(module: nn.Module, args: Any) -> None:
+    """Let contexts call the hooks of torch's data parallelism, which Python cannot see."""
+    del args
+    if isinstance(module, nn.parallel.DistributedDataParallel) and _has_valid_context():
+        run_hooks(each for each in module.parameters() if not has_hooks(each))
+
+
+def is_available() -> bool:
+    """Whether there is distributed autograd: True."""
+    return True
+
+
+def _init(worker_id: int) -> None:
+    """Do nothing: `init_rpc` has made all that is needed."""
+    del worker_id
+
+
+def _new_context() -> Context:
+    """Begin a context in this thread."""
+    contexts = current_agent().contexts
+    return contexts.get(contexts.open())
+
+
+def _release_context(context_id: int) -> None:
+    """End a context, on all nodes."""
+    current_agent().contexts.close(context_id)
+
+
+def _retrieve_context(context_id: int) -> Context:
+    """Return a context of this node.
+
+    Raises:
+        RpcError: It is over, or was never here.
+    """
+    return current_agent().contexts.get(context_id)
+
+
+def _is_valid_context(context_id: int) -> bool:
+    """Return True if a context is known here.
+
+    Raises:
+        RpcError: It is not.
+    """
+    return _retrieve_context(context_id) is not None
+
+
+def _has_valid_context() -> bool:
+    """Whether a context is open in this thread."""
+    return current_agent().contexts.current is not None
+
+
+def _current_context() -> Context:
+    """Return the context of this thread.
+
+    Raises:
+        RpcError: There is none.
+    """
+    own = current_agent().contexts.current
+    if own is None:
+        msg = (
+            "Can't retrieve context: this thread has no autograd context. Use "
+            "`with dist_autograd.context() as context_id:`"
+        )
+        raise RpcError(msg)
+    return own
+
+
+def _get_max_id() -> int:
+    """Return the largest number that a context of this node can have."""
+    return current_agent().contexts.largest_number
+
+
+def _get_debug_info() -> dict[str, str]:
+    """Return counts of this node."""
+    contexts = current_agent().contexts
+    return {
+        "num_current_backward_passes": str(contexts.num_backwards),
+        "num_autograd_contexts": str(len(contexts.numbers)),
+    }

@@ -1,0 +1,1 @@
+"""Plans: which way of splitting a model is fastest on given machines."""

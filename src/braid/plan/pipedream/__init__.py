@@ -1,0 +1,25 @@
+"""PipeDream's profile and its optimizer."""
+
+from __future__ import annotations
+
+from braid.plan.pipedream.antichains import States, states_of
+from braid.plan.pipedream.graph_text import (
+    ProfiledGraph,
+    ProfiledNode,
+    format_graph,
+    parse_graph,
+)
+from braid.plan.pipedream.recurrences import Partition, Recurrence, StagePlan, partition
+
+__all__ = [
+    "Partition",
+    "ProfiledGraph",
+    "ProfiledNode",
+    "Recurrence",
+    "StagePlan",
+    "States",
+    "format_graph",
+    "parse_graph",
+    "partition",
+    "states_of",
+]

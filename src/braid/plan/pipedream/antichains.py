@@ -1,0 +1,162 @@
+r"""Cuts of a graph, as a DAG of antichains, over which a partition is a path.
+
+Problem: a graph with branches has no single order of layers, and a cut between two stages may
+cross several of its edges.
+
+Idea: a state is an antichain: nodes of which none depends on another one. A stage ends
+with all that lies before a state; the next states advance one of its nodes to a consumer. In a row
+of layers, states are layers. A state hands on what later stages need: the outputs of all nodes up
+to it that have a consumer behind it.
+
+    a -> b -> d        states: {a} {b} {c} {b, c} {d}
+     \-> c ->/
+
+Cost: the number of antichains is at most exponential in the width of the graph; real models are
+narrow.
+
+Source: D. Narayanan et al., SOSP 2019, section 3.1; its released code for which antichains it
+visits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.errors import ConfigError
+from braid.plan.pipedream.graph_text import ProfiledGraph
+
+__all__ = ["States", "states_of"]
+
+MAX_STATES = 20_000
+
+
+class States(NamedTuple):
+    """States of a graph, each after its predecessors.
+
+    Attributes:
+        handed_on: Names of the nodes whose outputs each state hands on.
+        compute_s: Seconds of all nodes up to each state, forward and backward.
+        saved_bytes: Sizes of the outputs of all nodes up to each state.
+        param_bytes: Sizes of the parameters of all nodes up to each state.
+        output_bytes: Size of what each state hands on.
+        before: Whether state k lies before state j, [j, k].
+        members: Names of all nodes up to each state.
+    """
+
+    handed_on: tuple[tuple[str, ...], ...]
+    compute_s: NDArray[np.float64]
+    saved_bytes: NDArray[np.float64]
+    param_bytes: NDArray[np.float64]
+    output_bytes: NDArray[np.float64]
+    before: NDArray[np.bool_]
+    members: tuple[frozenset[str], ...]
+
+
+def states_of(graph: ProfiledGraph) -> States:
+    """Return the states of a graph, whose inputs belong to the first one.
+
+    Nodes whose description begins with "Input" are left out, as are unused items of tuples.
+
+    Raises:
+        ConfigError: Nothing is left, or there are more than 20,000 states.
+    """
+    graph = graph.without([n for n in graph.sources if graph.nodes[n].text.startswith("Input")])
+    graph = graph.without(
+        name
+        for name, targets in graph.edges.items()
+        if not targets and graph.nodes[name].text.startswith("__getitem__")
+    )
+    if not graph.nodes:
+        msg = "the graph has inputs only: there is nothing to divide"
+        raise ConfigError(msg)
+    after = _search(graph)
+    members = _order(after)
+    place = {state: number for number, state in enumerate(members)}
+    before = np.zeros((len(members), len(members)), np.bool_)
+    for state in members:
+        for follower in after[state]:
+            before[place[follower]] |= before[place[state]]
+            before[place[follower], place[state]] = True
+    handed_on = tuple(_handed_on(graph, own) for own in members)
+    nodes = graph.nodes
+
+    def totals(key: str) -> NDArray[np.float64]:
+        return np.array([sum(getattr(nodes[n], key) for n in own) for own in members])
+
+    return States(
+        handed_on,
+        totals("forward_s") + totals("backward_s"),
+        totals("output_bytes"),
+        totals("param_bytes"),
+        np.array([sum(nodes[n].output_bytes for n in own) for own in handed_on]),
+        before,
+        tuple(members),
+    )
+
+
+def _ancestors(graph: ProfiledGraph) -> dict[str, frozenset[str]]:
+    """Return all nodes that each node depends on."""
+    ancestors: dict[str, set[str]] = {name: set() for name in graph.nodes}
+    for name in graph.order():
+        for target in graph.edges[name]:
+            ancestors[target] |= ancestors[name] | {name}
+    return {name: frozenset(own) for name, own in ancestors.items()}
+
+
+def _search(graph: ProfiledGraph) -> dict[frozenset[str], list[frozenset[str]]]:
+    """Return the states that can be reached from the first source, with those that follow each.
+
+    A state is given by all nodes up to it.
+    """
+    ancestors = _ancestors(graph)
+    after: dict[frozenset[str], list[frozenset[str]]] = {}
+    todo = deque([frozenset(graph.sources[:1])])
+    while todo:
+        state = todo.popleft()
+        if state in after:
+            continue
+        if len(after) == MAX_STATES:
+            msg = f"the graph has more than {MAX_STATES:,} cuts: merge its parallel branches"
+            raise ConfigError(msg)
+        consumers = dict.fromkeys(
+            target
+            for name in graph.nodes
+            if name in state
+            for target in graph.edges[name]
+            if target not in state
+        )
+        after[state] = [state | ancestors[target] | {target} for target in consumers]
+        todo.extend(after[state])
+    return after
+
+
+def _order(after: dict[frozenset[str], list[frozenset[str]]]) -> list[frozenset[str]]:
+    """Return the states such that each stands before those that follow it."""
+    left = dict.fromkeys(after, 0)
+    for followers in after.values():
+        for follower in set(followers):
+            left[follower] += 1
+    ready = deque(state for state, count in left.items() if not count)
+    ordered = []
+    while ready:
+        state = ready.popleft()
+        ordered.append(state)
+        for follower in dict.fromkeys(after[state]):
+            left[follower] -= 1
+            if not left[follower]:
+                ready.append(follower)
+    return ordered
+
+
+def _handed_on(graph: ProfiledGraph, members: frozenset[str]) -> tuple[str, ...]:
+    """Return the members whose output is consumed by others, or by nobody."""
+    return tuple(
+        name
+        for name in graph.nodes
+        if name in members
+        and (not graph.edges[name] or any(t not in members for t in graph.edges[name]))
+    )

@@ -1,0 +1,90 @@
+"""A3C: actors compute gradients, and the learner takes them as they come.
+
+    actor k:  weights v -> unroll -> gradients ─┐
+    actor l:  weights w -> unroll -> gradients ─┴─> learner: clip, step, publish the next version
+
+Nobody waits for the slowest actor; a gradient may be of weights that are some versions old, which
+the lag counts. Unlike in the paper, threads are processes, statistics of the optimizer are shared,
+and an update is taken under a lock.
+
+Cost: per unroll the gradients there and the weights back, 4 bytes each per parameter.
+
+Source: V. Mnih et al., "Asynchronous Methods for Deep Reinforcement Learning", ICML 2016.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.errors import ConfigError
+from braid.rl.actor import Actor
+from braid.rl.learner import Learner
+from braid.rl.losses import LossOptions, a3c_loss
+from braid.rl.policies import LocalPolicy, Weights
+
+__all__ = ["A3CLearner", "play_a3c"]
+
+
+class A3CLearner(Learner):
+    """Takes gradients of actors; see `Learner` for its arguments."""
+
+    def apply(
+        self, gradients: Sequence[Tensor], version: int, steps: int, returns: Sequence[float]
+    ) -> Weights | None:
+        """Take a step with gradients; return the weights after it, None at the end.
+
+        Args:
+            gradients: Gradients, one for each parameter of the module.
+            version: Version of the weights that they are of.
+            steps: Steps of environments that they are of.
+            returns: Returns of the episodes that ended in these.
+
+        Raises:
+            ConfigError: Shapes differ from those of the parameters: the actor has another module.
+        """
+        params = list(self.module.parameters())
+        own, got = [tuple(p.shape) for p in params], [tuple(g.shape) for g in gradients]
+        if own != got:
+            msg = f"the actor's module has parameters of shapes {got}, the learner's {own}"
+            raise ConfigError(msg)
+        with self._changed:
+            if self._is_over:
+                return None
+            self._record(version, steps, returns)
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient.clone()  # which may be a view of a message
+            self._update()
+            self._changed.notify_all()
+            return self._weights
+
+    def step(self, timeout_s: float | None = None) -> None:
+        """Wait for the next update."""
+        with self._changed:
+            before = self._weights.version
+            self._wait_for(lambda: self._weights.version != before, timeout_s)
+
+
+def play_a3c(learner: Any, actor: Actor, options: LossOptions | None = None) -> None:
+    """Play, and send gradients, until the learner says that training is over.
+
+    Args:
+        learner: The learner, or what calls it: `reference.rpc_sync(0)`.
+        actor: Actor with a `LocalPolicy`.
+        options: Choices of the loss.
+    """
+    policy = actor.policy
+    if not isinstance(policy, LocalPolicy):
+        msg = f"A3C computes gradients where it plays: needs a LocalPolicy, got {type(policy)}"
+        raise ConfigError(msg)
+    params = list(policy.module.parameters())
+    weights = learner.weights()
+    while weights is not None:
+        policy.load(weights)
+        unroll = actor.unroll()
+        loss = a3c_loss(policy.module, unroll, options or LossOptions())
+        gradients = torch.autograd.grad(loss, params)
+        weights = learner.apply(list(gradients), unroll.version, unroll.num_steps, unroll.returns)

@@ -1,0 +1,141 @@
+"""An actor plays several environments in step, and hands over unrolls of fixed length.
+
+    t          0    1    2    3  |  0  ...
+    env 0    x0a0 x1a1 x2a2 x3   | x3a0        an unroll goes on where the last one has ended
+    env 1    x0a0 x1a1*x0a0 x1   | x1a0        * the episode ended: the next one begins
+
+One forward pass chooses the actions of all environments. An unroll is a message of its own: when an
+actor dies, only what it had not handed over is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from braid.errors import ConfigError
+from braid.rl.environments import Environment
+from braid.rl.policies import Policy
+from braid.rpc import register
+
+__all__ = ["Actor", "Unroll"]
+
+
+@register
+class Unroll(NamedTuple):
+    """T steps of B environments.
+
+    Attributes:
+        observations: Observations x_0 to x_T, [T + 1, B, ...].
+        actions: Actions, [T, B].
+        log_probs: Logarithms of the actions' probabilities when they were chosen, [T, B].
+        rewards: Rewards, [T, B].
+        terminated: Whether the episode has ended with the step, [T, B].
+        truncated: Whether it was cut off after the step, [T, B].
+        last_observations: Last observations of the K truncated episodes, [K, ...]: those of the
+            first environment, then of the next one.
+        returns: Sums of rewards of the episodes that ended here.
+        version: Oldest version of the weights that chose actions.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    log_probs: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    last_observations: Tensor
+    returns: tuple[float, ...]
+    version: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps of all environments."""
+        return self.actions.numel()
+
+
+class Actor:
+    """Plays environments by a policy.
+
+    Args:
+        environments: Environments, at least one; all have observations of one shape.
+        policy: Policy that chooses the actions.
+        unroll_length: Steps T of an unroll.
+        seed: Seed of the environments; each has its own after it.
+
+    Raises:
+        ConfigError: There is no environment, or an unroll has no step.
+    """
+
+    def __init__(
+        self,
+        environments: Sequence[Environment],
+        policy: Policy,
+        *,
+        unroll_length: int,
+        seed: int,
+    ) -> None:
+        if not environments or unroll_length < 1:
+            msg = (
+                "an actor needs an environment and unroll_length >= 1, got "
+                f"{len(environments)} environments and {unroll_length}"
+            )
+            raise ConfigError(msg)
+        self.policy = policy
+        self._environments = environments
+        self._unroll_length = unroll_length
+        first = [each.reset(seed=seed + n)[0] for n, each in enumerate(environments)]
+        self._observations = _stack(first)
+        self._returns = np.zeros(len(environments))
+
+    def unroll(self) -> Unroll:
+        """Play the next steps of all environments."""
+        size = (self._unroll_length, len(self._environments))
+        observations, actions, log_probs = [self._observations], [], []
+        rewards = np.zeros(size, np.float32)
+        terminated, truncated = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+        last: list[list[Any]] = [[] for _ in self._environments]
+        returns: list[float] = []
+        version = None
+        for step in range(self._unroll_length):
+            decision = self.policy.decide(self._observations)
+            version = decision.version if version is None else min(version, decision.version)
+            actions.append(decision.actions)
+            log_probs.append(decision.log_probs)
+            following = []
+            for n, (environment, action) in enumerate(
+                zip(self._environments, decision.actions.tolist(), strict=True)
+            ):
+                observation, reward, ended, cut, _ = environment.step(action)
+                rewards[step, n], terminated[step, n] = float(reward), ended
+                self._returns[n] += float(reward)
+                if ended or cut:
+                    if not ended:
+                        truncated[step, n] = True
+                        last[n].append(observation)
+                    returns.append(float(self._returns[n]))
+                    self._returns[n] = 0.0
+                    observation, _ = environment.reset()
+                following.append(observation)
+            self._observations = _stack(following)
+            observations.append(self._observations)
+        cut_off = [observation for of_one in last for observation in of_one]
+        return Unroll(
+            torch.stack(observations),
+            torch.stack(actions),
+            torch.stack(log_probs),
+            torch.from_numpy(rewards),
+            torch.from_numpy(terminated),
+            torch.from_numpy(truncated),
+            _stack(cut_off) if cut_off else self._observations[:0],
+            tuple(returns),
+            version or 0,
+        )
+
+
+def _stack(observations: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.stack(observations)).to(torch.get_default_dtype())

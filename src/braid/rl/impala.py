@@ -1,0 +1,148 @@
+"""IMPALA: actors send unrolls, and the learner corrects for the policy that played them.
+
+    actors ── unrolls ──> queue ──> batch (+ replay) ──> V-trace, step ──> next version
+       <── newest weights, when the queue has room
+
+An actor plays its next unroll while the last one travels. The answer to an unroll waits while too
+many others wait to be learned from, so that actors do not run ahead of the learner.
+
+Source: L. Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted
+Actor-Learner Architectures", ICML 2018.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.errors import ConfigError
+from braid.rl.actor import Actor, Unroll
+from braid.rl.learner import Learner
+from braid.rl.losses import LossOptions, impala_loss, join_unrolls
+from braid.rl.policies import Policy, Weights
+from braid.rl.replay import Replay
+from braid.rpc.functions import async_execution
+
+__all__ = ["ImpalaLearner", "play_impala"]
+
+Answer = torch.futures.Future  # of weights, or None at the end
+
+
+class ImpalaLearner(Learner):
+    """Learns from unrolls of actors.
+
+    Args:
+        module: Module of the policy, owned by this object.
+        optimizer: Optimizer of its parameters.
+        options: Choices of the loss.
+        batch_size: Unrolls of a step.
+        capacity: Unrolls that may wait before answers do; twice the batch when None.
+        replay: Unrolls to learn from again.
+        num_replayed: Unrolls of it in each step, beside those of the batch.
+        max_grad_norm: Bound of the norm of all gradients.
+        serving: Policies of this process that get each new version.
+
+    Raises:
+        ConfigError: A number is out of its range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        options: LossOptions | None = None,
+        *,
+        batch_size: int = 1,
+        capacity: int | None = None,
+        replay: Replay | None = None,
+        num_replayed: int = 0,
+        max_grad_norm: float = 0.5,
+        serving: Iterable[Policy] = (),
+    ) -> None:
+        super().__init__(module, optimizer, max_grad_norm=max_grad_norm, serving=serving)
+        capacity = 2 * batch_size if capacity is None else capacity
+        if batch_size < 1 or capacity < batch_size:
+            msg = (
+                "a learner needs batch_size >= 1 and room for a batch, got batch_size "
+                f"{batch_size} and capacity {capacity}"
+            )
+            raise ConfigError(msg)
+        if num_replayed < 0 or (num_replayed and replay is None):
+            msg = f"num_replayed={num_replayed} needs replay=Replay(...)"
+            raise ConfigError(msg)
+        self._options = options or LossOptions()
+        self._batch_size = batch_size
+        self._capacity = capacity
+        self._replay = replay
+        self._num_replayed = num_replayed
+        self._waiting: deque[Unroll] = deque()
+        self._unanswered: list[tuple[Answer[Weights | None], int]] = []
+
+    @async_execution
+    def add(self, unroll: Unroll) -> Answer[Weights | None]:
+        """Take an unroll; the answer is the newest weights, once there is room for more."""
+        future: Answer[Weights | None] = Answer()
+        with self._changed:
+            self._waiting.append(unroll)
+            self._unanswered.append((future, unroll.version))
+            self._changed.notify_all()
+        self._answer()
+        return future
+
+    def step(self, timeout_s: float | None = None) -> None:
+        """Learn from the next batch."""
+        with self._changed:
+            if not self._wait_for(lambda: len(self._waiting) >= self._batch_size, timeout_s):
+                return
+            fresh = [self._waiting.popleft() for _ in range(self._batch_size)]
+            for unroll in fresh:
+                self._record(unroll.version, unroll.num_steps, unroll.returns)
+        again = [] if self._replay is None else self._replay.sample(self._num_replayed)
+        self._optimizer.zero_grad()
+        loss = impala_loss(self.module, join_unrolls([*fresh, *again]), self._options)
+        torch.autograd.backward([loss])
+        self._update()
+        if self._replay is not None:
+            for unroll in fresh:
+                self._replay.add(unroll)
+        self._answer()
+
+    def stop(self) -> None:
+        """Let actors end: they get no weights any more. Idempotent."""
+        super().stop()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer all unrolls if there is room for more."""
+        with self._changed:
+            if len(self._waiting) > self._capacity and not self._is_over:
+                return
+            answers, self._unanswered = self._unanswered, []
+        for future, version in answers:
+            future.set_result(self.weights(version))
+
+
+def play_impala(learner: Any, actor: Actor) -> None:
+    """Play, and send unrolls, until the learner says that training is over.
+
+    Args:
+        learner: The learner, or what calls it: `reference.rpc_async(0)`.
+        actor: Actor that plays.
+    """
+    weights = _result(learner.weights())
+    on_the_way: Answer[Weights | None] | None = None
+    while weights is not None:
+        actor.policy.load(weights)
+        unroll = actor.unroll()
+        if on_the_way is not None:
+            weights = on_the_way.wait()
+        on_the_way = learner.add(unroll)
+
+
+def _result(value: Any) -> Any:
+    return value.wait() if isinstance(value, torch.futures.Future) else value

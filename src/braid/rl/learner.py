@@ -1,0 +1,201 @@
+"""A learner's weights with their versions, its actors, and the lag between them.
+
+    actor: plays with version v ───── unroll or gradients ─────> learner: is at version w
+           goes on with w or newer <────────────────────────────  lag of what it takes: w - v
+
+Actors call methods of the learner through a remote reference, or directly in one process. An actor
+whose process dies costs what it had not handed over; one whose function raises ends the training.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.errors import CommTimeout, ConfigError, PeerLostError
+from braid.rl.policies import Policy, Weights, weights_of
+
+__all__ = ["Learner", "Statistics"]
+
+NUM_EPISODES = 100  # of the mean return, as benchmarks of control count
+
+
+class Statistics(NamedTuple):
+    """Numbers of a training.
+
+    Attributes:
+        version: Updates of the weights.
+        steps: Steps of environments that were learned from.
+        episodes: Episodes that have ended.
+        mean_return: Mean return of the last 100 episodes, NaN before the first.
+        is_full: Whether that mean is over 100 episodes.
+        lags: Number of unrolls for each lag in versions.
+        lost: Actors whose process has died.
+    """
+
+    version: int
+    steps: int
+    episodes: int
+    mean_return: float
+    is_full: bool
+    lags: dict[int, int]
+    lost: tuple[str, ...]
+
+    @property
+    def mean_lag(self) -> float:
+        """Mean lag of all unrolls, in versions."""
+        return sum(lag * count for lag, count in self.lags.items()) / max(
+            1, sum(self.lags.values())
+        )
+
+
+class Learner(abc.ABC):
+    """Weights that actors play with.
+
+    Args:
+        module: Module of the policy, owned by this object.
+        optimizer: Optimizer of its parameters.
+        max_grad_norm: Bound of the norm of all gradients.
+        serving: Policies of this process that get each new version.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        max_grad_norm: float = 0.5,
+        serving: Iterable[Policy] = (),
+    ) -> None:
+        if not max_grad_norm > 0:
+            msg = f"max_grad_norm must be positive, got {max_grad_norm}"
+            raise ConfigError(msg)
+        self.module = module
+        self._optimizer = optimizer
+        self._max_grad_norm = max_grad_norm
+        self._serving = tuple(serving)
+        self._changed = threading.Condition()
+        self._weights = weights_of(module, 0)
+        self._is_over = False
+        self._actors: set[str] = set()
+        self._lost: list[str] = []
+        self._error: BaseException | None = None
+        self._steps = 0
+        self._episodes = 0
+        self._returns: deque[float] = deque(maxlen=NUM_EPISODES)
+        self._lags: Counter[int] = Counter()
+
+    # -- for actors
+
+    def weights(self, version: int = -1) -> Weights | None:
+        """Return the newest weights, without tensors if `version` is theirs; None at the end."""
+        if self._is_over:
+            return None
+        newest = self._weights
+        return newest if newest.version != version else Weights(version, {})
+
+    # -- for the process that leads
+
+    @abc.abstractmethod
+    def step(self, timeout_s: float | None = None) -> None:
+        """Wait for the next update of the weights, which needs experience of actors.
+
+        Args:
+            timeout_s: Seconds to wait for experience; for ever when None.
+
+        Raises:
+            CommTimeout: No experience came in time.
+            PeerLostError: No actor is left.
+            Exception: An actor's function has raised it.
+        """
+
+    def join(self, actor: str) -> None:
+        """Expect experience of an actor."""
+        with self._changed:
+            self._actors.add(actor)
+
+    def leave(self, actor: str, error: BaseException | None = None) -> None:
+        """Expect nothing more of an actor, whose process is lost or whose function has raised."""
+        with self._changed:
+            self._actors.discard(actor)
+            if isinstance(error, PeerLostError):
+                self._lost.append(actor)
+            elif error is not None and self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Let actors end: they get no weights any more. Idempotent."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait_for_actors(self, timeout_s: float) -> list[str]:
+        """Wait until all actors have ended; return those that have not in that time."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._actors, timeout_s)
+            return sorted(self._actors)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Numbers of the training."""
+        with self._changed:
+            returns = list(self._returns)
+            return Statistics(
+                version=self._weights.version,
+                steps=self._steps,
+                episodes=self._episodes,
+                mean_return=sum(returns) / len(returns) if returns else float("nan"),
+                is_full=len(returns) == NUM_EPISODES,
+                lags=dict(sorted(self._lags.items())),
+                lost=tuple(self._lost),
+            )
+
+    # -- for learners
+
+    def _record(self, version: int, steps: int, returns: Iterable[float]) -> None:
+        """Count experience of a version; under the lock."""
+        ended = list(returns)
+        self._lags[self._weights.version - version] += 1
+        self._steps += steps
+        self._episodes += len(ended)
+        self._returns.extend(ended)
+
+    def _update(self) -> None:
+        """Step with the gradients of the module, and publish the weights."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
+        self._optimizer.step()
+        self._weights = weights_of(self.module, self._weights.version + 1)
+        for policy in self._serving:
+            policy.load(self._weights)
+
+    def _wait_for(self, is_there: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait for experience under the lock; return whether training goes on."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._error is not None and not self._is_over:  # though others may play on
+            raise self._error
+        while not is_there() and not self._is_over:
+            self._check_actors()
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                actors = ", ".join(sorted(self._actors))
+                msg = f"no experience came within {timeout_s:g} s from {actors}: look there"
+                raise CommTimeout(msg)
+            self._changed.wait(left)
+        return not self._is_over
+
+    def _check_actors(self) -> None:
+        """Raise if nothing more can come; under the lock."""
+        if self._error is not None:
+            raise self._error
+        if not self._actors and not self._is_over:
+            lost = f"lost {', '.join(self._lost)}" if self._lost else "all have ended"
+            msg = f"no actor is left at version {self._weights.version}: {lost}"
+            raise PeerLostError(msg)

@@ -1,0 +1,132 @@
+"""Losses of actor and critic from one unroll.
+
+    loss = - mean(log pi(a) A) + value_cost mean((target - V)^2) / 2 - entropy_cost mean(H(pi))
+
+`a3c_loss` takes advantages of the policy that has played, `impala_loss` those of V-trace.
+
+Sources: V. Mnih et al., ICML 2016, section 4; L. Espeholt et al., ICML 2018, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from braid.errors import ConfigError
+from braid.rl.actor import Unroll
+from braid.rl.targets import Steps, advantages, vtrace
+
+__all__ = ["LossOptions", "a3c_loss", "impala_loss", "join_unrolls"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossOptions:
+    """Choices of a loss.
+
+    Attributes:
+        discount: Factor of a reward one step later.
+        entropy_cost: Weight of the policy's entropy, which keeps it exploring.
+        value_cost: Weight of the value function's error.
+        lambda_: Weight of later steps in targets.
+        rho_bar: Bound of importance weights; of V-trace only.
+        c_bar: Bound of the weights of later steps; of V-trace only.
+    """
+
+    discount: float = 0.99
+    entropy_cost: float = 0.01
+    value_cost: float = 0.5
+    lambda_: float = 1.0
+    rho_bar: float = 1.0
+    c_bar: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not (0 <= self.discount <= 1 and 0 <= self.lambda_ <= 1):
+            msg = (
+                "discount and lambda_ must be between 0 and 1, got "
+                f"{self.discount} and {self.lambda_}"
+            )
+            raise ConfigError(msg)
+
+
+class _Evaluation(NamedTuple):
+    """An unroll in the eyes of a module: [T, B] each."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    values: Tensor
+    steps: Steps
+
+
+def a3c_loss(module: nn.Module, unroll: Unroll, options: LossOptions) -> Tensor:
+    """Return the loss of the policy that has played the unroll."""
+    log_probs, entropy, values, steps = _evaluate(module, unroll, options.discount)
+    gains = advantages(steps, lambda_=options.lambda_)
+    return _loss(log_probs, gains, steps.values + gains - values, entropy, options)
+
+
+def impala_loss(module: nn.Module, unroll: Unroll, options: LossOptions) -> Tensor:
+    """Return the loss of a policy for an unroll that an older one has played."""
+    log_probs, entropy, values, steps = _evaluate(module, unroll, options.discount)
+    targets, gains = vtrace(
+        log_probs.detach() - unroll.log_probs,
+        steps,
+        rho_bar=options.rho_bar,
+        c_bar=options.c_bar,
+        lambda_=options.lambda_,
+    )
+    return _loss(log_probs, gains, targets - values, entropy, options)
+
+
+def join_unrolls(unrolls: Sequence[Unroll]) -> Unroll:
+    """Return unrolls of one length side by side, as one of all their environments."""
+    lengths = {len(each.actions) for each in unrolls}
+    if len(lengths) != 1:
+        msg = f"unrolls of one batch need one length, got lengths {sorted(lengths)}"
+        raise ConfigError(msg)
+    if len(unrolls) == 1:
+        return unrolls[0]
+    return Unroll(
+        torch.cat([each.observations for each in unrolls], 1),
+        torch.cat([each.actions for each in unrolls], 1),
+        torch.cat([each.log_probs for each in unrolls], 1),
+        torch.cat([each.rewards for each in unrolls], 1),
+        torch.cat([each.terminated for each in unrolls], 1),
+        torch.cat([each.truncated for each in unrolls], 1),
+        torch.cat([each.last_observations for each in unrolls]),
+        tuple(value for each in unrolls for value in each.returns),
+        min(each.version for each in unrolls),
+    )
+
+
+def _evaluate(module: nn.Module, unroll: Unroll, discount: float) -> _Evaluation:
+    logits, values = module(unroll.observations)
+    every = logits[:-1].log_softmax(-1)
+    chosen = every.gather(-1, unroll.actions.unsqueeze(-1)).squeeze(-1)
+    least = torch.finfo(every.dtype).min  # 0 log 0 is 0, for actions with logits of -inf
+    entropy = -(every.exp() * every.clamp(min=least)).sum(-1)
+    with torch.no_grad():
+        next_values = values[1:].clone()
+        if len(unroll.last_observations):
+            _, last = module(unroll.last_observations)
+            next_values.T[unroll.truncated.T] = last
+        steps = Steps(
+            unroll.rewards,
+            discount * (~unroll.terminated).to(unroll.rewards.dtype),
+            unroll.terminated | unroll.truncated,
+            values[:-1].detach(),
+            next_values,
+        )
+    return _Evaluation(chosen, entropy, values[:-1], steps)
+
+
+def _loss(
+    log_probs: Tensor, gains: Tensor, errors: Tensor, entropy: Tensor, options: LossOptions
+) -> Tensor:
+    policy = -(log_probs * gains).mean()
+    value = options.value_cost * errors.square().mean() / 2
+    return policy + value - options.entropy_cost * entropy.mean()

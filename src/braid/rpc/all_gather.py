@@ -1,0 +1,124 @@
+"""Values of all nodes, gathered by calls: `all_gather` and `barrier` for nodes that are no ranks.
+
+    every node ── its value ──> the first of the names
+               <── all values, when all have come
+
+Each node counts its gathers of the same names, so the n-th of one node belongs to the n-th of the
+others.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from braid.errors import CommTimeout
+from braid.rpc.current import current_agent
+from braid.rpc.functions import async_execution
+from braid.rpc.mistakes import RpcError
+from braid.rpc.names import register
+from braid.rpc.outcomes import AnswerFuture
+
+if TYPE_CHECKING:
+    from braid.rpc.agent import Agent
+
+__all__ = ["AllGathers", "all_gather", "barrier"]
+
+Key = tuple[int, tuple[str, ...]]
+
+
+class AllGathers:
+    """AllGathers in which a node takes part."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._values: dict[Key, dict[str, Any]] = {}
+        self._futures: dict[Key, AnswerFuture] = {}
+
+    def next_number(self, names: tuple[str, ...]) -> int:
+        """Return the number of this node's next all_gather of some nodes."""
+        with self._lock:
+            self._counts[names] += 1
+            return self._counts[names]
+
+    def add(self, key: Key, name: str, value: Any) -> torch.futures.Future[dict[str, Any]]:
+        """Take the value of a node; the future completes when all have come."""
+        with self._lock:
+            values = self._values.setdefault(key, {})
+            future = self._futures.setdefault(key, AnswerFuture())
+            values[name] = value
+            is_full = len(values) == len(key[1])
+            if is_full:
+                del self._values[key], self._futures[key]
+        if is_full:
+            future.set_result(values)
+        return future
+
+    def end_early(self, key: Key, reason: str) -> None:
+        """Let all fail that wait, since somebody waits no longer."""
+        with self._lock:
+            self._values.pop(key, None)
+            future = self._futures.pop(key, None)
+        if future is not None:
+            future.set_exception(CommTimeout(reason))
+
+
+def all_gather(
+    agent: Agent, value: Any, names: Iterable[str] | None = None, timeout: float = -1.0
+) -> dict[str, Any]:
+    """Return the values of several nodes, by name; all of them call this.
+
+    Args:
+        agent: The node.
+        value: Its value.
+        names: Nodes that take part; all that are known when None.
+        timeout: Seconds; the node's own when -1, for ever when 0.
+
+    Raises:
+        RpcError: This node is not among the names.
+        CommTimeout: Somebody has not come.
+    """
+    chosen = tuple(sorted({each.name for each in agent.infos()} if names is None else set(names)))
+    if agent.info.name not in chosen:
+        msg = f"{agent.info.name} takes part in an all_gather of {', '.join(chosen)} without it"
+        raise RpcError(msg)
+    number = agent.all_gathers.next_number(chosen)
+    arguments = (number, list(chosen), agent.info.name, value)
+    try:
+        values: dict[str, Any] = agent.caller.call_sync(
+            chosen[0], _gather, arguments, None, timeout
+        )
+    except CommTimeout as exc:
+        seconds = agent.timeout_s if timeout < 0 else timeout
+        msg = (
+            f"{agent.info.name} timed out in _all_gather after {seconds:.2f} seconds: one of "
+            f"{', '.join(chosen)} has not called it"
+        )
+        agent.caller.call_async(chosen[0], _end_early, (number, list(chosen), msg))
+        raise CommTimeout(msg) from exc
+    return values
+
+
+def barrier(agent: Agent, names: Iterable[str] | None = None, timeout: float = -1.0) -> None:
+    """Wait until several nodes have called this; see `all_gather`."""
+    all_gather(agent, None, names, timeout)
+
+
+@register
+@async_execution
+def _gather(
+    number: int, names: list[str], name: str, value: Any
+) -> torch.futures.Future[dict[str, Any]]:
+    """Take the value of a node; in the first of the names."""
+    return current_agent().all_gathers.add((number, tuple(names)), name, value)
+
+
+@register
+def _end_early(number: int, names: list[str], reason: str) -> None:
+    """End an all_gather that has taken too long; in the first of the names."""
+    current_agent().all_gathers.end_early((number, tuple(names)), reason)

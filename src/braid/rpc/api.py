@@ -1,0 +1,98 @@
+"""The functions of remote calls, under torch's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from braid.rpc.current import current_agent
+from braid.rpc.references import RRef
+from braid.rpc.scope import current_scope
+from braid.rpc.workers import To, WorkerInfo
+
+__all__ = ["get_worker_info", "is_cancelled", "remote", "rpc_async", "rpc_sync"]
+
+UNSET = -1.0
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> Any:
+    """Call a function in another node, and return its result.
+
+    Args:
+        to: Name or number of the node, or its WorkerInfo.
+        func: A function, class or method that the node can find by name, or an operator of torch.
+        args: Arguments: plain data, tensors, remote references, dataclasses.
+        kwargs: Keyword arguments.
+        timeout: Seconds; the node's own when -1, for ever when 0.
+
+    Cost: one message there and one back; tensors are not copied in this process.
+
+    Raises:
+        Exception: What the function raised, with the traceback there in its text.
+        CommTimeout: No answer came in time.
+        PeerLostError: The node is lost.
+        ConfigError: There is no such node, or an argument cannot travel.
+    """
+    return current_agent().caller.call_sync(to, func, args or (), kwargs, timeout)
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> torch.futures.Future[Any]:
+    """Call a function in another node; the future has its result. See `rpc_sync`.
+
+    The future can also be cancelled: `future.cancel()`, see `AnswerFuture`.
+    """
+    return current_agent().caller.call_async(to, func, args or (), kwargs, timeout)
+
+
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> RRef:
+    """Call a function in another node, where its result stays; return a reference to it.
+
+    An error of the function shows when the value is used. See `rpc_sync`.
+    """
+    return current_agent().caller.remote(to, func, args or (), kwargs, timeout)
+
+
+def is_cancelled() -> bool:
+    """Whether nobody waits any more for the call that this code runs for.
+
+    A function that runs for long asks this now and then, and ends. Calls that it makes are
+    cancelled with it.
+    """
+    scope = current_scope()
+    if scope is None:
+        return False
+    late = scope.deadline_ns is not None and current_agent().now_ns() >= scope.deadline_ns
+    return scope.is_cancelled or late
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Return name and number of a node; of this one when None.
+
+    Raises:
+        ConfigError: There is no node of that name.
+    """
+    agent = current_agent()
+    if worker_name is None:
+        return agent.info
+    record = agent.directory.find(worker_name)
+    return WorkerInfo(record.name, record.id)

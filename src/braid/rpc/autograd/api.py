@@ -1,0 +1,71 @@
+"""The functions of distributed autograd, under torch's names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from braid.rpc.current import current_agent
+from braid.rpc.protocol.autograd_state import Mode
+
+__all__ = ["backward", "context", "get_gradients"]
+
+
+@contextlib.contextmanager
+def context() -> Iterator[int]:
+    """Record the tensors that remote calls carry; give the number of the context.
+
+    What the context holds on all nodes goes when it ends.
+
+    Raises:
+        StaleError: This process is no node.
+        ConfigError: A context is open in this thread already: contexts do not nest.
+    """
+    contexts = current_agent().contexts
+    own = contexts.open()
+    try:
+        yield own
+    finally:
+        contexts.close(own)
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+    *,
+    timeout_s: float | None = None,
+    mode: Mode = "smart",
+) -> None:
+    """Compute the gradients of all parameters on which the roots depend, on all nodes.
+
+    Args:
+        context_id: Context in which the roots were computed.
+        roots: Tensors of one element.
+        retain_graph: Whether another backward of the same context may follow.
+        timeout_s: Deadline; that of calls when None.
+        mode: `smart` finds out first which results are used; `fast` counts on all of them, which
+            saves one wave of messages, and fails when one is not used.
+
+    Cost: two messages (mark and gradients) and their answers for each message that the roots depend
+    on; `fast` half of that.
+
+    Raises:
+        ConfigError: The context is over, or a root has no graph or more than one element.
+        CommError: A local backward raised, or a node is lost: it is named, on all nodes.
+        CommTimeout: It did not end in time; says what it waits for.
+    """
+    current_agent().contexts.backward(
+        context_id, roots, retain_graph, timeout_s=timeout_s, mode=mode
+    )
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Return the gradients that a context has on this node, by parameter.
+
+    Raises:
+        ConfigError: The context is over, or was never here.
+    """
+    return current_agent().contexts.get(context_id).gradients

@@ -1,0 +1,135 @@
+"""The edges of distributed autograd, as functions of torch's graph.
+
+A message that carries tensors with gradients is a send at one end and a receive at the other. The
+receive is a function of torch's graph, so tensors that arrive are no leaves: they can be changed in
+place. Its backward keeps the gradients until they are shipped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.rpc.protocol.references_state import Id
+
+__all__ = ["Reached", "Receive", "RecvRpc", "SendFunction", "add_grads", "reached_from"]
+
+
+_TORCH = "torch::distributed::autograd::"  # programs that read graphs compare names of functions
+
+
+class Receive:
+    """Tensors that a message brought, and what has accumulated for them.
+
+    Attributes:
+        edge: Number of the edge.
+        anchor: Leaf that stands for the tensors, so that their gradients can be asked for.
+        grads: Gradient of each tensor; None as long as there is none.
+    """
+
+    def __init__(self, edge: Id, count: int) -> None:
+        self.edge = edge
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.grads: list[torch.Tensor | None] = [None] * count
+        self._lock = threading.Lock()  # local backwards of several sends may run at the same time
+
+    def attach(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the tensors as results of this receive."""
+        return RecvRpc.apply(self.anchor, self, list(tensors))  # type: ignore[no-any-return,no-untyped-call]
+
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients of one local backward."""
+        with self._lock:
+            self.grads = [add_grads(a, b) for a, b in zip(self.grads, grads, strict=True)]
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Return what has accumulated, and begin anew."""
+        grads, self.grads = self.grads, [None] * len(self.grads)
+        return grads
+
+
+class RecvRpc(torch.autograd.Function):
+    """The end of an edge at which tensors arrive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, receive: Receive, tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tensors, which are no inputs, so that they can be changed in place."""
+        del anchor
+        ctx.receive = receive
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        """Keep the gradients until they are shipped."""
+        ctx.receive.add(grads)
+        return None, None, None
+
+
+RecvRpc._backward_cls.__name__ = f"{_TORCH}RecvRpcBackward"  # noqa: SLF001
+
+
+class SendFunction(NamedTuple):
+    """The end of an edge at which tensors leave, for those who look at the graph."""
+
+    tensors: list[torch.Tensor]
+
+    def name(self) -> str:
+        """Return the name of the function."""
+        return f"{_TORCH}SendRpcBackward"
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        """Functions that have made the tensors, as of a function of torch's graph."""
+        return tuple(
+            (each.grad_fn, each.output_nr)
+            if each.grad_fn is not None
+            else (each * 1).grad_fn.next_functions[0]  # type: ignore[union-attr]
+            for each in self.tensors
+        )
+
+
+class Reached(NamedTuple):
+    """Leaves and receives that tensors depend on inside of a process.
+
+    Attributes:
+        leaves: Parameters.
+        receives: Receives.
+    """
+
+    leaves: list[torch.Tensor]
+    receives: list[Receive]
+
+
+def reached_from(tensors: Sequence[torch.Tensor]) -> Reached:
+    """Return what some tensors depend on, each once, in the order of a walk."""
+    leaves = {id(each): each for each in tensors if each.grad_fn is None and each.requires_grad}
+    receives: dict[Id, Receive] = {}
+    stack: list[Any] = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        function = stack.pop()
+        receive = getattr(function, "receive", None)
+        if isinstance(receive, Receive):
+            receives[receive.edge] = receive
+            continue
+        variable = getattr(function, "variable", None)
+        if variable is not None:
+            leaves[id(variable)] = variable
+        for following, _ in function.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return Reached(list(leaves.values()), list(receives.values()))
+
+
+def add_grads(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two gradients, either of which may be missing or sparse."""
+    if a is None or b is None:
+        return b if a is None else a
+    return b + a if a.is_sparse else a + b  # of a dense and a sparse one, the dense one is first

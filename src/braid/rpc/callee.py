@@ -1,0 +1,177 @@
+"""The part of a node that runs the calls of peers, and answers them.
+
+Call ──> find the function, unpack, run, pack ──> Reply or Raised
+└── a future ──> when it completes
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import CancelledError
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from braid.errors import CommTimeout
+from braid.message import Delivery
+from braid.rpc.codec import Packed, tensors_of
+from braid.rpc.current import act_for
+from braid.rpc.functions import is_async_execution
+from braid.rpc.messages import Call, Edge, Raised, Reply
+from braid.rpc.outcomes import Later, awaited, described, outcome
+from braid.rpc.scope import Scope, enter
+
+if TYPE_CHECKING:
+    from braid.rpc.agent import Agent
+
+__all__ = ["Callee"]
+
+NOTHING = b"\xc0"  # None in msgpack
+NUM_CANCELLED = 1024  # calls whose cancelling is remembered until they begin
+
+
+class Callee:
+    """Calls of peers that run in a node.
+
+    Args:
+        agent: The node.
+
+    Attributes:
+        num_running: Calls that are not answered; those that wait for a future count.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._scopes: dict[tuple[int, int], Scope] = {}  # by sender and number of the call
+        self._cancelled: deque[tuple[int, int]] = deque(maxlen=NUM_CANCELLED)
+        self.num_running = 0
+
+    def cancel(self, sender: int, number: int) -> None:
+        """Cancel a call of a peer: it does not begin, or learns it by `rpc.is_cancelled`."""
+        with self._lock:
+            scope = self._scopes.get((sender, number))
+            if scope is None:
+                self._cancelled.append((sender, number))
+                return
+            scope.is_cancelled = True
+            calls = list(scope.calls)
+        for each in calls:
+            self._agent.caller.cancel(each)
+
+    def lost(self, sender: int) -> None:
+        """Let the calls of a lost peer learn that nobody waits for them, by `rpc.is_cancelled`."""
+        with self._lock:
+            kept = [each for each in self._cancelled if each[0] != sender]
+            self._cancelled = deque(kept, NUM_CANCELLED)
+            for (peer, _), scope in self._scopes.items():
+                if peer == sender and not scope.is_kept:
+                    scope.is_cancelled = True
+
+    def run(self, delivery: Delivery, call: Call, sender: int, arrived_ns: int) -> None:
+        """Run a call that came at a time, and answer it now or when its future completes."""
+        agent, creation = self._agent, call.creation
+        if creation is not None:
+            if sender != agent.info.id:
+                agent.references.accept(creation.ref, creation.fork, sender, creation.oldest_open)
+            self._reply(delivery, sender, Packed(NOTHING, []), None)
+        key = sender, delivery.id
+        until_ns = arrived_ns + round(call.timeout_s * 1e9) if call.timeout_s else None
+        scope = Scope(until_ns, is_kept=creation is not None)
+        with self._lock:
+            if key in self._cancelled:
+                self._cancelled.remove(key)
+                scope.is_cancelled = True
+            self._scopes[key] = scope
+            self.num_running += 1
+        value, error = None, None
+        span = agent.spans.serve(call.function, sender, delivery.id, arrived_ns)
+        try:
+            value = copy_context().run(self._execute, call, delivery, sender, scope)
+        except BaseException as exc:  # noqa: BLE001 - the caller must learn it
+            error = exc
+        if span is not None:
+            span.end()
+        if isinstance(value, Later):
+            answer = partial(self._finish, delivery, call, sender)
+            value.future.add_done_callback(lambda done: answer(*outcome(done)))
+        else:
+            self._finish(delivery, call, sender, value, error)
+        del error  # it holds this frame, and with it the arguments
+
+    def _execute(self, call: Call, delivery: Delivery, sender: int, scope: Scope) -> Any:
+        """Run the function of a call, in a context of its own."""
+        agent = self._agent
+        act_for(agent)
+        enter(scope)
+        if call.edge is None:
+            return self._result(call, delivery, sender, scope)
+        with agent.contexts.entered(call.edge):
+            return self._result(call, delivery, sender, scope)
+
+    def _result(self, call: Call, delivery: Delivery, sender: int, scope: Scope) -> Any:
+        agent = self._agent
+        tensors = tensors_of(call.body, delivery.buffers)
+        tensors = agent.contexts.incoming(call.edge, tensors, sender)
+        args, kwargs = agent.codec.unpack(
+            call.body.packed, tensors, delivery.sender, will_answer=call.creation is None
+        )
+        del tensors
+        if scope.is_cancelled:  # after the arguments, too
+            msg = f"{call.function} was cancelled before it began"
+            raise CancelledError(msg)
+        if scope.deadline_ns is not None and agent.now_ns() >= scope.deadline_ns:
+            msg = f"{call.function} did not begin in time: {agent.info.name} was busy"
+            raise CommTimeout(msg)
+        function = agent.names.find(call.function)  # last: references of arguments must arrive
+        result = function(*args, **kwargs)
+        if is_async_execution(function) and not isinstance(result, Later):
+            return awaited(result)
+        return result
+
+    def _finish(
+        self,
+        delivery: Delivery,
+        call: Call,
+        sender: int,
+        value: Any,
+        error: BaseException | None,
+    ) -> None:
+        """Answer a call, or keep its result."""
+        agent = self._agent
+        try:
+            if call.creation is not None:
+                own = None if error is None else described(agent.info.name, error)
+                agent.references.set_value(call.creation.ref, value, own)
+            elif error is None and (error := self._answer(delivery, call, sender, value)) is None:
+                return
+            else:
+                text = str(described(agent.info.name, error))
+                raised = Raised(agent.names.exception_name(error), text)
+                agent.transmit(sender, raised, answers=delivery.id)
+        finally:
+            with self._lock:
+                del self._scopes[sender, delivery.id]
+                self.num_running -= 1
+            agent.notify_if_idle()
+
+    def _answer(
+        self, delivery: Delivery, call: Call, sender: int, value: Any
+    ) -> BaseException | None:
+        """Send the result; return the error if it cannot travel."""
+        agent = self._agent
+        try:
+            packed = agent.codec.pack(value, delivery.sender, "the result")
+            edge = None
+            if call.edge is not None:
+                with agent.contexts.entered(call.edge):
+                    edge = agent.contexts.outgoing(packed.tensors, sender)
+            self._reply(delivery, sender, packed, edge)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+            return exc
+        return None
+
+    def _reply(self, delivery: Delivery, to: int, packed: Packed, edge: Edge | None) -> None:
+        body, buffers = packed.as_body()
+        self._agent.transmit(to, Reply(body, edge), buffers, answers=delivery.id)

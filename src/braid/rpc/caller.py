@@ -1,0 +1,353 @@
+"""The part of a node that makes calls: sends them, and completes them when they are answered.
+
+find the node, pack, deadline ── Call ──> callee
+the future completes <── Reply or Raised ──┘      or: lost, late, cancelled
+
+Each call is sent once, but for those of functions marked as idempotent; see `retries`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from contextvars import copy_context
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from braid.errors import (
+    CommError,
+    CommTimeout,
+    PeerLostError,
+    RendezvousError,
+    StaleError,
+)
+from braid.message import Delivery, Van
+from braid.rpc.codec import tensors_of
+from braid.rpc.messages import Call, Cancel, Creation, Raised, Reply
+from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import AnswerFuture, Outcome, error_like
+from braid.rpc.pending import Finish, Pending, PendingCalls
+from braid.rpc.protocol.references_state import Id
+from braid.rpc.references import RRef
+from braid.rpc.retries import Retries, is_idempotent
+from braid.rpc.scope import current_scope, deadline_ns
+from braid.rpc.turns import Turns
+from braid.rpc.workers import Record, To, WorkerInfo, node_of
+
+if TYPE_CHECKING:
+    from braid.rpc.agent import Agent
+
+__all__ = ["Caller"]
+
+Future = torch.futures.Future
+
+
+class Caller:
+    """Calls that a node makes.
+
+    Args:
+        agent: The node.
+        van: Its van.
+        turns: Threads that receive.
+    """
+
+    def __init__(self, agent: Agent, van: Van, turns: Turns) -> None:
+        self._agent = agent
+        self._van = van
+        self._turns = turns
+        self._pending = PendingCalls(turns)
+        self._retries = Retries()
+        # of calls: not those of an earlier life of this node, whose answers may still come
+        self._numbers = itertools.count((agent.incarnation % (1 << 30) << 32) + 1)
+        self._brought: dict[int, tuple[int, list[Id]]] = {}  # forks that go home, by their call
+
+    def __len__(self) -> int:
+        """Return the number of calls that are not answered."""
+        return len(self._pending) + len(self._retries)
+
+    @property
+    def num_begun(self) -> int:
+        """Number of calls that the node has made."""
+        return self._pending.num_begun
+
+    def is_quick(self, delivery: Delivery) -> bool:
+        """Whether a message is an answer that takes no time, because a thread waits for it."""
+        return self._pending.is_quick(delivery.answers)
+
+    def call_sync(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = -1.0,
+    ) -> Any:
+        """Call a function in another node and return its result.
+
+        Raises:
+            Exception: What the function raised, with the traceback there in its text.
+            CommTimeout: No answer came in time.
+            PeerLostError: The node is lost.
+            ConfigError: There is no such node, or an argument cannot travel.
+        """
+        own = Outcome()
+        self._send_call(to, function, args, kwargs, timeout, own.finish, waiter=own)
+        self._turns.wait(lambda: own.is_here, None, self.is_quick, own)
+        error, own.error = own.error, None
+        if error is None:
+            return own.value
+        try:
+            raise error
+        finally:
+            del error  # it holds this frame, and with it the arguments
+
+    def call_each(
+        self, calls: Iterable[tuple[To, Callable[..., Any], Sequence[Any]]]
+    ) -> list[Outcome]:
+        """Call functions in other nodes at the same time; return when all have ended.
+
+        Args:
+            calls: For each call the node, the function and its arguments.
+        """
+        own: list[Outcome] = []
+        for to, function, args in calls:
+            own.append(Outcome())
+            self._send_call(to, function, args, None, -1.0, own[-1].finish, waiter=id(own))
+        self._turns.wait(lambda: all(each.is_here for each in own), None, self.is_quick, id(own))
+        return own
+
+    def call_async(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = -1.0,
+    ) -> Future[Any]:
+        """Call a function in another node; the future has its result. See `call_sync`."""
+        future = AnswerFuture()
+
+        def finish(value: Any, error: BaseException | None) -> None:
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+        future.on_cancel = self._send_call(to, function, args, kwargs, timeout, finish)
+        self._turns.expect()
+        return future
+
+    def remote(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = -1.0,
+    ) -> RRef:
+        """Call a function in another node, where its result stays; return a reference to it."""
+        record = self._agent.directory.find(to)
+        rref, ref, fork = self._agent.references.new_remote(WorkerInfo(record.name, record.id))
+
+        def finish(value: Any, error: BaseException | None) -> None:
+            del value
+            self._agent.references.created(fork, error)
+
+        creation = Creation(ref, fork, self._agent.references.oldest_open)
+        try:
+            self._send_call(to, function, args, kwargs, timeout, finish, creation)
+        except BaseException:
+            self._agent.references.created(fork)  # it is not, and nobody has the reference
+            raise
+        return rref
+
+    def cancel(self, number: int) -> bool:
+        """Cancel a call of this node; return whether it had no answer yet."""
+        call = self._pending.get(number)
+        if call is None:
+            return False
+        if call.to == self._agent.info.id:
+            self._agent.callee.cancel(self._agent.info.id, number)
+        else:
+            self._agent.transmit(call.to, Cancel(number))
+        name = self._agent.directory.find(call.to).name
+        error = CancelledError(f"the call of {call.name} in {name} was cancelled")
+        self._pending.finish(number, None, error)
+        return True
+
+    # -- ends
+
+    def _come_home(self, call: int) -> None:
+        """Let go the forks that a call has brought to their owner; it has come, or never will."""
+        brought = self._brought.pop(call, None)
+        if brought is not None:
+            self._agent.references.confirmed(brought[1])
+
+    def answered(self, delivery: Delivery, message: Reply | Raised, sender: int) -> None:
+        """Complete a call with the answer of its callee."""
+        self._come_home(delivery.answers)
+        if isinstance(message, Raised):
+            kind = self._agent.names.exception_of(message.error) or RuntimeError
+            self._pending.finish(delivery.answers, None, error_like(kind, message.text))
+            return
+        try:
+            tensors = tensors_of(message.body, delivery.buffers)
+            tensors = self._agent.contexts.incoming(message.edge, tensors, sender)
+            value = self._agent.codec.unpack(message.body.packed, tensors, delivery.sender)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+            self._pending.finish(delivery.answers, None, exc)
+            return
+        self._pending.finish(delivery.answers, value, None)
+
+    def lost(self, process: int, text: str) -> None:
+        """Let calls of a lost node fail."""
+        self._pending.fail(
+            lambda call: call.to == process, lambda _: PeerLostError(text, rank=process)
+        )
+        for call in [each for each, (to, _) in list(self._brought.items()) if to == process]:
+            self._come_home(call)
+
+    def fail_all(self) -> None:
+        """Let all calls fail, since the node ends."""
+        error = StaleError(f"{self._agent.info.name} was shut down before an answer came")
+        self._pending.fail(lambda _: True, lambda _: error)
+        self._retries.fail(error)
+
+    def tick(self) -> None:
+        """Let calls fail whose deadline has passed, and send again what may be."""
+        now_ns = self._agent.now_ns()
+        self._retries.tick(now_ns)
+        self._pending.fail(
+            lambda call: call.deadline_ns is not None and call.deadline_ns <= now_ns, self._late
+        )
+
+    def _late(self, call: Pending) -> CommTimeout:
+        name = self._agent.directory.find(call.to).name
+        text = (
+            f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
+            "call; raise the timeout if that is right"
+        )
+        return CommTimeout(text)
+
+    # -- sending
+
+    def _send_call(  # noqa: PLR0917 - all of a call
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        finish: Finish,
+        creation: Creation | None = None,
+        *,
+        waiter: object = None,
+    ) -> Callable[[], bool]:
+        """Send a call; return a function that cancels it, see `cancel`."""
+        if creation is None and is_idempotent(function):
+            return self._send_until_answered(to, function, args, kwargs, timeout, finish)
+        number = self._send_once(
+            to, function, args, kwargs, timeout, finish, creation, waiter=waiter
+        )
+        return partial(self.cancel, number)
+
+    def _send_until_answered(
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        finish: Finish,
+    ) -> Callable[[], bool]:
+        """Send a call, and again when its node is lost, until its deadline.
+
+        Returns:
+            Function that cancels the attempt under way; see `cancel`.
+        """
+        now_ns = self._agent.now_ns()
+        name = self._agent.names.name_of(function)
+        until_ns = deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
+        context, numbers = copy_context(), [0]  # others may send it again, from calls of their own
+
+        def send(on_end: Finish) -> None:
+            try:
+                self._agent.directory.find(to)
+            except RpcError as exc:  # there is no node of that name now
+                on_end(None, PeerLostError(str(exc)))
+                return
+            left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self._agent.now_ns()) / 1e9)
+            numbers[0] = context.copy().run(
+                self._send_once, to, function, args, kwargs, left_s, on_end
+            )
+
+        def on_end(value: Any, error: BaseException | None) -> None:
+            finish(value, error)
+            self._turns.notify()
+
+        self._retries.attempt(send, on_end, until_ns, self._agent.now_ns)
+        return lambda: self.cancel(numbers[0])
+
+    def _send_once(  # noqa: PLR0917 - all of a call
+        self,
+        to: To,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        timeout: float,
+        finish: Finish,
+        creation: Creation | None = None,
+        *,
+        waiter: object = None,
+    ) -> int:
+        record = self._agent.directory.find(to)
+        if isinstance(function, MethodType) and not isinstance(function.__self__, type):
+            method = function  # which needs its object at the callee
+            function, args = method.__func__, (method.__self__, *(args or ()))
+        name = self._agent.names.name_of(function)
+        now_ns = self._van.clock.now_ns()
+        until_ns = deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
+        self._agent.references.collect()
+        if self._pending.count(record.id) >= self._agent.options.max_unanswered:
+            self._wait_for_room(record, name, until_ns)
+        values = [list(args or ()), dict(kwargs or ())]
+        packed = self._agent.codec.pack(values, node_of(record.id), f"an argument of {name}")
+        edge = self._agent.contexts.outgoing(packed.tensors, record.id)
+        body, buffers = packed.as_body()
+        number = next(self._numbers)
+        left_s = 0.0 if until_ns is None else (until_ns - now_ns) / 1e9
+        message = Call(name, body, creation, edge, left_s)
+        span = self._agent.spans.call(name, record.id, number)
+        call = Pending(record.id, name, until_ns, finish, waiter, current_scope(), span)
+        self._pending.add(number, call)
+        if packed.shared and creation is None and record.id != self._agent.info.id:
+            going = [Id(*child) for _, child, _, owner in packed.shared if owner == record.id]
+            self._brought[number] = record.id, going
+        try:
+            self._agent.send(record.id, message, buffers, 0, number)
+        except (CommError, RendezvousError) as exc:
+            if not isinstance(exc, CommTimeout):
+                self._agent.undelivered(record.id)
+            self._come_home(number)
+            self._pending.finish(number, None, exc)
+        except BaseException:
+            self._come_home(number)
+            self._pending.discard(number)
+            raise
+        return number
+
+    def _wait_for_room(self, to: Record, name: str, until_ns: int | None) -> None:
+        """Wait until a node has answered some of the calls that it has from here."""
+        limit = self._agent.options.max_unanswered
+        left_s = None if until_ns is None else max(0.0, (until_ns - self._agent.now_ns()) / 1e9)
+
+        def has_room() -> bool:
+            return self._pending.count(to.id) < limit or self._agent.is_closed
+
+        if not self._turns.wait(has_room, left_s, self.is_quick):
+            msg = f"{name} was not called: {to.name} has not answered {limit:,} calls from here"
+            raise CommTimeout(msg)

@@ -1,0 +1,437 @@
+"""Packs the values of a call into bytes, with tensors beside them.
+
+Problem: pickle runs what a peer sends, and copies each tensor. Values that look alike but arrive
+as another type, such as tuples that become lists, are found late.
+
+Idea: plain data is msgpack. What msgpack does not have is an extension of a small number: tuples,
+sets, dtypes, references, dataclasses by name. Each tensor is a number in a list, and its bytes are
+a buffer of the message. Whatever else appears is refused, and named, unless pickle is permitted.
+
+Source: the MessagePack specification, "Extension types".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import msgspec
+import torch
+
+from braid.errors import BraidError, CommError
+from braid.message.tensors import as_buffers, from_buffers
+from braid.rpc.messages import Body
+from braid.rpc.mistakes import RpcError
+from braid.rpc.names import Names
+from braid.rpc.protocol.sparse_spec import SparseSpec
+
+__all__ = ["Codec", "Packed"]
+
+_TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX = range(1, 7)
+_TENSOR, _REFERENCE = 7, 9
+_DTYPE, _DEVICE, _SIZE, _LAYOUT = range(10, 14)
+_TARGET, _DATACLASS, _NAMED_TUPLE, _ENUM, _SLICE, _BYTEARRAY = range(14, 20)
+_STATEFUL = 20
+_PICKLE = 99
+_INT_RANGE = range(-(1 << 63), 1 << 64)
+_PLAIN = frozenset({type(None), bool, float, str, bytes})
+_FIRST_TENSORS = [msgspec.msgpack.Ext(_TENSOR, bytes([place])) for place in range(64)]
+
+# A noun for a part of a value: that of the whole, and the place of the part in it.
+Where: TypeAlias = "str | tuple[Where, object]"
+
+
+class Packed(msgspec.Struct, frozen=True, eq=False):
+    """Values that can travel.
+
+    Attributes:
+        data: Plain bytes.
+        tensors: Tensors, whose memory travels beside.
+        shared: Remote references among them, as plain data.
+    """
+
+    data: bytes
+    tensors: list[torch.Tensor]
+    shared: Sequence[Any] = ()
+
+    def as_body(self) -> tuple[Body, list[memoryview]]:
+        """Return the message and its buffers; tensors on GPUs are copied to the host once."""
+        if all([each.layout is torch.strided for each in self.tensors]):  # noqa: C419 - quicker
+            specs, buffers = as_buffers(self.tensors)
+            return Body(self.data, specs), buffers
+        dense: list[torch.Tensor] = []
+        sparse: list[SparseSpec] = []
+        for each in self.tensors:
+            if each.layout == torch.sparse_coo:
+                shape = tuple(each.shape)
+                spec = SparseSpec(len(dense), shape, each.is_coalesced(), each.requires_grad)
+                sparse.append(spec)
+                dense.extend((each._indices(), each._values().detach()))  # noqa: SLF001 - uncoalesced, too
+            else:
+                dense.append(each)
+        specs, buffers = as_buffers(dense)
+        return Body(self.data, specs, sparse), buffers
+
+
+class _Packing:
+    """Values that are being packed for a node.
+
+    Attributes:
+        receiver: Name of the node.
+        tensors: Tensors of the values.
+        shared: References of the values, as plain data.
+    """
+
+    def __init__(self, receiver: str, share: Callable[[Any, str], Any]) -> None:
+        self.receiver = receiver
+        self.tensors: list[torch.Tensor] = []
+        self.shared: list[Any] = []
+        self._share = share
+
+    def share(self, value: Any) -> Any:
+        """Return what stands for a remote reference; None for other values."""
+        shared = self._share(value, self.receiver)
+        if shared is not None:
+            self.shared.append(shared)
+        return shared
+
+
+class Codec:
+    """Packs and unpacks the values of one node.
+
+    Args:
+        names: Names of functions and classes.
+        share: Function of a value and a receiver that returns what stands for a remote reference
+            there, as plain data; None if the value is no reference.
+        unshare: Function of that data, for a reference that will not leave.
+        receive: Function of that data, its sender, and whether its message will be answered, that
+            returns the reference.
+        device_for: Function of a device and a receiver that returns where tensors of that device
+            arrive; raises if there is no such place.
+        allow_pickle: Whether values without another form are pickled, and unpickled from peers.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        share: Callable[[Any, str], Any],
+        unshare: Callable[[Any], None],
+        receive: Callable[[Any, str, bool], Any],
+        device_for: Callable[[torch.device, str], str],
+        *,
+        allow_pickle: bool = False,
+    ) -> None:
+        self._names = names
+        self._share = share
+        self._unshare = unshare
+        self._receive = receive
+        self._device_for = device_for
+        self._allow_pickle = allow_pickle
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def pack(self, value: Any, receiver: str, where: str = "a value") -> Packed:
+        """Pack a value for a node.
+
+        Args:
+            value: The value.
+            receiver: Name of the node.
+            where: Noun for the value, for errors.
+
+        Raises:
+            RpcError: A part of it cannot travel; says which.
+        """
+        packing = _Packing(receiver, self._share)
+        try:
+            data = self._encode(self._tree(value, packing, where))
+            return Packed(data, packing.tensors, packing.shared)
+        except BaseException as exc:
+            for each in packing.shared:
+                self._unshare(each)
+            if not isinstance(exc, RecursionError):
+                raise
+            msg = f"{where} is nested too deeply to travel, or contains itself"
+            raise RpcError(msg) from None
+
+    def unpack(
+        self,
+        data: bytes,
+        tensors: Sequence[torch.Tensor],
+        sender: str,
+        *,
+        will_answer: bool = False,
+    ) -> Any:
+        """Return the value that `pack` made into `data` and `tensors`.
+
+        Args:
+            data: The bytes.
+            tensors: The tensors.
+            sender: Name of the node that has sent them.
+            will_answer: Whether their message will be answered, which confirms references.
+
+        Raises:
+            CommError: The bytes are not what a node packs.
+            RpcError: A name is unknown here.
+        """
+        try:
+            return _Unpacking(self, tensors, sender, will_answer).decode(data)
+        except BraidError:
+            raise
+        except (msgspec.DecodeError, IndexError, TypeError, ValueError, AttributeError) as exc:
+            msg = f"{sender} sent values that cannot be unpacked: {exc}"
+            raise CommError(msg) from exc
+
+    # -- inside
+
+    def _tree(self, value: Any, packing: _Packing, where: Where) -> Any:  # noqa: C901, PLR0911, PLR0912 - one for each type
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is int:
+            return value if value in _INT_RANGE else self._extension(_INT, str(value))
+        if kind is torch.Tensor:
+            return self._tensor(value, packing, where)
+        if kind is list:
+            return self._trees(value, packing, where)
+        if kind is tuple:
+            return self._extension(_TUPLE, self._trees(value, packing, where))
+        if kind is dict:
+            parts = {key: self._tree(one, packing, (where, key)) for key, one in value.items()}
+            if all(type(key) is str for key in parts):
+                return parts
+            keys = [self._tree(key, packing, f"a key of {_noun(where)}") for key in parts]
+            return self._extension(_DICT, [keys, list(parts.values())])
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, packing, where)
+        shared = packing.share(value)
+        if shared is not None:
+            return self._extension(_REFERENCE, shared)
+        if kind in (set, frozenset):
+            code = _SET if kind is set else _FROZENSET
+            return self._extension(code, self._trees(value, packing, where))
+        if kind is complex:
+            return self._extension(_COMPLEX, [value.real, value.imag])
+        if kind is torch.Size:
+            return self._extension(_SIZE, list(value))
+        if kind is torch.dtype:
+            return self._extension(_DTYPE, str(value).removeprefix("torch."))
+        if kind is torch.device:
+            return self._extension(_DEVICE, str(value))
+        if kind is torch.layout:
+            return self._extension(_LAYOUT, str(value).removeprefix("torch."))
+        if kind is slice:
+            bounds = [value.start, value.stop, value.step]
+            return self._extension(_SLICE, self._trees(bounds, packing, where))
+        if kind is bytearray:
+            return self._extension(_BYTEARRAY, bytes(value))
+        if isinstance(value, enum.Enum):
+            return self._extension(_ENUM, [self._names.name_of(kind), value.name])
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            inner = self._trees(value, packing, where)
+            return self._extension(_NAMED_TUPLE, [self._names.name_of(kind), inner])
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            inner = self._tree(fields, packing, where)
+            return self._extension(_DATACLASS, [self._names.name_of(kind), inner])
+        if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+            return self._extension(_TARGET, self._names.name_of(value))
+        if _has_plain_state(value):
+            plain = self._trees(value._plain_state(), packing, where)  # noqa: SLF001 - see `RemoteModule`
+            return self._extension(_STATEFUL, [self._names.name_of(kind), plain])
+        if self._allow_pickle:
+            return self._extension(_PICKLE, self._pickled(value, packing, where))
+        msg = (
+            f"{_noun(where)} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: pass "
+            "plain data, tensors, remote references or dataclasses (of a module that both sides "
+            "allow), or permit pickle with RpcOptions(allow_pickle=True)"
+        )
+        raise RpcError(msg)
+
+    def _trees(self, values: Iterable[Any], packing: _Packing, where: Where) -> list[Any]:
+        return [self._tree(one, packing, (where, place)) for place, one in enumerate(values)]
+
+    def _pickled(self, value: Any, packing: _Packing, where: Where) -> list[Any]:
+        """Return a pickle, and beside it the tensors and references that are inside."""
+        beside: list[Any] = []
+
+        def put_beside(part: Any) -> int | None:
+            packed = packing.share(part)
+            if packed is not None:
+                packed = self._extension(_REFERENCE, packed)
+            elif type(part) is torch.Tensor or _has_plain_state(part):
+                packed = self._tree(part, packing, where)
+            else:
+                return None
+            beside.append(packed)
+            return len(beside) - 1
+
+        file = io.BytesIO()
+        try:
+            _Pickler(file, put_beside).dump(value)
+        except BraidError:
+            raise
+        except Exception as exc:
+            msg = f"{_noun(where)} cannot be pickled: {type(exc).__name__}: {exc}"
+            raise RpcError(msg) from exc
+        return [file.getvalue(), beside]
+
+    def _tensor(self, value: torch.Tensor, packing: _Packing, where: Where) -> Any:
+        device = "" if value.is_cpu else self._device_for(value.device, packing.receiver)
+        is_plain = value.layout is torch.strided or value.layout is torch.sparse_coo
+        if not is_plain or value.is_quantized or value.is_meta:
+            msg = (
+                f"{_noun(where)} is a tensor of {value.layout} {value.dtype} on {value.device}, "
+                "which cannot travel: send its parts"
+            )
+            raise RpcError(msg)
+        packing.tensors.append(value)
+        place = len(packing.tensors) - 1
+        if not device and place < len(_FIRST_TENSORS):
+            return _FIRST_TENSORS[place]
+        return self._extension(_TENSOR, [place, device] if device else place)
+
+    def _extension(self, code: int, value: Any) -> msgspec.msgpack.Ext:
+        return msgspec.msgpack.Ext(code, self._encode(value))
+
+    def from_extension(  # noqa: C901, PLR0911, PLR0912 - one for each type
+        self, code: int, value: Any, tensors: Sequence[torch.Tensor], sender: str, will_answer: bool
+    ) -> Any:
+        """Return the value of an extension whose content is unpacked already."""
+        if code == _TUPLE:
+            return tuple(value)
+        if code == _TENSOR:
+            if isinstance(value, int):
+                return tensors[value]
+            return tensors[value[0]].to(value[1])
+        if code == _REFERENCE:
+            return self._receive(value, sender, will_answer)
+        if code == _DICT:
+            return dict(zip(*value, strict=True))
+        if code == _INT:
+            return int(value)
+        if code == _COMPLEX:
+            return complex(*value)
+        if code in (_SET, _FROZENSET):
+            return set(value) if code == _SET else frozenset(value)
+        if code == _SIZE:
+            return torch.Size(value)
+        if code in (_DTYPE, _LAYOUT):
+            kind = getattr(torch, value)
+            if not isinstance(kind, torch.dtype | torch.layout):
+                raise TypeError(value)
+            return kind
+        if code == _DEVICE:
+            return torch.device(value)
+        if code == _SLICE:
+            return slice(*value)
+        if code == _BYTEARRAY:
+            return bytearray(value)
+        if code == _TARGET:
+            return self._names.find(value)
+        if code == _PICKLE:
+            if not self._allow_pickle:
+                msg = f"{sender} sent a pickle, which this node refuses: RpcOptions(allow_pickle=)"
+                raise CommError(msg)
+            try:
+                return _Unpickler(io.BytesIO(value[0]), value[1]).load()
+            except Exception as exc:
+                msg = f"{sender} sent a pickle that cannot be read here: {exc!r}"
+                raise CommError(msg) from exc
+        kind = self._names.find(value[0])
+        if code == _STATEFUL and hasattr(kind, "_of_state"):
+            return kind._of_state(value[1])  # noqa: SLF001 - the other half of `_plain_state`
+        if code == _ENUM and issubclass(kind, enum.Enum):
+            return kind[value[1]]
+        if code == _NAMED_TUPLE and issubclass(kind, tuple):
+            return kind._make(value[1])
+        if code == _DATACLASS and dataclasses.is_dataclass(kind):
+            made: Any = object.__new__(cast("type[Any]", kind))
+            for name in {f.name for f in dataclasses.fields(kind)} & value[1].keys():
+                object.__setattr__(made, name, value[1][name])
+            return made
+        msg = f"{sender} sent a value of the unknown form {code}"
+        raise CommError(msg)
+
+
+def _noun(where: Where) -> str:
+    return where if isinstance(where, str) else f"{_noun(where[0])}[{where[1]!r}]"
+
+
+def _has_plain_state(value: Any) -> bool:
+    return hasattr(value, "_plain_state") and not isinstance(value, type)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a value but for parts that are put beside.
+
+    Args:
+        file: Place of the pickle.
+        put_beside: Function of a part that returns its place; None for what is pickled.
+    """
+
+    def __init__(self, file: io.BytesIO, put_beside: Callable[[Any], int | None]) -> None:
+        super().__init__(file)
+        self._put_beside = put_beside
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._put_beside(obj)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` has written."""
+
+    def __init__(self, file: io.BytesIO, beside: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._beside = beside
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._beside[pid]
+
+
+class _Unpacking(msgspec.Struct, frozen=True, eq=False):
+    """Values that are being unpacked; no cycle, which would keep their tensors for long."""
+
+    codec: Codec
+    tensors: Sequence[torch.Tensor]
+    sender: str
+    will_answer: bool
+
+    def decode(self, data: bytes) -> Any:
+        """Return the value."""
+        return msgspec.msgpack.decode(data, ext_hook=self.extension)
+
+    def extension(self, code: int, inner: memoryview) -> Any:
+        """Return the value of an extension, which has values inside."""
+        if code == _TENSOR and len(inner) == 1:
+            return self.tensors[inner[0]]
+        value = self.decode(bytes(inner))
+        return self.codec.from_extension(code, value, self.tensors, self.sender, self.will_answer)
+
+
+def tensors_of(body: Body, buffers: Sequence[memoryview]) -> list[torch.Tensor]:
+    """Return the tensors of a message; those that had gradients at the sender have them here.
+
+    Raises:
+        CommError: The buffers are not those of the tensors.
+    """
+    tensors = from_buffers(body.specs, buffers)
+    for spec, tensor in zip(body.specs, tensors, strict=True):
+        if spec.requires_grad:
+            tensor.requires_grad_()
+    for place, shape, is_coalesced, requires_grad in reversed(body.sparse):
+        try:
+            sparse = torch.sparse_coo_tensor(
+                tensors[place],
+                tensors[place + 1],
+                shape,
+                is_coalesced=is_coalesced,
+                check_invariants=True,  # a peer may send any indices
+            )
+        except (IndexError, RuntimeError, TypeError, ValueError) as exc:
+            msg = f"a peer sent a sparse tensor of shape {shape} that is none: {exc}"
+            raise CommError(msg) from exc
+        tensors[place : place + 2] = [sparse.requires_grad_(requires_grad)]
+    return tensors

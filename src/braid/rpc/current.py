@@ -1,0 +1,77 @@
+"""The node of this program, and that in whose name a call runs.
+
+Programs have one node: `init_rpc` sets it. A function that runs for a peer belongs to the node that
+received the call, which matters where threads of one process are several nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from braid.errors import StaleError
+
+if TYPE_CHECKING:
+    from braid.rpc.agent import Agent
+
+__all__ = ["act_for", "acting_for", "current_agent", "has_default", "set_default"]
+
+_ACTING: ContextVar[Agent | None] = ContextVar("braid-rpc-agent", default=None)
+
+
+class _Default:
+    """Holder of the node of this process.
+
+    Attributes:
+        has_joined: Whether this process has ever been a node.
+    """
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.has_joined = False
+
+
+_DEFAULT = _Default()
+
+
+def current_agent() -> Agent:
+    """Return the node for which this code runs.
+
+    Raises:
+        StaleError: `init_rpc` has not been called, or `shutdown` has.
+    """
+    agent = _ACTING.get()
+    if agent is not None:
+        return agent
+    if _DEFAULT.agent is None:
+        msg = "RPC has not been initialized: this process is no node, call init_rpc first"
+        raise StaleError(msg)
+    return _DEFAULT.agent
+
+
+def set_default(agent: Agent | None) -> None:
+    """Make a node that of the whole process, or none."""
+    _DEFAULT.agent = agent
+    _DEFAULT.has_joined |= agent is not None
+
+
+def has_default() -> bool:
+    """Whether the process has a node."""
+    return _DEFAULT.agent is not None
+
+
+def act_for(agent: Agent) -> None:
+    """Let what follows in this context, see `contextvars`, run for a node."""
+    _ACTING.set(agent)
+
+
+@contextlib.contextmanager
+def acting_for(agent: Agent) -> Iterator[None]:
+    """Let the code inside run for a node."""
+    token = _ACTING.set(agent)
+    try:
+        yield
+    finally:
+        _ACTING.reset(token)

@@ -1,0 +1,44 @@
+"""Devices on which tensors arrive in other nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from braid.errors import ConfigError
+from braid.rpc.workers import Record
+
+__all__ = ["place_of"]
+
+
+def place_of(
+    device: torch.device,
+    sender: str,
+    maps: Mapping[str, Mapping[str, str]],
+    receiver: Record,
+) -> str:
+    """Return the device on which a tensor arrives; empty for main memory.
+
+    Args:
+        device: Device of the tensor here.
+        sender: Name of this node.
+        maps: Device maps of this node, by the name of the other one.
+        receiver: Record of the other node, whose map to this one serves backwards.
+
+    Raises:
+        ConfigError: Neither map has the device.
+    """
+    if device.type == "cpu":
+        return ""
+    there = maps.get(receiver.name, {}).get(str(device))
+    if there is None:
+        backwards = {b: a for a, b in receiver.device_maps.get(sender, {}).items()}
+        there = backwards.get(str(device))
+    if there is None:
+        msg = (
+            f"a tensor on {device} has no place in {receiver.name}: set_device_map("
+            f"{receiver.name!r}, {{{str(device)!r}: ...}}) in the options, or pass tensor.cpu()"
+        )
+        raise ConfigError(msg)
+    return there

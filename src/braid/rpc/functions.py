@@ -1,0 +1,33 @@
+"""Functions that answer later: the reply leaves when the future that they return completes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["MARK", "async_execution", "is_async_execution"]
+
+MARK = "_wrapped_async_rpc_function"  # torch's own decorator sets it, too
+
+
+def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function return a `torch.futures.Future` whose value is the result of the call.
+
+    It is the inner decorator of static and class methods. The thread that runs the function is free
+    as soon as it has returned.
+
+    On failure: a function that returns something else fails its call with RuntimeError.
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    setattr(wrapper, MARK, fn)
+    return wrapper
+
+
+def is_async_execution(function: object) -> bool:
+    """Whether a function is marked, by this module or by torch's."""
+    return hasattr(function, MARK)

@@ -1,0 +1,294 @@
+"""Nodes come and go: `init_rpc` and `shutdown`.
+
+    store of the job ── names, addresses, secret ──> van ──> Agent
+
+Nodes find each other in the store of the job: that of braid's launcher, torch's under torchrun or
+with MASTER_ADDR and MASTER_PORT, or a file. With a world size all wait for all; without one, nodes
+may come and go at any time. A graceful shutdown ends when no node has anything under way: all
+publish how many calls they have sent, until two rounds give the same sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+from urllib.parse import urlparse
+
+from braid.errors import ConfigError
+from braid.events import Recorder
+from braid.message import SocketVan, VanConfig
+from braid.rendezvous import JobEnvironment, wants_portable
+from braid.rendezvous.job_store import JobStore, open_job_store
+from braid.rendezvous.launcher_link import LauncherLink, open_link
+from braid.rendezvous.rank import claim
+from braid.rpc.agent import Agent
+from braid.rpc.current import current_agent, has_default, set_default
+from braid.rpc.messages import SCHEMA
+from braid.rpc.mistakes import RpcError
+from braid.rpc.options import RpcOptions
+from braid.rpc.roles import own_role
+from braid.rpc.spans import CallSpans
+from braid.rpc.workers import Directory, Record, WorkerInfo, check_name, node_of
+from braid.store import FileStore, PrefixStore, Store
+from braid.transport import Network
+from braid.transport.peer_connections import own_address
+from braid.wire import Address, Secret, local_address
+
+__all__ = ["init_rpc", "join", "shutdown"]
+
+MEET_S = 300.0  # to wait for all nodes
+_POLL_S = 0.01
+
+
+def init_rpc(
+    name: str = "",
+    backend: object = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcOptions | None = None,
+) -> None:
+    """Make this process a node of remote calls.
+
+    Args:
+        name: Name of the node, its own: letters, digits, `_`, `:` and `-`. When empty, that of its
+            role, see `roles`.
+        backend: For programs of torch; not used.
+        rank: Number of the node; what the launcher says when -1.
+        world_size: Number of nodes, for which all wait. When None: what the launcher says, or, if
+            `rank` is given, none: nodes come and go.
+        rpc_backend_options: Choices of this node.
+
+    Raises:
+        ConfigError: An argument cannot work, or this process is a node already.
+        RendezvousError: Nodes did not come, or two have one name or number.
+    """
+    del backend
+    if has_default():
+        msg = (
+            f"RPC is already initialized: this process is node {current_agent().info.name!r}, call "
+            "shutdown() first"
+        )
+        raise RpcError(msg)
+    name = name or own_role().node
+    check_name(name)
+    options = rpc_backend_options or RpcOptions()
+    job, rank, world_size, is_local = _meet(options.init_method, rank, world_size)
+    if options.allow_pickle and job.network.insecure:
+        msg = "allow_pickle=True lets peers run any code: not on a network without a secret"
+        raise ConfigError(msg)
+    store: Store = PrefixStore("rpc/", job.store)
+    if world_size is not None:
+        store = PrefixStore(f"{claim(store, rank)}/", store)
+    with contextlib.ExitStack() as resources:
+        if job.connection is not None:
+            resources.callback(job.connection.close)
+        link = _launcher_link(job, rank)
+        if link is not None:
+            resources.callback(link.close)
+        agent = join(
+            store,
+            name,
+            rank,
+            world_size,
+            options,
+            secret=_secret(store, job, is_local=is_local),
+            address=_address(job.network, is_local=is_local),
+            recorder=None if link is None else link.recorder,
+        )
+        agent.resources.push(resources.pop_all())
+    if link is not None:
+        link.arrive()
+        agent.resources.callback(link.leave)
+    set_default(agent)
+
+
+def join(
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcOptions,
+    *,
+    secret: Secret,
+    address: str,
+    recorder: Recorder | None = None,
+) -> Agent:
+    """Return a node among others that share a store.
+
+    Args:
+        store: The store, under a prefix that no other nodes use.
+        name: Name of the node.
+        rank: Its number.
+        world_size: Number of nodes, for which it waits; None for any.
+        options: Choices.
+        secret: Secret of all nodes.
+        address: Address on which it listens.
+        recorder: Recorder of its calls; None without a launcher that reads it.
+    """
+    config = VanConfig(
+        max_message_bytes=1 << 40,
+        shared_memory=options.shared_memory and not wants_portable(),
+    )
+    van = SocketVan(
+        node_of(rank),
+        SCHEMA,
+        secret=secret,
+        run_id="rpc",
+        listen=address,
+        listen_anywhere=not Address.parse(address).is_loopback,
+        config=config,
+    )
+    directory = Directory(store, MEET_S)
+    record = Record(name, rank, van.address, options.device_maps)
+    try:
+        directory.add(record)
+        if world_size is not None:
+            directory.wait_for(world_size)
+    except BaseException:
+        van.close(0.0)
+        raise
+    agent = Agent(van, WorkerInfo(name, rank), directory, options, CallSpans(recorder, rank))
+    agent.world_size = world_size
+    agent.store = store
+    return agent
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """End this node.
+
+    Args:
+        graceful: Whether to wait until no node has anything under way; of nodes that come and go,
+            until this one has nothing.
+        timeout: Seconds to wait; for ever when 0. Nodes that are lost are not waited for.
+    """
+    agent = current_agent()
+    try:
+        leave(agent, graceful=graceful, timeout_s=timeout or None)
+    finally:
+        set_default(None)
+
+
+def leave(agent: Agent, *, graceful: bool = True, timeout_s: float | None = None) -> None:
+    """End a node; see `shutdown`. Idempotent."""
+    if agent.is_closed:
+        return
+    for each in list(agent.streams):
+        each.close_for(threading.get_ident())
+    try:
+        if graceful:
+            agent.wait_idle(timeout_s)
+            if agent.world_size is None:
+                agent.directory.remove_own(agent.info)
+            else:
+                _wait_for_all(agent, timeout_s)
+    finally:
+        agent.close()
+
+
+def _wait_for_all(agent: Agent, timeout_s: float | None) -> None:
+    """Wait until two rounds give the same number of calls, over all nodes that live."""
+    until = None if timeout_s is None else time.monotonic() + timeout_s
+    before = None
+    for number in range(1 << 30):
+        agent.wait_idle(timeout_s)
+        agent.store.set(f"end/{number}/{agent.info.id}", str(agent.caller.num_begun).encode())
+        total = 0
+        for node in range(agent.world_size or 0):
+            key = f"end/{number}/{node}"
+            while not agent.store.check([key]) and agent.is_alive(node):
+                if until is not None and time.monotonic() > until:
+                    return
+                time.sleep(_POLL_S)
+            if agent.store.check([key]):
+                total += int(agent.store.get(key))
+        if total == before:
+            break
+        before = total
+    agent.store.set(f"end/left/{agent.info.id}", b"1")
+    if agent.info.id == 0:  # it may hold the store
+        for node in range(agent.world_size or 0):
+            while not agent.store.check([f"end/left/{node}"]) and agent.is_alive(node):
+                if until is not None and time.monotonic() > until:
+                    return
+                time.sleep(_POLL_S)
+
+
+def _meet(
+    init_method: str, rank: int, world_size: int | None
+) -> tuple[JobStore, int, int | None, bool]:
+    """Return the store of the job, this node's number, their count, and whether all are here."""
+    place = urlparse(init_method)
+    if place.scheme == "file":
+        if rank < 0:
+            msg = f"rank parameter missing: {init_method} needs rank="
+            raise ConfigError(msg)
+        path = Path(place.netloc + place.path)
+        return JobStore(FileStore(path), None, Network("", "")), rank, world_size, True
+    if place.scheme not in {"env", "tcp"}:
+        msg = f"init_method must begin with env://, tcp:// or file://, got {init_method!r}"
+        raise ConfigError(msg)
+    launched = JobEnvironment.from_os() if _has_launcher() else None
+    if launched is not None and place.scheme == "env":
+        fixed = launched.world_size if rank < 0 or world_size is not None else None
+        rank = launched.rank if rank < 0 else rank
+        size = fixed if world_size is None else world_size
+        is_local = launched.num_nodes == 1 and launched.local_world_size == launched.world_size
+        return open_job_store(launched, MEET_S), rank, size, is_local
+    host = place.hostname or os.environ.get("MASTER_ADDR", "")
+    port = place.port or int(os.environ.get("MASTER_PORT", "0"))
+    if rank < 0 or not host or not port:
+        msg = (
+            "this process has no launcher: start it with braid run, or pass rank= and world_size= "
+            "and set MASTER_ADDR and MASTER_PORT, or init_method='tcp://host:port'"
+        )
+        raise ConfigError(msg)
+    environment = JobEnvironment(
+        rank=rank,
+        world_size=max(world_size or 0, rank + 1, 2),
+        local_rank=0,
+        local_world_size=1,
+        master_addr=host,
+        master_port=port,
+        launched_by="torchrun",
+        secret_file=os.environ.get("BRAID_SECRET_FILE", ""),
+        insecure_network=os.environ.get("BRAID_INSECURE_NETWORK", "") == "1",
+        listen=os.environ.get("BRAID_LISTEN", ""),
+    )
+    is_local = Address(host=host, port=port).is_loopback or host == "localhost"
+    return open_job_store(environment, MEET_S), rank, world_size, is_local
+
+
+def _launcher_link(job: JobStore, rank: int) -> LauncherLink | None:
+    """Return the link to braid's launcher, which sees the calls of nodes whose number is a rank."""
+    if job.connection is None or job.secret is None:
+        return None
+    launched = JobEnvironment.from_os()
+    return open_link(launched, job.secret, MEET_S) if launched.rank == rank else None
+
+
+def _has_launcher() -> bool:
+    return bool(os.environ.get("BRAID_STORE") or os.environ.get("RANK"))
+
+
+def _secret(store: Store, job: JobStore, *, is_local: bool) -> Secret:
+    """Return the secret of the job, or one from the store where nobody else can listen."""
+    if job.secret is not None:
+        return job.secret
+    if not is_local and not job.network.insecure:
+        msg = (
+            "nodes on several hosts need a secret: start them with braid run, or set "
+            "BRAID_SECRET_FILE to a file (mode 0600) that all have"
+        )
+        raise ConfigError(msg)
+    made = os.urandom(32).hex().encode()
+    return Secret(bytes.fromhex(store.compare_set("secret", b"", made).decode()))
+
+
+def _address(network: Network, *, is_local: bool) -> str:
+    """Return the address on which a node listens."""
+    if not is_local:
+        return str(Address(host=network.listen or own_address(network), port=0))
+    return local_address("rpc")

@@ -1,0 +1,105 @@
+"""The messages of remote calls; tensors travel as buffers beside them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from braid.message import Schema
+from braid.rpc.protocol.autograd_state import AutogradMessage
+from braid.rpc.protocol.references_state import (
+    Confirmed,
+    Delete,
+    Deleted,
+    Fork,
+    Forked,
+    Id,
+    Noted,
+)
+from braid.rpc.protocol.sparse_spec import SparseSpec
+from braid.types import TensorSpec
+
+__all__ = ["SCHEMA", "Body", "Call", "Cancel", "Creation", "Edge", "Raised", "Reply"]
+
+
+class Body(msgspec.Struct, frozen=True):
+    """Values with tensors.
+
+    Attributes:
+        packed: The values, packed by `codec`.
+        specs: Specs of the tensors, whose bytes are buffers of the message.
+        sparse: Sparse tensors, each of two of them.
+    """
+
+    packed: bytes
+    specs: list[TensorSpec]
+    sparse: list[SparseSpec] = []
+
+
+class Creation(msgspec.Struct, frozen=True):
+    """The value that a call makes stays with the callee, under this reference."""
+
+    ref: Id
+    fork: Id
+    oldest_open: int
+
+
+class Edge(msgspec.Struct, frozen=True):
+    """An edge of the graph of distributed autograd, from the tensors that a message carries.
+
+    Attributes:
+        context: Number of the context.
+        number: Number of the edge; negative if no tensor of the message has a gradient.
+        tensors: Places of the tensors that have one.
+        is_recording: Whether the sender has gradients enabled.
+    """
+
+    context: int
+    number: Id
+    tensors: list[int] = []
+    is_recording: bool = True
+
+
+class Call(msgspec.Struct, tag="rpc.call", frozen=True):
+    """A call of a function.
+
+    Attributes:
+        function: Its name, as `names` gives it.
+        body: Arguments and keyword arguments.
+        creation: Reference under which the result stays; None if it is the answer.
+        edge: Edge of distributed autograd; None outside of a context.
+        timeout_s: Seconds that the caller waits, which calls inside of it do not exceed; 0 for
+            ever.
+    """
+
+    function: str
+    body: Body
+    creation: Creation | None = None
+    edge: Edge | None = None
+    timeout_s: float = 0.0
+
+
+class Cancel(msgspec.Struct, tag="rpc.cancel", frozen=True):
+    """Nobody waits any more for a call of the sender, by the number of its message."""
+
+    call: int
+
+
+class Reply(msgspec.Struct, tag="rpc.reply", frozen=True):
+    """The result of a call."""
+
+    body: Body
+    edge: Edge | None = None
+
+
+class Raised(msgspec.Struct, tag="rpc.raised", frozen=True):
+    """A call has raised an exception; its type by name, and its text with the traceback."""
+
+    error: str
+    text: str
+
+
+SCHEMA = Schema(
+    *(Call, Cancel, Reply, Raised),
+    *(Fork, Forked, Confirmed, Noted, Delete, Deleted),
+    *AutogradMessage.__args__,
+)

@@ -1,0 +1,255 @@
+"""Names of functions and classes, and which of them a peer may call.
+
+Problem: a peer that may name any function of the interpreter runs any code: `os.system` is one
+name away, and so is each function that a permitted module has imported.
+
+Idea: a function travels as a name, and the callee decides. It has an allow-list of modules and a
+register of single functions. A name is valid only in the module that defines what it names, and of
+torch only operators, `nn`, `optim` and `distributions`, since `torch.load` runs code, too.
+
+    torch:add                 a function of torch, or a method: torch:Tensor.add
+    aten:add.Tensor           an overload of an operator
+    __main__:Net.forward      a function, class or method of a permitted module
+    lookup                    whatever was registered under this name
+
+The program's own modules are permitted: `__main__`, and those that lie below its directory.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid.errors import ConfigError
+from braid.rpc.mistakes import RpcError
+
+__all__ = ["Names", "register"]
+
+_TORCH_MODULES = ("torch.nn", "torch.optim", "torch.distributions", "torch.special", "torch.linalg")
+_TORCH_REFUSED = frozenset({"from_file", "load", "save", "set_", "set_data"})
+_PLAIN_TYPES = {
+    f"{kind.__module__}:{kind.__qualname__}": kind
+    for kind in (
+        *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset),
+        *(type(None), slice, range, torch.Tensor, torch.Size, torch.dtype, torch.device),
+    )
+}
+_ERROR_MODULES = frozenset({"torch", "braid.errors", "braid.rpc.mistakes"})
+_REGISTERED: dict[str, Any] = {}
+_NAMES: dict[Any, str] = {}
+
+
+def register(target: Any, name: str = "") -> Any:
+    """Let peers call a function, or send values of a class, whatever its module is; a decorator.
+
+    Args:
+        target: Function or class.
+        name: Name, the same on all nodes; "module:name" when empty.
+
+    Raises:
+        ConfigError: Something else has the name.
+    """
+    name = name or f"{target.__module__}:{target.__qualname__}"
+    known = _REGISTERED.setdefault(name, target)
+    if known is not target and getattr(known, "__qualname__", "") != target.__qualname__:
+        msg = f"{name!r} is registered for {known.__qualname__} already: choose another name"
+        raise ConfigError(msg)
+    _REGISTERED[name] = target
+    _NAMES[target] = name
+    return target
+
+
+class Names:
+    """Names that this node gives and accepts.
+
+    Args:
+        allowed: Modules whose functions and classes peers may use, with all below them.
+        is_open: Whether peers may use all modules.
+    """
+
+    def __init__(self, allowed: Iterable[str] = (), *, is_open: bool = False) -> None:
+        self._allowed = tuple(allowed)
+        self._is_open = is_open
+        self._program = _program_directory()
+        self._known: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}  # of functions that were called
+
+    def name_of(self, target: Any) -> str:
+        """Return the name of a function or class.
+
+        Raises:
+            RpcError: Nobody else can find it: it is a lambda, or defined inside a function.
+        """
+        try:
+            if (name := _NAMES.get(target) or self._names.get(target)) is None:
+                name = self._names[target] = self._name_of(target)
+        except TypeError:  # nothing to look up by
+            return self._name_of(target)
+        return name
+
+    @staticmethod
+    def _name_of(target: Any) -> str:
+        if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - torch has no public type
+            return f"{target.namespace}:{target.__name__}"
+        if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001
+            return f"{target._qualified_op_name.replace('::', ':')}"  # noqa: SLF001
+        name = getattr(target, "__qualname__", "") or getattr(target, "__name__", "")
+        module = _module_of(target)
+        if (of_torch := _torch_name(target, name)) is not None:
+            return of_torch
+        if not name or "<" in name or not module:
+            msg = (
+                f"{name or target!r} cannot be called by name: define it with `def` at the top of "
+                "a module that both sides import, or register it with rpc.register"
+            )
+            raise RpcError(msg)
+        return f"{module}:{name}"
+
+    def find(self, name: str) -> Any:
+        """Return what a peer names.
+
+        Raises:
+            RpcError: There is nothing of that name here, or peers may not use it.
+        """
+        if name not in self._known:
+            self._known[name] = self._find(name)
+        return self._known[name]
+
+    def exception_name(self, error: BaseException) -> str:
+        """Return the name of the type of an exception."""
+        return f"{_module_of(type(error))}:{type(error).__qualname__}"
+
+    def exception_of(self, name: str) -> type[BaseException] | None:
+        """Return a type of exception of Python, torch, braid or the program; None for others."""
+        module, _, short = name.partition(":")
+        home: Any = builtins if module == "builtins" else None
+        if module in _ERROR_MODULES or self._is_allowed(module):
+            home = sys.modules.get(module)
+        for part in short.split("."):
+            home = getattr(home, part, None) if not part.startswith("__") else None
+        return home if isinstance(home, type) and issubclass(home, BaseException) else None
+
+    def _find(self, name: str) -> Any:
+        if name in _REGISTERED:
+            return _REGISTERED[name]
+        if name in _PLAIN_TYPES:
+            return _PLAIN_TYPES[name]
+        module, _, path = name.partition(":")
+        if module in {"aten", "prims"}:
+            return _operator(name, module, path)
+        if module == "torch":
+            return _of_torch(name, path)
+        if not path or not self._is_allowed(module):
+            msg = (
+                f"peers may not use {name!r} here: register it with rpc.register, or name its "
+                "module in RpcOptions(allowed_modules=...)"
+            )
+            raise RpcError(msg)
+        target: Any = sys.modules.get(module)
+        if target is None:
+            target = importlib.import_module(module)
+        for part in path.split("."):
+            target = getattr(target, part, None) if not part.startswith("__") else None
+        if not callable(target):
+            msg = f"there is no {path!r} in module {module} of this node: import it on both sides"
+            raise RpcError(msg)
+        if _module_of(target) != module:
+            msg = f"{name!r} is defined in {target.__module__}: name it there"
+            raise RpcError(msg)
+        return target
+
+    def _is_allowed(self, module: str) -> bool:
+        if (
+            self._is_open
+            or module == "__main__"
+            or _below(module, (*self._allowed, *_TORCH_MODULES))
+        ):
+            return True
+        if _below(module, ("braid",)):
+            return False
+        known = sys.modules.get(module)
+        origin = getattr(known, "__file__", None)
+        if known is None:
+            try:
+                spec = importlib.util.find_spec(module)
+            except (ImportError, ValueError):
+                return False
+            origin = spec.origin if spec is not None else None
+        if origin is None or self._program is None:
+            return False
+        path = Path(origin).resolve()
+        return path.is_relative_to(self._program) and "site-packages" not in path.parts
+
+
+def _module_of(target: Any) -> str:
+    """Return the module of a function or class.
+
+    The program is `__main__` in the process that the user has started, and `__mp_main__` in those
+    that `multiprocessing` has spawned: one name for both.
+    """
+    module = getattr(target, "__module__", None) or ""
+    return "__main__" if module == "__mp_main__" else module
+
+
+def _below(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in names)
+
+
+def _program_directory() -> Path | None:
+    """Return the directory of the program; None in an interpreter at a prompt."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return None if path is None else Path(path).resolve().parent
+
+
+def _torch_name(target: Any, name: str) -> str | None:
+    """Return the name of an operator of torch; None if it is none."""
+    if isinstance(target, types.MethodDescriptorType | types.BuiltinFunctionType):
+        short = name.rpartition(".")[2]
+        if getattr(torch, short, None) is target:
+            return f"torch:{short}"
+        if getattr(torch.Tensor, short, None) is target:
+            return f"torch:Tensor.{short}"
+        if getattr(torch._C._nn, short, None) is target:  # noqa: SLF001 - where torch keeps them
+            return f"torch:nn.functional.{short}"
+    elif name and "." not in name and getattr(torch, name, None) is target:
+        return f"torch:{name}"
+    elif name and getattr(torch.Tensor, name.rpartition(".")[2], None) is target:
+        return f"torch:Tensor.{name.rpartition('.')[2]}"
+    return None
+
+
+def _of_torch(name: str, path: str) -> Any:
+    """Return an operator of torch, a method of tensors, or a function of `nn.functional`."""
+    *place, short = path.split(".")
+    home: Any = {
+        (): torch,
+        ("Tensor",): torch.Tensor,
+        ("nn", "functional"): torch.nn.functional,
+    }.get(tuple(place))
+    target = getattr(home, short, None) if home is not None else None
+    is_operator = isinstance(target, types.MethodDescriptorType | types.BuiltinFunctionType)
+    module = getattr(target, "__module__", None) or ""
+    is_function = isinstance(target, types.FunctionType) and module in {
+        *("torch.functional", "torch._tensor", "torch._C._nn", "torch.nn.functional"),
+    }
+    if short.startswith("__") or short in _TORCH_REFUSED or not (is_operator or is_function):
+        msg = f"{name!r} is no operator of torch that peers may call"
+        raise RpcError(msg)
+    return target
+
+
+def _operator(name: str, namespace: str, path: str) -> Callable[..., Any]:
+    short, _, overload = path.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), short, None)
+    target = getattr(packet, overload, None) if overload else packet
+    if target is None or short in _TORCH_REFUSED:
+        msg = f"torch has no operator {name!r} that peers may call"
+        raise RpcError(msg)
+    return target  # type: ignore[no-any-return]

@@ -1,0 +1,353 @@
+"""An optimizer whose parameters live in several nodes.
+
+    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
+    scheduler = optimizer.schedule(torch.optim.lr_scheduler.StepLR, step_size=10)
+    optimizer.step(context_id)
+    scheduler.step()
+
+Each node that owns parameters has an optimizer of torch for them, which steps with the gradients of
+a context. Steps of different contexts on the same parameters come one after the other; those on
+other parameters do not wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid.errors import ConfigError
+from braid.rpc import optimizer_checkpoints
+from braid.rpc.current import current_agent
+from braid.rpc.names import register
+from braid.rpc.param_locks import PARAM_LOCKS
+from braid.rpc.references import RRef, call_methods
+
+__all__ = ["DistributedOptimizer", "DistributedScheduler"]
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+MakeScheduler = Callable[..., torch.optim.lr_scheduler.LRScheduler]
+
+
+@register
+class _LocalOptimizer:
+    """The optimizer of one node's parameters."""
+
+    def __init__(self, make: MakeOptimizer, groups: list[dict[str, Any]], **kwargs: Any) -> None:
+        local = [
+            {**group, "params": [each.local_value() for each in group["params"]]}
+            for group in groups
+        ]
+        self.optimizer = make(local, **kwargs)
+        self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
+
+    def step(self, context_id: int, scale: float = 1.0) -> None:
+        """Step with the gradients of a context."""
+        gradients = current_agent().contexts.get(context_id).gradients
+        with PARAM_LOCKS.held(self.params):
+            kept = [p.grad for p in self.params]
+            for p in self.params:
+                grad = gradients.get(p)
+                p.grad = grad if grad is None or scale == 1.0 else grad * scale
+            try:
+                self.optimizer.step()
+            finally:
+                for p, grad in zip(self.params, kept, strict=True):
+                    p.grad = grad
+
+    def square_norm(self, context_id: int) -> float:
+        """Return the sum of the squares of a context's gradients."""
+        gradients = current_agent().contexts.get(context_id).gradients
+        grads = [gradients[p] for p in self.params if p in gradients]
+        return float(
+            sum(
+                g.coalesce().values().double().pow(2).sum()
+                if g.is_sparse
+                else g.double().pow(2).sum()
+                for g in grads
+            )
+        )
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the settings of the parameter groups."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def set(self, group: int, name: str, value: Any) -> None:
+        """Change a setting of a parameter group."""
+        self.optimizer.param_groups[group][name] = value
+
+    def schedule(self, make: MakeScheduler, kwargs: dict[str, Any]) -> int:
+        """Make a scheduler; return its number."""
+        self.schedulers.append(make(self.optimizer, **kwargs))
+        return len(self.schedulers) - 1
+
+    def schedule_step(self, number: int, args: Sequence[Any]) -> list[float]:
+        """Let a scheduler step; return the learning rates of the groups."""
+        with PARAM_LOCKS.held(self.params):
+            self.schedulers[number].step(*args)
+        return self.learning_rates(number)
+
+    def learning_rates(self, number: int) -> list[float]:
+        """Return the learning rates that a scheduler has set."""
+        return [float(rate) for rate in self.schedulers[number].get_last_lr()]
+
+    def schedule_state(self, number: int) -> dict[str, Any]:
+        """Return the state of a scheduler."""
+        return self.schedulers[number].state_dict()
+
+    def schedule_load(self, number: int, state: dict[str, Any]) -> None:
+        """Give a scheduler its state back."""
+        self.schedulers[number].load_state_dict(state)
+
+    def export(self) -> optimizer_checkpoints.Part:
+        """Return parameters, their states and the settings of their groups."""
+        with PARAM_LOCKS.held(self.params):
+            return optimizer_checkpoints.Part(
+                [p.detach().clone() for p in self.params],
+                [dict(self.optimizer.state.get(p, {})) for p in self.params],
+                self.settings(),
+            )
+
+    def shapes(self) -> list[list[int]]:
+        """Return the shapes of the parameters."""
+        return [list(p.shape) for p in self.params]
+
+    def restore(self, part: optimizer_checkpoints.Part) -> None:
+        """Take what `export` has returned."""
+        with PARAM_LOCKS.held(self.params), torch.no_grad():
+            groups = self.optimizer.state_dict()["param_groups"]
+            groups = [{**own, **new} for own, new in zip(groups, part.settings, strict=True)]
+            states = {n: state for n, state in enumerate(part.states) if state}
+            self.optimizer.load_state_dict({"state": states, "param_groups": groups})
+            for own, value in zip(self.params, part.params, strict=True):
+                own.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state."""
+        with PARAM_LOCKS.held(self.params):
+            self.optimizer.load_state_dict(state)
+
+
+@register
+def _make(make: MakeOptimizer, groups: list[dict[str, Any]], kwargs: dict[str, Any]) -> Any:
+    return _LocalOptimizer(make, groups, **kwargs)
+
+
+class DistributedOptimizer:
+    """Steps parameters in the nodes that own them.
+
+    Args:
+        optimizer_class: An optimizer of torch, or a class that works like one, which all owners can
+            find by name.
+        params_rref: References to parameters, or groups: dictionaries with `params` and settings.
+        args: Settings of all groups, in the order of the optimizer's own arguments.
+        kwargs: Settings by name.
+
+    Raises:
+        Exception: What the optimizer's constructor raises, in its own type.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: MakeOptimizer,
+        params_rref: Sequence[RRef] | Sequence[dict[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        agent = current_agent()
+        groups = [each if isinstance(each, dict) else {"params": [each]} for each in params_rref]
+        if not any(isinstance(each, dict) for each in params_rref):
+            groups = [{"params": list(params_rref)}]
+        if not any(group["params"] for group in groups):
+            msg = "DistributedOptimizer needs at least one reference to a parameter"
+            raise ConfigError(msg)
+        kwargs = {**_named(optimizer_class, args), **kwargs}
+        by_owner: dict[int, list[dict[str, Any]]] = {}
+        for number, group in enumerate(groups):
+            for rref in group["params"]:
+                own = by_owner.setdefault(rref.owner().id, [{**g, "params": []} for g in groups])
+                own[number]["params"].append(rref)
+        self._num_groups = len(groups)
+        every = [rref.owner().id for group in groups for rref in group["params"]]
+        self._positions = {  # places of each owner's parameters among all
+            owner: [n for n, own in enumerate(every) if own == owner] for owner in by_owner
+        }
+        self._owners: dict[int, list[int]] = {}  # places of each owner's groups among all
+        made = {}
+        for owner, own in by_owner.items():
+            self._owners[owner] = [n for n, group in enumerate(own) if group["params"]]
+            filled = [group for group in own if group["params"]]
+            made[owner] = agent.caller.remote(owner, _make, (optimizer_class, filled, kwargs))
+        for rref in made.values():
+            rref._get_type()  # noqa: SLF001 - raises what the constructor has raised
+        self._optimizers = made
+
+    def step(self, context_id: int, *, max_norm: float | None = None) -> float | None:
+        """Step with the gradients of a context, in all nodes at the same time.
+
+        Args:
+            context_id: Context whose backward is over.
+            max_norm: Largest norm of all gradients together; larger ones are scaled down to it.
+
+        Returns:
+            The norm before that; None without `max_norm`.
+
+        Raises:
+            Exception: What a step raised, after all others have ended.
+        """
+        scale, norm = 1.0, None
+        if max_norm is not None:
+            squares = self._each("square_norm", context_id)
+            norm = sum(squares) ** 0.5
+            scale = min(1.0, max_norm / (norm + 1e-6))
+        self._each("step", context_id, scale)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Do nothing: gradients belong to contexts, which end. For loops that call it."""
+
+    def set(self, name: str, value: Any, group: int | None = None) -> None:
+        """Change a setting, such as `lr`, of a parameter group, or of all."""
+        calls = []
+        for owner, places in self._owners.items():
+            for place, number in enumerate(places):
+                if group in {None, number}:
+                    proxy = self._optimizers[owner].rpc_async()
+                    calls.append(proxy.set(place, name, value))
+        torch.futures.wait_all(calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all nodes, by the name of the node."""
+        names = [rref.owner_name() for rref in self._optimizers.values()]
+        return dict(zip(names, self._each("state_dict"), strict=True))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give all nodes their states back.
+
+        Raises:
+            ConfigError: The states are of other nodes.
+        """
+        names = {rref.owner_name(): rref for rref in self._optimizers.values()}
+        if names.keys() != state.keys():
+            msg = f"the state is of nodes {sorted(state)}, the parameters are in {sorted(names)}"
+            raise ConfigError(msg)
+        torch.futures.wait_all(
+            [rref.rpc_async().load_state_dict(state[name]) for name, rref in names.items()]
+        )
+
+    def schedule(self, make: MakeScheduler, **kwargs: Any) -> DistributedScheduler:
+        """Return a scheduler of torch that changes the learning rates in all nodes.
+
+        Args:
+            make: Class of the scheduler, or a function of the optimizer.
+            kwargs: Settings of the scheduler.
+        """
+        (number, *_) = self._each("schedule", make, kwargs)
+        return DistributedScheduler(self, number)
+
+    def save(
+        self, directory: str | os.PathLike[str], step: int, *, keep: int | None = None
+    ) -> Path:
+        """Write parameters and states as a checkpoint, whatever nodes they are in.
+
+        Args:
+            directory: Directory of checkpoints.
+            step: Number of completed steps.
+            keep: Number of checkpoints to keep, this one included; all when None.
+
+        Cost: all bytes travel to this node once.
+
+        Raises:
+            CheckpointError: It cannot be written; earlier ones are untouched.
+        """
+        parts = dict(zip(self._optimizers, self._each("export"), strict=True))
+        return optimizer_checkpoints.write(
+            directory,
+            [(self._positions[owner], self._owners[owner], part) for owner, part in parts.items()],
+            step=step,
+            keep=keep,
+        )
+
+    def load(self, directory: str | os.PathLike[str]) -> int:
+        """Give parameters and optimizers what the last checkpoint has; return its step.
+
+        Parameters are known by their place in `params_rref`, so nodes may have changed.
+
+        Raises:
+            CheckpointError: There is none, it is damaged, or of other parameters; nothing changes.
+        """
+        places = [(self._positions[owner], self._owners[owner]) for owner in self._optimizers]
+        step, parts = optimizer_checkpoints.read(
+            directory, places, self._num_groups, self._each("shapes")
+        )
+        torch.futures.wait_all(
+            [
+                rref.rpc_async().restore(part)
+                for rref, part in zip(self._optimizers.values(), parts, strict=True)
+            ]
+        )
+        return step
+
+    def _each(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all nodes' optimizers at the same time; raise after all have ended."""
+        outcomes = call_methods(list(self._optimizers.values()), method, args)
+        for each in outcomes:
+            if each.error is not None:
+                raise each.error
+        return [each.value for each in outcomes]
+
+
+class DistributedScheduler:
+    """A scheduler of torch for each node's part of a `DistributedOptimizer`, made by `schedule`."""
+
+    def __init__(self, optimizer: DistributedOptimizer, number: int) -> None:
+        self._optimizer = optimizer
+        self._number = number
+
+    def step(self, *args: Any) -> None:
+        """Go one step on; with arguments as the scheduler has, such as a metric."""
+        self._each("schedule_step", list(args))
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rates of the groups."""
+        rates = self._each("learning_rates")
+        owners = self._optimizer._owners.values()  # noqa: SLF001 - of this module
+        by_group = {
+            group: rate
+            for groups, own in zip(owners, rates, strict=True)
+            for group, rate in zip(groups, own, strict=True)
+        }
+        return [by_group[group] for group in sorted(by_group)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; schedulers of all nodes have the same."""
+        state: dict[str, Any] = self._each("schedule_state")[0]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give all nodes a state back."""
+        self._each("schedule_load", state)
+
+    def _each(self, method: str, *args: Any) -> list[Any]:
+        return self._optimizer._each(method, self._number, *args)  # noqa: SLF001 - of this module
+
+
+def _named(make: MakeOptimizer, args: Sequence[Any]) -> dict[str, Any]:
+    """Return positional settings by name."""
+    import inspect  # noqa: PLC0415 - only where settings are given by place
+
+    if not args:
+        return {}
+    names = list(inspect.signature(make).parameters)[1:]
+    return dict(zip(names, args, strict=False))

@@ -1,0 +1,1 @@
+"""State machines of remote calls: references and distributed autograd, without torch or threads."""

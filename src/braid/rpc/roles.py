@@ -1,0 +1,76 @@
+"""Roles of the nodes, as `braid run --role ps:1 --role trainer:2` gives them to ranks.
+
+Ranks 0, 1, 2 are then the nodes `ps:0`, `trainer:0` and `trainer:1`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+
+__all__ = ["ROLES", "Role", "names_of", "own_role"]
+
+ROLES = "BRAID_ROLES"  # as `braid run --role` says
+
+
+class Role(NamedTuple):
+    """The role of a node.
+
+    Attributes:
+        name: Name of the role.
+        number: Number of the node among those of its role.
+        size: Number of nodes of the role.
+    """
+
+    name: str
+    number: int
+    size: int
+
+    @property
+    def node(self) -> str:
+        """Name of the node."""
+        return f"{self.name}:{self.number}"
+
+
+def own_role(environ: Mapping[str, str] | None = None) -> Role:
+    """Return the role of this process.
+
+    Args:
+        environ: Environment variables; those of this process when None.
+
+    Raises:
+        ConfigError: The launcher has given no roles.
+    """
+    environ = os.environ if environ is None else environ
+    rank = int(environ.get("RANK", "0"))
+    for name, count in _roles(environ):
+        if rank < count:
+            return Role(name, rank, count)
+        rank -= count
+    msg = f"rank {environ.get('RANK')} is beyond the roles {environ.get(ROLES)!r}"
+    raise ConfigError(msg)
+
+
+def names_of(role: str, environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the names of all nodes of a role.
+
+    Raises:
+        ConfigError: There is no such role.
+    """
+    counts = dict(_roles(os.environ if environ is None else environ))
+    if role not in counts:
+        msg = f"there is no role {role!r}; the launcher has given {', '.join(counts)}"
+        raise ConfigError(msg)
+    return [f"{role}:{index}" for index in range(counts[role])]
+
+
+def _roles(environ: Mapping[str, str]) -> list[tuple[str, int]]:
+    text = environ.get(ROLES, "")
+    if not text:
+        msg = "this process has no role: start the program with braid run --role NAME:COUNT ..."
+        raise ConfigError(msg)
+    parts = [each.partition(":") for each in text.split(",")]
+    return [(name, int(count)) for name, _, count in parts]

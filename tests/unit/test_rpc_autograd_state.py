@@ -1,0 +1,299 @@
+"""Distributed backwards over random graphs: each result runs once, in order, and all values add up."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from braid.rpc.protocol.autograd_state import (
+    Acknowledge,
+    BackwardFailed,
+    ContextState,
+    Fail,
+    Finished,
+    Instruction,
+    Mark,
+    Mode,
+    Release,
+    Run,
+    Send,
+    Ship,
+)
+from braid.rpc.protocol.references_state import Id
+
+CONTEXT = 7
+
+
+def seeds(fast: int, proof: int) -> object:
+    """Run a test with blocks of 100 seeds, since a test of its own for each would cost more."""
+    blocks = [range(first, first + 100) for first in range(0, proof, 100)]
+    marks = [pytest.mark.proof if block.start >= fast else () for block in blocks]
+    return pytest.mark.parametrize(
+        "block", [pytest.param(block, marks=own) for block, own in zip(blocks, marks, strict=True)]
+    )
+
+
+@dataclass
+class Graph:
+    """Edges between processes; each carries a sum of the edges that entered its process before.
+
+    Attributes:
+        size: Number of processes.
+        ends: First and second process of each edge, in the order in which they were sent.
+        inputs: Edges on which an edge depends, or the roots (None), with the number of paths.
+    """
+
+    size: int
+    ends: dict[Id, tuple[int, int]] = field(default_factory=dict)
+    inputs: dict[Id | None, Counter[Id]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, chance: random.Random, *, is_used: bool) -> Graph:
+        """Return a random graph; all its edges are reachable from the roots if it is used."""
+        own = cls(chance.randint(2, 5))
+        entered: dict[int, list[Id]] = {process: [] for process in range(own.size)}
+        for number in range(chance.randint(0, 14)):
+            sender, to = chance.randrange(own.size), chance.randrange(own.size)
+            edge = Id(sender, number)
+            own.ends[edge] = sender, to
+            own.inputs[edge] = own._choose(chance, entered[sender])
+            entered[to].append(edge)
+        own.inputs[None] = own._choose(chance, entered[0])
+        if is_used:
+            own._use_all(entered)
+        return own
+
+    @staticmethod
+    def _choose(chance: random.Random, edges: list[Id]) -> Counter[Id]:
+        chosen = chance.sample(edges, chance.randint(0, len(edges)))
+        return Counter({edge: chance.randint(1, 3) for edge in chosen})
+
+    def _use_all(self, entered: dict[int, list[Id]]) -> None:
+        """Send from each process what was not used there to the origin, for the roots."""
+        for process in range(1, self.size):
+            last = Id(process, 100)
+            self.ends[last] = process, 0
+            used = {edge for own in self.inputs.values() for edge in own}
+            self.inputs[last] = Counter(edge for edge in entered[process] if edge not in used)
+            entered[0].append(last)
+        used = {edge for own in self.inputs.values() for edge in own}
+        self.inputs[None].update(edge for edge in entered[0] if edge not in used)
+
+    @property
+    def gradients(self) -> dict[Id, int]:
+        """Gradients of all edges that the roots reach: the number of paths to them."""
+        total: Counter[Id] = Counter()
+        total.update(self.inputs[None])
+        for edge in sorted(self.ends, key=lambda each: -each.number):
+            for each, paths in self.inputs[edge].items():
+                total[each] += paths * total[edge]
+        return {edge: paths for edge, paths in total.items() if paths}
+
+
+class Backward:
+    """Processes that run a backward, and the messages between them.
+
+    Args:
+        graph: The graph.
+        chance: Generator that chooses which message arrives next, and which local backward ends.
+    """
+
+    def __init__(self, graph: Graph, chance: random.Random) -> None:
+        self.graph = graph
+        self.chance = chance
+        self.states = [
+            ContextState(process, CONTEXT, lambda source: list(graph.inputs[source]))
+            for process in range(graph.size)
+        ]
+        for edge, (sender, to) in graph.ends.items():
+            self.states[sender].sent(edge, to)
+            self.states[to].received(edge, sender)
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.packets: list[tuple[int, int, Any]] = []
+        self.running: list[tuple[int, Id | None]] = []
+        self.ran: list[Id | None] = []
+        self.received: Counter[Id] = Counter()
+        self.shipped: dict[Id, int] = {}
+        self.finished: list[tuple[int, Finished]] = []
+        self.failed: dict[int, str] = {}
+
+    def begin(self, number: int, mode: Mode) -> None:
+        self.mode, self.number = mode, Id(0, number)
+        self.act(0, self.states[0].begin(self.number, mode))
+
+    def act(self, process: int, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            match each:
+                case Send(to, message):
+                    self.packets.append((process, to, message))
+                case Run(edge):
+                    self.running.append((process, edge))
+                case Ship(edge, to):
+                    assert edge not in self.shipped, "shipped once"
+                    assert not process_waits(self, edge), "after all that depends on it"
+                    self.shipped[edge] = self.received[edge]
+                    self.packets.append((process, to, (edge, self.number, self.mode)))
+                case Finished():
+                    assert all(isinstance(each[2], BackwardFailed) for each in self.packets)
+                    assert not self.running
+                    self.finished.append((process, each))
+                case Fail(reason):
+                    assert process not in self.failed
+                    self.failed[process] = reason
+
+    def step(self) -> bool:
+        """Let one message arrive, or one local backward end."""
+        if not self.packets and not self.running:
+            return False
+        place = self.chance.randrange(len(self.packets) + len(self.running))
+        if place >= len(self.packets):
+            process, source = self.running.pop(place - len(self.packets))
+            self.ran.append(source)
+            paths = 1 if source is None else self.shipped[source]
+            for edge, number in self.graph.inputs[source].items():
+                self.received[edge] += paths * number
+            self.act(process, self.states[process].finished(source))
+            return True
+        sender, to, message = self.packets.pop(place)
+        state = self.states[to]
+        match message:
+            case Mark():
+                self.act(to, state.on_mark(sender, message))
+            case Acknowledge():
+                self.act(to, state.on_acknowledge(message))
+            case BackwardFailed(_, reason):
+                self.act(to, state.fail(reason))
+            case (edge, number, mode):
+                self.act(to, state.on_gradients(sender, number, edge, mode))
+        return True
+
+    def to_end(self) -> None:
+        while self.step():
+            pass
+
+    def connected(self, process: int) -> set[int]:
+        """Return all processes that a process knows directly or through others."""
+        known, more = {process}, [process]
+        while more:
+            for each in self.states[more.pop()].known - known:
+                known.add(each)
+                more.append(each)
+        return known
+
+
+def process_waits(run: Backward, edge: Id) -> bool:
+    """Return whether something that the roots reach, and that depends on an edge, has not run."""
+    reached = {None, *run.graph.gradients}
+    return any(
+        edge in inputs and source in reached and source not in run.ran
+        for source, inputs in run.graph.inputs.items()
+    )
+
+
+def check_complete(run: Backward) -> None:
+    gradients = run.graph.gradients
+    assert run.finished == [(0, Finished({}))]
+    assert Counter(run.ran) == Counter([None, *gradients])
+    assert run.shipped == gradients
+    assert run.failed == {}
+
+
+@seeds(200, 5000)
+def test_each_result_that_the_roots_use_gets_its_gradients_once(block):
+    for seed in block:
+        chance = random.Random(seed)
+        run = Backward(Graph.of(chance, is_used=False), chance)
+        for number in range(2):
+            run.clear()
+            run.begin(number, "smart")
+            run.to_end()
+            check_complete(run)
+
+
+@seeds(200, 5000)
+def test_fast_is_complete_if_all_results_are_used(block):
+    for seed in block:
+        chance = random.Random(seed)
+        run = Backward(Graph.of(chance, is_used=True), chance)
+        for number, mode in enumerate(chance.choices(["fast", "smart"], k=2)):
+            run.clear()
+            run.begin(number, mode)
+            run.to_end()
+            check_complete(run)
+
+
+@seeds(200, 5000)
+def test_fast_ends_with_what_waits_for_unused_results(block):
+    for seed in block:
+        chance = random.Random(seed)
+        run = Backward(Graph.of(chance, is_used=False), chance)
+        graph = run.graph
+        run.begin(0, "fast")
+        run.to_end()
+        ran: set[Id | None] = {None}
+        shipped: set[Id] = set()
+        for _ in graph.ends:  # directly: until nothing changes any more
+            for edge, (_, to) in graph.ends.items():
+                users = {
+                    source
+                    for source, inputs in graph.inputs.items()
+                    if edge in inputs and (0 if source is None else graph.ends[source][0]) == to
+                }
+                if users and users <= ran:
+                    shipped.add(edge)
+                    ran.add(edge)
+        took_part = {0} | {graph.ends[edge][0] for edge in shipped}
+        used = {edge for inputs in graph.inputs.values() for edge in inputs}
+        waiting = {edge for edge in used - shipped if graph.ends[edge][1] in took_part}
+        [(process, (pending,))] = run.finished
+        assert process == 0
+        assert set(run.ran) == ran
+        assert {to: set(edges) for to, edges in pending.items()} == {
+            to: {edge for edge in waiting if graph.ends[edge][1] == to}
+            for to in {graph.ends[edge][1] for edge in waiting}
+        }
+        assert pending or set(graph.gradients) == shipped
+
+
+@seeds(200, 5000)
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_a_failure_reaches_all_and_leaves_none_hanging(block, mode):
+    for seed in block:
+        chance = random.Random(seed)
+        run = Backward(Graph.of(chance, is_used=bool(seed % 2)), chance)
+        run.begin(0, mode)
+        for _ in range(chance.randrange(30)):
+            run.step()
+        if run.finished:
+            continue
+        process = chance.randrange(run.graph.size)
+        everybody = run.connected(process)
+        if chance.random() < 0.5 or run.graph.size == 2:
+            run.act(process, run.states[process].fail("a reason"))
+        else:  # a process dies, and all that know it learn of it
+            run.packets = [each for each in run.packets if process not in each[:2]]
+            run.running = [each for each in run.running if each[0] != process]
+            everybody = {each for each in everybody if process in run.states[each].known}
+            everybody.discard(process)
+            for each in range(run.graph.size):
+                if each != process:
+                    run.act(each, run.states[each].lost(process, "a reason"))
+            run.packets = [each for each in run.packets if each[1] != process]
+        run.to_end()
+        assert everybody <= set(run.failed)
+        assert set(run.failed.values()) <= {"a reason"}
+
+
+def test_an_origin_ends_a_context_on_all_that_it_knows():
+    state = ContextState(0, CONTEXT, lambda _: [])
+    state.met(0)
+    state.met(2)
+    state.sent(Id(0, 1), 1)
+    assert state.release() == [Send(1, Release(CONTEXT)), Send(2, Release(CONTEXT))]

@@ -1,0 +1,64 @@
+"""Two actors, one of which is killed in the middle of its third unroll."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from rl_worlds import Corridor, Net
+from torch import nn
+
+from braid import rl, rpc
+
+UNROLLS = 40
+
+
+class Fatal(Corridor):
+    """A corridor in which the third unroll of an actor kills its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def step(self, action):
+        self.total += 1
+        if self.total == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+class Counted(rl.ImpalaLearner):
+    """A learner that knows whose unrolls it gets, by their number of environments."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        self.counts = {1: 0, 2: 0}
+
+    @rpc.functions.async_execution
+    def add(self, unroll):
+        self.counts[unroll.actions.shape[1]] += 1
+        return super().add(unroll)
+
+
+def play(learner: rpc.RRef, number: int) -> None:
+    """Play; runs in an actor."""
+    worlds = [Fatal()] if number == 1 else [Corridor(), Corridor()]
+    actor = rl.Actor(worlds, rl.LocalPolicy(Net(), number), unroll_length=6, seed=number)
+    rl.play_impala(learner.rpc_async(0), actor)
+
+
+def is_over(now: rl.Statistics) -> bool:
+    """Whether the lost actor is known, and the other has gone on."""
+    return bool(now.lost) and sum(now.lags.values()) >= UNROLLS
+
+
+if __name__ == "__main__":
+    rpc.init_rpc()
+    if rpc.own_role().name == "learner":
+        learner = Counted(Net())
+        end = rl.lead(learner, rpc.names_of("actor"), play, is_over=is_over)
+        enough = sum(end.lags.values()) >= UNROLLS
+        print(f"lost {end.lost}, learned from {UNROLLS} unrolls or more: {enough}")
+        print(f"{learner.counts[1]} whole unrolls of actor:1")
+    rpc.shutdown()
