@@ -9,6 +9,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +27,7 @@ from braid.errors import (
     PeerLostError,
     StaleError,
 )
-from braid.rpc import dist_autograd
+from braid.rpc import dist_autograd, turns
 from braid.rpc.current import acting_for, current_agent
 from example_runs import run_example
 from rpc_nodes import first_of, nodes
@@ -273,10 +274,39 @@ def test_what_cannot_leave_leaves_nothing_behind():
         )
         assert "1 and 2" in said_by(lambda: rpc.rpc_sync("w1", raises_odd), RuntimeError)
         assert rpc.rpc_sync("w1", who) == "w1"
-        assert [each.num_under_way for each in agents] == [0, 0]
+        _until(lambda: not any(each.num_under_way for each in agents), agents)
         del kept, mine
         _until(lambda: not any(each.references.state.owned for each in agents), agents)
         _until(lambda: agents[0].references.state.is_quiet, agents)
+
+
+def asks_often(times: int) -> None:
+    for n in range(times):
+        assert rpc.rpc_sync("w0", same, (n,)) == n
+        time.sleep(5 * turns.REST_S)  # so that the pool leads before the next call
+
+
+def _slowly(act: Callable[..., Any]) -> Callable[..., Any]:
+    def act_slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.01)
+        return act(*args, **kwargs)
+
+    return act_slowly
+
+
+def test_a_thread_that_receives_learns_what_others_have_handled(monkeypatch):
+    monkeypatch.setattr(turns, "_TICK_S", 60.0)  # longer than this test may take
+    with first_of(3) as agents:
+        for each in agents[1:]:
+            monkeypatch.setattr(each.codec, "unpack", _slowly(each.codec.unpack))
+        asking = [rpc.rpc_async(each, asks_often, (10,), timeout=20) for each in ("w1", "w2")]
+        for each in asking:
+            each.wait()
+        future: torch.futures.Future[int] = torch.futures.Future()
+        later = threading.Timer(0.1, future.set_result, (5,))
+        later.start()
+        assert agents[0].wait_for(future, 30.0) == 5
+        later.join()
 
 
 def _endless() -> list[Any]:

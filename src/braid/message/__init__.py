@@ -23,7 +23,7 @@ from braid.message.van import Van
 from braid.message.vans.local_van import LocalNetwork, LocalVan
 from braid.message.vans.pipe_van import PipeStream, PipeVan
 from braid.message.vans.socket_van import SocketVan
-from braid.message.vans.stream_van import Stream
+from braid.message.vans.stream import Stream
 
 __all__ = [
     "NUM_PRIORITIES",

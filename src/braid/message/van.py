@@ -80,6 +80,7 @@ class Van(ABC):
         self._signal: _Signal | None = None
         self._ended = ""  # why nothing can be sent or received any more
         self._is_closed = False
+        self._is_roused = False
 
     @property
     def node(self) -> str:
@@ -224,6 +225,10 @@ class Van(ABC):
         deadline_ns = self._deadline_ns(timeout_s)
         with self._lock:
             while (delivery := self._next_delivery()) is None:
+                if self._is_roused:
+                    self._is_roused = False
+                    msg = f"recv of {self.node} was ended early by rouse"
+                    raise CommTimeout(msg)
                 if not self._wait(deadline_ns):
                     now_ns = self._clock.now_ns()
                     last = [self._state.last_received(peer, now_ns) for peer in self._state.peers]
@@ -238,6 +243,12 @@ class Van(ABC):
         """Return the next message if one is here; never waits."""
         with self._lock:
             return self._next_delivery()
+
+    def rouse(self) -> None:
+        """End one `recv` early, with CommTimeout: that of a thread that waits, else the next."""
+        with self._lock:
+            self._is_roused = True
+            self._guard.notify_all()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while `try_recv` has something to return.

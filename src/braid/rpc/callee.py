@@ -138,9 +138,11 @@ class Callee:
         value: Any,
         error: BaseException | None,
     ) -> None:
-        """Answer a call, or keep its result."""
+        """Answer a call, or keep its result; a node that has ended leaves that to its loss."""
         agent = self._agent
         try:
+            if agent.is_closed:
+                return
             if call.creation is not None:
                 own = None if error is None else described(agent.info.name, error)
                 agent.references.set_value(call.creation.ref, value, own)

@@ -72,6 +72,7 @@ class Turns:
         self._queue: deque[tuple[Delivery, int]] = deque()  # and when each has come
         self._urgent: deque[tuple[Delivery, int]] = deque()  # those without a bound
         self._is_led = False
+        self._leader: object = None  # key of the thread of the program that leads
         self._is_closed = False
         self._num_callers = 0
         self._num_idle = 0
@@ -134,6 +135,7 @@ class Turns:
                         waiter.wait(left_s)
                         del self._waiters[key]
                         continue
+                    self._leader = key
                     delivery = self._lead(left_s)
                     if delivery is None:
                         continue
@@ -149,6 +151,8 @@ class Turns:
         """Let all threads of the program look at their conditions again."""
         with self._lock:
             self._notify_all()
+            if self._leader is not None:
+                self._van.rouse()
 
     def wake(self, key: object) -> None:
         """Let one thread of the program look at its condition again."""
@@ -156,6 +160,8 @@ class Turns:
             waiter = self._waiters.get(key)
             if waiter is not None:
                 waiter.notify()
+            elif self._leader == key:
+                self._van.rouse()
 
     def expect(self) -> None:
         """Let the pool lead at once: an answer will come for which no thread may wait here."""
@@ -232,6 +238,7 @@ class Turns:
         delivery = None
         try:
             delivery = self._van.recv(timeout_s)
+            self._leader = None  # this thread looks again by itself
             if self._handle_at_once(delivery):
                 delivery = None
         except CommTimeout:
@@ -239,6 +246,7 @@ class Turns:
         finally:
             self._lock.acquire()
             self._is_led = False
+            self._leader = None
             self._moved_ns = self._now_ns()
             if self._moved_ns - self._ticked_ns > _TICK_NS:
                 self._ticked_ns = self._moved_ns

@@ -201,6 +201,18 @@ def time_outs_name_what_is_missing(vans: Sequence[Van]) -> None:
     _expect(vans[0].try_recv(), None)
 
 
+def a_roused_recv_ends_early(vans: Sequence[Van]) -> None:
+    """`rouse` ends one `recv`, and loses no message."""
+    vans[0].rouse()
+    _raises(CommTimeout, lambda: vans[0].recv(_LATE_S), "ended early")
+    vans[0].rouse()
+    vans[1].send("worker:0", Note(1))
+    with contextlib.suppress(CommTimeout):
+        _expect(vans[0].recv(_LATE_S).message, Note(1))
+        return
+    _expect(vans[0].recv(_LATE_S).message, Note(1))
+
+
 def unknown_peers_are_named(vans: Sequence[Van]) -> None:
     """Sending to an unknown peer raises an error that lists the known ones."""
     _raises(PeerLostError, lambda: vans[0].send("worker:7", Note(1)), "worker:1, worker:2")
@@ -344,6 +356,7 @@ VAN_CLAIMS: tuple[Claim, ...] = (
     who_does_not_read_stops_the_sender,
     deadlines_end_messages_in_the_queue,
     time_outs_name_what_is_missing,
+    a_roused_recv_ends_early,
     unknown_peers_are_named,
     bad_messages_are_refused_by_the_sender,
     bad_bodies_end_the_link,

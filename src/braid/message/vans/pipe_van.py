@@ -18,7 +18,8 @@ from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.message.protocol.schema import Schema
 from braid.message.protocol.van_state import HALF_CLOSED_S
 from braid.message.protocol.vocabulary import VanConfig, split_node
-from braid.message.vans.stream_van import FRAME_LIMITS, Stream, StreamVan
+from braid.message.vans.stream import Stream
+from braid.message.vans.stream_van import FRAME_LIMITS, StreamVan
 from braid.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
 
 __all__ = ["PipeStream", "PipeVan"]

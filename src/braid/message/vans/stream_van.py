@@ -26,10 +26,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError, ConfigError
@@ -41,65 +39,21 @@ from braid.message.van import Van
 from braid.message.vans.looking import Looking
 from braid.message.vans.poll_turns import PollTurns
 from braid.message.vans.poller import READABLE, WRITABLE, Poller
+from braid.message.vans.stream import Stream
 from braid.wire import (
     Allocate,
-    Buffer,
-    Frame,
     FrameLimits,
     Identity,
     Listener,
     SocketConnection,
 )
 
-__all__ = ["FRAME_LIMITS", "Stream", "StreamVan", "node_of"]
+__all__ = ["FRAME_LIMITS", "StreamVan", "node_of"]
 
 FRAME_LIMITS = FrameLimits(max_frame_bytes=MAX_CHUNK_BYTES + (64 << 10))
 _FRAMES_PER_TURN = 8  # frames of one link before other links, and the lock, have a turn
 _SMALL_BYTES = 4096  # more is part of a stream of chunks, of which the next is soon here
 _ALL_EVENTS = READABLE | WRITABLE
-
-
-class Stream(Protocol):
-    """A stream of frames that never blocks: a `SocketConnection`, or a `PipeStream`."""
-
-    @property
-    def peer(self) -> object:
-        """The other end, as errors name it."""
-        ...
-
-    @property
-    def gone(self) -> bool:
-        """Whether writing has shown that the peer accepts nothing more."""
-        ...
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead, which no selector shows."""
-        ...
-
-    def fileno(self) -> int:
-        """Descriptor to read from."""
-        ...
-
-    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the kernel accepts now.
-
-        Returns:
-            The bytes still queued; 0 for a peer that is `gone`.
-        """
-        ...
-
-    def flush(self) -> int:
-        """Write what the kernel accepts now; returns the bytes still queued."""
-        ...
-
-    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """Return the next frame if it is here."""
-        ...
-
-    def close(self) -> None:
-        """Close the stream. Idempotent."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -182,6 +136,13 @@ class StreamVan(Van):
         name = f"braid-message-{node}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def rouse(self) -> None:
+        """End one `recv` early; see `Van.rouse`."""
+        with self._lock:
+            super().rouse()
+            if self._turns.is_taken:
+                self._interrupt()
 
     def _wait(self, deadline_ns: int) -> bool:
         """Poll the streams once, or wait while another thread does; see `Van._wait`."""
