@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError
 from contextvars import copy_context
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,24 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 Future = torch.futures.Future
+
+
+class Asked(NamedTuple):
+    """A call as a program asks for it.
+
+    Attributes:
+        to: The node.
+        function: Function to call there.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+        timeout: Seconds until its answer; 0 for no limit, negative for that of the node.
+    """
+
+    to: To
+    function: Callable[..., Any]
+    args: Sequence[Any] | None = ()
+    kwargs: Mapping[str, Any] | None = None
+    timeout: float = -1.0
 
 
 class Caller:
@@ -95,7 +113,7 @@ class Caller:
             ConfigError: There is no such node, or an argument cannot travel.
         """
         own = Outcome()
-        self._send_call(to, function, args, kwargs, timeout, own.finish, waiter=own)
+        self._send_call(Asked(to, function, args, kwargs, timeout), own.finish, waiter=own)
         self._turns.wait(lambda: own.is_here, None, self.is_quick, own)
         error, own.error = own.error, None
         if error is None:
@@ -114,9 +132,9 @@ class Caller:
             calls: For each call the node, the function and its arguments.
         """
         own: list[Outcome] = []
-        for to, function, args in calls:
+        for call in calls:
             own.append(Outcome())
-            self._send_call(to, function, args, None, -1.0, own[-1].finish, waiter=id(own))
+            self._send_call(Asked(*call), own[-1].finish, waiter=id(own))
         self._turns.wait(lambda: all(each.is_here for each in own), None, self.is_quick, id(own))
         return own
 
@@ -137,7 +155,7 @@ class Caller:
             else:
                 future.set_exception(error)
 
-        future.on_cancel = self._send_call(to, function, args, kwargs, timeout, finish)
+        future.on_cancel = self._send_call(Asked(to, function, args, kwargs, timeout), finish)
         self._turns.expect()
         return future
 
@@ -159,7 +177,7 @@ class Caller:
 
         creation = Creation(ref, fork, self._agent.references.oldest_open)
         try:
-            self._send_call(to, function, args, kwargs, timeout, finish, creation)
+            self._send_call(Asked(to, function, args, kwargs, timeout), finish, creation)
         except BaseException:
             self._agent.references.created(fork)  # it is not, and nobody has the reference
             raise
@@ -235,55 +253,39 @@ class Caller:
 
     # -- sending
 
-    def _send_call(  # noqa: PLR0917 - all of a call
+    def _send_call(
         self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
+        asked: Asked,
         finish: Finish,
         creation: Creation | None = None,
         *,
         waiter: object = None,
     ) -> Callable[[], bool]:
         """Send a call; return a function that cancels it, see `cancel`."""
-        if creation is None and is_idempotent(function):
-            return self._send_until_answered(to, function, args, kwargs, timeout, finish)
-        number = self._send_once(
-            to, function, args, kwargs, timeout, finish, creation, waiter=waiter
-        )
+        if creation is None and is_idempotent(asked.function):
+            return self._send_until_answered(asked, finish)
+        number = self._send_once(asked, finish, creation, waiter)
         return partial(self.cancel, number)
 
-    def _send_until_answered(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
-        finish: Finish,
-    ) -> Callable[[], bool]:
+    def _send_until_answered(self, asked: Asked, finish: Finish) -> Callable[[], bool]:
         """Send a call, and again when its node is lost, until its deadline.
 
         Returns:
             Function that cancels the attempt under way; see `cancel`.
         """
-        now_ns = self._agent.now_ns()
-        name = self._agent.names.name_of(function)
-        until_ns = deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
+        name = self._agent.names.name_of(asked.function)
+        until_ns = self._deadline_ns(name, asked.timeout, self._agent.now_ns())
         context, numbers = copy_context(), [0]  # others may send it again, from calls of their own
 
         def send(on_end: Finish) -> None:
             try:
-                self._agent.directory.find(to)
+                self._agent.directory.find(asked.to)
             except RpcError as exc:  # there is no node of that name now
                 on_end(None, PeerLostError(str(exc)))
                 return
             left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self._agent.now_ns()) / 1e9)
-            numbers[0] = context.copy().run(
-                self._send_once, to, function, args, kwargs, left_s, on_end
-            )
+            again = asked._replace(timeout=left_s)
+            numbers[0] = context.copy().run(self._send_once, again, on_end)
 
         def on_end(value: Any, error: BaseException | None) -> None:
             finish(value, error)
@@ -292,25 +294,22 @@ class Caller:
         self._retries.attempt(send, on_end, until_ns, self._agent.now_ns)
         return lambda: self.cancel(numbers[0])
 
-    def _send_once(  # noqa: PLR0917 - all of a call
+    def _send_once(
         self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-        timeout: float,
+        asked: Asked,
         finish: Finish,
         creation: Creation | None = None,
-        *,
         waiter: object = None,
     ) -> int:
+        """Send a call, and return its number."""
+        to, function, args, kwargs, timeout = asked
         record = self._agent.directory.find(to)
         if isinstance(function, MethodType) and not isinstance(function.__self__, type):
             method = function  # which needs its object at the callee
             function, args = method.__func__, (method.__self__, *(args or ()))
         name = self._agent.names.name_of(function)
         now_ns = self._van.clock.now_ns()
-        until_ns = deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
+        until_ns = self._deadline_ns(name, timeout, now_ns)
         self._agent.references.collect()
         if self._pending.count(record.id) >= self._agent.options.max_unanswered:
             self._wait_for_room(record, name, until_ns)
@@ -339,6 +338,9 @@ class Caller:
             self._pending.discard(number)
             raise
         return number
+
+    def _deadline_ns(self, name: str, timeout: float, now_ns: int) -> int | None:
+        return deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
 
     def _wait_for_room(self, to: Record, name: str, until_ns: int | None) -> None:
         """Wait until a node has answered some of the calls that it has from here."""

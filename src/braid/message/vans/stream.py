@@ -1,4 +1,4 @@
-"""What a van asks of a stream of frames, be it a socket or a pair of pipes."""
+"""The protocol of a stream of frames, be it a socket or a pair of pipes, as vans use it."""
 
 from __future__ import annotations
 
