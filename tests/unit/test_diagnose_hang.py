@@ -373,6 +373,17 @@ def test_a_thread_in_the_background_does_not_make_its_rank_wait(owner):
     ]
 
 
+def test_a_function_that_a_peer_has_called_makes_its_rank_wait():
+    serving = dump(
+        "/opt/python/lib/python3.11/threading.py:320 in wait",
+        f"{BRAID_ROOT}/rpc/turns.py:141 in wait",
+        "/home/me/train.py:28 in relay",
+        f"{BRAID_ROOT}/rpc/callee.py:91 in run",
+        f"{BRAID_ROOT}/rpc/turns.py:269 in _run",
+    ).replace("Current thread", "Thread")
+    assert waits_for_peers(parse_threads(f"{serving}\n\n{IN_USERS_CODE}"))
+
+
 SPANS = st.builds(
     SpanView,
     st.sampled_from(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -103,7 +104,9 @@ class Thread(NamedTuple):
 
     @property
     def _is_in_background(self) -> bool:
-        ours = (f for f in self.frames if f.file.startswith(WAITING_ROOMS))
+        """Whether braid waits for itself: not for a function of the program that it has called."""
+        own = takewhile(lambda frame: not frame.is_users, self.frames)
+        ours = (frame for frame in own if frame.file.startswith(WAITING_ROOMS))
         return any(frame.function == BACKGROUND for frame in ours)
 
     @property

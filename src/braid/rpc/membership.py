@@ -11,13 +11,14 @@ publish how many calls they have sent, until two rounds give the same sum.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from pathlib import Path
 from urllib.parse import urlparse
 
-from braid.errors import ConfigError
+from braid.errors import CommTimeout, ConfigError
 from braid.events import Recorder
 from braid.message import SocketVan, VanConfig
 from braid.rendezvous import JobEnvironment, wants_portable
@@ -40,7 +41,7 @@ from braid.wire import Address, Secret, local_address
 __all__ = ["init_rpc", "join", "shutdown"]
 
 MEET_S = 300.0  # to wait for all nodes
-_POLL_S = 0.01
+_LOOK_S = 0.25  # after which a node that waits for others looks whether they live
 
 
 def init_rpc(
@@ -190,7 +191,7 @@ def leave(agent: Agent, *, graceful: bool = True, timeout_s: float | None = None
 
 def _wait_for_all(agent: Agent, timeout_s: float | None) -> None:
     """Wait until two rounds give the same number of calls, over all nodes that live."""
-    until = None if timeout_s is None else time.monotonic() + timeout_s
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     before = None
     for number in range(1 << 30):
         agent.wait_idle(timeout_s)
@@ -198,22 +199,26 @@ def _wait_for_all(agent: Agent, timeout_s: float | None) -> None:
         total = 0
         for node in range(agent.world_size or 0):
             key = f"end/{number}/{node}"
-            while not agent.store.check([key]) and agent.is_alive(node):
-                if until is not None and time.monotonic() > until:
-                    return
-                time.sleep(_POLL_S)
-            if agent.store.check([key]):
+            if _has_written(agent, node, key, until):
                 total += int(agent.store.get(key))
+            elif time.monotonic() > until:
+                return
         if total == before:
             break
         before = total
     agent.store.set(f"end/left/{agent.info.id}", b"1")
     if agent.info.id == 0:  # it may hold the store
         for node in range(agent.world_size or 0):
-            while not agent.store.check([f"end/left/{node}"]) and agent.is_alive(node):
-                if until is not None and time.monotonic() > until:
-                    return
-                time.sleep(_POLL_S)
+            _has_written(agent, node, f"end/left/{node}", until)
+
+
+def _has_written(agent: Agent, node: int, key: str, until: float) -> bool:
+    """Wait until a node has set a key, is lost, or time is up; return whether it has set it."""
+    while agent.is_alive(node) and (left_s := until - time.monotonic()) > 0:
+        with contextlib.suppress(CommTimeout):
+            agent.store.wait([key], min(left_s, _LOOK_S))
+            return True
+    return agent.store.check([key])
 
 
 def _meet(
