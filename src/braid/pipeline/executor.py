@@ -27,7 +27,7 @@ from braid.pipeline.messages import Carrier
 from braid.pipeline.stage import Edge, Stage, StageError
 from braid.schedule import Action, Program
 from braid.schedule.pipeline import PIPELINE
-from braid.schedule.pipeline.vocabulary import TRAIN, stage_ranks
+from braid.schedule.pipeline.vocabulary import TRAIN, WORK, work_ranks
 from braid.seeding import Draws
 
 __all__ = ["Executor", "LossOf"]
@@ -53,7 +53,7 @@ class Executor:
         carrier: Way to the other ranks.
         stages: Stages of this rank, by number.
         on_gradients: Called with a stage when its last gradient of a step is there.
-        on_step: Called with a stage to take its optimizer's step; needed by programs with steps.
+        on_step: Called with a STEP, to take the step of its stage; needed by programs with steps.
 
     Raises:
         ConfigError: The program is of another size, has other stages here, or actions that are not
@@ -66,9 +66,9 @@ class Executor:
         carrier: Carrier,
         stages: Mapping[int, Stage],
         on_gradients: Callable[[int], None] | None = None,
-        on_step: Callable[[int], None] | None = None,
+        on_step: Callable[[Action], None] | None = None,
     ) -> None:
-        own = {stage for stage, rank in stage_ranks(program).items() if rank == carrier.rank}
+        own = {action.unit for action in program.ranks[carrier.rank] if action.kind in WORK}
         problems = []
         if program.num_ranks != carrier.size:
             problems.append(f"{program} is not for a group of {carrier.size} ranks")
@@ -83,7 +83,7 @@ class Executor:
         self._actions = program.ranks[carrier.rank]
         self._trains = program.header.operation == TRAIN
         self._last = program.header.num_units - 1
-        self._ranks = stage_ranks(program)
+        self._ranks = work_ranks(program)
         self._stages = stages
         self._carrier = carrier
         self._recomputed = {(a.unit, a.index) for a in self._actions if a.kind == "R"}
@@ -224,23 +224,24 @@ class Executor:
             skips={edge: self._popped(edge, i) for edge in stage.pops},
             draws=self._draws[i] if self._draws else None,
             drops=(stage.index, i) in self._recomputed,
+            version=action.version,
         )
         for edge, tensor in stashed.items():
-            if self._ranks[edge.target] == self._carrier.rank:
+            if self._ranks[edge.target, i] == self._carrier.rank:
                 self._stashed[edge, i] = tensor
             else:
-                self._carrier.send_value(tensor, self._ranks[edge.target], _tag(edge, i))
+                self._carrier.send_value(tensor, self._ranks[edge.target, i], _tag(edge, i))
         if stage.index == self._last:
             self._conclude(stage, i, output)
-        elif self._ranks[stage.index + 1] == self._carrier.rank:
+        elif self._ranks[stage.index + 1, i] == self._carrier.rank:
             self._values[stage.index + 1, i] = output
         else:
             self._outputs[stage.index, i] = output
 
     def _popped(self, edge: Edge, i: int) -> Any:
-        if self._ranks[edge.source] == self._carrier.rank:
+        if self._ranks[edge.source, i] == self._carrier.rank:
             return self._stashed.pop((edge, i))
-        return self._carrier.recv_value(self._ranks[edge.source], _tag(edge, i))
+        return self._carrier.recv_value(self._ranks[edge.source, i], _tag(edge, i))
 
     def _conclude(self, stage: Stage, i: int, output: Any) -> None:
         """Keep the output of the last stage, or its loss."""
@@ -290,17 +291,17 @@ class Executor:
 
     def _step(self, action: Action) -> None:
         assert self._on_step is not None, "checked when it was made"
-        self._on_step(action.unit)
+        self._on_step(action)
 
     def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
         """Return the gradients of a stage's output and of what it has stashed."""
         stage, i = self._stages[action.unit], action.index
         grads: dict[Edge | None, Gradients] = {None: self._grads.pop((stage.index, i))}
         for edge in stage.stashes:
-            if self._ranks[edge.target] == self._carrier.rank:
+            if self._ranks[edge.target, i] == self._carrier.rank:
                 grads[edge] = self._stashed_grads.pop((edge, i))
             else:
-                like, peer = stage.outputs(i, edge), self._ranks[edge.target]
+                like, peer = stage.outputs(i, edge), self._ranks[edge.target, i]
                 grads[edge] = self._carrier.recv_tensors(like, peer, _tag(edge, i))
         return grads
 
@@ -308,12 +309,12 @@ class Executor:
         """Keep the gradients of a stage's inputs for the stages that made these."""
         stage, i = self._stages[action.unit], action.index
         for edge in stage.pops:
-            if self._ranks[edge.source] == self._carrier.rank:
+            if self._ranks[edge.source, i] == self._carrier.rank:
                 self._stashed_grads[edge, i] = grads[edge]
             else:
-                peer = self._ranks[edge.source]
+                peer = self._ranks[edge.source, i]
                 self._carrier.send_tensors(grads[edge], peer, _tag(edge, i))
-        if stage.index and self._ranks[stage.index - 1] == self._carrier.rank:
+        if stage.index and self._ranks[stage.index - 1, i] == self._carrier.rank:
             self._grads[stage.index - 1, i] = grads[None]
         else:
             self._input_grads[stage.index, i] = grads[None]

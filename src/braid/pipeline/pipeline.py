@@ -17,8 +17,7 @@ Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,23 +25,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from braid.autograd.nested import tensors_in
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
-from braid.graph import CapturedGraph, Segment, segments, share_modules
-from braid.params import ParamTable
+from braid.graph import CapturedGraph
 from braid.params.exact_norm import clip_counted_
-from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
+from braid.pipeline.cutting import (
+    check_target,
+    checked_loss,
+    noting,
+    parts_of,
+    register,
+    table_of,
+)
+from braid.pipeline.deferred_batch_norm import commit_batch_norms
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
 from braid.pipeline.messages import Messages
 from braid.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.pipeline.replicas import Replicas
-from braid.pipeline.rows import layers_of
-from braid.pipeline.stage import Layer, Stage
+from braid.pipeline.stage import Stage
 from braid.pipeline.tied import TiedParams
-from braid.pipeline.wired import Wire, Wired, wired
-from braid.schedule import Program, validate
+from braid.pipeline.wired import Wire
+from braid.schedule import Action, Program, validate
 from braid.schedule.files import schedule_named
 from braid.schedule.known import RULES
 from braid.schedule.pipeline import (
@@ -56,7 +60,6 @@ from braid.seeding import Draws
 
 __all__ = ["Pipeline"]
 
-OWN_NAMES = frozenset({"device", "stages"})  # besides those that are set before layers are
 Schedule = Callable[[int, int], Program]
 Loss = Callable[[Any, Any], torch.Tensor]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -128,18 +131,20 @@ class Pipeline(nn.Module):
         self._homes: dict[int, int] = {}
         problems: list[str] = []
         every, parts = 0, []
-        with _noting(problems):
+        with noting(problems):
             self._recompute, every = _recompute_of(recompute)
-        with _noting(problems):
+        with noting(problems):
             self._homes = stage_ranks(self._make(process_group.size, num_microbatches))
-        with _noting(problems):
-            parts = self._parts_of(layers, balance, deferred=deferred_batch_norm)
+        with noting(problems):
+            num_stages = max(len(self._homes), 1)
+            parts = parts_of(self, layers, num_stages, balance, deferred=deferred_batch_norm)
         if problems:
             raise ConfigError("; ".join(problems))
+        self.balance = tuple(map(len, parts))
         edges = edges_of(parts)
         arguments = {"num_microbatches": num_microbatches, "balance": self.balance}
         arguments |= {"recompute": recompute, "seed": seed, "stages by rank": self._homes}
-        table = _table_of(layer for part in parts for layer in part)
+        table = table_of(layer for part in parts for layer in part)
         table.compare(process_group, arguments)
         self._tied = TiedParams(parts, self._homes, process_group)
         self.stages = {
@@ -154,50 +159,14 @@ class Pipeline(nn.Module):
         self._tied.make_equal()
         if replicas is not None:
             own_layers = (layer for own in self.stages.values() for layer in own.layers)
-            _table_of(own_layers).make_equal(replicas, arguments)
+            table_of(own_layers).make_equal(replicas, arguments)
         self._replicas = Replicas(self.stages, replicas)
         self._optimizers: dict[int, Optimizer] = {}
         self._shared_optimizer: Optimizer | None = None
         for own in self.stages.values():
             for layer in own.layers:
-                self._register(layer)
+                register(self, layer)
         self._executor(num_microbatches, trains=True)  # refuses what it cannot execute
-
-    def _parts_of(
-        self, layers: Any, balance: Sequence[int] | None, *, deferred: bool
-    ) -> list[list[Layer]]:
-        """Return the layers of each stage of the whole model."""
-        num_stages = max(len(self._homes), 1)
-        if isinstance(layers, CapturedGraph):
-            if deferred:
-                msg = (
-                    "deferred_batch_norm cannot replace modules of a captured model: call "
-                    "DeferredBatchNorm.convert_deferred_batch_norm(model, None) before capture"
-                )
-                raise ConfigError(msg)
-            layers = list(segments(layers, num_stages))
-        named = [Layer(*pair) for pair in _named(layers)]
-        if deferred:
-            convert = DeferredBatchNorm.convert_deferred_batch_norm
-            named = [Layer(name, convert(layer, None)) for name, layer in named]
-        taken = [name for name, _ in named if name in OWN_NAMES or hasattr(self, name)]
-        if taken:
-            msg = (
-                f"layers cannot have the names {', '.join(taken)}, which a Pipeline uses itself: "
-                "rename them, or give the layers as a list"
-            )
-            raise ConfigError(msg)
-        self.balance = tuple(_balance(balance, len(named), num_stages))
-        ends = list(accumulate(self.balance))
-        return [named[end - size : end] for size, end in zip(self.balance, ends, strict=True)]
-
-    def _register(self, layer: Layer) -> None:
-        """Register a layer; modules of a captured model under their names there."""
-        if isinstance(layer.module, Segment):
-            share_modules(self, layer.module)
-        else:
-            module = layer.module
-            self.add_module(layer.name, module.module if isinstance(module, Wired) else module)
 
     def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:
         """Let each stage take its optimizer's step as soon as its gradients are complete.
@@ -222,8 +191,9 @@ class Pipeline(nn.Module):
         others = [] if self._shared_optimizer is None else [self._shared_optimizer]
         return [*self._optimizers.values(), *others]
 
-    def _take_step(self, stage: int) -> None:
+    def _take_step(self, action: Action) -> None:
         """Take the step of a stage's own parameters."""
+        stage = action.unit
         self._replicas.finish(stage)
         if stage in self._optimizers:
             self._optimizers[stage].step()
@@ -347,10 +317,10 @@ class Pipeline(nn.Module):
 
         def loss_of(output: Any, i: int) -> torch.Tensor:
             if not targets:  # here, so that targets that do not fit are an error on all ranks
-                _check_target(target, rows)
+                check_target(target, rows)
                 targets.extend(scatter(target, sizes))
             assert loss is not None
-            return _checked(loss(output, targets[i])) * (sizes[i] / all_rows)
+            return checked_loss(loss(output, targets[i])) * (sizes[i] / all_rows)
 
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)
@@ -397,59 +367,6 @@ class Pipeline(nn.Module):
         return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
 
 
-@contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    """Note errors instead of raising them, so that all are named at once."""
-    try:
-        yield
-    except ConfigError as exc:
-        problems.append(str(exc))
-
-
-def _table_of(layers: Iterable[Layer]) -> ParamTable:
-    """Return the parameters of layers, under the layers' names."""
-    return ParamTable.named(
-        pair
-        for name, module in layers
-        for pair in module.named_parameters(name, remove_duplicate=False)
-    )
-
-
-def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(layers, nn.Module):
-        yield from layers_of(layers)
-        return
-    layers = list(layers)
-    if all(isinstance(layer, tuple) for layer in layers):
-        layers = wired(layers)
-    yield from ((str(i), layer) for i, layer in enumerate(layers))
-
-
-def _checked(loss: Any) -> torch.Tensor:
-    """Return a loss that is one number.
-
-    Raises:
-        ConfigError: It is something else.
-    """
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.reshape(())
-    given = (
-        f"a tensor of shape {list(loss.shape)} and {loss.dtype}"
-        if isinstance(loss, torch.Tensor)
-        else f"{type(loss).__name__}"
-    )
-    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {given}"
-    raise ConfigError(msg)
-
-
-def _check_target(target: Any, rows: int) -> None:
-    """Raise ConfigError unless a target has as many rows as the batch."""
-    count = num_rows(target) if list(tensors_in(target)) else rows
-    if count != rows:
-        msg = f"the target has {count} rows, and the batch {rows}"
-        raise ConfigError(msg)
-
-
 def _recompute_of(recompute: str | int) -> tuple[str, int]:
     """Return the mode of whole micro-batches, and the number of layers between boundaries."""
     if isinstance(recompute, str) and recompute in RECOMPUTE_MODES:
@@ -461,18 +378,3 @@ def _recompute_of(recompute: str | int) -> tuple[str, int]:
         f"least 1, got {recompute!r}"
     )
     raise ConfigError(msg)
-
-
-def _balance(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:
-    if num_layers < num_stages:
-        msg = f"{num_layers} layers are fewer than {num_stages} stages: use fewer ranks"
-        raise ConfigError(msg)
-    if balance is None:
-        return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
-    if len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
-        msg = (
-            f"balance must be {num_stages} numbers of at least 1 that add up to the {num_layers} "
-            f"layers, got {list(balance)}, which add up to {sum(balance)}"
-        )
-        raise ConfigError(msg)
-    return list(balance)

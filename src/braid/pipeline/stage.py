@@ -24,6 +24,7 @@ from braid.autograd.nested import map_tensors, tensors_in
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError, InternalError
 from braid.graph import Segment
+from braid.params.weight_versions import Weights, WeightVersions
 from braid.pipeline.recomputing import CHECKPOINTING, RECOMPUTING
 from braid.pipeline.skip import SkipKey, use_skips
 from braid.pipeline.split_backward import SplitBackward
@@ -74,6 +75,7 @@ class StageError(Exception):
 class _Given(NamedTuple):
     """Everything that a forward depends on; generators and buffers for running it again."""
 
+    weights: Weights | None
     value: Any
     skips: Mapping[SkipKey, Any]
     draws: Draws | None
@@ -108,16 +110,24 @@ class Stage:
         edges: Skip connections of the model that begin or end here.
         every: Layers between two boundaries that are kept, if what is between them is recomputed
             in backward; 0 to keep everything.
+        versions: Versions of the weights, for programs that name them.
     """
 
     def __init__(
-        self, index: int, layers: Sequence[Layer], edges: Sequence[Edge] = (), *, every: int = 0
+        self,
+        index: int,
+        layers: Sequence[Layer],
+        edges: Sequence[Edge] = (),
+        *,
+        every: int = 0,
+        versions: WeightVersions | None = None,
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.stashes = tuple(edge for edge in edges if edge.source == index)
         self.pops = tuple(edge for edge in edges if edge.target == index)
         self._every = every
+        self._versions = versions
         self._changes_input = _begins_in_place(self.layers)
         self._passes: dict[int, _Pass] = {}
         self._split: dict[int, SplitBackward] = {}  # whose weights are still to come
@@ -143,6 +153,7 @@ class Stage:
         skips: Mapping[Edge, Any] | None = None,
         draws: Draws | None = None,
         drops: bool = False,
+        version: int = -1,
     ) -> tuple[Any, dict[Edge, Any]]:
         """Run the layers on a micro-batch.
 
@@ -153,6 +164,7 @@ class Stage:
             skips: Tensors that earlier stages have stashed for this one.
             draws: Random numbers of the micro-batch; those of torch's generators when None.
             drops: Whether nothing is saved, since `recompute` follows.
+            version: Version of the weights; those that layers have when negative.
 
         Returns:
             Output of the stage, and what it has stashed for later ones.
@@ -163,7 +175,8 @@ class Stage:
         popped = {edge.key: map_tensors(x, _cut_off) for edge, x in (skips or {}).items()}
         value = map_tensors(value, _cut_off)
         generators = RngAndAutocast(generators_of(list(tensors_in(value)))) if drops else None
-        given = _Given(value, popped, draws, generators, {})
+        weights = self._versions.use(version) if self._versions and version >= 0 else None
+        given = _Given(weights, value, popped, draws, generators, {})
         again = drops or (keeps and self._every)
         if again:
             given = given._replace(buffers=self._copies_of_buffers())
@@ -219,6 +232,8 @@ class Stage:
         own = self._passes.pop(microbatch)
         if own.outputs:
             torch.autograd.backward(own.outputs, _in_order(own.num_outputs, grads))
+        if own.given.weights is not None:
+            own.given.weights.add_gradients()
         input_grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in own.inputs]
         return _by_edge(own.num_inputs, input_grads)
 
@@ -255,7 +270,7 @@ class Stage:
                 if self._every and torch.is_grad_enabled():
                     value = self._checkpointed(layers, value, given, skips)
                 else:
-                    value = _through(layers, value, given.draws)
+                    value = _through(layers, value, given)
         return value, {edge: skips[edge.key] for edge in self.stashes}
 
     def _checkpointed(
@@ -264,7 +279,7 @@ class Stage:
         def block(x: Any) -> Any:
             if _begins_in_place(layers):  # what the block is given is needed again
                 x = map_tensors(x, torch.clone)
-            return _through(layers, x, given.draws)
+            return _through(layers, x, given)
 
         @contextmanager
         def around(again: bool) -> Iterator[None]:
@@ -350,19 +365,24 @@ def _begins_in_place(layers: Sequence[Layer]) -> bool:
     return False
 
 
-def _through(layers: Sequence[Layer], value: Any, draws: Draws | None) -> Any:
+def _through(layers: Sequence[Layer], value: Any, given: _Given) -> Any:
     """Run layers one after the other, each with random numbers of its own."""
+    call = _call if given.weights is None else given.weights.call
     for layer in layers:
         try:
-            around = _around(draws if layer.module.training else None)
+            around = _around(given.draws if layer.module.training else None)
             if isinstance(layer.module, Segment):
-                value = layer.module(value, around=around)
+                value = call(layer.module, value, around=around)
             else:
                 with around(layer.name):
-                    value = layer.module(value)
+                    value = call(layer.module, value)
         except Exception as exc:
             raise StageError(f"{layer.name} ({type(layer.module).__name__})", exc) from exc
     return value
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
 
 
 def _around(draws: Draws | None) -> Callable[[str], AbstractContextManager[None]]:

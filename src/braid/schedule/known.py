@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from braid.schedule.collective import COLLECTIVE, check_contributions, check_slots
-from braid.schedule.pipeline import PIPELINE, PIPELINE_RULES
+from braid.schedule.pipeline import (
+    ASYNCHRONOUS,
+    ASYNCHRONOUS_RULES,
+    PIPELINE,
+    PIPELINE_RULES,
+)
 from braid.schedule.program import Vocabulary
 from braid.schedule.validate import Rules
 
 __all__ = ["RULES", "VOCABULARIES"]
 
-VOCABULARIES: Mapping[str, Vocabulary] = {v.name: v for v in (COLLECTIVE, PIPELINE)}
+VOCABULARIES: Mapping[str, Vocabulary] = {v.name: v for v in (COLLECTIVE, PIPELINE, ASYNCHRONOUS)}
 RULES: Mapping[str, Rules] = {
     COLLECTIVE.name: Rules(check_slots, check_contributions),
     PIPELINE.name: PIPELINE_RULES,
+    ASYNCHRONOUS.name: ASYNCHRONOUS_RULES,
 }

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from braid.schedule.pipeline.asynchronous import (
+    VersionRule,
+    asynchronous,
+    num_of_step,
+    pipedream,
+    placement_of,
+)
 from braid.schedule.pipeline.controllable import v_half, v_min
 from braid.schedule.pipeline.interleaved import breadth_first, interleaved
 from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
@@ -13,23 +20,29 @@ from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
 from braid.schedule.pipeline.optimizer_steps import with_steps
 from braid.schedule.pipeline.recompute import RECOMPUTE_MODES, with_recompute
 from braid.schedule.pipeline.torch_csv import from_csv, to_csv
+from braid.schedule.pipeline.versions import ASYNCHRONOUS, ASYNCHRONOUS_RULES
 from braid.schedule.pipeline.vocabulary import (
     PIPELINE,
     PIPELINE_RULES,
     check_data,
     check_work,
     stage_ranks,
+    work_ranks,
 )
 from braid.schedule.pipeline.zero_bubble import zb_h1, zb_h2, zbv
 from braid.schedule.program import Program
 
 __all__ = [
+    "ASYNCHRONOUS",
+    "ASYNCHRONOUS_RULES",
     "PIPELINE",
     "PIPELINE_RULES",
     "RECOMPUTE_MODES",
     "SCHEDULES",
     "StageCosts",
+    "VersionRule",
     "Work",
+    "asynchronous",
     "breadth_first",
     "bubble",
     "check_data",
@@ -42,9 +55,12 @@ __all__ = [
     "looped",
     "measures_text",
     "most_held",
+    "num_of_step",
     "one_f_one_b",
     "peak_activations",
+    "pipedream",
     "pipeline_program",
+    "placement_of",
     "stage_ranks",
     "to_csv",
     "v_half",
@@ -52,6 +68,7 @@ __all__ = [
     "vee",
     "with_recompute",
     "with_steps",
+    "work_ranks",
     "zb_h1",
     "zb_h2",
     "zbv",

@@ -138,7 +138,7 @@ def _can(
     item: Work, last: int, done: dict[tuple[str, int, int], int], step: int, *, has_room: bool
 ) -> bool:
     """Return whether F or I can begin in a step."""
-    kind, stage, i = item
+    kind, stage, i = item[:3]
     if kind == "F":
         return has_room and (stage == 0 or done.get(("F", stage - 1, i), step + 1) <= step)
     return done.get(("F", stage, i), step + 1) <= step and (

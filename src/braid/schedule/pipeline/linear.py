@@ -14,21 +14,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from braid.errors import ConfigError
 from braid.schedule.pipeline.vocabulary import PIPELINE, TRAIN
-from braid.schedule.program import Action, Header, Program
+from braid.schedule.program import Action, Header, Program, Vocabulary
 
 __all__ = ["Work", "check_size", "looped", "most_held", "pipeline_program", "vee"]
 
 
+# rank of each stage, or ranks that take turns with its micro-batches
+Placement: TypeAlias = Sequence[int | tuple[int, ...]]
+
+
 class Work(NamedTuple):
-    """Work of a rank: `F`, `B`, `I` or `W` of a stage on a micro-batch."""
+    """Work of a rank: `F`, `B`, `I` or `W` of a stage on a micro-batch, or its `STEP`.
+
+    Attributes:
+        kind: Kind of action.
+        stage: Number of the stage.
+        microbatch: Number of the micro-batch.
+        version: Version of the weights, in programs that name it.
+    """
 
     kind: str
     stage: int
     microbatch: int
+    version: int = -1
 
 
 def looped(num_ranks: int, num_chunks: int = 1) -> tuple[int, ...]:
@@ -57,19 +69,21 @@ def check_size(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> No
 def pipeline_program(
     name: str,
     work: Sequence[Sequence[Work]],
-    placement: Sequence[int],
+    placement: Placement,
     num_microbatches: int,
     *,
     operation: str = TRAIN,
+    vocabulary: Vocabulary = PIPELINE,
 ) -> Program:
     """Make a program of the work of each rank.
 
     Args:
         name: Name of the schedule.
         work: Work of each rank, in order.
-        placement: Rank of each stage.
+        placement: Rank of each stage, or ranks that take turns with its micro-batches.
         num_microbatches: Number of micro-batches.
         operation: `train` or `infer`.
+        vocabulary: Vocabulary of the program.
     """
     sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, items in enumerate(work):
@@ -79,7 +93,13 @@ def pipeline_program(
     ranks = tuple(
         tuple(_with_messages(items, rank, placement, sends)) for rank, items in enumerate(work)
     )
-    return Program(PIPELINE, Header(name, operation, len(placement), num_microbatches), ranks)
+    return Program(vocabulary, Header(name, operation, len(placement), num_microbatches), ranks)
+
+
+def rank_of(placement: Placement, stage: int, microbatch: int) -> int:
+    """Return the rank that works on a micro-batch for a stage."""
+    home = placement[stage]
+    return home if isinstance(home, int) else home[microbatch % len(home)]
 
 
 def most_held(program: Program) -> list[int]:
@@ -100,44 +120,46 @@ def most_held(program: Program) -> list[int]:
     return held_most
 
 
-def _sends(item: Work, rank: int, placement: Sequence[int]) -> Iterable[Action]:
+def _sends(item: Work, rank: int, placement: Placement) -> Iterable[Action]:
     """Return the message that follows from work, if the neighbouring stage is on another rank."""
-    stage = item.stage
-    if item.kind == "F" and stage + 1 < len(placement) and placement[stage + 1] != rank:
-        yield Action("send_f", stage, item.microbatch, placement[stage + 1])
-    if item.kind in {"B", "I"} and stage and placement[stage - 1] != rank:
-        yield Action("send_b", stage, item.microbatch, placement[stage - 1])
+    stage, i = item.stage, item.microbatch
+    kind, neighbour = ("send_f", stage + 1) if item.kind == "F" else ("send_b", stage - 1)
+    if item.kind in {"F", "B", "I"} and 0 <= neighbour < len(placement):
+        peer = rank_of(placement, neighbour, i)
+        if peer != rank:
+            yield Action(kind, stage, i, peer)
 
 
 def _with_messages(
     items: Sequence[Work],
     rank: int,
-    placement: Sequence[int],
+    placement: Placement,
     sends: dict[tuple[int, int], list[Action]],
 ) -> list[Action]:
-    coming = {peer: list(reversed(sends[peer, rank])) for peer in set(placement) - {rank}}
+    coming = {peer: list(reversed(own)) for (peer, target), own in sends.items() if target == rank}
     received: set[Action] = set()
     actions: list[Action] = []
     for item in items:
-        needed = _needed(item, placement)
-        if needed is not None and placement[needed.unit] != rank:
-            source = coming[placement[needed.unit]]
+        needed = _needed(item, len(placement))
+        home = rank if needed is None else rank_of(placement, needed.unit, item.microbatch)
+        if needed is not None and home != rank:
+            source = coming.get(home, [])
             while needed not in received and source:  # and those that were sent before it
                 sent = source.pop()
                 received.add(sent._replace(peer=-1))
                 forward = sent.kind == "send_f"
                 stage = sent.unit + 1 if forward else sent.unit - 1
                 kind = "recv_f" if forward else "recv_b"
-                actions.append(Action(kind, stage, sent.index, placement[sent.unit]))
-        actions.append(Action(item.kind, item.stage, item.microbatch))
+                actions.append(Action(kind, stage, sent.index, home))
+        actions.append(Action(item.kind, item.stage, item.microbatch, version=item.version))
         actions += _sends(item, rank, placement)
     return actions
 
 
-def _needed(item: Work, placement: Sequence[int]) -> Action | None:
+def _needed(item: Work, num_stages: int) -> Action | None:
     """Return the send, without its target, that brings what work needs."""
     if item.kind == "F" and item.stage:
         return Action("send_f", item.stage - 1, item.microbatch)
-    if item.kind in {"B", "I"} and item.stage + 1 < len(placement):
+    if item.kind in {"B", "I"} and item.stage + 1 < num_stages:
         return Action("send_b", item.stage + 1, item.microbatch)
     return None

@@ -50,6 +50,6 @@ def _with_recompute(actions: tuple[Action, ...], chosen: range) -> list[Action]:
             place = len(new)
             while place and PIPELINE.role(new[place - 1]) == RECEIVE:
                 place -= 1
-            new.insert(place, Action("R", action.unit, action.index))
+            new.insert(place, action._replace(kind="R"))
         new.append(action)
     return new

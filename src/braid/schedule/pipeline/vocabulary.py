@@ -35,6 +35,7 @@ __all__ = [
     "check_data",
     "check_work",
     "stage_ranks",
+    "work_ranks",
 ]
 
 TRAIN, INFER = "train", "infer"
@@ -67,6 +68,16 @@ def stage_ranks(program: Program) -> dict[int, int]:
         for action in actions:
             if action.kind in WORK:
                 ranks.setdefault(action.unit, rank)
+    return ranks
+
+
+def work_ranks(program: Program) -> dict[tuple[int, int], int]:
+    """Return the rank that works on each micro-batch of each stage: the first one that does."""
+    ranks: dict[tuple[int, int], int] = {}
+    for rank, actions in enumerate(program.ranks):
+        for action in actions:
+            if action.kind in WORK:
+                ranks.setdefault((action.unit, action.index), rank)
     return ranks
 
 
@@ -148,7 +159,7 @@ def _missing(program: Program, stage: int, done: set[tuple[str, int, int]]) -> l
 def check_data(program: Program, matching: Matching, _moments: Iterable[Moment]) -> list[Violation]:
     """Check that data is made or received before it is used, and is the right data."""
     violations = []
-    home, last = stage_ranks(program), program.header.num_units - 1
+    home, last = work_ranks(program), program.header.num_units - 1
     for rank, actions in enumerate(program.ranks):
         has: set[tuple[str, int, int]] = set()
         for position, action in enumerate(actions):
@@ -182,24 +193,23 @@ def _counterpart(action: Action, rank: int) -> Action:
 
 
 def _needs(
-    action: Action, home: dict[int, int], rank: int, last: int
+    action: Action, home: dict[tuple[int, int], int], rank: int, last: int
 ) -> list[tuple[tuple[str, ...], int]]:
     """Return what must precede with the same micro-batch: any of some kinds, of a stage."""
-    stage, backward = action.unit, ("I", "B")
+    stage, i, backward = action.unit, action.index, ("I", "B")
     if action.kind == "F":
         if stage == 0:
             return []
-        return [(("F",), stage - 1)] if home.get(stage - 1) == rank else [(("recv_f",), stage)]
+        return [(("F",), stage - 1)] if home.get((stage - 1, i)) == rank else [(("recv_f",), stage)]
     if action.kind in backward:
         if stage == last:
             return [(("F",), stage)]
-        local = home.get(stage + 1) == rank
+        local = home.get((stage + 1, i)) == rank
         gradient = (backward, stage + 1) if local else (("recv_b",), stage)
         return [(("F",), stage), gradient]
     before: dict[str, list[tuple[tuple[str, ...], int]]] = {
         "W": [(("I",), stage)],
         "R": [(("F",), stage)],
-        "STEP": [(("B", "W"), stage)],
         "send_f": [(("F",), stage)],
         "send_b": [(backward, stage)],
     }
