@@ -23,7 +23,15 @@ from braid.pipeline.rows import layers_of
 from braid.pipeline.stage import Layer
 from braid.pipeline.wired import Wired, wired
 
-__all__ = ["check_target", "checked_loss", "noting", "parts_of", "register", "table_of"]
+__all__ = [
+    "check_target",
+    "checked_loss",
+    "noting",
+    "parts_of",
+    "refuse_shared",
+    "register",
+    "table_of",
+]
 
 OWN_NAMES = frozenset({"device", "stages"})  # besides those that are set before layers are
 
@@ -71,6 +79,22 @@ def parts_of(
     sizes = _balance(balance, len(named), num_stages)
     ends = accumulate(sizes)
     return [named[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:
+    """Raise ConfigError if stages share parameters, which could not be stepped apart."""
+    holder: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, part in enumerate(parts):
+        for layer in part:
+            for name, param in layer.module.named_parameters(layer.name):
+                other, known = holder.setdefault(param, (stage, name))
+                if other != stage:
+                    msg = (
+                        f"stages {other} and {stage} share a parameter, {known} and {name}, and "
+                        "step at other times: give each its own, or put their layers into one "
+                        "stage by balance"
+                    )
+                    raise ConfigError(msg)
 
 
 def register(pipeline: nn.Module, layer: Layer) -> None:

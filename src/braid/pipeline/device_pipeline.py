@@ -198,7 +198,8 @@ class _Run:
             for tree, count in zip(self.trees, self.counts, strict=True)
         ]
         jobs = [
-            partial(executor.run_forwards, batches, self._draws) for executor in self._executors
+            partial(executor.run_forwards, batches, self._draws.__getitem__)
+            for executor in self._executors
         ]
         outputs = self._workers.run(jobs)[-1]
         flat = [flatten(outputs[i]) for i in sorted(outputs)]

@@ -18,7 +18,7 @@ and action, which the waits of all other ranks raise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,10 +34,19 @@ __all__ = ["Executor", "LossOf"]
 
 # loss of the output for a micro-batch, with its weight in it
 LossOf = Callable[[Any, int], torch.Tensor]
+DrawsOf = Callable[[int], Draws]
 Gradients = list["torch.Tensor"]
 Place = tuple[int, int]  # stage and micro-batch
 MICROBATCH_BITS = 20
 BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
+
+
+class Microbatches(Protocol):
+    """Parts of a batch, by number."""
+
+    def __getitem__(self, i: int, /) -> Any:
+        """Return a part."""
+        ...
 
 
 def _tag(edge: Edge, microbatch: int) -> int:
@@ -110,22 +119,22 @@ class Executor:
             "send_b": self._send_b,
             "STEP": self._step,
         }
-        self._batches: Sequence[Any] = ()
-        self._draws: Sequence[Draws] = ()
+        self._batches: Microbatches = ()
+        self._draws: DrawsOf | None = None
         self._loss_of: LossOf | None = None
 
     def run(
         self,
-        microbatches: Sequence[Any],
+        microbatches: Microbatches,
         loss_of: LossOf | None = None,
-        draws: Sequence[Draws] = (),
+        draws: DrawsOf | None = None,
     ) -> dict[int, Any]:
         """Execute the program once.
 
         Args:
             microbatches: Parts of the batch; only the rank of the first stage reads them.
             loss_of: Loss of an output of the last stage; needed by programs that train.
-            draws: Random numbers of each micro-batch; those of torch's generators when empty.
+            draws: Random numbers of a micro-batch; those of torch's generators when None.
 
         Returns:
             On the rank of the last stage its losses, or its outputs without `loss_of`, by
@@ -141,7 +150,7 @@ class Executor:
         return results
 
     def run_forwards(
-        self, microbatches: Sequence[Any], draws: Sequence[Draws] = ()
+        self, microbatches: Microbatches, draws: DrawsOf | None = None
     ) -> dict[int, Any]:
         """Execute the forwards of a program that has them first; `run_backwards` does the rest.
 
@@ -222,7 +231,7 @@ class Executor:
             value,
             keeps=self._trains,
             skips={edge: self._popped(edge, i) for edge in stage.pops},
-            draws=self._draws[i] if self._draws else None,
+            draws=None if self._draws is None else self._draws(i),
             drops=(stage.index, i) in self._recomputed,
             version=action.version,
         )

@@ -325,7 +325,7 @@ class Pipeline(nn.Module):
         microbatches = scatter(batch, sizes) if 0 in self.stages else []
         executor = self._executor(len(sizes), trains=trains)
         given = None if loss is None else loss_of
-        return executor.run(microbatches, given, draws if trains else ())
+        return executor.run(microbatches, given, draws.__getitem__ if trains else None)
 
     def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
         key = trains, num_microbatches

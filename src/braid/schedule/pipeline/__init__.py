@@ -10,6 +10,7 @@ from braid.schedule.pipeline.asynchronous import (
     num_of_step,
     pipedream,
     placement_of,
+    staleness,
 )
 from braid.schedule.pipeline.controllable import v_half, v_min
 from braid.schedule.pipeline.interleaved import breadth_first, interleaved
@@ -62,6 +63,7 @@ __all__ = [
     "pipeline_program",
     "placement_of",
     "stage_ranks",
+    "staleness",
     "to_csv",
     "v_half",
     "v_min",

@@ -25,6 +25,7 @@ Memory-efficient pipeline-parallel DNN training (2BW), ICML 2021.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
@@ -34,7 +35,7 @@ from braid.schedule.pipeline.linear import Work, check_size, pipeline_program
 from braid.schedule.pipeline.versions import ASYNCHRONOUS
 from braid.schedule.program import Action, Program
 
-__all__ = ["VersionRule", "asynchronous", "num_of_step", "pipedream", "placement_of"]
+__all__ = ["VersionRule", "asynchronous", "num_of_step", "pipedream", "placement_of", "staleness"]
 
 VersionRule = Literal["stash", "vertical_sync", "2bw"]
 
@@ -106,6 +107,20 @@ def num_of_step(action: Action, replicas: int, every: int, num_microbatches: int
     """Return how many micro-batches the gradients of a STEP are of, over all replicas."""
     per_step = replicas * every
     return min(per_step, num_microbatches - (action.version - 1) * per_step)
+
+
+def staleness(program: Program) -> dict[int, Counter[int]]:
+    """Count the gradients of each stage by their age: steps between their forward and their own."""
+    ages: dict[int, Counter[int]] = {}
+    for actions in program.ranks:
+        waiting: dict[int, list[int]] = {}  # versions of gradients, by stage
+        for action in actions:
+            if action.kind == "B":
+                waiting.setdefault(action.unit, []).append(action.version)
+            elif action.kind == "STEP":
+                own = ages.setdefault(action.unit, Counter())
+                own.update(action.version - 1 - v for v in waiting.pop(action.unit, []))
+    return ages
 
 
 def _check(replicas: Sequence[int], versions: str, every: int) -> None:

@@ -15,9 +15,14 @@ flushes) Memory-efficient pipeline-parallel DNN training, ICML 2021.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from braid.schedule.pipeline.linear import Work, check_size, looped, pipeline_program
+from braid.schedule.pipeline.linear import (
+    Placement,
+    Work,
+    check_size,
+    looped,
+    pipeline_program,
+    rank_of,
+)
 from braid.schedule.pipeline.vocabulary import INFER
 from braid.schedule.program import Program
 
@@ -53,23 +58,23 @@ def gpipe(num_stages: int, num_microbatches: int) -> Program:
 
 
 def forward_only(
-    num_ranks: int, num_microbatches: int, placement: Sequence[int] | None = None
+    num_ranks: int, num_microbatches: int, placement: Placement | None = None
 ) -> Program:
     """Make a program for evaluation and inference: all forwards of a rank's first stage, then on.
 
     Args:
         num_ranks: Number of ranks.
         num_microbatches: Number of micro-batches.
-        placement: Rank of each stage; one stage per rank when None.
+        placement: Rank of each stage, or ranks that take turns; one stage per rank when None.
     """
     check_size(num_ranks, num_microbatches)
     placement = looped(num_ranks) if placement is None else placement
     work = [
         [
             Work("F", stage, i)
-            for stage, home in enumerate(placement)
-            if home == rank
+            for stage in range(len(placement))
             for i in range(num_microbatches)
+            if rank_of(placement, stage, i) == rank
         ]
         for rank in range(num_ranks)
     ]

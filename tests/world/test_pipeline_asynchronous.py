@@ -1,0 +1,205 @@
+"""Asynchronous pipelines train as one process with the same staleness does, bit by bit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError
+from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
+
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def layers() -> nn.Sequential:
+    with torch.device("meta"):  # ranks on threads share the default generator
+        model = nn.Sequential(
+            nn.Linear(6, 8),
+            nn.BatchNorm1d(8),
+            nn.Tanh(),
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Dropout(0.2),
+            nn.ReLU(inplace=True),
+            nn.Linear(8, 3),
+        )
+    model.to_empty(device="cpu")
+    model[1].reset_running_stats()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.5, 0.5, generator=generator)
+    return model
+
+
+def microbatches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = [2 + i % 3 for i in range(count)]
+    return [
+        (torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+        for n in rows
+    ]
+
+
+def lower(number, optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.05 / (1 + number)
+
+
+def _train(group: Group, counts, rounds, options):
+    options = {"make_optimizer": SGD, **options}
+    pipeline = AsynchronousPipeline(layers(), process_group=group, replicas=counts, **options)
+    losses = [
+        pipeline.train_on(
+            iter(microbatches(n)), count=n, loss=nn.functional.cross_entropy, before_step=lower
+        )
+        for n in rounds
+    ]
+    state = {name: x.clone() for name, x in pipeline.state_dict().items()}
+    is_first = group.rank == sum(counts[: pipeline.stage])
+    return torch.cat(losses), state, is_first, pipeline.staleness, pipeline.most_live
+
+
+def emulated(counts, rounds, options):
+    model = layers()
+    options = {"make_optimizer": SGD, **options}
+    options.pop("recompute", None)
+    emulation = Emulation(model, replicas=counts, **options)
+    losses = [
+        emulation.train_on(microbatches(n), loss=nn.functional.cross_entropy, before_step=lower)
+        for n in rounds
+    ]
+    return torch.cat(losses), model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("counts", "rounds", "options"),
+    [
+        ((1,), [3], {}),
+        ((1, 1), [6, 1, 3], {}),
+        ((1, 1), [6], {"make_optimizer": ADAMW}),
+        ((1, 1), [5, 4], {"recompute": "always"}),
+        ((1, 1, 1), [7], {}),
+        ((1, 1, 1), [7, 2], {"versions": "vertical_sync"}),
+        ((1, 1, 1), [9, 4], {"versions": "2bw", "every": 3}),
+        ((1, 1), [7], {"every": 2}),
+        ((2, 1), [7], {}),
+        ((1, 2), [6], {"balance": (3, 5)}),
+        ((3, 1), [7], {"every": 2}),
+        ((2, 2), [8], {"versions": "2bw", "every": 2}),
+        ((2, 2), [9], {"versions": "vertical_sync"}),
+    ],
+)
+def test_training_has_the_bits_of_one_process_with_the_same_staleness(
+    world, counts, rounds, options
+):
+    expected, state = emulated(counts, rounds, options)
+    found = {}
+    for losses, own, is_first, _, _ in world(sum(counts), _train, counts, rounds, options):
+        assert torch.equal(losses, expected)
+        if is_first:
+            found |= own
+    assert found.keys() == state.keys()
+    different = [name for name in state if not torch.equal(found[name], state[name])]
+    assert not different
+
+
+def test_staleness_and_live_versions_are_those_of_the_paper(world):
+    for stage, (_, _, _, ages, live) in enumerate(world(3, _train, (1, 1, 1), [12], {})):
+        age = 2 - stage
+        assert max(ages) == age
+        assert ages[age] == 12 - age
+        assert live == age + 1
+    options = {"versions": "2bw", "every": 3}
+    for _, _, _, ages, live in world(3, _train, (1, 1, 1), [12], options):
+        assert ages == {0: 3, 1: 9}
+        assert live <= 2
+
+
+def test_staleness_matters():
+    stale, _ = emulated((1, 1, 1), [9], {})
+    fresh, _ = emulated((1,), [9], {})
+    assert torch.equal(stale[0], fresh[0])
+    assert not torch.equal(stale[3:], fresh[3:])
+
+
+def _fail(group: Group):
+    def loss(output, target):
+        if len(target) == 4:
+            raise ArithmeticError("no loss")
+        return nn.functional.cross_entropy(output, target)
+
+    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group)
+    pipeline.train_on(microbatches(6), loss=loss)
+
+
+def _too_few(group: Group):
+    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group)
+    pipeline.train_on(microbatches(2), loss=nn.functional.cross_entropy, count=3)
+
+
+def _text(group: Group, train) -> str:
+    with pytest.raises((CommError, ArithmeticError, ConfigError)) as raised:
+        train(group)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "text"), [(_fail, "no loss"), (_too_few, "2 micro-batches came, and 3 were promised")]
+)
+def test_a_failure_is_named_on_all_ranks(world, train, text):
+    for own in world(2, _text, train):
+        assert text in own
+
+
+def _refused(group: Group) -> list[str]:
+    shared = layers()
+    shared[3].weight = nn.Parameter(torch.ones(8, 8))
+    shared[7].weight = shared[3].weight
+    tries = [
+        lambda: AsynchronousPipeline(shared, SGD, process_group=group, balance=(5, 3)),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, replicas=(2, 1)),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, versions="2bw"),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, versions="none"),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, balance=(7, 2)),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group).train_on(
+            iter(microbatches(2)), loss=nn.functional.cross_entropy
+        ),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group).train_on(
+            microbatches(2 + group.rank), loss=nn.functional.cross_entropy
+        ),
+        lambda: AsynchronousPipeline(layers(), SGD, process_group=group)(torch.ones(1)),
+    ]
+    return [_text(group, lambda _, call=call: call()) for call in tries]
+
+
+def test_mistakes_are_named(world):
+    for texts in world(2, _refused):
+        words = [
+            "share a parameter, 3.weight and 7.weight",
+            "3 ranks, and the group has 2",
+            "a step every 2 micro-batches or more",
+            "versions must be one of stash, vertical_sync, 2bw, got 'none'",
+            "balance must be 2 numbers",
+            "has no length",
+            "got [2, 3]",
+            "is not called",
+        ]
+        assert [word in text for word, text in zip(words, texts, strict=True)] == [True] * 8, texts
+
+
+def _evaluate(group: Group, counts) -> float:
+    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group, replicas=counts).eval()
+    batch, target = microbatches(3)[2]
+    return pipeline.evaluate(batch, target, loss=nn.functional.cross_entropy).item()
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
+def test_evaluation(world, counts):
+    batch, target = microbatches(3)[2]
+    expected = nn.functional.cross_entropy(layers().eval()(batch), target).item()
+    assert world(sum(counts), _evaluate, counts) == [pytest.approx(expected)] * sum(counts)
