@@ -262,6 +262,7 @@ def train(
     microbatches: int = 4,
     balance: Annotated[str, tyro.conf.arg(metavar="BY", help_behavior_hint=NO_DEFAULT)] = "",
     recompute: str = "never",
+    versions: str = "",
     shard: int = 0,
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
     servers: int = 1,
@@ -304,6 +305,8 @@ def train(
             such as 3,4,3 (default: as even as possible).
         recompute: Micro-batches that are computed again in backward to save memory: always,
             except_last, never, or a number of layers between what is kept.
+        versions: Train on an asynchronous pipeline, which steps without waiting, with the weights
+            of stash, vertical_sync or 2bw (PipeDream).
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too; 0 for nothing.
         strategy: ps for a parameter server with N workers (default: collectives).
@@ -340,6 +343,7 @@ def train(
         microbatches=microbatches,
         balance=balance,
         recompute=recompute,
+        versions=versions,
         shard=shard,
         strategy=strategy,
         servers=servers,

@@ -86,8 +86,8 @@ REFUSALS = {
         "begin with `program VOCABULARY NAME OPERATION units N indices N`"
     ),
     "rank 0": "line 1, column 1: expected `program`, got 'rank'",
-    "program": "line 1, column 8: expected a vocabulary out of collective, pipeline, got the end of the line",
-    "program opera": "line 1, column 9: expected a vocabulary out of collective, pipeline, got 'opera'",
+    "program": "line 1, column 8: expected a vocabulary out of collective, pipeline, asynchronous, got the end of the line",
+    "program opera": "line 1, column 9: expected a vocabulary out of collective, pipeline, asynchronous, got 'opera'",
     "program collective ring": "line 1, column 24: expected an operation, got the end of the line",
     "program collective ring all_reduce blocks 2": "line 1, column 36: expected `units`, got 'blocks'",
     "program collective ring all_reduce units 0 indices 2": (

@@ -445,3 +445,25 @@ def test_checkpoints_are_listed_and_verified(config, capfd, world):
     assert "2 ranks" in out
     assert f"{path}: ok, step 2, 2 files, sha256 ok" in out
     assert "rank-00000.safetensors is truncated" in out
+
+
+@pytest.mark.parametrize(
+    ("size", "versions"), [(2, "stash"), (3, "stash"), (2, "vertical_sync"), (2, "2bw")]
+)
+def test_an_asynchronous_pipeline_trains_like_its_emulation_and_is_resumed(
+    world, config, size, versions
+):
+    config = replace(config, versions=versions, microbatches=3, model="tiny", eval_every=0)
+    alone = replace(config, reference_shards=size, log_dir=config.log_dir + "-alone")
+    piped = replace(config, mesh=f"pp={size}")
+    (expected,) = world(1, train, alone)
+    curve, *_ = world(size, train, piped)
+    assert curve == expected
+    assert compare(last(piped), last(alone)).equal
+    half = config.steps // 2  # checkpoints are flushes, which are a part of the training
+    (whole,) = world(1, train, replace(alone, checkpoint_every=half, log_dir=config.log_dir + "-h"))
+    again = replace(piped, checkpoint_every=half, log_dir=config.log_dir + "-again")
+    world(size, train, again, "", 1)
+    assert Path(last(again)).name == f"step-{half:08d}"
+    resumed, *_ = world(size, train, again, last(again))
+    assert resumed.losses == whole.losses[half:]

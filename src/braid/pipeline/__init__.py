@@ -7,7 +7,7 @@ from braid.pipeline.block_partition import block_partition
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm
 from braid.pipeline.device_pipeline import DevicePipeline
 from braid.pipeline.executor import Executor
-from braid.pipeline.microbatches import scatter
+from braid.pipeline.microbatches import scatter, sizes_of
 from braid.pipeline.pipeline import Pipeline
 from braid.pipeline.stage import Layer, Stage
 
@@ -23,4 +23,5 @@ __all__ = [
     "balance_by_time",
     "block_partition",
     "scatter",
+    "sizes_of",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import msgspec
 
@@ -16,7 +16,7 @@ from braid.errors import ConfigError
 from braid.layout import Mesh
 from braid.sampling import share_of
 from braid.schedule.files import TRAINING, is_file, schedule_named
-from braid.schedule.pipeline import RECOMPUTE_MODES
+from braid.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
@@ -81,6 +81,9 @@ class TrainConfig:
             such as 3,4,3; as even as possible when empty.
         recompute: Micro-batches of a pipeline that are computed again in backward: `always`,
             `except_last`, `never`, or a number of layers; see `Pipeline`.
+        versions: Weights that a stage uses for a micro-batch of an asynchronous pipeline, which
+            steps without waiting: `stash`, `vertical_sync` or `2bw`; see `AsynchronousPipeline`.
+            Nothing for a synchronous pipeline.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
         strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.
@@ -111,6 +114,7 @@ class TrainConfig:
     microbatches: int = 4
     balance: str = ""
     recompute: str = "never"
+    versions: str = ""
     shard: int = 0
     strategy: str = ""
     servers: int = 1
@@ -170,7 +174,7 @@ class TrainConfig:
                 f"shard={self.shard} divides over ranks, and reference_shards="
                 f"{self.reference_shards} runs on one: leave one of them out"
             )
-        problems += self._server_problems()
+        problems += self._server_problems() + self._version_problems()
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -194,6 +198,34 @@ class TrainConfig:
         if self.replicas >= self.servers:
             problems.append(f"{self.replicas} replicas need {self.replicas + 1} servers")
         return problems
+
+    def _version_problems(self) -> list[str]:
+        """Return what is wrong with the options of an asynchronous pipeline."""
+        if not self.versions:
+            return []
+        problems = []
+        if self.versions not in get_args(VersionRule):
+            known = ", ".join(get_args(VersionRule))
+            problems.append(f"versions must be one of {known}, got {self.versions!r}")
+        others = {"schedule": "1f1b", "shard": 0, "strategy": ""}
+        problems += [
+            f"--versions {self.versions} does not go together with --{name}"
+            for name, default in others.items()
+            if getattr(self, name) != default
+        ]
+        if self.recompute not in RECOMPUTE_MODES:
+            problems.append(f"--versions {self.versions} needs a mode of --recompute, no number")
+        return problems
+
+    @property
+    def num_async_stages(self) -> int:
+        """Number of stages of an asynchronous pipeline, on ranks or emulated on one."""
+        return self.reference_shards or self.num_stage_ranks
+
+    @property
+    def every(self) -> int:
+        """Micro-batches between two steps of an asynchronous pipeline."""
+        return self.microbatches if self.versions == "2bw" else 1
 
     @property
     def num_helpers(self) -> int:
@@ -279,6 +311,8 @@ class TrainConfig:
                 f"{-(-self.context // chunks) * chunks}"
             )
             raise ConfigError(msg)
+        if self.versions:
+            return 1
         of_a_replica = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
         shards = self.reference_shards or num_ranks // of_a_replica
         share_of(range(self.batch), 0, shards)
@@ -287,8 +321,11 @@ class TrainConfig:
     def _check_stages(self) -> None:
         """Check that the model has a layer for each stage, and a schedule a pipeline."""
         num_ranks = self.num_stage_ranks
+        if self.versions:
+            self._check_versions()
         if num_ranks == 1:
-            for name, default in (("schedule", "1f1b"), ("balance", ""), ("recompute", "never")):
+            alone = () if self.reference_shards else (("versions", ""), ("balance", ""))
+            for name, default in (("schedule", "1f1b"), ("recompute", "never"), *alone):
                 value = getattr(self, name)
                 if value != default:
                     msg = f"--{name} {value} is of a pipeline: add --mesh pp=2, or another"
@@ -308,6 +345,24 @@ class TrainConfig:
                 f"--balance {self.balance} has {len(sizes)} stages and {sum(sizes)} layers: it "
                 f"must list at least 1 layer for each of {stages} stages, {layers} layers in all"
             )
+            raise ConfigError(msg)
+
+    def _check_versions(self) -> None:
+        """Check that an asynchronous pipeline is alone on its mesh, with enough micro-batches."""
+        stages = self.num_async_stages
+        if set(dict(Mesh.parse(self.mesh).axes) if self.mesh else ()) - {"pp"}:
+            msg = (
+                f"--versions {self.versions} trains on a pipeline alone: use --mesh "
+                f"pp={self.num_stage_ranks}"
+            )
+            raise ConfigError(msg)
+        if self.versions == "2bw" and self.microbatches < stages:
+            msg = (
+                f"--versions 2bw needs as many micro-batches as stages: add --microbatches {stages}"
+            )
+            raise ConfigError(msg)
+        if self.batch < self.every:
+            msg = f"--batch {self.batch} cannot be cut into {self.every} micro-batches"
             raise ConfigError(msg)
 
     @property

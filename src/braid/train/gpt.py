@@ -70,9 +70,10 @@ class GPT(nn.Module):
         size: Number of layers, width and number of heads.
         context: Length of the longest sequence.
         seed: Seed of the initial values.
+        tied: Whether logits are made with the embedding of tokens; else with a matrix of its own.
     """
 
-    def __init__(self, size: ModelSize, context: int, seed: int = 0) -> None:
+    def __init__(self, size: ModelSize, context: int, seed: int = 0, *, tied: bool = True) -> None:
         super().__init__()
         self.context = context
         with torch.device("meta"):  # values are drawn below, not from the default generator
@@ -80,6 +81,7 @@ class GPT(nn.Module):
             self.position = nn.Embedding(context, size.width)
             self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
             self.norm = nn.LayerNorm(size.width, bias=False)
+            self.head = None if tied else nn.Embedding(VOCABULARY, size.width)
         self.to_empty(device="cpu")
         std = 0.5 / math.sqrt(size.width)  # 0.018 at GPT-2's width, where its authors use 0.02
         residual_std = std / math.sqrt(2 * size.layers)
@@ -96,9 +98,13 @@ class GPT(nn.Module):
         """Return the model as modules in a row, of the same parameters, for a pipeline.
 
         The first one maps tokens to activations, the last one these to logits; both have the
-        embedding of tokens.
+        embedding of tokens if it is tied.
         """
         return [_Embed(self), *self.blocks, _Head(self)]
+
+    @property
+    def _of_logits(self) -> nn.Embedding:
+        return self.token if self.head is None else self.head
 
     def forward(
         self,
@@ -113,7 +119,7 @@ class GPT(nn.Module):
         x_btd = _embedded(self.token, self.position, tokens_bt, position_ids)
         for block in self.blocks:
             x_btd = block(x_btd)
-        logits_btv = F.linear(self.norm(x_btd), self.token.weight)
+        logits_btv = F.linear(self.norm(x_btd), self._of_logits.weight)
         return logits_btv if targets_bt is None else mean_loss(logits_btv, targets_bt)
 
 
@@ -135,7 +141,7 @@ class _Head(nn.Module):
 
     def __init__(self, model: GPT) -> None:
         super().__init__()
-        self.norm, self.token = model.norm, model.token
+        self.norm, self.token = model.norm, model._of_logits  # noqa: SLF001 - of this module
 
     def forward(self, x_btd: Tensor) -> Tensor:
         return F.linear(self.norm(x_btd), self.token.weight)

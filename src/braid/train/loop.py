@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from braid.comm import Group
 from braid.data import Corpus, Windows
 from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.sampling import OrderedSampler, SampleOrder
+from braid.train.asynchronous import MOST_STEPS, AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.mesh_shards import MeshShards
@@ -41,7 +43,7 @@ from braid.train.reports import (
     Started,
     Stepped,
 )
-from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
+from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.zero_shards import ZeroShards
 
@@ -101,7 +103,8 @@ class Trainer:
         self._sampler = OrderedSampler(
             SampleOrder(num_samples=len(train), batch_size=config.batch, seed=config.seed)
         )
-        self._model = GPT(MODELS[config.model], config.context, config.seed)
+        tied = not config.versions  # stages that step at other times share no parameters
+        self._model = GPT(MODELS[config.model], config.context, config.seed, tied=tied)
         self._optimizer = _adamw(self._model, config)
         self._notes: tuple[str, ...] = ()
         self._shards = self._make_shards(train)
@@ -116,8 +119,14 @@ class Trainer:
         self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
 
-    def _make_shards(self, windows: Windows) -> Shards:
+    def _make_shards(self, windows: Windows) -> Shards | AsynchronousStages:
         config = self._config
+        if config.versions:
+            stages = AsynchronousStages(self._model, self._optimizer, windows, self._group, config)
+            note = "each stage clips its own gradients, and figures of steps come with a flush"
+            self._notes += (f"asynchronous pipeline ({config.versions}): {note}",)
+            self._notes += (stages.note,) if stages.note else ()
+            return stages
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
         if config.shard and not config.is_on_mesh:
@@ -220,7 +229,9 @@ class Trainer:
     # One step
 
     def _one_step(self) -> int:
-        """Take one optimizer step; returns the signal to stop with, or 0."""
+        """Take one optimizer step, or all up to a flush; returns the signal to stop with, or 0."""
+        if isinstance(self._shards, AsynchronousStages):
+            return self._steps_to_flush(self._shards)
         config, events, clock = self._config, self._group.context.events, self._group.context.clock
         start_ns, before = clock.now_ns(), self._group.statistics()
         lr = config.lr_at(self._step)
@@ -229,21 +240,45 @@ class Trainer:
         self._optimizer.zero_grad()
         batch = self._sampler.next_batch()
         answers = self._shards.backward(batch, stop=bool(self._stopping.signum))
-        self._refuse_not_finite(answers)
+        self._refuse_not_finite(answers.losses)
         with events.span("optimizer"):
             norm = self._shards.clip(config.clip)
             self._refuse_gradient(norm)
             self._optimizer.step()
-        self._step += 1
-        self._losses.append(answers.loss)
-        after = self._group.statistics()
         wall_ns = clock.now_ns() - start_ns
-        shares = _shares(wall_ns, before, after)
-        wall_s = max(wall_ns, 1) / 1e9
+        shares = _shares(wall_ns, before, self._group.statistics())
+        self._report_step(answers.loss, norm, wall_ns / 1e9, shares)
+        # The exchanged flag decides, not a signal that has reached this rank since.
+        return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
+
+    def _steps_to_flush(self, stages: AsynchronousStages) -> int:
+        """Take steps up to the next evaluation or checkpoint; see `_one_step`."""
+        config, clock = self._config, self._group.context.clock
+        start_ns, before = clock.now_ns(), self._group.statistics()
+        ends = [config.steps, self._step + MOST_STEPS]
+        every = filter(None, (config.eval_every, config.checkpoint_every))
+        ends += [self._step - self._step % k + k for k in every]
+        count = min(ends) - self._step
+        batches = [self._sampler.next_batch() for _ in range(count)]
+        losses, norms = stages.train_on(self._step, batches)
+        wall_ns = clock.now_ns() - start_ns
+        shares = _shares(wall_ns, before, self._group.statistics())
+        for loss, norm in zip(losses, norms, strict=True):
+            self._refuse_not_finite([loss])
+            self._report_step(loss, norm, wall_ns / count / 1e9, shares)
+        stops = self._group.all_gather(torch.tensor([int(bool(self._stopping.signum))]))
+        return (self._stopping.signum or signal.SIGTERM) if stops.any() else 0
+
+    def _report_step(self, loss: float, norm: float, seconds: float, shares: Shares) -> None:
+        """Count a step, and report it."""
+        config, wall_s = self._config, max(seconds, 1e-9)
+        lr = config.lr_at(self._step)
+        self._step += 1
+        self._losses.append(loss)
         self._reporter.write(
             Stepped(
                 step=self._step,
-                loss=answers.loss,
+                loss=loss,
                 lr=lr,
                 grad_norm=norm,
                 step_s=wall_s,
@@ -252,14 +287,12 @@ class Trainer:
                 mfu=self._flops_per_step / self._group.size / wall_s / self._peak,
             )
         )
-        # The exchanged flag decides, not a signal that has reached this rank since.
-        return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
 
-    def _refuse_not_finite(self, answers: Round) -> None:
-        bad = [rank for rank, loss in enumerate(answers.losses) if not math.isfinite(loss)]
+    def _refuse_not_finite(self, losses: Sequence[float]) -> None:
+        bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if not bad:
             return
-        values = ", ".join(f"{answers.losses[rank]} on rank {rank}" for rank in bad)
+        values = ", ".join(f"{losses[rank]} on rank {rank}" for rank in bad)
         msg = (
             f"loss is {values} at step {self._step + 1} (learning rate "
             f"{self._config.lr_at(self._step):.2g}): lower --lr, or resume from the last "

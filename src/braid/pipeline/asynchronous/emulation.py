@@ -42,10 +42,15 @@ class Emulation:
         layers: The model, which is trained; see `AsynchronousPipeline` for all arguments.
         make_optimizer: Function of a stage's parameters that returns an optimizer for them.
         replicas: Number of ranks of each stage.
-        versions: Which version of its weights a forward uses.
+        versions: Rule for the version of its weights that a forward uses.
         every: Micro-batches of a rank between two steps.
         balance: Number of layers of each stage.
         seed: Seed of the layers' random numbers.
+
+    Attributes:
+        balance: Number of layers of each stage.
+        num_microbatches: Number of micro-batches so far.
+        num_steps: Number of steps of each stage so far.
     """
 
     def __init__(
@@ -62,7 +67,9 @@ class Emulation:
         parts = parts_of(nn.Module(), layers, len(replicas), balance)
         refuse_shared(parts)
         self._replicas, self._rule, self._every = replicas, versions, every
-        self._seed, self._num_done = seed, 0
+        self._seed = seed
+        self.balance = tuple(map(len, parts))
+        self.num_microbatches = self.num_steps = 0
         self._stages = [
             _Emulated(part, make_optimizer, own, own * every)
             for part, own in zip(parts, replicas, strict=True)
@@ -78,9 +85,9 @@ class Emulation:
         """Train on micro-batches up to a flush; see `AsynchronousPipeline.train_on`."""
         losses = []
         for stage in self._stages:
-            stage.begin()
+            stage.begin(self.num_steps)
         for i, (batch, target) in enumerate(microbatches):
-            draws = Draws(self._seed, self._num_done + i, range(num_rows(batch)))
+            draws = Draws(self._seed, self.num_microbatches + i, range(num_rows(batch)))
             value, passed = batch, []
             for s, stage in enumerate(self._stages):
                 own = stage.copy_of(self._version(s, i), i)
@@ -97,7 +104,8 @@ class Emulation:
             for s, stage in enumerate(self._stages):
                 stage.step(i, len(microbatches), before_step)
                 stage.forget(self._version(s, i + 1))
-        self._num_done += len(microbatches)
+        self.num_microbatches += len(microbatches)
+        self.num_steps = self._stages[0].num_steps
         return torch.stack(losses).double()
 
     def _version(self, stage: int, i: int) -> int:
@@ -126,10 +134,11 @@ class _Emulated:
         self._newest = 0
         self._buffers = [[b.clone() for b in _buffers(layers)] for _ in range(replicas)]
         self._sums: dict[int, list[torch.Tensor | None]] = {}  # by replica
-        self._num_steps = 0
+        self.num_steps = 0
 
-    def begin(self) -> None:
-        """Begin with the weights that the layers have."""
+    def begin(self, num_steps: int) -> None:
+        """Begin with the weights that the layers have after a number of steps."""
+        self.num_steps = num_steps
         self._newest = 0
         self._versions = {0: copy.deepcopy(list(self._layers))}
 
@@ -175,11 +184,11 @@ class _Emulated:
             if grads:
                 param.grad = sum(grads[1:], grads[0]) / num
         if before_step is not None:
-            before_step(self._num_steps, self._optimizer)
+            before_step(self.num_steps, self._optimizer)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._sums.clear()
-        self._num_steps += 1
+        self.num_steps += 1
         self._newest += 1
         self._versions[self._newest] = copy.deepcopy(list(self._layers))
 

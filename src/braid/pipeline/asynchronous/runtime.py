@@ -74,8 +74,8 @@ class AsynchronousPipeline(nn.Module):
         process_group: Ranks of the pipeline.
         replicas: Number of ranks of each stage, which take turns with micro-batches; their
             gradients of a round are averaged. One rank per stage when None.
-        versions: Which version of its weights the forward of a micro-batch uses: `stash`, the
-            newest of each stage; `vertical_sync`, the one that was the newest of stage 0 when the
+        versions: Rule for the weights that the forward of a micro-batch uses: `stash`, the newest
+            of each stage; `vertical_sync`, the one that was the newest of stage 0 when the
             micro-batch entered; `2bw`, the one before the last.
         every: Micro-batches of a rank between two steps, whose gradients are averaged; 2bw needs as
             many as there are stages.

@@ -57,7 +57,7 @@ def asynchronous(
     Args:
         replicas: Number of ranks of each stage.
         num_microbatches: Number of micro-batches up to the flush.
-        versions: Which version a forward uses.
+        versions: Rule for the version that a forward uses.
         every: Micro-batches of a rank between two steps.
 
     Raises:

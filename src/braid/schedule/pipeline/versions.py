@@ -32,7 +32,7 @@ ASYNCHRONOUS = Vocabulary(
 
 
 class _Rank:
-    """What a rank has done up to an action."""
+    """Steps and versions of a rank up to an action."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = defaultdict(int)  # by stage

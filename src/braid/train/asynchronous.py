@@ -1,0 +1,162 @@
+"""Training on an asynchronous pipeline: many steps up to each flush.
+
+    steps 1 .. 50       program of 50 micro-batches, each with its own step      flush: losses
+    steps 51 .. 100     evaluation, checkpoint                                   flush: losses
+
+Stages step at other times, so each clips its own gradients, and none waits for the loss: a loss
+that is not finite is seen at the flush. One rank with `reference_shards` stages computes the same.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.checkpoint import (
+    ReplicatedSnapshot,
+    Snapshot,
+    training_numbers,
+    training_tensors,
+)
+from braid.checkpoint.snapshot import param_of
+from braid.checkpoint.training_state import merged_numbers
+from braid.comm import Group
+from braid.data import Windows
+from braid.params.exact_norm import clip_pieces_
+from braid.pipeline import sizes_of
+from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
+from braid.train.config import TrainConfig
+from braid.train.gpt import GPT, mean_loss
+from braid.train.stage_balance import stage_balance
+
+__all__ = ["MOST_STEPS", "AsynchronousStages", "Trained"]
+
+MOST_STEPS = 50  # up to a flush, at which signals and bad losses are noticed
+
+
+class Trained(NamedTuple):
+    """Figures of some steps.
+
+    Attributes:
+        losses: Mean loss of each batch.
+        norms: Norm of the first stage's gradients before each step, on the rank that has them.
+    """
+
+    losses: list[float]
+    norms: list[float]
+
+
+class AsynchronousStages:
+    """Trains a GPT on an asynchronous pipeline, or on its emulation; see `Shards`.
+
+    Args:
+        model: The model, equal on all ranks.
+        optimizer: Its optimizer, of all parameters; each rank steps those of its stage.
+        windows: Samples to train on.
+        group: All ranks that train.
+        config: Stages, versions and micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        windows: Windows,
+        group: Group,
+        config: TrainConfig,
+    ) -> None:
+        self._model, self._windows = model, windows
+        self._group, self._config = group, config
+        layers = model.layers()
+        balance, self.note = stage_balance(
+            config, group, layers, lambda rows: windows.batch(range(rows))[0]
+        )
+        options: dict[str, Any] = {
+            "versions": config.versions,
+            "every": config.every,
+            "balance": balance,
+            "seed": config.seed,
+        }
+        # a stage has gradients of its own parameters only, and so steps these
+        self._pipeline: AsynchronousPipeline | Emulation
+        if config.reference_shards:
+            counts = (1,) * config.reference_shards
+            self._pipeline = Emulation(layers, lambda _: optimizer, replicas=counts, **options)
+        else:
+            self._pipeline = AsynchronousPipeline(
+                layers,
+                lambda _: optimizer,
+                process_group=group,
+                recompute=config.recompute,
+                **options,
+            )
+        ends = [*accumulate(self._pipeline.balance)]
+        stage_of = {
+            param: bisect(ends, index)
+            for index, layer in enumerate(layers)
+            for param in layer.parameters()
+        }
+        self._owners = {name: stage_of[param] for name, param in model.named_parameters()}
+
+    def train_on(self, first_step: int, batches: Sequence[Sequence[int]]) -> Trained:
+        """Take a step for each batch, up to a flush.
+
+        Args:
+            first_step: Number of steps before.
+            batches: Samples of each batch.
+        """
+        norms: dict[int, float] = {}
+
+        def before_step(number: int, optimizer: torch.optim.Optimizer) -> None:
+            for own in optimizer.param_groups:
+                own["lr"] = self._config.lr_at(number)
+            grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+            norms.setdefault(number, clip_pieces_(grads, self._config.clip).item())
+
+        self._pipeline.num_steps = first_step
+        self._pipeline.num_microbatches = first_step * self._config.every
+        losses = self._pipeline.train_on(
+            [*self._microbatches(batches)], loss=mean_loss, before_step=before_step
+        )
+        means = losses.reshape(len(batches), -1).mean(1)
+        return Trained(means.tolist(), list(norms.values()))
+
+    def _microbatches(
+        self, batches: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for indices in batches:
+            inputs, targets = self._windows.batch(indices)
+            sizes = sizes_of(len(inputs), self._config.every)
+            yield from zip(torch.split(inputs, sizes), torch.split(targets, sizes), strict=True)
+
+    def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
+        """See `Shards`."""
+        inputs, targets = windows.batch(indices)
+        if isinstance(self._pipeline, AsynchronousPipeline):
+            return self._pipeline.evaluate(inputs, targets, loss=mean_loss).item()
+        with torch.no_grad():
+            return float(self._model(inputs, targets))
+
+    def checkpoint(self, optimizer: torch.optim.Optimizer) -> tuple[Snapshot, dict[str, Any]]:
+        """See `Shards`: each rank writes what belongs to its stage."""
+        tensors = training_tensors(self._model, optimizer)
+        numbers = training_numbers(self._model, optimizer)
+        if isinstance(self._pipeline, Emulation):
+            return ReplicatedSnapshot(tensors), numbers
+        own = self._pipeline.stage
+        mine = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if self._owners.get(param_of(name), 0) == own
+        }
+        return ReplicatedSnapshot(mine), merged_numbers(numbers, self._group)
+
+    def share_weights(self) -> None:
+        """See `Shards`."""
+        if self._group.size > 1:
+            for name, param in self._model.named_parameters():
+                self._group.broadcast(param.data, self._owners[name])
