@@ -6,7 +6,8 @@ from typing import Annotated
 
 import tyro
 
-__all__ = ["NO_DEFAULT", "Directory"]
+__all__ = ["NO_DEFAULT", "Directory", "Threads"]
 
 NO_DEFAULT = ""  # instead of tyro's `(default: None)`, where the help says what happens by default
 Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint=NO_DEFAULT)]
+Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]

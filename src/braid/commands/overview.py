@@ -12,7 +12,7 @@ WIDTH = 80
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "train": ("run", "train", "demo"),
     "understand": ("report", "doctor", "prove", "checkpoint"),
-    "plan": ("probe", "schedule", "plan", "convert"),
+    "plan": ("profile", "plan", "probe", "schedule", "convert"),
     "measure": ("bench",),
 }
 FAMILIES: Mapping[str, str] = {

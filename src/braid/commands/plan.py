@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+
+if TYPE_CHECKING:
+    from braid.plan.pipedream import ProfiledGraph
 
 __all__ = ["plan_pipedream"]
 
 
 def plan_pipedream(
-    profile: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GRAPH.TXT")],
+    profile: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROFILE")],
     *,
     machines: int,
     bandwidth: float = 1e9,
     recurrence: Literal["paper", "released"] = "paper",
     straight: bool = False,
+    rows: int = 8,
+    plan: str = "",
     out: str = "",
 ) -> int:
     """Divide a profiled graph of PipeDream into the stages of its asynchronous pipeline.
@@ -24,11 +29,14 @@ def plan_pipedream(
     parallelism, by PipeDream's own model of time.
 
     Args:
-        profile: Graph as PipeDream's profiler writes it; stages in it are ignored.
+        profile: Profile of `braid profile`; or a graph as PipeDream's profiler writes it, whose
+            stages are ignored.
         machines: Number of machines.
         bandwidth: Bytes per second between two machines.
         recurrence: Program of the paper, or that of the released code.
         straight: Give each stage one machine.
+        rows: Rows of a micro-batch, for a profile of `braid profile`.
+        plan: File for the plan, as `braid train --plan` reads it; of a profile of `braid profile`.
         out: File for the graph with the stage of each node, as PipeDream's code generator reads it.
     """
     from pathlib import Path
@@ -37,16 +45,12 @@ def plan_pipedream(
     from rich.table import Table
 
     from braid.errors import ConfigError
-    from braid.plan.pipedream import format_graph, parse_graph, partition, states_of
+    from braid.plan.pipedream import PipeDreamPlan, format_graph, partition, states_of
 
-    try:
-        graph = parse_graph(Path(profile).read_text())
-    except OSError as exc:
-        msg = f"cannot read {profile}: {exc.strerror}"
-        raise ConfigError(msg) from exc
-    except ConfigError as exc:
-        msg = f"{profile}, {exc}"
-        raise ConfigError(msg) from exc
+    graph, model = _graph_of(profile, rows)
+    if plan and not model:
+        msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} is none"
+        raise ConfigError(msg)
     states = states_of(graph)
     done = partition(states, machines, bandwidth, recurrence=recurrence, straight=straight)
     table = Table(title=f"{profile} on {machines} machines, {bandwidth / 1e9:g} GB/s: {recurrence}")
@@ -66,11 +70,14 @@ def plan_pipedream(
         )
     console = Console()
     console.print(table)
-    console.print(
+    print(
         f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} times "
         f"as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as fast as data "
         "parallelism"
     )
+    if plan:
+        PipeDreamPlan.of(done, model).write(plan)
+        print(f"{plan}: the plan; train with braid train --plan {plan} --model {model}")
     if out:
         stage_of = {name: n for n, stage in enumerate(done.stages) for name in stage.nodes}
         staged = graph._replace(
@@ -80,5 +87,29 @@ def plan_pipedream(
             }
         )
         Path(out).write_text(format_graph(staged))
-        console.print(f"{out}: the graph with its stages")
+        print(f"{out}: the graph with its stages")
     return 0
+
+
+def _graph_of(profile: str, rows: int) -> tuple[ProfiledGraph, str]:
+    """Return the graph in a file, and the name of its model if `braid profile` made the file."""
+    from pathlib import Path
+
+    from braid.errors import ConfigError
+    from braid.plan.pipedream import parse_graph
+    from braid.plan.profiling import read_profile
+
+    if rows < 1:
+        msg = f"--rows must be at least 1, got {rows}"
+        raise ConfigError(msg)
+    if profile.endswith(".json"):
+        read = read_profile(profile)
+        return read.as_graph(rows), read.model
+    try:
+        return parse_graph(Path(profile).read_text()), ""
+    except OSError as exc:
+        msg = f"cannot read {profile}: {exc.strerror}"
+        raise ConfigError(msg) from exc
+    except ConfigError as exc:
+        msg = f"{profile}, {exc}"
+        raise ConfigError(msg) from exc

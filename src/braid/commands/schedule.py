@@ -142,7 +142,7 @@ def schedule_simulate(
     """
     from braid.schedule.collective import algorithm
     from braid.schedule.files import valid_program
-    from braid.schedule.pipeline import SCHEDULES
+    from braid.schedule.pipeline import ALL_SCHEDULES
 
     for file in filter(None, (svg, trace)):
         _check_place(file)
@@ -155,7 +155,7 @@ def schedule_simulate(
     if not _is_known(name):
         _check_no_options(name, operation, root, row)
         program = valid_program(name)
-    elif name in SCHEDULES or ranks <= MOST_DRAWN:
+    elif name in ALL_SCHEDULES or ranks <= MOST_DRAWN:
         net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
         row = net.levels[0].size if row is None else row
         program = _program(name, ranks, operation, root, row, microbatches)
@@ -234,13 +234,13 @@ def _program(
     name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
 ) -> Program:
     from braid.schedule.collective import algorithm, program
-    from braid.schedule.pipeline import SCHEDULES
+    from braid.schedule.pipeline import ALL_SCHEDULES
 
-    if name in SCHEDULES:
+    if name in ALL_SCHEDULES:
         if operation or root is not None:
             msg = f"--operation and --root do not go with {name}, which trains: leave them out"
             raise ConfigError(msg)
-        return SCHEDULES[name](ranks, microbatches)
+        return ALL_SCHEDULES[name](ranks, microbatches)
     rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
     return program(rounds)
 
@@ -258,23 +258,23 @@ def _is_known(name: str) -> bool:
     """Whether `name` is the name of an algorithm; any other name is a file's, if there is one."""
     from braid.schedule.collective import ALGORITHMS
     from braid.schedule.files import is_file
-    from braid.schedule.pipeline import SCHEDULES
+    from braid.schedule.pipeline import ALL_SCHEDULES
 
-    if name in SCHEDULES or name in {known for known, _ in ALGORITHMS}:
+    if name in ALL_SCHEDULES or name in {known for known, _ in ALGORITHMS}:
         return True
     return not is_file(name)
 
 
 def _main_operation(name: str) -> str:
     from braid.schedule.collective import ALGORITHMS
-    from braid.schedule.pipeline import SCHEDULES
+    from braid.schedule.pipeline import ALL_SCHEDULES
 
     operations = [operation for known, operation in ALGORITHMS if known == name]
     if not operations:
         names = sorted({known for known, _ in ALGORITHMS})
         msg = (
             f"there is no algorithm and no file {name}: choose out of {', '.join(names)}, "
-            f"{', '.join(SCHEDULES)}, or name a file"
+            f"{', '.join(ALL_SCHEDULES)}, or name a file"
         )
         raise ConfigError(msg)
     return "all_reduce" if "all_reduce" in operations else operations[0]
@@ -335,13 +335,17 @@ def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -
     from braid.schedule import Costs
     from braid.schedule.collective import collective_costs
 
-    if program.vocabulary.name == "pipeline":
+    if _is_pipeline(program):
         share = program.num_ranks / program.header.num_units  # of a rank's work, for each stage
         half_s = backward_s / 2
         whole = {"F": forward_s, "B": backward_s, "I": half_s, "W": half_s}
         work = {kind: seconds * share for kind, seconds in whole.items()}
         return Costs(lambda _r, _a: nbytes, lambda _r, action: work.get(action.kind, 0.0))
     return collective_costs(program, nbytes)
+
+
+def _is_pipeline(program: Program) -> bool:
+    return program.vocabulary.name != "collective"
 
 
 def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) -> int:
@@ -352,7 +356,7 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     from braid.schedule.pipeline import measures_text, peak_activations
     from braid.schedule.plot import lanes, to_svg, to_trace
 
-    is_pipeline = program.vocabulary.name == "pipeline"  # whose sends wait for no receive
+    is_pipeline = _is_pipeline(program)  # whose sends wait for no receive
     timeline = simulate(program, costs, net, buffered=is_pipeline)
     print(f"{program}: {time_text(timeline.seconds)}")
     for line in lanes(timeline, program.num_ranks):

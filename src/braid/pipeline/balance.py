@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, overload
@@ -29,21 +28,18 @@ import torch
 from torch import nn
 
 from braid.autograd.layer_costs import bytes_of, seconds_of
-from braid.autograd.nested import map_tensors, tensors_in
-from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.autograd.nested import tensors_in
 from braid.clock import Clock, MonotonicClock
 from braid.errors import ConfigError
 from braid.pipeline.balance_bars import bars
 from braid.pipeline.block_partition import block_partition
+from braid.pipeline.layer_runs import Run, Skips, as_they_were, run_all
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.rows import layers_of
-from braid.pipeline.skip import SkipKey, use_skips
 
 __all__ = ["Balance", "balance_by_size", "balance_by_time"]
 
 Layers = nn.Sequential | Sequence[nn.Module]
-Skips = dict[SkipKey, "torch.Tensor | None"]
-Run = Callable[[nn.Module, Any, Skips], Any]
 
 
 @dataclass(frozen=True)
@@ -116,10 +112,10 @@ def balance_by_time(
     named = _named(layers, num_parts)
     times: list[list[float]] = []
     start_ns = clock.now_ns()
-    with _as_they_were([layer for _, layer in named], sample):
+    with as_they_were([layer for _, layer in named], sample):
         while len(times) < 2 or clock.now_ns() - start_ns < timeout_s * 1e9:
             seconds: list[float] = []
-            _run_all(named, sample, device, _timed(seconds, clock))
+            run_all(named, sample, device, _timed(seconds, clock))
             times.append(seconds)
     costs = [statistics.median(own) for own in zip(*times[1:], strict=True)]
     return _balance(num_parts, named, costs, "s")
@@ -165,8 +161,8 @@ def balance_by_size(
         msg = "a batch of 0 rows has no activations to measure: give a sample with rows"
         raise ConfigError(msg)
     costs: list[float] = []
-    with _as_they_were([layer for _, layer in named], sample):
-        _run_all(named, scatter(sample, sizes)[0], device, _sized(costs, param_scale))
+    with as_they_were([layer for _, layer in named], sample):
+        run_all(named, scatter(sample, sizes)[0], device, _sized(costs, param_scale))
     return _balance(num_parts, named, costs, "bytes")
 
 
@@ -220,83 +216,3 @@ def _sized(costs: list[float], param_scale: float) -> Run:
         return output
 
     return run
-
-
-def _run_all(
-    named: Sequence[tuple[str, nn.Module]], x: Any, device: torch.device | str | None, run: Run
-) -> None:
-    """Run layers one after the other, each with a graph of its own."""
-    skips: Skips = {}
-    with torch.enable_grad():
-        x = map_tensors(x, lambda t: _as_input(t, device))
-        for name, layer in named:
-            before = set(skips)
-            try:
-                with _on(device, layer), use_skips(skips):
-                    x = run(layer, x, skips)
-            except Exception as exc:
-                msg = (
-                    f"layer {name} ({type(layer).__name__}) could not be measured on what the "
-                    f"layers before it make of the sample: {type(exc).__name__}: {exc}. Give a "
-                    "sample with which the model trains"
-                )
-                raise ConfigError(msg) from exc
-            x = map_tensors(x, _as_input)
-            for key in set(skips) - before:
-                stashed = skips[key]
-                skips[key] = None if stashed is None else _as_input(stashed)
-
-
-def _as_input(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return a copy with a graph of its own; no leaf, so that a layer may change it in place."""
-    leaf = x.detach().to(device or x.device).requires_grad_(x.requires_grad)
-    return leaf.clone()
-
-
-@contextmanager
-def _on(device: torch.device | str | None, layer: nn.Module) -> Iterator[None]:
-    """Move a layer to a device, and back afterwards; its parameters stay the same objects."""
-    if device is None:
-        yield
-        return
-    kept = [(t, t.data) for t in (*layer.parameters(), *layer.buffers())]
-    layer.to(device)
-    try:
-        yield
-    finally:
-        for tensor, data in kept:
-            if isinstance(tensor, nn.Parameter):
-                tensor.grad = None
-            tensor.data = data  # the same memory as before, whoever else has views of it
-
-
-@contextmanager
-def _as_they_were(layers: Sequence[nn.Module], sample: Any) -> Iterator[None]:
-    """Let layers train inside of the context, and restore all that this changes."""
-    modules = list(dict.fromkeys(m for layer in layers for m in layer.modules()))
-    modes = [(module, module.training) for module in modules]
-    params = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
-    grads = [param.grad for param in params]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in modules
-        for name, buffer in module._buffers.items()  # noqa: SLF001 - a forward may replace them
-    ]
-    with ExitStack() as stack:
-        generators = generators_of(list(tensors_in(sample)))
-        stack.enter_context(RngAndAutocast(generators).again())
-        try:
-            for param in params:
-                param.grad = None
-            for layer in layers:
-                layer.train()
-            yield
-        finally:
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            for module, mode in modes:
-                module.training = mode
-            for module, name, buffer, kept in buffers:
-                module._buffers[name] = buffer  # noqa: SLF001
-                if buffer is not None and kept is not None:
-                    buffer.data.copy_(kept)

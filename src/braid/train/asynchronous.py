@@ -43,7 +43,8 @@ class Trained(NamedTuple):
 
     Attributes:
         losses: Mean loss of each batch.
-        norms: Norm of the first stage's gradients before each step, on the rank that has them.
+        norms: Norm of the gradients of this rank's stage before each step; of the first stage, if
+            this rank has all.
     """
 
     losses: list[float]
@@ -76,6 +77,7 @@ class AsynchronousStages:
             config, group, layers, lambda rows: windows.batch(range(rows))[0]
         )
         options: dict[str, Any] = {
+            "replicas": config.counts,
             "versions": config.versions,
             "every": config.every,
             "balance": balance,
@@ -84,8 +86,7 @@ class AsynchronousStages:
         # a stage has gradients of its own parameters only, and so steps these
         self._pipeline: AsynchronousPipeline | Emulation
         if config.reference_shards:
-            counts = (1,) * config.reference_shards
-            self._pipeline = Emulation(layers, lambda _: optimizer, replicas=counts, **options)
+            self._pipeline = Emulation(layers, lambda _: optimizer, **options)
         else:
             self._pipeline = AsynchronousPipeline(
                 layers,
@@ -100,7 +101,8 @@ class AsynchronousStages:
             for index, layer in enumerate(layers)
             for param in layer.parameters()
         }
-        self._owners = {name: stage_of[param] for name, param in model.named_parameters()}
+        firsts = [*accumulate(config.counts, initial=0)]  # first rank of each stage
+        self._owners = {name: firsts[stage_of[param]] for name, param in model.named_parameters()}
 
     def train_on(self, first_step: int, batches: Sequence[Sequence[int]]) -> Trained:
         """Take a step for each batch, up to a flush.
@@ -109,21 +111,26 @@ class AsynchronousStages:
             first_step: Number of steps before.
             batches: Samples of each batch.
         """
-        norms: dict[int, float] = {}
+        norms: dict[int, float] = {}  # of the first stage that steps here
+        every = self._config.every
 
-        def before_step(number: int, optimizer: torch.optim.Optimizer) -> None:
+        def before_step(microbatch: int, optimizer: torch.optim.Optimizer) -> None:
+            number = microbatch // every
             for own in optimizer.param_groups:
                 own["lr"] = self._config.lr_at(number)
             grads = [p.grad for p in self._model.parameters() if p.grad is not None]
             norms.setdefault(number, clip_pieces_(grads, self._config.clip).item())
 
-        self._pipeline.num_steps = first_step
-        self._pipeline.num_microbatches = first_step * self._config.every
+        self._pipeline.num_microbatches = first_step * every
         losses = self._pipeline.train_on(
             [*self._microbatches(batches)], loss=mean_loss, before_step=before_step
         )
         means = losses.reshape(len(batches), -1).mean(1)
-        return Trained(means.tolist(), list(norms.values()))
+        norm, of_steps = 0.0, []
+        for step in range(first_step, first_step + len(batches)):
+            norm = norms.get(step, norm)  # one for several batches, with replicas
+            of_steps.append(norm)
+        return Trained(means.tolist(), of_steps)
 
     def _microbatches(
         self, batches: Sequence[Sequence[int]]
@@ -147,11 +154,10 @@ class AsynchronousStages:
         numbers = training_numbers(self._model, optimizer)
         if isinstance(self._pipeline, Emulation):
             return ReplicatedSnapshot(tensors), numbers
-        own = self._pipeline.stage
         mine = {
             name: tensor
             for name, tensor in tensors.items()
-            if self._owners.get(param_of(name), 0) == own
+            if self._owners.get(param_of(name), 0) == self._group.rank
         }
         return ReplicatedSnapshot(mine), merged_numbers(numbers, self._group)
 

@@ -84,6 +84,8 @@ class TrainConfig:
         versions: Weights that a stage uses for a micro-batch of an asynchronous pipeline, which
             steps without waiting: `stash`, `vertical_sync` or `2bw`; see `AsynchronousPipeline`.
             Nothing for a synchronous pipeline.
+        stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1; one each when
+            empty.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
         strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.
@@ -115,6 +117,7 @@ class TrainConfig:
     balance: str = ""
     recompute: str = "never"
     versions: str = ""
+    stage_replicas: str = ""
     shard: int = 0
     strategy: str = ""
     servers: int = 1
@@ -202,8 +205,13 @@ class TrainConfig:
     def _version_problems(self) -> list[str]:
         """Return what is wrong with the options of an asynchronous pipeline."""
         if not self.versions:
-            return []
+            given = f"stage_replicas={self.stage_replicas}: add --versions stash"
+            return [given] if self.stage_replicas else []
         problems = []
+        if self.stage_replicas and min(_sizes_in(self.stage_replicas), default=0) < 1:
+            problems.append(
+                f"stage_replicas must be numbers of ranks such as 3,1, got {self.stage_replicas!r}"
+            )
         if self.versions not in get_args(VersionRule):
             known = ", ".join(get_args(VersionRule))
             problems.append(f"versions must be one of {known}, got {self.versions!r}")
@@ -218,9 +226,10 @@ class TrainConfig:
         return problems
 
     @property
-    def num_async_stages(self) -> int:
-        """Number of stages of an asynchronous pipeline, on ranks or emulated on one."""
-        return self.reference_shards or self.num_stage_ranks
+    def counts(self) -> tuple[int, ...]:
+        """Number of ranks of each stage of an asynchronous pipeline, also of an emulated one."""
+        one_each = (1,) * (self.reference_shards or self.num_stage_ranks)
+        return _sizes_in(self.stage_replicas) or one_each
 
     @property
     def every(self) -> int:
@@ -240,6 +249,8 @@ class TrainConfig:
     @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline."""
+        if self.versions:
+            return len(self.counts)
         program = schedule_named(self.schedule)(self.num_stage_ranks, self.microbatches)
         return program.header.num_units
 
@@ -349,7 +360,13 @@ class TrainConfig:
 
     def _check_versions(self) -> None:
         """Check that an asynchronous pipeline is alone on its mesh, with enough micro-batches."""
-        stages = self.num_async_stages
+        stages, num_ranks = len(self.counts), self.reference_shards or self.num_stage_ranks
+        if sum(self.counts) != num_ranks:
+            msg = (
+                f"--stage-replicas {self.stage_replicas} are {sum(self.counts)} ranks, and there "
+                f"are {num_ranks}"
+            )
+            raise ConfigError(msg)
         if set(dict(Mesh.parse(self.mesh).axes) if self.mesh else ()) - {"pp"}:
             msg = (
                 f"--versions {self.versions} trains on a pipeline alone: use --mesh "

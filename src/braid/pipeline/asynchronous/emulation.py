@@ -50,7 +50,6 @@ class Emulation:
     Attributes:
         balance: Number of layers of each stage.
         num_microbatches: Number of micro-batches so far.
-        num_steps: Number of steps of each stage so far.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Emulation:
         self._replicas, self._rule, self._every = replicas, versions, every
         self._seed = seed
         self.balance = tuple(map(len, parts))
-        self.num_microbatches = self.num_steps = 0
+        self.num_microbatches = 0
         self._stages = [
             _Emulated(part, make_optimizer, own, own * every)
             for part, own in zip(parts, replicas, strict=True)
@@ -85,7 +84,7 @@ class Emulation:
         """Train on micro-batches up to a flush; see `AsynchronousPipeline.train_on`."""
         losses = []
         for stage in self._stages:
-            stage.begin(self.num_steps)
+            stage.begin()
         for i, (batch, target) in enumerate(microbatches):
             draws = Draws(self._seed, self.num_microbatches + i, range(num_rows(batch)))
             value, passed = batch, []
@@ -102,10 +101,9 @@ class Emulation:
                 grads = passed[s].backward(i, {None: grads})[None]
                 self._stages[s].add(passed[s], i)
             for s, stage in enumerate(self._stages):
-                stage.step(i, len(microbatches), before_step)
+                stage.step(i, len(microbatches), self.num_microbatches, before_step)
                 stage.forget(self._version(s, i + 1))
         self.num_microbatches += len(microbatches)
-        self.num_steps = self._stages[0].num_steps
         return torch.stack(losses).double()
 
     def _version(self, stage: int, i: int) -> int:
@@ -134,11 +132,9 @@ class _Emulated:
         self._newest = 0
         self._buffers = [[b.clone() for b in _buffers(layers)] for _ in range(replicas)]
         self._sums: dict[int, list[torch.Tensor | None]] = {}  # by replica
-        self.num_steps = 0
 
-    def begin(self, num_steps: int) -> None:
-        """Begin with the weights that the layers have after a number of steps."""
-        self.num_steps = num_steps
+    def begin(self) -> None:
+        """Begin with the weights that the layers have."""
         self._newest = 0
         self._versions = {0: copy.deepcopy(list(self._layers))}
 
@@ -172,9 +168,13 @@ class _Emulated:
                 sums[k] = grad if mine is None else mine + grad
 
     def step(
-        self, i: int, count: int, before_step: Callable[[int, Optimizer], None] | None
+        self,
+        i: int,
+        count: int,
+        num_before: int,
+        before_step: Callable[[int, Optimizer], None] | None,
     ) -> None:
-        """Step, if micro-batch `i` is the last of a round."""
+        """Step, if micro-batch `i` of `count` is the last of a round."""
         if (i + 1) % self._per_step and i + 1 != count:
             return
         num = i % self._per_step + 1
@@ -184,11 +184,10 @@ class _Emulated:
             if grads:
                 param.grad = sum(grads[1:], grads[0]) / num
         if before_step is not None:
-            before_step(self.num_steps, self._optimizer)
+            before_step(num_before + i + 1 - num, self._optimizer)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._sums.clear()
-        self.num_steps += 1
         self._newest += 1
         self._versions[self._newest] = copy.deepcopy(list(self._layers))
 

@@ -88,7 +88,7 @@ class AsynchronousPipeline(nn.Module):
         stage: Number of this rank's stage.
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
-        num_steps: Number of steps of each rank so far; alike.
+        num_steps: Number of steps of this rank so far.
         staleness: Number of gradients of this stage, by the number of steps that were made between
             their forward and their own step.
 
@@ -182,8 +182,9 @@ class AsynchronousPipeline(nn.Module):
             microbatches: Pairs of input and target; all ranks give the same.
             loss: Function (output, target) that returns the mean loss over samples.
             count: Number of pairs to take; all when None, if `microbatches` has a length.
-            before_step: Called before each step of this rank with its number, from 0 on, and the
-                optimizer, to set learning rates or clip gradients.
+            before_step: Called before each step of this rank with the number of its first
+                micro-batch since the training began, and the optimizer, to set learning rates or
+                clip gradients.
 
         Returns:
             Losses of the micro-batches, on all ranks, of shape (count,) and dtype float64.
@@ -264,12 +265,14 @@ class AsynchronousPipeline(nn.Module):
         self._replicas.begin()
         self._replicas.launch(action.unit)
         self._replicas.finish(action.unit)
-        num = num_of_step(action, self._counts[action.unit], self._every, count)
+        replicas = self._counts[action.unit]
+        num = num_of_step(action, replicas, self._every, count)
         for param in self._params:
             if param.grad is not None and num > 1:
                 param.grad.div_(num)
         if before_step is not None:
-            before_step(self.num_steps, self.optimizer)
+            done = (action.version - 1) * replicas * self._every
+            before_step(self.num_microbatches + done, self.optimizer)
         self._versions.step(self._step_in_place)
         self.optimizer.zero_grad()
         self.num_steps += 1

@@ -9,10 +9,12 @@ from braid.plan.pipedream.graph_text import (
     format_graph,
     parse_graph,
 )
+from braid.plan.pipedream.plan_file import PipeDreamPlan, read_plan
 from braid.plan.pipedream.recurrences import Partition, Recurrence, StagePlan, partition
 
 __all__ = [
     "Partition",
+    "PipeDreamPlan",
     "ProfiledGraph",
     "ProfiledNode",
     "Recurrence",
@@ -21,5 +23,6 @@ __all__ = [
     "format_graph",
     "parse_graph",
     "partition",
+    "read_plan",
     "states_of",
 ]

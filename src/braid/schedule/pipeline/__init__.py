@@ -9,6 +9,8 @@ from braid.schedule.pipeline.asynchronous import (
     asynchronous,
     num_of_step,
     pipedream,
+    pipedream_2bw,
+    pipedream_vertical_sync,
     placement_of,
     staleness,
 )
@@ -34,6 +36,7 @@ from braid.schedule.pipeline.zero_bubble import zb_h1, zb_h2, zbv
 from braid.schedule.program import Program
 
 __all__ = [
+    "ALL_SCHEDULES",
     "ASYNCHRONOUS",
     "ASYNCHRONOUS_RULES",
     "PIPELINE",
@@ -88,4 +91,12 @@ SCHEDULES: Mapping[str, Callable[[int, int], Program]] = {
     "v_half": v_half,
     "v_min": v_min,
     "forward": forward_only,
+}
+
+# with those whose weights have versions, which `braid.Pipeline` does not execute
+ALL_SCHEDULES: Mapping[str, Callable[[int, int], Program]] = {
+    **SCHEDULES,
+    "pipedream": pipedream,
+    "pipedream_vertical_sync": pipedream_vertical_sync,
+    "pipedream_2bw": pipedream_2bw,
 }

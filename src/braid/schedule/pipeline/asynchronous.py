@@ -35,7 +35,16 @@ from braid.schedule.pipeline.linear import Work, check_size, pipeline_program
 from braid.schedule.pipeline.versions import ASYNCHRONOUS
 from braid.schedule.program import Action, Program
 
-__all__ = ["VersionRule", "asynchronous", "num_of_step", "pipedream", "placement_of", "staleness"]
+__all__ = [
+    "VersionRule",
+    "asynchronous",
+    "num_of_step",
+    "pipedream",
+    "pipedream_2bw",
+    "pipedream_vertical_sync",
+    "placement_of",
+    "staleness",
+]
 
 VersionRule = Literal["stash", "vertical_sync", "2bw"]
 
@@ -43,6 +52,16 @@ VersionRule = Literal["stash", "vertical_sync", "2bw"]
 def pipedream(num_stages: int, num_microbatches: int) -> Program:
     """Make PipeDream's program for one rank per stage: 1F1B that stashes weights."""
     return asynchronous((1,) * num_stages, num_microbatches)
+
+
+def pipedream_vertical_sync(num_stages: int, num_microbatches: int) -> Program:
+    """Make PipeDream's program with the weights that stage 0 had for each micro-batch."""
+    return asynchronous((1,) * num_stages, num_microbatches, versions="vertical_sync")
+
+
+def pipedream_2bw(num_stages: int, num_microbatches: int) -> Program:
+    """Make a PipeDream-2BW program with a step for as many micro-batches as there are stages."""
+    return asynchronous((1,) * num_stages, num_microbatches, versions="2bw", every=num_stages)
 
 
 def asynchronous(

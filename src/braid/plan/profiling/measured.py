@@ -1,0 +1,204 @@
+"""Measures what each layer of a model costs, on real inputs and in the order of training.
+
+    for each number of rows, until the time is over:
+        layer 0: forward, to inputs, whole backward -> layer 1: ... -> layer n
+
+A backward to the weights is the whole one less that to the inputs, which is how a pipeline with a
+split backward divides it. The median over rounds counts, and the first round does not. Layers that
+are alike (class, settings, shapes of parameters and inputs) are measured in turns, and share what
+was measured. Two numbers of rows give a constant and a cost per row.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from braid.autograd.layer_costs import bytes_of, seconds_of
+from braid.autograd.nested import flatten, tensors_in
+from braid.clock import Clock, MonotonicClock
+from braid.errors import ConfigError
+from braid.pipeline.layer_runs import Skips, as_they_were, run_all
+from braid.pipeline.microbatches import num_rows
+from braid.plan.profiling.profile import LayerProfile, PerRows, Profile, fitted
+
+__all__ = ["profile_layers"]
+
+LEAST_ROUNDS = 3  # after the first one
+
+
+class _Sizes(NamedTuple):
+    saved_bytes: int
+    output_bytes: int
+    flops: int
+
+
+class _Times(NamedTuple):
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+
+def profile_layers(
+    named: Sequence[tuple[str, nn.Module]],
+    sample: Callable[[int], Any],
+    *,
+    model: str,
+    rows: Sequence[int] = (2, 8),
+    seconds: float = 2.0,
+    clock: Clock | None = None,
+    progress: Callable[[float], None] = lambda _share: None,
+) -> Profile:
+    """Measure layers in a row.
+
+    Args:
+        named: Layers with their names; each takes what the one before returns.
+        sample: Function of a number of rows that returns an input of the first layer.
+        model: Name of the model.
+        rows: Numbers of rows to measure with; at least two different ones.
+        seconds: Time to measure for, after the first rounds.
+        clock: Clock for the times.
+        progress: Called with the share that is done.
+
+    Raises:
+        ConfigError: Numbers of rows are not different, or a layer fails.
+    """
+    if len(set(rows)) < 2 or min(rows) < 1:
+        msg = f"rows must be at least two different positive numbers, got {list(rows)}"
+        raise ConfigError(msg)
+    clock = clock or MonotonicClock()
+    layers = [layer for _, layer in named]
+    sizes: list[list[_Sizes]] = []
+    times: list[list[_Times]] = []
+    for number, count in enumerate(rows):
+        x = sample(count)
+        assert num_rows(x) == count, "a sample has as many rows as it was asked for"
+        kinds: list[object] = []
+        own_sizes: list[_Sizes] = []
+        rounds: dict[object, list[_Times]] = defaultdict(list)
+        with as_they_were(layers, x):
+            run_all(named, x, None, _sized(own_sizes, kinds))
+            start_ns, limit_s = clock.now_ns(), seconds / len(rows)
+            for turn in range(1 << 30):
+                run_all(named, x, None, _timed(rounds, iter(kinds), turn, clock))
+                spent_s = (clock.now_ns() - start_ns) / 1e9
+                progress((number + min(1.0, spent_s / limit_s)) / len(rows))
+                if turn >= LEAST_ROUNDS and spent_s >= limit_s:
+                    break
+        sizes.append(own_sizes)
+        times.append([_median(rounds[kind]) for kind in kinds])
+    numbers = {p: n for n, p in enumerate(dict.fromkeys(p for m in layers for p in m.parameters()))}
+    return Profile(
+        model=model,
+        device=_device(layers),
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        rows=tuple(rows),
+        layers=tuple(
+            _layer(name, layer, rows, [s[i] for s in sizes], [t[i] for t in times], numbers)
+            for i, (name, layer) in enumerate(named)
+        ),
+    )
+
+
+def _layer(
+    name: str,
+    layer: nn.Module,
+    rows: Sequence[int],
+    sizes: Sequence[_Sizes],
+    times: Sequence[_Times],
+    numbers: dict[nn.Parameter, int],
+) -> LayerProfile:
+    params = list(dict.fromkeys(layer.parameters()))
+
+    def fit(measured: Sequence[NamedTuple], field: str) -> PerRows:
+        return fitted(rows, [float(getattr(one, field)) for one in measured])
+
+    return LayerProfile(
+        name=name,
+        kind=type(layer).__name__,
+        forward_s=fit(times, "forward_s"),
+        input_grad_s=fit(times, "input_grad_s"),
+        weight_grad_s=fit(times, "weight_grad_s"),
+        saved_bytes=fit(sizes, "saved_bytes"),
+        output_bytes=fit(sizes, "output_bytes"),
+        param_bytes=sum(p.nbytes for p in params),
+        flops_per_row=fit(sizes, "flops").per_row,
+        params=tuple(numbers[p] for p in params),
+    )
+
+
+def _median(rounds: Sequence[_Times]) -> _Times:
+    return _Times(*(statistics.median(own) for own in zip(*rounds, strict=True)))
+
+
+def _sized(sizes: list[_Sizes], kinds: list[object]) -> Callable[[nn.Module, Any, Skips], Any]:
+    def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
+        before = dict(skips)
+
+        def call() -> tuple[Any, list[torch.Tensor | None]]:
+            return layer(x), [skips[key] for key in skips if key not in before]
+
+        outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
+        with FlopCounterMode(display=False) as counter:
+            (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
+        sizes.append(_Sizes(saved_bytes, output_bytes, counter.get_total_flops()))
+        kinds.append(_kind(layer, x))
+        return output
+
+    return run
+
+
+def _kind(layer: nn.Module, x: Any) -> object:
+    """Return what layers have in common that take the same time."""
+    params = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in layer.parameters())
+    given = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in flatten(x)[1])
+    return type(layer), repr(layer), params, given
+
+
+def _timed(
+    rounds: dict[object, list[_Times]], kinds: Iterator[object], turn: int, clock: Clock
+) -> Callable[[nn.Module, Any, Skips], Any]:
+    seen: dict[object, int] = defaultdict(int)
+
+    def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
+        kind, before = next(kinds), set(skips)
+        is_alike = bool(seen[kind])
+        seen[kind] += 1
+        devices = {t.device for t in (*tensors_in(x), *layer.parameters())}
+        output, forward_s = seconds_of(lambda: layer(x), devices, clock)
+        if is_alike and turn:  # one of each kind is enough
+            return output
+        made = [output, *(skips[key] for key in skips if key not in before)]
+        ends = list({id(t): t for t in tensors_in(made) if t.requires_grad}.values())
+        inputs = [t for t in tensors_in(x) if t.requires_grad]
+        grads = [torch.ones_like(t) for t in ends]
+
+        def to_inputs() -> None:
+            if ends and inputs:
+                torch.autograd.grad(ends, inputs, grads, retain_graph=True, allow_unused=True)
+
+        def whole() -> None:
+            if ends:
+                torch.autograd.backward(ends, grads)
+
+        input_s = seconds_of(to_inputs, devices, clock)[1]
+        whole_s = seconds_of(whole, devices, clock)[1]
+        if turn:  # the first one warms up
+            rounds[kind].append(_Times(forward_s, input_s, max(0.0, whole_s - input_s)))
+        return output
+
+    return run
+
+
+def _device(layers: Sequence[nn.Module]) -> str:
+    param = next((p for layer in layers for p in layer.parameters()), None)
+    if param is None or param.device.type == "cpu":
+        return "cpu"
+    return torch.cuda.get_device_name(param.device)

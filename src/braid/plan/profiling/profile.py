@@ -1,0 +1,158 @@
+"""A profile: what each layer of a model costs, as a function of the rows of a micro-batch.
+
+    time of n rows = constant + per_row * n
+
+The constant matters: a layer takes some 10 us to start, however few rows it gets, so a batch that
+is cut into more micro-batches takes longer. Bytes have a constant, too, such as masks.
+
+A profile is a file: JSON, made by `braid profile`, read by `braid plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.plan.pipedream.graph_text import ProfiledGraph, ProfiledNode
+
+__all__ = ["LayerProfile", "PerRows", "Profile", "fitted", "read_profile"]
+
+
+class PerRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A cost that depends on the rows of a micro-batch.
+
+    Attributes:
+        constant: Part that does not depend on them.
+        per_row: Cost of each row.
+    """
+
+    constant: float = 0.0
+    per_row: float = 0.0
+
+    def of(self, rows: float) -> float:
+        """Return the cost of a number of rows."""
+        return self.constant + self.per_row * rows
+
+
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of one layer.
+
+    Attributes:
+        name: Name in the model.
+        kind: Class of the module.
+        forward_s: Seconds of the forward.
+        input_grad_s: Seconds of the backward to its inputs.
+        weight_grad_s: Seconds of the backward to its weights.
+        saved_bytes: Bytes that it keeps from forward to backward, its output among them.
+        output_bytes: Bytes that it hands on.
+        param_bytes: Bytes of its parameters.
+        flops_per_row: Floating point operations of the forward.
+        params: Numbers of its parameters, by which shared ones are known.
+    """
+
+    name: str
+    kind: str
+    forward_s: PerRows
+    input_grad_s: PerRows
+    weight_grad_s: PerRows
+    saved_bytes: PerRows
+    output_bytes: PerRows
+    param_bytes: int
+    flops_per_row: float
+    params: tuple[int, ...] = ()
+
+    def backward_s(self, rows: float) -> float:
+        """Return the seconds of the whole backward."""
+        return self.input_grad_s.of(rows) + self.weight_grad_s.of(rows)
+
+    def intensity(self, rows: float) -> float:
+        """Return the operations of a forward for each byte that it must read and write."""
+        moved = self.param_bytes + 2 * self.output_bytes.of(rows)
+        return self.flops_per_row * rows / moved if moved else 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of all layers of a model, in order.
+
+    Attributes:
+        braid: Version of the format.
+        model: Name of the model, and its size.
+        device: Name of the device.
+        threads: Threads of a rank.
+        torch: Version of torch.
+        rows: Rows of the micro-batches that were measured.
+        layers: Layers, in order.
+    """
+
+    braid: int = 1
+    model: str
+    device: str
+    threads: int
+    torch: str
+    rows: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
+
+    def write(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+    def as_graph(self, rows: int) -> ProfiledGraph:
+        """Return the profile of a micro-batch as PipeDream's graph: a row of nodes."""
+        nodes = {
+            f"node{number}": ProfiledNode(
+                f"node{number}",
+                f"{layer.kind}({layer.name})",
+                layer.forward_s.of(rows),
+                layer.backward_s(rows),
+                layer.output_bytes.of(rows),
+                layer.param_bytes,
+            )
+            for number, layer in enumerate(self.layers, 1)
+        }
+        edges: dict[str, tuple[str, ...]] = dict.fromkeys(nodes, ())
+        edges |= {one: (other,) for one, other in pairwise(nodes)}
+        return ProfiledGraph(nodes, edges)
+
+
+def fitted(rows: Sequence[int], costs: Sequence[float]) -> PerRows:
+    """Fit a cost to measurements with different numbers of rows: a line, never below zero.
+
+    >>> fitted([2, 4], [5.0, 7.0])
+    PerRows(constant=3.0, per_row=1.0)
+    >>> fitted([2, 4], [5.0, 4.0])
+    PerRows(constant=4.5, per_row=0.0)
+    """
+    count = len(rows)
+    mean_rows, mean = sum(rows) / count, sum(costs) / count
+    spread = sum((x - mean_rows) ** 2 for x in rows)
+    along = sum((x - mean_rows) * (y - mean) for x, y in zip(rows, costs, strict=True))
+    slope = max(0.0, along / spread) if spread else 0.0
+    constant = mean - slope * mean_rows
+    if constant < 0 or not spread:  # through the origin
+        return PerRows(0.0, sum(costs) / sum(rows))
+    return PerRows(constant, slope)
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no profile; the wrong part is named.
+    """
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+    except OSError as exc:
+        msg = f"cannot read {path}: {exc.strerror}"
+        raise ConfigError(msg) from exc
+    except msgspec.MsgspecError as exc:
+        msg = f"{path} is no profile: {_shortened(exc)}. Make one with `braid profile`"
+        raise ConfigError(msg) from exc
+
+
+def _shortened(exc: Any) -> str:
+    return str(exc)[:200]
