@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.plan.pipedream import (
+    Level,
+    MemoryLimit,
     ProfiledGraph,
     ProfiledNode,
     format_graph,
@@ -55,7 +57,10 @@ def test_the_released_program_gives_the_published_times(
     name, machines, bandwidth, straight, seconds, replicas
 ):
     done = partition(
-        states_of(profile(name)), machines, bandwidth, recurrence="released", straight=straight
+        states_of(profile(name)),
+        [Level(machines, bandwidth)],
+        recurrence="released",
+        straight=straight,
     )
     assert done.seconds == pytest.approx(seconds, rel=5e-9)
     assert [stage.replicas for stage in done.stages] == replicas
@@ -63,7 +68,7 @@ def test_the_released_program_gives_the_published_times(
 
 def test_the_released_program_cuts_vgg16_where_it_was_published():
     states = states_of(profile("vgg16"))
-    done = partition(states, 8, 1e9, recurrence="released")
+    done = partition(states, [Level(8, 1e9)], recurrence="released")
     assert [(s.first, s.end) for s in done.stages] == [(0, 24), (24, 40)]
     assert frozenset().union(*(stage.nodes for stage in done.stages)) == states.members[-1]
 
@@ -122,10 +127,94 @@ def every_pipeline(states, machines, bandwidth):
 def test_no_pipeline_of_a_row_is_faster_than_the_papers_program_says(layers, machines):
     seconds, outputs, params = (list(column) for column in zip(*layers, strict=True))
     states = states_of(chain(seconds, outputs, params))
-    done = partition(states, machines, 2.0)
+    done = partition(states, [Level(machines, 2.0)])
     assert done.seconds == pytest.approx(every_pipeline(states, machines, 2.0))
     assert done.seconds <= done.data_parallel_s
     assert sum(stage.replicas for stage in done.stages) == machines
+
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50)), min_size=1, max_size=5
+)
+
+
+def between(totals, before, last):
+    """The sum of what lies after one state up to another."""
+    return totals[last] - (totals[before] if before >= 0 else 0)
+
+
+def best_of_levels(states, first, last, levels):
+    """The least time of states first..last on all machines of all levels, by all partitions."""
+    *inner, (machines, bandwidth) = levels
+    best = math.inf
+    for count in range(1, min(last - first + 1, machines) + 1):
+        for cuts in itertools.combinations(range(first, last), count - 1):
+            bounds = [first - 1, *cuts, last]
+            for replicas in itertools.product(range(1, machines + 1), repeat=count):
+                if sum(replicas) != machines:
+                    continue
+                times = [2 * states.output_bytes[cut] / bandwidth for cut in cuts]
+                for (before, end), m in zip(itertools.pairwise(bounds), replicas, strict=True):
+                    params = between(states.param_bytes, before, end)
+                    if inner:
+                        compute = best_of_levels(states, before + 1, end, inner)
+                    else:
+                        compute = between(states.compute_s, before, end)
+                    times.append(max(compute, 2 * (m - 1) * params / bandwidth) / m)
+                best = min(best, max(times))
+    return best
+
+
+@given(layers=ROWS, inner=st.integers(1, 3), outer=st.integers(1, 3))
+def test_levels_of_machines_are_divided_as_well_as_can_be(layers, inner, outer):
+    states = states_of(chain(*(list(column) for column in zip(*layers, strict=True))))
+    levels = [Level(inner, 20.0), Level(outer, 2.0)]
+    done = partition(states, levels)
+    expected = best_of_levels(states, 0, len(states.compute_s) - 1, levels)
+    assert done.seconds == pytest.approx(expected)
+    assert [stage.first for stage in done.stages[1:]] == [stage.end for stage in done.stages[:-1]]
+    assert (done.stages[0].first, done.stages[-1].end) == (0, len(states.compute_s))
+
+
+@given(layers=ROWS, machines=st.integers(1, 4), nbytes=st.integers(50, 800))
+def test_every_stage_fits_into_memory_and_no_other_pipeline_that_does_is_faster(
+    layers, machines, nbytes
+):
+    graph = chain(*(list(column) for column in zip(*layers, strict=True)))
+    states, memory = states_of(graph), MemoryLimit(nbytes, states=1)
+
+    def needed(before, last, replicas, later):
+        held = (replicas + later - 1) // replicas + 1
+        kept = between(states.saved_bytes, before, last)
+        kept += states.output_bytes[before] if before >= 0 else 0
+        params = between(states.param_bytes, before, last)
+        return params * (held + 2) + kept * held
+
+    best, size = math.inf, len(states.compute_s)
+    for count in range(1, min(size, machines) + 1):
+        for cuts in itertools.combinations(range(size - 1), count - 1):
+            bounds = list(itertools.pairwise([-1, *cuts, size - 1]))
+            for replicas in itertools.product(range(1, machines + 1), repeat=count):
+                if sum(replicas) != machines:
+                    continue
+                later = [sum(replicas[k + 1 :]) for k in range(count)]
+                if all(
+                    needed(*bound, m, after) <= nbytes
+                    for bound, m, after in zip(bounds, replicas, later, strict=True)
+                ):
+                    times = [2 * states.output_bytes[cut] / 2.0 for cut in cuts]
+                    for (before, last), m in zip(bounds, replicas, strict=True):
+                        compute = between(states.compute_s, before, last)
+                        params = between(states.param_bytes, before, last)
+                        times.append(max(compute, 2 * (m - 1) * params / 2.0) / m)
+                    best = min(best, max(times))
+    if math.isinf(best):
+        with pytest.raises(ConfigError, match="fits into"):
+            partition(states, [Level(machines, 2.0)], memory=memory)
+    else:
+        assert partition(states, [Level(machines, 2.0)], memory=memory).seconds == pytest.approx(
+            best
+        )
 
 
 def test_the_text_comes_back_as_it_was():
@@ -167,11 +256,13 @@ def test_what_cannot_be_divided_is_refused():
         states_of(only_input)
     states = states_of(parse_graph(LINE))
     with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
-        partition(states, 2, 1e9, straight=True)
-    with pytest.raises(ConfigError, match="machines >= 1 and a bandwidth, got 0"):
-        partition(states, 0, 1e9)
+        partition(states, [Level(2, 1e9)], straight=True)
+    with pytest.raises(
+        ConfigError, match=r"machines >= 1 and a bandwidth on each level, got \[\(0, "
+    ):
+        partition(states, [Level(0, 1e9)])
     free = chain([0, 0], [0, 0], [0, 0])
-    assert partition(states_of(free), 3, 1e9).seconds == 0
+    assert partition(states_of(free), [Level(3, 1e9)]).seconds == 0
 
 
 def test_the_command_shows_the_stages_and_writes_them(tmp_path, capsys):

@@ -12,7 +12,7 @@ from torch import nn
 
 from braid.cli import main
 from braid.errors import ConfigError
-from braid.plan.pipedream import PipeDreamPlan, parse_graph, partition, read_plan, states_of
+from braid.plan.pipedream import Level, PipeDreamPlan, parse_graph, partition, read_plan, states_of
 from braid.plan.profiling import PerRows, profile_layers, read_profile
 from braid.plan.profiling.profile import fitted
 
@@ -118,7 +118,7 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     read = read_plan(plan)
     assert read.replicas == (1, 1)
     assert sum(read.balance) == 4
-    done = partition(states_of(read_profile(profile).as_graph(8)), 2, 1e9, straight=True)
+    done = partition(states_of(read_profile(profile).as_graph(8)), [Level(2, 1e9)], straight=True)
     assert read == PipeDreamPlan.of(done, "tiny")
     assert main(["train", "--plan", plan, "--mesh", "pp=2"]) == 2
     assert "leave these out" in capsys.readouterr().err

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from braid.commands import NO_DEFAULT
+from braid.commands.sizes import bytes_in
+
 if TYPE_CHECKING:
     from braid.plan.pipedream import ProfiledGraph
 
@@ -15,10 +18,12 @@ __all__ = ["plan_pipedream"]
 def plan_pipedream(
     profile: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROFILE")],
     *,
-    machines: int,
-    bandwidth: float = 1e9,
+    machines: tuple[int, ...],
+    bandwidth: tuple[float, ...] = (1e9,),
     recurrence: Literal["paper", "released"] = "paper",
     straight: bool = False,
+    memory: Annotated[str, tyro.conf.arg(metavar="BYTES", help_behavior_hint=NO_DEFAULT)] = "",
+    optimizer_states: int = 2,
     rows: int = 8,
     plan: str = "",
     out: str = "",
@@ -31,10 +36,12 @@ def plan_pipedream(
     Args:
         profile: Profile of `braid profile`; or a graph as PipeDream's profiler writes it, whose
             stages are ignored.
-        machines: Number of machines.
-        bandwidth: Bytes per second between two machines.
+        machines: Number of machines; or of the GPUs of a server and of servers, such as 4 2.
+        bandwidth: Bytes per second between two machines; of each level, if there are several.
         recurrence: Program of the paper, or that of the released code.
         straight: Give each stage one machine.
+        memory: Memory of a machine, such as 16G (default: any).
+        optimizer_states: States of the optimizer for each parameter: 1 for momentum, 2 for Adam.
         rows: Rows of a micro-batch, for a profile of `braid profile`.
         plan: File for the plan, as `braid train --plan` reads it; of a profile of `braid profile`.
         out: File for the graph with the stage of each node, as PipeDream's code generator reads it.
@@ -45,15 +52,34 @@ def plan_pipedream(
     from rich.table import Table
 
     from braid.errors import ConfigError
-    from braid.plan.pipedream import PipeDreamPlan, format_graph, partition, states_of
+    from braid.plan.pipedream import (
+        Level,
+        MemoryLimit,
+        PipeDreamPlan,
+        format_graph,
+        partition,
+        states_of,
+    )
 
+    if len(machines) != len(bandwidth):
+        msg = (
+            f"--machines has {len(machines)} levels and --bandwidth {len(bandwidth)}: give each "
+            "level both, the innermost first"
+        )
+        raise ConfigError(msg)
+    if optimizer_states < 0:
+        msg = f"--optimizer-states must not be negative, got {optimizer_states}"
+        raise ConfigError(msg)
+    levels = [Level(*level) for level in zip(machines, bandwidth, strict=True)]
+    limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
     graph, model = _graph_of(profile, rows)
     if plan and not model:
         msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} is none"
         raise ConfigError(msg)
     states = states_of(graph)
-    done = partition(states, machines, bandwidth, recurrence=recurrence, straight=straight)
-    table = Table(title=f"{profile} on {machines} machines, {bandwidth / 1e9:g} GB/s: {recurrence}")
+    done = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)
+    given = " of ".join(f"{m} machines at {b / 1e9:g} GB/s" for m, b in levels)
+    table = Table(title=f"{profile} on {given}: {recurrence}")
     for title in ("stage", "machines", "nodes", "compute ms", "parameters MB", "first", "last"):
         table.add_column(title, justify="left" if title in {"first", "last"} else "right")
     for number, stage in enumerate(done.stages):

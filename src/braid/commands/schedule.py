@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from braid.commands import NO_DEFAULT
+from braid.commands.sizes import bytes_in
 from braid.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,17 +24,6 @@ Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=N
 Explained = Annotated[str, tyro.conf.arg(help_behavior_hint=NO_DEFAULT)]
 NO_TERMINAL_WIDTH = 120
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
-KILO = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
 
 
 def schedule_show(
@@ -151,7 +141,7 @@ def schedule_simulate(
         if not 0 <= value < float("inf"):
             msg = f"{option} takes milliseconds from 0, got {value}"
             raise ConfigError(msg)
-    size = _bytes(nbytes)
+    size = bytes_in(nbytes)
     if not _is_known(name):
         _check_no_options(name, operation, root, row)
         program = valid_program(name)
@@ -210,7 +200,7 @@ def schedule_compare(
         msg = "--sizes lists no size: give at least one, such as 1Mi"
         raise ConfigError(msg)
     net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
-    comparison = compare(operation, ranks, [_bytes(size) for size in sizes], net)
+    comparison = compare(operation, ranks, [bytes_in(size) for size in sizes], net)
     levels = ", ".join(f"{level.size} per {level.name}" for level in net.levels)
     print(f"{operation} on {ranks} ranks ({levels}); the fastest is marked *")
     grid = Table(box=box.SIMPLE_HEAD)
@@ -315,20 +305,6 @@ def _write(file: str, text: str) -> None:
     except OSError as exc:
         msg = f"{file} cannot be written: {exc}"
         raise ConfigError(msg) from exc
-
-
-def _bytes(text: str) -> int:
-    """Parse a number of bytes such as `64Mi`, `1.5G` or `1000`."""
-    digits = text.rstrip("bB").rstrip("iIkKmMgGtT")
-    unit = text.rstrip("bB")[len(digits) :].lower()
-    try:
-        nbytes = round(float(digits) * KILO[unit])
-    except (ValueError, KeyError, OverflowError):
-        nbytes = -1
-    if nbytes < 0:
-        msg = f"a number of bytes must be written like 1000, 64Ki or 1.5G, got {text!r}"
-        raise ConfigError(msg)
-    return nbytes
 
 
 def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -> Costs:

@@ -9,10 +9,19 @@ from braid.plan.pipedream.graph_text import (
     format_graph,
     parse_graph,
 )
+from braid.plan.pipedream.memory import MemoryLimit
 from braid.plan.pipedream.plan_file import PipeDreamPlan, read_plan
-from braid.plan.pipedream.recurrences import Partition, Recurrence, StagePlan, partition
+from braid.plan.pipedream.recurrences import (
+    Level,
+    Partition,
+    Recurrence,
+    StagePlan,
+    partition,
+)
 
 __all__ = [
+    "Level",
+    "MemoryLimit",
     "Partition",
     "PipeDreamPlan",
     "ProfiledGraph",

@@ -40,7 +40,7 @@ class States(NamedTuple):
     Attributes:
         handed_on: Names of the nodes whose outputs each state hands on.
         compute_s: Seconds of all nodes up to each state, forward and backward.
-        saved_bytes: Sizes of the outputs of all nodes up to each state.
+        saved_bytes: Sizes of what all nodes up to each state keep for backward.
         param_bytes: Sizes of the parameters of all nodes up to each state.
         output_bytes: Size of what each state hands on.
         before: Whether state k lies before state j, [j, k].
@@ -90,7 +90,7 @@ def states_of(graph: ProfiledGraph) -> States:
     return States(
         handed_on,
         totals("forward_s") + totals("backward_s"),
-        totals("output_bytes"),
+        totals("kept_bytes"),
         totals("param_bytes"),
         np.array([sum(nodes[n].output_bytes for n in own) for own in handed_on]),
         before,

@@ -43,6 +43,8 @@ class ProfiledNode(NamedTuple):
         output_bytes: Size of its output.
         param_bytes: Size of its parameters.
         stage: Stage that it belongs to; None before it is planned.
+        saved_bytes: Size of what it keeps for backward, its output among it; that of its output
+            when None, as in the text.
     """
 
     name: str
@@ -52,6 +54,12 @@ class ProfiledNode(NamedTuple):
     output_bytes: float
     param_bytes: float
     stage: int | None = None
+    saved_bytes: float | None = None
+
+    @property
+    def kept_bytes(self) -> float:
+        """Size of what it keeps for backward."""
+        return self.output_bytes if self.saved_bytes is None else self.saved_bytes
 
 
 class ProfiledGraph(NamedTuple):

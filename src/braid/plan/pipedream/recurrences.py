@@ -4,19 +4,25 @@
             = min over k before j and n < m of  max(A(k, m - n), stage(k+1..j on n), transfers)
 
     paper      stage = max(compute, 2 (n - 1) w / (n B)) / n        the sum of gradients overlaps
-    released   stage = (compute + 4 (n - 1) w / (n B)) / n          it does not
+    released   stage = (compute + 4 (n - 1) w / (n B) / q) / n      it does not
 
 B is bytes per second of a link, w bytes of parameters. An input of a stage takes 2 a / B, there and
 back, and is spread over its n machines in the released program. `released` is that of the code,
 whose results `paper` does not always give.
 
-Cost: O(S^2 M^2) operations for S states and M machines, vectorised over states.
+Machines may be in levels, such as GPUs of a server and servers of a rack: then the best pipeline of
+states i..j on all q machines of a level is what one machine of the next level computes.
+
+Cost: O(S^3 M^2) operations for S states and M machines of a level, O(S^2 M^2) for the outermost
+one; vectorised over first and last states.
 
 Source: D. Narayanan et al., SOSP 2019, section 3.1 and its released optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,11 +30,24 @@ from numpy.typing import NDArray
 
 from braid.errors import ConfigError
 from braid.plan.pipedream.antichains import States
+from braid.plan.pipedream.memory import MemoryLimit
 
-__all__ = ["Partition", "Recurrence", "StagePlan", "partition"]
+__all__ = ["Level", "Partition", "Recurrence", "StagePlan", "partition"]
 
 Recurrence = Literal["paper", "released"]
 Floats = NDArray[np.float64]
+
+
+class Level(NamedTuple):
+    """Machines that are joined alike.
+
+    Attributes:
+        machines: Number of machines, or of groups of the level below.
+        bytes_per_s: Bandwidth between two of them.
+    """
+
+    machines: int
+    bytes_per_s: float
 
 
 class StagePlan(NamedTuple):
@@ -65,94 +84,199 @@ class Partition(NamedTuple):
 
 def partition(
     states: States,
-    machines: int,
-    bytes_per_s: float,
+    levels: Sequence[Level],
     *,
     recurrence: Recurrence = "paper",
     straight: bool = False,
+    memory: MemoryLimit | None = None,
 ) -> Partition:
     """Return the best pipeline.
 
     Args:
         states: States of the profiled graph.
-        machines: Number of machines.
-        bytes_per_s: Bandwidth between two of them.
+        levels: Machines, those that are joined most closely first.
         recurrence: One of the two programs.
         straight: Whether each stage has one machine.
+        memory: Memory of a machine; without a limit when None.
 
     Raises:
-        ConfigError: A number is not positive, or a straight pipeline needs more states.
+        ConfigError: A number is not positive, a straight pipeline needs more states, or no pipeline
+            fits into memory.
     """
-    if machines < 1 or not bytes_per_s > 0:
-        msg = f"needs machines >= 1 and a bandwidth, got {machines} and {bytes_per_s} bytes/s"
+    problems = [level for level in levels if level.machines < 1 or not level.bytes_per_s > 0]
+    if not levels or problems:
+        msg = f"needs machines >= 1 and a bandwidth on each level, got {list(map(tuple, levels))}"
         raise ConfigError(msg)
-    size = len(states.compute_s)
-    limit = 1 if straight else machines
-    best = np.full((machines + 1, size), np.inf)  # by machines and last state
-    split = np.full((machines + 1, size, 2), -1)  # state before the last stage, its machines
-    ends = np.arange(size)
-    for m in range(1, machines + 1):
-        if m <= limit:
-            best[m] = _stage_s(states, None, ends, m, bytes_per_s, recurrence)
-            split[m, :, 1] = m
-        for n in range(1, min(limit, m - 1) + 1):
-            for k in range(size):
-                later = np.flatnonzero(states.before[:, k])
-                if not len(later) or not np.isfinite(best[m - n, k]):
-                    continue
-                seconds = np.maximum(
-                    _stage_s(states, k, later, n, bytes_per_s, recurrence), best[m - n, k]
-                )
-                seconds = np.maximum(seconds, _transfer_s(states, k, n, bytes_per_s, recurrence))
-                if recurrence == "released":
-                    handed = 2 * states.output_bytes[later] / (bytes_per_s * n)
-                    seconds = np.maximum(seconds, np.where(later < size - 1, handed, 0.0))
-                better = seconds < best[m, later]
-                best[m, later[better]] = seconds[better]
-                split[m, later[better]] = k, n
-    if not np.isfinite(best[machines, -1]):
-        msg = f"a straight pipeline of {machines} stages needs as many states, the graph has {size}"
+    spans = _Spans.of(states)
+    total = prod(level.machines for level in levels)
+    solved: list[_Solved] = []
+    for number, level in enumerate(levels):
+        solved.append(
+            _Solved(
+                states,
+                spans if not solved else spans._replace(compute_s=solved[-1].best[-1]),
+                level,
+                recurrence,
+                inner=prod(each.machines for each in levels[:number]),
+                later=0 if len(levels) == 1 else total - level.machines,
+                straight=straight,
+                memory=None if number else memory,
+                whole=number + 1 == len(levels),
+            )
+        )
+    seconds = float(solved[-1].best[levels[-1].machines][0, -1])
+    if not np.isfinite(seconds):
+        if memory is not None:
+            raise ConfigError(memory.too_small(spans.params, spans.saved, total))
+        size = len(states.compute_s)
+        msg = f"a straight pipeline of {total} stages needs as many states, the graph has {size}"
         raise ConfigError(msg)
-    return Partition(
-        float(best[machines, -1]),
-        _stages(states, split, machines),
-        float(states.compute_s[-1]),
-        float(_stage_s(states, None, ends[-1:], machines, bytes_per_s, recurrence)[0]),
+    stages = tuple(
+        StagePlan(first, end, replicas, _nodes(states, first, end))
+        for first, end, replicas in _stages(solved, 0, len(states.compute_s) - 1)
     )
+    whole = spans.compute_s[:1, -1:], spans.params[:1, -1:]
+    together_s = _Solved.stage_s(*whole, total, levels[-1], recurrence)
+    return Partition(seconds, stages, float(whole[0][0, 0]), float(together_s[0, 0]))
 
 
-def _stage_s(
-    states: States,
-    before: int | None,
-    ends: NDArray[np.intp],
-    machines: int,
-    bytes_per_s: float,
-    recurrence: Recurrence,
-) -> Floats:
-    """Return the seconds of stages that begin after one state and end with each of others."""
-    compute, params = states.compute_s[ends], states.param_bytes[ends]
-    if before is not None:
-        compute = compute - states.compute_s[before]
-        params = params - states.param_bytes[before]
-    wire = (machines - 1) * params / bytes_per_s
-    if recurrence == "released":
-        return np.asarray((compute + 4 * wire / machines) / machines)
-    return np.maximum(compute / machines, 2 * wire / machines)
+class _Spans(NamedTuple):
+    """States from one to another, by the first one and the last one.
+
+    Attributes:
+        compute_s: Seconds of all nodes; infinite where these are not in order.
+        params: Bytes of their parameters.
+        saved: Bytes that they keep for a minibatch, their input among them.
+    """
+
+    compute_s: Floats
+    params: Floats
+    saved: Floats
+
+    @classmethod
+    def of(cls, states: States) -> _Spans:
+        size = len(states.compute_s)
+        in_order = np.ones((size, size), np.bool_)
+        in_order[1:] = states.before.T[:-1]  # the state before the first one
+
+        def between(totals: Floats, otherwise: float = 0.0) -> Floats:
+            before = np.concatenate([[0.0], totals[:-1]])
+            return np.where(in_order, totals[None, :] - before[:, None], otherwise)
+
+        given = np.concatenate([[0.0], states.output_bytes[:-1]])
+        return cls(
+            between(states.compute_s, np.inf),
+            between(states.param_bytes),
+            between(states.saved_bytes) + given[:, None],
+        )
 
 
-def _transfer_s(
-    states: States, state: int, machines: int, bytes_per_s: float, recurrence: Recurrence
-) -> float:
-    share = machines if recurrence == "released" else 1
-    return float(2 * states.output_bytes[state] / (bytes_per_s * share))
+class _Solved:
+    """The best pipelines of a level, for all first and last states.
+
+    Attributes:
+        best: Seconds, by number of machines, first state and last state.
+    """
+
+    def __init__(
+        self,
+        states: States,
+        spans: _Spans,
+        level: Level,
+        recurrence: Recurrence,
+        *,
+        inner: int,
+        later: int,
+        straight: bool,
+        memory: MemoryLimit | None,
+        whole: bool,
+    ) -> None:
+        self._states, self._spans, self._level = states, spans, level
+        self._recurrence, self._inner, self._later = recurrence, inner, later
+        self._memory = memory
+        self.limit = 1 if straight else level.machines
+        size = len(states.compute_s)
+        rows = 1 if whole else size  # of the outermost level only the whole is needed
+        self.best = [np.full((rows, size), np.inf) for _ in range(level.machines + 1)]
+        for m in range(1, level.machines + 1):
+            best = self.best[m]
+            if m <= self.limit:
+                best[:] = self._stages_s(m, m)[:rows]
+            for n in range(1, min(self.limit, m - 1) + 1):
+                last_s = self._last_s(m, n)
+                for k in range(size - 1):
+                    first = self.best[m - n][: k + 1, k, None]
+                    block = best[: k + 1, k + 1 :]
+                    np.minimum(block, np.maximum(first, last_s[k]), out=block)
+
+    def parts(self, m: int, begin: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yield first state, last state and machines of each stage of a best pipeline."""
+        wanted = self.best[m][begin, last]
+        if m <= self.limit and self._stages_s(m, m)[begin, last] == wanted:
+            yield begin, last, m
+            return
+        for n in range(1, min(self.limit, m - 1) + 1):
+            last_s = self._last_s(m, n)
+            for k in range(begin, last):
+                if max(self.best[m - n][begin, k], last_s[k][last - k - 1]) == wanted:
+                    yield from self.parts(m - n, begin, k)
+                    yield k + 1, last, n
+                    return
+
+    def _last_s(self, m: int, n: int) -> list[Floats]:
+        """Return the seconds of a last stage on n of m machines, with its transfers, by state k."""
+        stages, output, size = self._stages_s(m, n), self._states.output_bytes, len(self.best[0][0])
+        bandwidth = self._level.bytes_per_s
+        if self._recurrence == "paper":
+            given = 2 * output / bandwidth
+            return [np.maximum(stages[k + 1, k + 1 :], given[k]) for k in range(size - 1)]
+        given = 2 * output / (bandwidth * n)
+        handed = given.copy()
+        handed[-1] = 0.0  # the last state hands on nothing
+        return [
+            np.maximum(np.maximum(stages[k + 1, k + 1 :], given[k]), handed[k + 1 :])
+            for k in range(size - 1)
+        ]
+
+    def _stages_s(self, m: int, n: int) -> Floats:
+        """Return the seconds of one stage on n machines, the last of m, by first and last state."""
+        seconds = self.stage_s(
+            self._spans.compute_s, self._spans.params, n, self._level, self._recurrence, self._inner
+        )
+        if self._memory is None:
+            return seconds
+        machines = self._level.machines - m + n + self._later  # of this stage and all later ones
+        held = (machines - 1) // n + 1
+        fits = self._memory.fits(self._spans.params, self._spans.saved, held)
+        return np.where(fits, seconds, np.inf)
+
+    @staticmethod
+    def stage_s(
+        compute_s: Floats,
+        params: Floats,
+        machines: int,
+        level: Level,
+        recurrence: Recurrence,
+        inner: int = 1,
+    ) -> Floats:
+        """Return the seconds of stages that some machines of a level share."""
+        wire = (machines - 1) * params / level.bytes_per_s
+        if recurrence == "released":
+            return np.asarray((compute_s + 4 * wire / machines / inner) / machines)
+        return np.maximum(compute_s / machines, 2 * wire / machines)
 
 
-def _stages(states: States, split: NDArray[np.int64], machines: int) -> tuple[StagePlan, ...]:
-    stages: list[StagePlan] = []
-    last = len(states.compute_s) - 1
-    while machines:
-        before, replicas = (int(x) for x in split[machines, last])
-        nodes = states.members[last] - (states.members[before] if before >= 0 else frozenset())
-        stages.append(StagePlan(before + 1, last + 1, replicas, nodes))
-        last, machines = before, machines - replicas
-    return tuple(reversed(stages))
+def _stages(solved: Sequence[_Solved], begin: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Yield first state, end and replicas of all stages, down to single machines."""
+    *inner, outer = solved
+    for first, own_last, machines in outer.parts(len(outer.best) - 1, begin, last):
+        if not inner:
+            yield first, own_last + 1, machines
+            continue
+        for deeper_first, end, replicas in _stages(inner, first, own_last):
+            yield deeper_first, end, machines * replicas
+
+
+def _nodes(states: States, first: int, end: int) -> frozenset[str]:
+    before = states.members[first - 1] if first else frozenset()
+    return states.members[end - 1] - before

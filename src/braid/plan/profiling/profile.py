@@ -111,6 +111,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 layer.backward_s(rows),
                 layer.output_bytes.of(rows),
                 layer.param_bytes,
+                saved_bytes=layer.saved_bytes.of(rows),
             )
             for number, layer in enumerate(self.layers, 1)
         }

@@ -1,0 +1,33 @@
+"""Numbers of bytes as people type them."""
+
+from __future__ import annotations
+
+from braid.errors import ConfigError
+
+__all__ = ["bytes_in"]
+
+KILO = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+    "ti": 1 << 40,
+}
+
+
+def bytes_in(text: str) -> int:
+    """Parse a number of bytes such as `64Mi`, `1.5G` or `1000`."""
+    digits = text.rstrip("bB").rstrip("iIkKmMgGtT")
+    unit = text.rstrip("bB")[len(digits) :].lower()
+    try:
+        nbytes = round(float(digits) * KILO[unit])
+    except (ValueError, KeyError, OverflowError):
+        nbytes = -1
+    if nbytes < 0:
+        msg = f"a number of bytes must be written like 1000, 64Ki or 1.5G, got {text!r}"
+        raise ConfigError(msg)
+    return nbytes
