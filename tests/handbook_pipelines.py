@@ -8,8 +8,10 @@ from braid.schedule import Costs, Program, simulate
 from braid.schedule.bars import COLOURS, Bar, draw
 from braid.schedule.pipeline import (
     SCHEDULES,
+    asynchronous,
     gpipe,
     one_f_one_b,
+    staleness,
     with_recompute,
 )
 from braid.schedule.pipeline.measures import bubble, peak_activations
@@ -48,6 +50,30 @@ def bars_of(timeline: Timeline, first_lane: int = 0, *, messages: bool = False) 
         for i in timeline.intervals
         if messages or not i.is_message
     ]
+
+
+def weight_versions() -> str:
+    """Three rules for the weights of micro-batches; the number of a work is the version it uses."""
+    bars: list[Bar] = []
+    lanes: list[str] = []
+    notes: list[str] = []
+    end_s = 0.0
+    for rule, every in (("stash", 1), ("vertical_sync", 1), ("2bw", 3)):
+        program = asynchronous((1, 1, 1), 9, versions=rule, every=every)
+        timeline = timeline_of(program)
+        version = {(a.kind, a.unit, a.index): a.version for own in program.ranks for a in own}
+        for interval in timeline.intervals:
+            kind, stage, i = interval.action[:3]
+            if kind in {"F", "B"}:
+                title = f"{_title(interval)}, version {version[kind, stage, i]}"
+                lane, text = len(lanes) + interval.rank, str(version[kind, stage, i])
+                bars.append(Bar(lane, interval.start_s, interval.end_s, COLOUR[kind], title, text))
+        for stage, ages in staleness(program).items():
+            lanes.append(f"{rule} {stage}")
+            notes.append(f"at most {max(ages)} old")
+        end_s = max(end_s, timeline.seconds)
+    legend = {"forward": COLOUR["F"], "backward": COLOUR["B"]}
+    return draw(lanes, bars, end_s, legend=legend, width=WIDTH, notes=notes)
 
 
 def _title(interval: Interval) -> str:
@@ -161,4 +187,5 @@ PIPELINES: tuple[Callable[[], str], ...] = (
     recomputation,
     schedules,
     two_streams,
+    weight_versions,
 )

@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from braid.commands import NO_DEFAULT
+from braid.commands.plan import bench_plan
 from braid.errors import ConfigError
 
 __all__ = ["BENCHES"]
@@ -473,6 +474,7 @@ BENCHES: Mapping[str, Callable[..., int]] = {
     "bench net": bench_net,
     "bench pipeline": bench_pipeline,
     "bench ps": bench_ps,
+    "bench plan": bench_plan,
     "bench rpc": bench_rpc,
     "bench tp": bench_tp,
     "bench zero": bench_zero,

@@ -12,7 +12,7 @@ from braid.commands.sizes import bytes_in
 if TYPE_CHECKING:
     from braid.plan.pipedream import ProfiledGraph
 
-__all__ = ["plan_pipedream"]
+__all__ = ["bench_plan", "plan_pipedream"]
 
 
 def plan_pipedream(
@@ -78,8 +78,8 @@ def plan_pipedream(
         raise ConfigError(msg)
     states = states_of(graph)
     done = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)
-    given = " of ".join(f"{m} machines at {b / 1e9:g} GB/s" for m, b in levels)
-    table = Table(title=f"{profile} on {given}: {recurrence}")
+    given = " x ".join(f"{m} at {b / 1e9:g} GB/s" for m, b in levels)
+    table = Table(title=f"{profile}, {recurrence}\nmachines: {given}")
     for title in ("stage", "machines", "nodes", "compute ms", "parameters MB", "first", "last"):
         table.add_column(title, justify="left" if title in {"first", "last"} else "right")
     for number, stage in enumerate(done.stages):
@@ -114,6 +114,32 @@ def plan_pipedream(
         )
         Path(out).write_text(format_graph(staged))
         print(f"{out}: the graph with its stages")
+    return 0
+
+
+def bench_plan(
+    *,
+    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:ROWS [...]")] = (
+        "mini:4",
+        "small:2",
+    ),
+    rounds: int = 6,
+    out: str = "runs/bench-plan",
+) -> int:
+    """Measure asynchronous pipelines beside a synchronous one.
+
+    Args:
+        models: Sizes of `braid train`, each with the rows of a micro-batch.
+        rounds: Number of rounds; figures are medians over them.
+        out: Directory for plan.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import plan
+    from braid.bench.workers.plan_plan import Plan
+
+    bench = plan.PlanBench(sizes=Plan(models=models, rounds=rounds), out=Path(out))
+    plan.print_plan(plan.run_plan(bench), bench.out)
     return 0
 
 
