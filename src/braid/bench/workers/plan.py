@@ -54,7 +54,7 @@ def _asynchronous(
 
 def measure(plan: Plan, group: Group) -> list[Measured]:
     """Return the seconds of each pipeline for all micro-batches of a round."""
-    found = []
+    figures = []
     for model in plan.models:
         name, _, rows = model.partition(":")
 
@@ -78,17 +78,17 @@ def measure(plan: Plan, group: Group) -> list[Measured]:
                 group.barrier()
                 if number:  # the first one warms up
                     seconds[way].append(time.perf_counter() - begin)
-        found.append(Measured(name=model, amount=count * int(rows), seconds=seconds))
-    return found
+        figures.append(Measured(name=model, amount=count * int(rows), seconds=seconds))
+    return figures
 
 
 def main(plan: Plan) -> None:
     """Be a rank."""
     torch.set_num_threads(1)
     group = context.init()
-    found = measure(plan, group)
+    figures = measure(plan, group)
     if group.rank == 0:
-        Path(plan.out).write_bytes(msgspec.json.encode(found))
+        Path(plan.out).write_bytes(msgspec.json.encode(figures))
     context.shutdown()
 
 
