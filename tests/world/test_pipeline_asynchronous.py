@@ -10,6 +10,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
+from braid.graph import capture
 from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -203,3 +204,56 @@ def test_evaluation(world, counts):
     batch, target = microbatches(3)[2]
     expected = nn.functional.cross_entropy(layers().eval()(batch), target).item()
     assert world(sum(counts), _evaluate, counts) == [pytest.approx(expected)] * sum(counts)
+
+
+class Skipping(nn.Module):
+    """A model that is no row of layers: its input is used again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+        self.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.uniform_(-0.5, 0.5, generator=generator)
+        self.second.weight.requires_grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        return (self.third(torch.tanh(self.second(hidden))) + hidden * x)[:, :3]
+
+
+def _train_captured(group: Group):
+    model = Skipping()
+    graph = capture(model, torch.ones(4, 6))
+    pipeline = AsynchronousPipeline(graph, SGD, process_group=group)
+    losses = pipeline.train_on(microbatches(5), loss=nn.functional.cross_entropy)
+    return losses, {name: x.clone() for name, x in pipeline.state_dict().items()}
+
+
+def test_a_captured_model_with_skips_and_frozen_weights(world):
+    model, states, losses = Skipping(), [], []
+    stages = ([*model.first.parameters(), *model.second.parameters()], model.third.parameters())
+    optimizers = [SGD(params) for params in stages]
+    for i, (x, target) in enumerate(microbatches(5)):
+        old = Skipping()
+        old.load_state_dict(model.state_dict())
+        states.append({name: value.clone() for name, value in model.state_dict().items()})
+        stale = states[max(0, i - 1)]  # stage 0 is one step behind
+        of_stage_0 = {name: x for name, x in stale.items() if not name.startswith("third")}
+        old.load_state_dict(of_stage_0, strict=False)
+        loss = nn.functional.cross_entropy(old(x), target)
+        loss.backward()
+        losses.append(loss.item())
+        for param, source in zip(model.parameters(), old.parameters(), strict=True):
+            param.grad = source.grad
+        for optimizer in optimizers:
+            optimizer.step()
+    own: dict[str, torch.Tensor] = {}
+    for values, state in world(2, _train_captured):
+        torch.testing.assert_close(values, torch.tensor(losses, dtype=torch.float64))
+        own |= state
+    torch.testing.assert_close(own, dict(model.state_dict()))
+    assert torch.equal(own["second.weight"], Skipping().second.weight)

@@ -98,8 +98,8 @@ class WeightVersions:
         Cost: a copy of the parameters if an older version is still needed.
         """
         if self._uses[self._newest]:
-            with torch.no_grad():
-                for param in self._params:
+            for param in self._params:
+                if param.requires_grad:  # others are not stepped
                     param.data = param.data.clone(memory_format=torch.preserve_format)
         else:
             del self._versions[self._newest]

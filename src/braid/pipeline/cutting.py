@@ -31,6 +31,7 @@ __all__ = [
     "refuse_shared",
     "register",
     "table_of",
+    "trained_params",
 ]
 
 OWN_NAMES = frozenset({"device", "stages"})  # besides those that are set before layers are
@@ -79,6 +80,12 @@ def parts_of(
     sizes = _balance(balance, len(named), num_stages)
     ends = accumulate(sizes)
     return [named[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def trained_params(part: Iterable[Layer]) -> list[nn.Parameter]:
+    """Return the parameters of layers that are trained, each once."""
+    params = (p for layer in part for p in layer.module.parameters())
+    return list(dict.fromkeys(p for p in params if p.requires_grad))
 
 
 def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:

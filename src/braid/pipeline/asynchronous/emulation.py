@@ -24,7 +24,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from braid.pipeline.cutting import checked_loss, parts_of, refuse_shared
+from braid.errors import ConfigError
+from braid.pipeline.cutting import checked_loss, parts_of, refuse_shared, trained_params
+from braid.pipeline.edges import edges_of
 from braid.pipeline.microbatches import num_rows
 from braid.pipeline.stage import Layer, Stage
 from braid.schedule.pipeline import VersionRule
@@ -47,6 +49,9 @@ class Emulation:
         balance: Number of layers of each stage.
         seed: Seed of the layers' random numbers.
 
+    Raises:
+        ConfigError: Stages share parameters or skip connections, or an argument does not fit.
+
     Attributes:
         balance: Number of layers of each stage.
         num_microbatches: Number of micro-batches so far.
@@ -65,6 +70,9 @@ class Emulation:
     ) -> None:
         parts = parts_of(nn.Module(), layers, len(replicas), balance)
         refuse_shared(parts)
+        if edges_of(parts):
+            msg = "skip connections between stages are not emulated: use a pipeline"
+            raise ConfigError(msg)
         self._replicas, self._rule, self._every = replicas, versions, every
         self._seed = seed
         self.balance = tuple(map(len, parts))
@@ -126,7 +134,7 @@ class _Emulated:
     ) -> None:
         self._layers = layers
         self._replicas, self._per_step = replicas, per_step
-        self._params = [p for p in _params(layers) if p.requires_grad]
+        self._params = trained_params(layers)
         self._optimizer = make_optimizer(self._params)
         self._versions: dict[int, list[Layer]] = {}
         self._newest = 0
@@ -157,7 +165,7 @@ class _Emulated:
 
     def add(self, own: Stage, i: int) -> None:
         """Add the gradients of a micro-batch to those of its replica."""
-        grads = [p.grad for p in _params(own.layers) if p.requires_grad]
+        grads = [p.grad for p in trained_params(own.layers)]
         sums = self._sums.get(i % self._replicas)
         if sums is None:
             self._sums[i % self._replicas] = grads
@@ -190,10 +198,6 @@ class _Emulated:
         self._sums.clear()
         self._newest += 1
         self._versions[self._newest] = copy.deepcopy(list(self._layers))
-
-
-def _params(layers: Sequence[Layer]) -> list[nn.Parameter]:
-    return list(dict.fromkeys(p for layer in layers for p in layer.module.parameters()))
 
 
 def _buffers(layers: Sequence[Layer]) -> list[torch.Tensor]:

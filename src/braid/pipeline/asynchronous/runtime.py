@@ -36,6 +36,7 @@ from braid.pipeline.cutting import (
     refuse_shared,
     register,
     table_of,
+    trained_params,
 )
 from braid.pipeline.edges import edges_of
 from braid.pipeline.executor import Executor
@@ -127,6 +128,10 @@ class AsynchronousPipeline(nn.Module):
         self.program(1)  # refuses what does not fit
         parts = parts_of(self, layers, len(counts), balance)
         refuse_shared(parts)
+        idle = [s for s, part in enumerate(parts) if not trained_params(part)]
+        if idle:
+            msg = f"stage {idle[0]} has no parameters to train: give it other layers by balance"
+            raise ConfigError(msg)
         self.balance = tuple(map(len, parts))
         arguments = {
             "replicas": counts,
@@ -141,24 +146,20 @@ class AsynchronousPipeline(nn.Module):
         self.stage = next(s for s, own in enumerate(self._placement) if process_group.rank in own)
         own_layers = parts[self.stage]
         params = dict.fromkeys(p for layer in own_layers for p in layer.module.parameters())
-        self._params = [p for p in params if p.requires_grad]
+        self._params = trained_params(own_layers)
         self._versions = WeightVersions(params)
         own = Stage(self.stage, own_layers, edges_of(parts), versions=self._versions)
         self._stages = {self.stage: own}
         self._messages = Messages(
             process_group, next((p.device for p in params), torch.device("cpu"))
         )
-        alike = process_group.split(self.stage)
-        assert alike is not None, "every rank has a stage"
-        is_one = len(self._placement[self.stage]) == 1
-        self._alike = None if is_one else alike
-        if self._alike is not None:
-            self._messages.others.append(self._alike)
-            table_of(own_layers).make_equal(self._alike, arguments)
-        self._replicas = Replicas(self._stages, self._alike)
-        if not self._params:
-            msg = f"stage {self.stage} has no parameters to train: give it other layers by balance"
-            raise ConfigError(msg)
+        alike = process_group.split(self.stage) if max(counts) > 1 else None
+        if alike is not None and alike.size > 1:
+            self._messages.others.append(alike)
+            table_of(own_layers).make_equal(alike, arguments)
+            self._replicas = Replicas(self._stages, alike)
+        else:
+            self._replicas = Replicas(self._stages, None)
         self.optimizer = make_optimizer(self._params)
         for layer in own_layers:
             register(self, layer)
