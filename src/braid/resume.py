@@ -46,6 +46,7 @@ from braid.context import membership, world
 from braid.errors import CheckpointError, ConfigError, StaleError
 from braid.expert_parallel import is_of_experts
 from braid.pipeline import Pipeline
+from braid.pipeline.asynchronous import AsynchronousPipeline
 from braid.rendezvous import ControlClient, Loaded, Saved
 from braid.sharding import (
     ShardedSnapshot,
@@ -241,6 +242,12 @@ def _refuse_parts_of(model: nn.Module | HybridParallel, group: Group) -> None:
             "the model is divided over ranks, and would be saved or loaded in parts: train it as "
             "braid.compose.HybridParallel(model, 'tp=2', group), which can be saved, or call "
             "braid.tensor_parallel.undivide(model, group) before and parallelize afterwards"
+        )
+        raise ConfigError(msg)
+    if isinstance(model, AsynchronousPipeline) and group.size > 1:
+        msg = (
+            "an AsynchronousPipeline has other layers on each rank: save and load "
+            "pipeline.state_dict() and pipeline.optimizer on each rank in a file of its own"
         )
         raise ConfigError(msg)
     if isinstance(model, Pipeline) and group.size > 1:

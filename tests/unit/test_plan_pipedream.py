@@ -172,6 +172,9 @@ def test_levels_of_machines_are_divided_as_well_as_can_be(layers, inner, outer):
     done = partition(states, levels)
     expected = best_of_levels(states, 0, len(states.compute_s) - 1, levels)
     assert done.seconds == pytest.approx(expected)
+    if len(done.stages) == 1:  # data parallel, level by level
+        assert done.data_parallel_s == done.seconds
+    assert done.seconds <= done.data_parallel_s
     assert [stage.first for stage in done.stages[1:]] == [stage.end for stage in done.stages[:-1]]
     assert (done.stages[0].first, done.stages[-1].end) == (0, len(states.compute_s))
 
@@ -257,6 +260,8 @@ def test_what_cannot_be_divided_is_refused():
     states = states_of(parse_graph(LINE))
     with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
         partition(states, [Level(2, 1e9)], straight=True)
+    with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
+        partition(states, [Level(2, 1e9)], straight=True, memory=MemoryLimit(1e15))
     with pytest.raises(
         ConfigError, match=r"machines >= 1 and a bandwidth on each level, got \[\(0, "
     ):

@@ -45,6 +45,25 @@ def test_bytes_operations_and_parameters_are_exact(profile):
     assert one.intensity(2) == pytest.approx(1024 / (1088 + 2 * 128))
 
 
+class Loop(nn.Module):
+    """The same module takes another time with another number of turns."""
+
+    def __init__(self, turns: int) -> None:
+        super().__init__()
+        self.linear, self.turns = nn.Linear(16, 16), turns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.turns):
+            x = self.linear(x)
+        return x
+
+
+def test_layers_that_look_alike_and_are_not_are_measured_each():
+    named = [("in", nn.Linear(8, 16)), ("one", Loop(1)), ("many", Loop(60))]
+    done = profile_layers(named, lambda n: torch.ones(n, 8), model="", rows=(3, 5), seconds=0.02)
+    assert done.layers[2].forward_s != done.layers[1].forward_s
+
+
 def test_times_are_of_kinds_that_are_there(profile):
     first, one, act, two = profile.layers
     assert all(layer.forward_s.of(4) > 0 for layer in profile.layers)
@@ -83,6 +102,7 @@ def test_a_line_is_fitted_exactly_and_never_below_zero(constant, per_row, rows):
         ("{}", "missing required field `model`"),
         ('{"model": 3}', "Expected `str`, got `int` - at `$.model`"),
         ('{"wrong": 3}', "unknown field `wrong`"),
+        ('{"braid": 99}', "Invalid enum value 99 - at `$.braid`"),
     ],
 )
 def test_what_is_no_profile_is_named(tmp_path, text, problem):
@@ -91,6 +111,14 @@ def test_what_is_no_profile_is_named(tmp_path, text, problem):
     with pytest.raises(ConfigError, match="is no profile") as raised:
         read_profile(file)
     assert problem in str(raised.value)
+
+
+def test_negative_costs_are_named(profile, tmp_path):
+    file = tmp_path / "profile.json"
+    profile.write(file)
+    file.write_text(file.read_text().replace('"param_bytes": 576', '"param_bytes": -5'))
+    with pytest.raises(ConfigError, match=r"`int` >= 0 - at `\$.layers\[0\].param_bytes`"):
+        read_profile(file)
 
 
 def test_rows_must_differ():
@@ -120,6 +148,9 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     assert sum(read.balance) == 4
     done = partition(states_of(read_profile(profile).as_graph(8)), [Level(2, 1e9)], straight=True)
     assert read == PipeDreamPlan.of(done, "tiny")
+    assert "braid train --model tiny --plan" in capsys.readouterr().out
+    assert main(["train", "--plan", plan, "--model", "mini"]) == 2
+    assert "is of --model tiny, got mini" in capsys.readouterr().err
     assert main(["train", "--plan", plan, "--mesh", "pp=2"]) == 2
     assert "leave these out" in capsys.readouterr().err
 
@@ -128,6 +159,7 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     ("text", "problem"),
     [
         ("{", "is no plan"),
+        ('{"kind": "other", "replicas": [1], "balance": [2]}', "is no plan"),
         ('{"replicas": [1], "balance": [2, 2]}', "a number of at least 1 for each stage"),
         ('{"replicas": [1, 0], "balance": [2, 2]}', "a number of at least 1 for each stage"),
     ],
@@ -146,6 +178,7 @@ def test_what_is_no_plan_is_refused(tmp_path, text, problem):
         (["--model", "gpt9"], "must be one of gpt2-tiny"),
         (["nowhere:make"], "No module named 'nowhere'"),
         (["--model", "gpt2-tiny", "--rows", "2"], "at least two different"),
+        (["--model", "gpt2-tiny", "--out", "nowhere/p.json"], "cannot be written: there is no"),
     ],
 )
 def test_what_cannot_be_profiled_is_named(tmp_path, monkeypatch, capsys, arguments, problem):

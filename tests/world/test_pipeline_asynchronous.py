@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -93,6 +94,8 @@ def emulated(counts, rounds, options):
         ((3, 1), [7], {"every": 2}),
         ((2, 2), [8], {"versions": "2bw", "every": 2}),
         ((2, 2), [9], {"versions": "vertical_sync"}),
+        ((3, 1), [1], {}),
+        ((2, 1), [7, 1], {}),
     ],
 )
 def test_training_has_the_bits_of_one_process_with_the_same_staleness(
@@ -174,6 +177,12 @@ def _refused(group: Group) -> list[str]:
             microbatches(2 + group.rank), loss=nn.functional.cross_entropy
         ),
         lambda: AsynchronousPipeline(layers(), SGD, process_group=group)(torch.ones(1)),
+        lambda: AsynchronousPipeline(
+            [nn.Tanh(), nn.Tanh(), *layers()], SGD, process_group=group, balance=(2, 8)
+        ),
+        lambda: AsynchronousPipeline(
+            nn.Sequential(OrderedDict(optimizer=nn.Tanh(), own=layers())), SGD, process_group=group
+        ),
     ]
     return [_text(group, lambda _, call=call: call()) for call in tries]
 
@@ -189,21 +198,23 @@ def test_mistakes_are_named(world):
             "has no length",
             "got [2, 3]",
             "is not called",
+            "stage 0 has no parameters to train",
+            "layers cannot have the names optimizer",
         ]
-        assert [word in text for word, text in zip(words, texts, strict=True)] == [True] * 8, texts
+        assert [word in text for word, text in zip(words, texts, strict=True)] == [True] * 10, texts
 
 
-def _evaluate(group: Group, counts) -> float:
+def _evaluate(group: Group, counts, rows) -> float:
     pipeline = AsynchronousPipeline(layers(), SGD, process_group=group, replicas=counts).eval()
-    batch, target = microbatches(3)[2]
+    batch, target = (x[:rows] for x in microbatches(3)[2])
     return pipeline.evaluate(batch, target, loss=nn.functional.cross_entropy).item()
 
 
-@pytest.mark.parametrize("counts", [(1, 1), (2, 1)])
-def test_evaluation(world, counts):
-    batch, target = microbatches(3)[2]
+@pytest.mark.parametrize(("counts", "rows"), [((1, 1), 4), ((2, 1), 4), ((2, 1), 1)])
+def test_evaluation(world, counts, rows):
+    batch, target = (x[:rows] for x in microbatches(3)[2])
     expected = nn.functional.cross_entropy(layers().eval()(batch), target).item()
-    assert world(sum(counts), _evaluate, counts) == [pytest.approx(expected)] * sum(counts)
+    assert world(sum(counts), _evaluate, counts, rows) == [pytest.approx(expected)] * sum(counts)
 
 
 class Skipping(nn.Module):

@@ -24,6 +24,7 @@ from braid.bench.harness.report import (
 )
 from braid.bench.workers.plan_plan import PARTS, SYNCHRONOUS, Plan
 from braid.bench.workers.ps_plan import Measured
+from braid.train.config import MODELS
 
 __all__ = ["PlanBench", "PlanReport", "plan_table", "plan_verdicts", "print_plan", "run_plan"]
 
@@ -55,7 +56,13 @@ class PlanBench:
     out: Path = Path("runs/bench-plan")
 
     def __post_init__(self) -> None:
-        check_minimums([("rounds", self.sizes.rounds, 1)], unknown_parts(self.only, PARTS))
+        problems = [
+            f"a model is NAME:ROWS, such as mini:4, with a name of {', '.join(MODELS)}: {each}"
+            for each in self.sizes.models
+            if not (each.partition(":")[0] in MODELS and each.partition(":")[2].isdecimal())
+        ]
+        least = [("rounds", self.sizes.rounds, 1)]
+        check_minimums(least, [*unknown_parts(self.only, PARTS), *problems])
 
 
 def run_plan(bench: PlanBench, *, console: RichConsole | None = None) -> PlanReport:

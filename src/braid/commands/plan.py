@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from braid.commands import NO_DEFAULT
-from braid.commands.sizes import bytes_in
+from braid.commands.typed import bytes_in, check_place
 
 if TYPE_CHECKING:
     from braid.plan.pipedream import ProfiledGraph
@@ -60,6 +60,7 @@ def plan_pipedream(
         partition,
         states_of,
     )
+    from braid.train.config import MODELS
 
     if len(machines) != len(bandwidth):
         msg = (
@@ -70,6 +71,8 @@ def plan_pipedream(
     if optimizer_states < 0:
         msg = f"--optimizer-states must not be negative, got {optimizer_states}"
         raise ConfigError(msg)
+    for file in filter(None, (plan, out)):
+        check_place(file)
     levels = [Level(*level) for level in zip(machines, bandwidth, strict=True)]
     limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
     graph, model = _graph_of(profile, rows)
@@ -96,14 +99,16 @@ def plan_pipedream(
         )
     console = Console()
     console.print(table)
-    print(
-        f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} times "
-        f"as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as fast as data "
-        "parallelism"
-    )
+    if done.seconds:
+        print(
+            f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} "
+            f"times as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as "
+            "fast as data parallelism"
+        )
     if plan:
         PipeDreamPlan.of(done, model).write(plan)
-        print(f"{plan}: the plan; train with braid train --plan {plan} --model {model}")
+        hint = f"; train with braid train --model {model} --plan {plan}" if model in MODELS else ""
+        print(f"{plan}: the plan{hint}")
     if out:
         stage_of = {name: n for n, stage in enumerate(done.stages) for name in stage.nodes}
         staged = graph._replace(

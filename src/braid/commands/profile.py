@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from braid.commands import NO_DEFAULT, Threads
+from braid.commands.typed import check_place
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,8 @@ def profile(
     if bool(target) == bool(model):
         msg = "give a model: MODULE:FUNCTION, or --model NAME"
         raise ConfigError(msg)
+    for file in filter(None, (out, graph)):
+        check_place(file)
     name, named, sample = _gpt(model, context) if model else _captured(target)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from braid.commands import NO_DEFAULT
-from braid.commands.sizes import bytes_in
+from braid.commands.typed import bytes_in, check_place
 from braid.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def schedule_simulate(
     from braid.schedule.pipeline import ALL_SCHEDULES
 
     for file in filter(None, (svg, trace)):
-        _check_place(file)
+        check_place(file)
     times = {"--forward-ms": forward_ms, "--backward-ms": backward_ms}
     for option, value in times.items():
         if not 0 <= value < float("inf"):
@@ -281,20 +281,6 @@ def _cluster(file: str, ranks: int, latency_us: float, gbytes_per_s: float) -> C
     except ConfigError as exc:
         msg = f"{file}: {exc}"
         raise ConfigError(msg) from exc
-
-
-def _check_place(file: str) -> None:
-    """Refuse a file that cannot be written, before anything is computed."""
-    import os
-    from pathlib import Path
-
-    path = Path(file)
-    problem = "it is a directory" if path.is_dir() else ""
-    if not problem and not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "there is no such directory, or no permission to write to it"
-    if problem:
-        msg = f"{file} cannot be written: {problem}"
-        raise ConfigError(msg)
 
 
 def _write(file: str, text: str) -> None:

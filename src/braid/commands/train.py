@@ -53,6 +53,7 @@ def train(
     stage_replicas: Annotated[
         str, tyro.conf.arg(metavar="COUNTS", help_behavior_hint=NO_DEFAULT)
     ] = "",
+    flush_every: int = 20,
     plan: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = "",
     shard: int = 0,
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
@@ -62,7 +63,8 @@ def train(
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
-    Ctrl-C and SIGTERM save a checkpoint at the next step and print the line that resumes from it.
+    Ctrl-C and SIGTERM save a checkpoint at the next step (or flush) and print the line that resumes
+    from it.
 
     Args:
         n: Number of ranks (default: those of --mesh, else 1).
@@ -91,7 +93,7 @@ def train(
             two of either (default: all data parallel).
         schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with
             a program, also as CSV of torch's pipelining.
-        microbatches: Micro-batches of a pipeline.
+        microbatches: Micro-batches of a pipeline; of a step, with --versions 2bw.
         balance: Layers of the stages of a pipeline: by measured time or size, or their numbers,
             such as 3,4,3 (default: as even as possible).
         recompute: Micro-batches that are computed again in backward to save memory: always,
@@ -99,6 +101,8 @@ def train(
         versions: Train on an asynchronous pipeline, which steps without waiting, with the weights
             of stash, vertical_sync or 2bw (PipeDream).
         stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1 (default: 1).
+        flush_every: Steps between flushes of an asynchronous pipeline, at which Ctrl-C is noticed;
+            lower it if so many take longer than 30 s.
         plan: Plan of `braid plan pipedream`, in place of mesh, balance, versions and
             stage-replicas.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
@@ -121,6 +125,9 @@ def train(
             msg = "--plan has mesh, balance, versions and stage-replicas: leave these out"
             raise ConfigError(msg)
         read = read_plan(plan)
+        if read.model and read.model != model:
+            msg = f"{plan} is of --model {read.model}, got {model}: its layers are others"
+            raise ConfigError(msg)
         mesh, balance, versions = f"pp={read.num_ranks}", read.balance_text, read.versions
         stage_replicas = ",".join(map(str, read.replicas))
     config = TrainConfig(
@@ -148,6 +155,7 @@ def train(
         recompute=recompute,
         versions=versions,
         stage_replicas=stage_replicas,
+        flush_every=flush_every,
         shard=shard,
         strategy=strategy,
         servers=servers,

@@ -34,7 +34,8 @@ __all__ = [
     "trained_params",
 ]
 
-OWN_NAMES = frozenset({"device", "stages"})  # besides those that are set before layers are
+# of pipelines, besides those that are set before layers are
+OWN_NAMES = frozenset({"device", "stages", "balance", "stage", "optimizer", "most_live"})
 
 
 def parts_of(
@@ -73,8 +74,8 @@ def parts_of(
     taken = [name for name, _ in named if name in OWN_NAMES or hasattr(pipeline, name)]
     if taken:
         msg = (
-            f"layers cannot have the names {', '.join(taken)}, which a {type(pipeline).__name__} "
-            "uses itself: rename them, or give the layers as a list"
+            f"layers cannot have the names {', '.join(taken)}, which pipelines use "
+            "themselves: rename them, or give the layers as a list"
         )
         raise ConfigError(msg)
     sizes = _balance(balance, len(named), num_stages)

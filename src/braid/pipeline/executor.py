@@ -81,7 +81,7 @@ class Executor:
         problems = []
         if program.num_ranks != carrier.size:
             problems.append(f"{program} is not for a group of {carrier.size} ranks")
-        if own != set(stages):
+        if not own <= set(stages):
             problems.append(f"{program} has stages {sorted(own)} here, got {sorted(stages)}")
         if on_step is None and any(a.kind == "STEP" for a in program.ranks[carrier.rank]):
             problems.append(
@@ -179,6 +179,8 @@ class Executor:
         return grads_of_batch
 
     def _perform(self, actions: Sequence[Action]) -> dict[int, Any]:
+        if not self._actions:  # a replica without a micro-batch
+            return {}
         action = self._actions[0]
         try:
             for action in actions:

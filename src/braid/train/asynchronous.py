@@ -1,16 +1,16 @@
 """Training on an asynchronous pipeline: many steps up to each flush.
 
-    steps 1 .. 50       program of 50 micro-batches, each with its own step      flush: losses
-    steps 51 .. 100     evaluation, checkpoint                                   flush: losses
+    steps 1 .. 20       program of 20 micro-batches, each with its own step      flush: losses
+    steps 21 .. 40      another one; then perhaps evaluation, checkpoint         flush: losses
 
-Stages step at other times, so each clips its own gradients, and none waits for the loss: a loss
-that is not finite is seen at the flush. One rank with `reference_shards` stages computes the same.
+Stages step at other times, so each clips its own gradients, and none waits for the loss. One rank
+with `reference_shards` stages computes the same.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -33,9 +33,7 @@ from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.stage_balance import stage_balance
 
-__all__ = ["MOST_STEPS", "AsynchronousStages", "Trained"]
-
-MOST_STEPS = 50  # up to a flush, at which signals and bad losses are noticed
+__all__ = ["AsynchronousStages", "Trained"]
 
 
 class Trained(NamedTuple):
@@ -104,12 +102,19 @@ class AsynchronousStages:
         firsts = [*accumulate(config.counts, initial=0)]  # first rank of each stage
         self._owners = {name: firsts[stage_of[param]] for name, param in model.named_parameters()}
 
-    def train_on(self, first_step: int, batches: Sequence[Sequence[int]]) -> Trained:
+    def train_on(
+        self,
+        first_step: int,
+        batches: Sequence[Sequence[int]],
+        check: Callable[[float, int], None],
+    ) -> Trained:
         """Take a step for each batch, up to a flush.
 
         Args:
             first_step: Number of steps before.
             batches: Samples of each batch.
+            check: Called with the norm of the gradients of a stage and the number of steps before,
+                before the weights change; raises if it is not finite.
         """
         norms: dict[int, float] = {}  # of the first stage that steps here
         every = self._config.every
@@ -119,7 +124,9 @@ class AsynchronousStages:
             for own in optimizer.param_groups:
                 own["lr"] = self._config.lr_at(number)
             grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-            norms.setdefault(number, clip_pieces_(grads, self._config.clip).item())
+            norm = clip_pieces_(grads, self._config.clip).item()
+            check(norm, number)
+            norms.setdefault(number, norm)
 
         self._pipeline.num_microbatches = first_step * every
         losses = self._pipeline.train_on(

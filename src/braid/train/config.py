@@ -76,7 +76,7 @@ class TrainConfig:
         sample_bytes: Length of the text that is generated at the end.
         mesh: Arrangement of the ranks, such as `pp=2,dp=2`; all of them data parallel when empty.
         schedule: Schedule of a pipeline: a name, or a file with a program.
-        microbatches: Number of micro-batches of a pipeline.
+        microbatches: Number of micro-batches of a pipeline; of a step, with 2bw.
         balance: Cost by which layers are balanced over stages (`time` or `size`), or their numbers,
             such as 3,4,3; as even as possible when empty.
         recompute: Micro-batches of a pipeline that are computed again in backward: `always`,
@@ -86,6 +86,8 @@ class TrainConfig:
             Nothing for a synchronous pipeline.
         stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1; one each when
             empty.
+        flush_every: Steps between flushes of an asynchronous pipeline, at which signals and losses
+            are seen. A flush is also at each evaluation and checkpoint.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
         strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.
@@ -118,6 +120,7 @@ class TrainConfig:
     recompute: str = "never"
     versions: str = ""
     stage_replicas: str = ""
+    flush_every: int = 20
     shard: int = 0
     strategy: str = ""
     servers: int = 1
@@ -141,6 +144,7 @@ class TrainConfig:
             "sample_bytes": 0,
             "warmup": 0,
             "microbatches": 1,
+            "flush_every": 1,
             "servers": 1,
             "replicas": 0,
             "staleness": 0,
@@ -335,7 +339,8 @@ class TrainConfig:
         if self.versions:
             self._check_versions()
         if num_ranks == 1:
-            alone = () if self.reference_shards else (("versions", ""), ("balance", ""))
+            is_row = self.reference_shards or "pp" in self.mesh  # perhaps of one stage
+            alone = () if is_row else (("versions", ""), ("balance", ""))
             for name, default in (("schedule", "1f1b"), ("recompute", "never"), *alone):
                 value = getattr(self, name)
                 if value != default:
@@ -370,7 +375,7 @@ class TrainConfig:
         if set(dict(Mesh.parse(self.mesh).axes) if self.mesh else ()) - {"pp"}:
             msg = (
                 f"--versions {self.versions} trains on a pipeline alone: use --mesh "
-                f"pp={self.num_stage_ranks}"
+                f"pp={Mesh.parse(self.mesh).size}"
             )
             raise ConfigError(msg)
         if self.versions == "2bw" and self.microbatches < stages:

@@ -29,7 +29,7 @@ from braid.comm import Group
 from braid.data import Corpus, Windows
 from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.sampling import OrderedSampler, SampleOrder
-from braid.train.asynchronous import MOST_STEPS, AsynchronousStages
+from braid.train.asynchronous import AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.mesh_shards import MeshShards
@@ -243,7 +243,7 @@ class Trainer:
         self._refuse_not_finite(answers.losses)
         with events.span("optimizer"):
             norm = self._shards.clip(config.clip)
-            self._refuse_gradient(norm)
+            self._refuse_gradient(norm, self._step)
             self._optimizer.step()
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, self._group.statistics())
@@ -252,15 +252,15 @@ class Trainer:
         return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
 
     def _steps_to_flush(self, stages: AsynchronousStages) -> int:
-        """Take steps up to the next evaluation or checkpoint; see `_one_step`."""
+        """Take steps up to the next flush, evaluation or checkpoint; see `_one_step`."""
         config, clock = self._config, self._group.context.clock
         start_ns, before = clock.now_ns(), self._group.statistics()
-        ends = [config.steps, self._step + MOST_STEPS]
-        every = filter(None, (config.eval_every, config.checkpoint_every))
+        ends = [config.steps]
+        every = filter(None, (config.flush_every, config.eval_every, config.checkpoint_every))
         ends += [self._step - self._step % k + k for k in every]
         count = min(ends) - self._step
         batches = [self._sampler.next_batch() for _ in range(count)]
-        losses, norms = stages.train_on(self._step, batches)
+        losses, norms = stages.train_on(self._step, batches, self._refuse_gradient)
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, self._group.statistics())
         for loss, norm in zip(losses, norms, strict=True):
@@ -300,7 +300,7 @@ class Trainer:
         )
         raise TrainingDivergedError(msg)
 
-    def _refuse_gradient(self, norm: float) -> None:
+    def _refuse_gradient(self, norm: float, num_steps: int) -> None:
         if math.isfinite(norm):
             return
         name = next(
@@ -312,7 +312,7 @@ class Trainer:
             "(all parameters together)",
         )
         msg = (
-            f"gradient has the norm {norm} at step {self._step + 1}, first in {name}: lower "
+            f"gradient has the norm {norm} at step {num_steps + 1}, first in {name}: lower "
             "--lr, or resume from the last checkpoint"
         )
         raise TrainingDivergedError(msg)

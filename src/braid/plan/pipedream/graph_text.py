@@ -43,7 +43,7 @@ class ProfiledNode(NamedTuple):
         output_bytes: Size of its output.
         param_bytes: Size of its parameters.
         stage: Stage that it belongs to; None before it is planned.
-        saved_bytes: Size of what it keeps for backward, its output among it; that of its output
+        saved_bytes: Size of what it keeps for backward, its output among them; that of its output
             when None, as in the text.
     """
 

@@ -25,7 +25,7 @@ class MemoryLimit(NamedTuple):
     """Memory of one machine.
 
     Attributes:
-        nbytes: Its bytes.
+        nbytes: Bytes of a machine.
         states: States of the optimizer for each parameter: 0 for SGD, 1 with momentum, 2 for Adam.
     """
 

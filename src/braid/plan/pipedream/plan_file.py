@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -24,7 +25,7 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         seconds: Predicted time of a micro-batch.
     """
 
-    kind: str = "pipedream"
+    kind: Literal["pipedream"] = "pipedream"
     model: str = ""
     versions: str = "stash"
     replicas: tuple[int, ...]

@@ -73,7 +73,7 @@ class Partition(NamedTuple):
         seconds: Time of a minibatch in the steady state, that of the slowest stage or transfer.
         stages: Stages, the first one first.
         one_machine_s: Time of a minibatch on one machine.
-        data_parallel_s: Time of a minibatch if all machines share one stage.
+        data_parallel_s: Time of a minibatch if all machines share one stage, level by level.
     """
 
     seconds: float
@@ -126,18 +126,21 @@ def partition(
         )
     seconds = float(solved[-1].best[levels[-1].machines][0, -1])
     if not np.isfinite(seconds):
-        if memory is not None:
-            raise ConfigError(memory.too_small(spans.params, spans.saved, total))
         size = len(states.compute_s)
+        if memory is not None and not (straight and total > size):
+            raise ConfigError(memory.too_small(spans.params, spans.saved, total))
         msg = f"a straight pipeline of {total} stages needs as many states, the graph has {size}"
         raise ConfigError(msg)
     stages = tuple(
         StagePlan(first, end, replicas, _nodes(states, first, end))
         for first, end, replicas in _stages(solved, 0, len(states.compute_s) - 1)
     )
-    whole = spans.compute_s[:1, -1:], spans.params[:1, -1:]
-    together_s = _Solved.stage_s(*whole, total, levels[-1], recurrence)
-    return Partition(seconds, stages, float(whole[0][0, 0]), float(together_s[0, 0]))
+    together_s, params = spans.compute_s[:1, -1:], spans.params[:1, -1:]
+    one_s, inner = float(together_s[0, 0]), 1
+    for level in levels:
+        together_s = _Solved.stage_s(together_s, params, level.machines, level, recurrence, inner)
+        inner *= level.machines
+    return Partition(seconds, stages, one_s, float(together_s[0, 0]))
 
 
 class _Spans(NamedTuple):

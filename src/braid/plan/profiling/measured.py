@@ -4,9 +4,9 @@
         layer 0: forward, to inputs, whole backward -> layer 1: ... -> layer n
 
 A backward to the weights is the whole one less that to the inputs, which is how a pipeline with a
-split backward divides it. The median over rounds counts, and the first round does not. Layers that
-are alike (class, settings, shapes of parameters and inputs) are measured in turns, and share what
-was measured. Two numbers of rows give a constant and a cost per row.
+split backward divides it. The median over rounds counts, and the first round does not. Of layers
+that are alike (class, settings, shapes of parameters and inputs, operations, bytes) the first is
+measured. Two numbers of rows give a constant and a cost per row.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _sized(sizes: list[_Sizes], kinds: list[object]) -> Callable[[nn.Module, Any
         with FlopCounterMode(display=False) as counter:
             (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
         sizes.append(_Sizes(saved_bytes, output_bytes, counter.get_total_flops()))
-        kinds.append(_kind(layer, x))
+        kinds.append((_kind(layer, x), sizes[-1]))
         return output
 
     return run

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -21,6 +21,9 @@ from braid.errors import ConfigError
 from braid.plan.pipedream.graph_text import ProfiledGraph, ProfiledNode
 
 __all__ = ["LayerProfile", "PerRows", "Profile", "fitted", "read_profile"]
+
+
+Cost = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class PerRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,8 +34,8 @@ class PerRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         per_row: Cost of each row.
     """
 
-    constant: float = 0.0
-    per_row: float = 0.0
+    constant: Cost = 0.0
+    per_row: Cost = 0.0
 
     def of(self, rows: float) -> float:
         """Return the cost of a number of rows."""
@@ -48,9 +51,9 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         forward_s: Seconds of the forward.
         input_grad_s: Seconds of the backward to its inputs.
         weight_grad_s: Seconds of the backward to its weights.
-        saved_bytes: Bytes that it keeps from forward to backward, its output among them.
-        output_bytes: Bytes that it hands on.
-        param_bytes: Bytes of its parameters.
+        saved_bytes: Bytes kept from forward to backward, those of the output among them.
+        output_bytes: Bytes of the output.
+        param_bytes: Bytes of the parameters.
         flops_per_row: Floating point operations of the forward.
         params: Numbers of its parameters, by which shared ones are known.
     """
@@ -62,8 +65,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_grad_s: PerRows
     saved_bytes: PerRows
     output_bytes: PerRows
-    param_bytes: int
-    flops_per_row: float
+    param_bytes: Annotated[int, msgspec.Meta(ge=0)]
+    flops_per_row: Cost
     params: tuple[int, ...] = ()
 
     def backward_s(self, rows: float) -> float:
@@ -89,7 +92,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         layers: Layers, in order.
     """
 
-    braid: int = 1
+    braid: Literal[1] = 1
     model: str
     device: str
     threads: int

@@ -38,10 +38,13 @@ class _Rank:
         self.steps: dict[int, int] = defaultdict(int)  # by stage
         self.versions: dict[tuple[int, int], int] = {}  # of forwards, by stage and micro-batch
         self.has_gradients: set[int] = set()  # stages with those that no step has used
+        self.has_ended: set[int] = set()  # those with a step of other replicas' gradients alone
 
     def problem(self, action: Action) -> str:
         """Return what is wrong with the version of an action; empty if nothing is."""
         steps = self.steps[action.unit]
+        if action.unit in self.has_ended and action.kind in {"F", "B", "R", "STEP"}:
+            return "comes after a step without gradients of this rank, which can only be the last"
         if action.kind == "F" and action.version > steps:
             return f"uses version {action.version}, and {steps} steps were made"
         if action.kind == "STEP" and action.version != steps + 1:
@@ -62,6 +65,8 @@ class _Rank:
             self.has_gradients.add(action.unit)
         elif action.kind == "STEP":
             self.steps[action.unit] += 1
+            if action.unit not in self.has_gradients:
+                self.has_ended.add(action.unit)
             self.has_gradients.discard(action.unit)
 
 

@@ -1,10 +1,10 @@
-"""Numbers of bytes as people type them."""
+"""Arguments as people type them: numbers of bytes, files to write."""
 
 from __future__ import annotations
 
 from braid.errors import ConfigError
 
-__all__ = ["bytes_in"]
+__all__ = ["bytes_in", "check_place"]
 
 KILO = {
     "": 1,
@@ -31,3 +31,17 @@ def bytes_in(text: str) -> int:
         msg = f"a number of bytes must be written like 1000, 64Ki or 1.5G, got {text!r}"
         raise ConfigError(msg)
     return nbytes
+
+
+def check_place(file: str) -> None:
+    """Refuse a file that cannot be written, before anything is computed."""
+    import os
+    from pathlib import Path
+
+    path = Path(file)
+    problem = "it is a directory" if path.is_dir() else ""
+    if not problem and not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "there is no such directory, or no permission to write to it"
+    if problem:
+        msg = f"{file} cannot be written: {problem}"
+        raise ConfigError(msg)
