@@ -64,6 +64,7 @@ LAUNCHING = (
     "world/test_ps_launched.py",
     "world/test_pslite_programs.py",
     "world/test_bench_plan.py",
+    "world/test_plan_here.py",
     "world/test_bench_rpc.py",
     "world/test_rl.py::test_a_killed_actor",
     "world/test_rl.py::test_actors_solve",

@@ -27,7 +27,8 @@ from braid.commands.checkpoint import (
 from braid.commands.convert import convert
 from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
-from braid.commands.plan import plan_pipedream
+from braid.commands.plan import plan
+from braid.commands.plan_pipedream import plan_pipedream
 from braid.commands.probe import probe
 from braid.commands.profile import profile
 from braid.commands.prove import prove
@@ -337,6 +338,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "run": run,
     **BENCHES,
     "convert": convert,
+    "plan": plan,
     "plan pipedream": plan_pipedream,
     "probe": probe,
     "profile": profile,

@@ -48,7 +48,7 @@ def test_without_a_known_command_all_are_listed(arguments, exit_code, capsys):
 
 def test_every_command_is_in_one_group_of_the_help(capsys):
     _, text = exit_and_output(["--help"], capsys)
-    assert [text.count(f"\n  {command} ") for command in COMMANDS] == [1] * len(COMMANDS)
+    assert [text.count(f"\n  {command}  ") for command in COMMANDS] == [1] * len(COMMANDS)
     assert sorted({command.split()[0] for command in COMMANDS}) == sorted(sum(GROUPS.values(), ()))
     assert "--version" in text
     assert max(map(len, text.split("\n"))) <= 80

@@ -12,7 +12,8 @@ from torch import nn
 
 from braid.cli import main
 from braid.errors import ConfigError
-from braid.plan.pipedream import Level, PipeDreamPlan, parse_graph, partition, read_plan, states_of
+from braid.plan.pipedream import Level, PipeDreamPlan, parse_graph, partition, states_of
+from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows, profile_layers, read_profile
 from braid.plan.profiling.profile import fitted
 
@@ -152,7 +153,7 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     assert main(["train", "--plan", plan, "--model", "mini"]) == 2
     assert "is of --model tiny, got mini" in capsys.readouterr().err
     assert main(["train", "--plan", plan, "--mesh", "pp=2"]) == 2
-    assert "leave these out" in capsys.readouterr().err
+    assert "leave mesh, balance, versions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -160,8 +161,9 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     [
         ("{", "is no plan"),
         ('{"kind": "other", "replicas": [1], "balance": [2]}', "is no plan"),
-        ('{"replicas": [1], "balance": [2, 2]}', "a number of at least 1 for each stage"),
-        ('{"replicas": [1, 0], "balance": [2, 2]}', "a number of at least 1 for each stage"),
+        ('{"replicas": [1], "balance": [2, 2]}', "is no plan"),
+        ('{"kind": "pipedream", "replicas": [1], "balance": [2, 2]}', "a number of at least 1"),
+        ('{"kind": "pipedream", "replicas": [1, 0], "balance": [2, 2]}', "a number of at least 1"),
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, text, problem):

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from braid.autograd.nested import flatten, unflatten
 from braid.autograd.recompute_plan import LayerCost
@@ -18,7 +20,7 @@ from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.autograd.streams import current_stream, synchronize
 from braid.clock import Clock, MonotonicClock
 
-__all__ = ["LiveBytes", "bytes_of", "measure", "seconds_of"]
+__all__ = ["LiveBytes", "PeakBytes", "bytes_of", "measure", "seconds_of"]
 
 Result = TypeVar("Result")
 
@@ -102,6 +104,30 @@ class LiveBytes:
         return total
 
 
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Counts the most bytes of tensors that are alive at a time, of all that operators return.
+
+    Memory that torch has not allocated, such as shared memory, does not count.
+
+    Attributes:
+        live: Tensors that are alive.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = LiveBytes()
+        for x in known:
+            self.live.register(x)
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and register what it returns."""
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().resizable():
+                self.live.register(leaf)
+        return output
+
+
 def bytes_of(
     call: Callable[[], Result], outside: Iterable[torch.Tensor]
 ) -> tuple[Result, int, int]:
@@ -151,6 +177,6 @@ def _as_leaves(x: Any) -> Any:
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage, by address."""
+    """Return the bytes of each storage, by its identity; those on meta have no address."""
     storages = [t.untyped_storage() for t in tensors]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    return {s._cdata: s.nbytes() for s in storages if s.nbytes()}  # noqa: SLF001 - it has no other

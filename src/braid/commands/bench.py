@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from braid.commands import NO_DEFAULT
-from braid.commands.plan import bench_plan
+from braid.commands.plan_pipedream import bench_plan
 from braid.errors import ConfigError
 
 __all__ = ["BENCHES"]

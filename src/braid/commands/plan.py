@@ -1,172 +1,203 @@
-"""`braid plan`: which way of splitting a model is fastest."""
+"""`braid plan`: which way of splitting a training is fastest."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from braid.commands import NO_DEFAULT
+from braid.commands import NO_DEFAULT, NumRanks
 from braid.commands.typed import bytes_in, check_place
 
 if TYPE_CHECKING:
-    from braid.plan.pipedream import ProfiledGraph
+    from braid.plan.costs import Machines, ModelCosts
+    from braid.plan.plan_file import Plan
+    from braid.plan.search import Failures, Ranking
+    from braid.topology import Cluster
 
-__all__ = ["bench_plan", "plan_pipedream"]
+__all__ = ["plan"]
+
+Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
 
 
-def plan_pipedream(
-    profile: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROFILE")],
+def plan(
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")] = "",
     *,
-    machines: tuple[int, ...],
-    bandwidth: tuple[float, ...] = (1e9,),
-    recurrence: Literal["paper", "released"] = "paper",
-    straight: bool = False,
+    n: NumRanks = None,
+    model: Text = "",
+    cluster: Text = "",
+    device: Text = "",
     memory: Annotated[str, tyro.conf.arg(metavar="BYTES", help_behavior_hint=NO_DEFAULT)] = "",
+    batch: int = 16,
+    context: int = 128,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     optimizer_states: int = 2,
-    rows: int = 8,
-    plan: str = "",
-    out: str = "",
+    profile: Text = "",
+    top: int = 10,
+    plan: Text = "",
+    timeline: Text = "",
+    picture: Text = "",
+    export: Text = "",
+    steps: int = 0,
+    rank_mean_hours: float = 0.0,
+    checkpoint_s: float = 60.0,
+    recovery_s: float = 300.0,
 ) -> int:
-    """Divide a profiled graph of PipeDream into the stages of its asynchronous pipeline.
+    """Predict which way of splitting a training over ranks is fastest.
 
-    Prints the stages, and how much faster the pipeline is than one machine and than data
-    parallelism, by PipeDream's own model of time.
+    Considers replicas, ZeRO, pipelines with all schedules, divided layers, parameter servers and
+    their combinations. Costs are those of a described cluster, or of a profile of this machine.
 
     Args:
-        profile: Profile of `braid profile`; or a graph as PipeDream's profiler writes it, whose
-            stages are ignored.
-        machines: Number of machines; or of the GPUs of a server and of servers, such as 4 2.
-        bandwidth: Bytes per second between two machines; of each level, if there are several.
-        recurrence: Program of the paper, or that of the released code.
-        straight: Give each stage one machine.
-        memory: Memory of a machine, such as 16G (default: any).
-        optimizer_states: States of the optimizer for each parameter: 1 for momentum, 2 for Adam.
-        rows: Rows of a micro-batch, for a profile of `braid profile`.
-        plan: File for the plan, as `braid train --plan` reads it; of a profile of `braid profile`.
-        out: File for the graph with the stage of each node, as PipeDream's code generator reads it.
+        target: Model of your own, as `braid profile` takes it.
+        n: Number of ranks (default: all of the cluster, or those of the profile).
+        model: A GPT of `braid train`, such as gpt2-medium.
+        cluster: TOML file of a cluster, with a [device]; see `docs/handbook`.
+        device: Device of the table in place of the cluster's, such as a100-40gb.
+        memory: Memory of a rank, such as 16GB (default: the device's).
+        batch: Rows of a step over all ranks.
+        context: Bytes of a sequence, with --model.
+        dtype: Dtype of parameters and activations.
+        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        profile: Profile of `braid profile -n N`, in place of a cluster.
+        top: Number of splits to list.
+        plan: File for the fastest split, as `braid train --plan` reads it.
+        timeline: File for a picture of its predicted timeline.
+        picture: File for a picture that compares the kinds of splits.
+        export: Directory for the split as torchgpipe, torch's pipelining and Megatron take it.
+        steps: Steps of the training, for its time to solution.
+        rank_mean_hours: Mean hours between failures of one rank; 0 for never.
+        checkpoint_s: Seconds for which a checkpoint holds up the training.
+        recovery_s: Seconds from a failure to the next step.
     """
     from pathlib import Path
 
-    from rich.console import Console
-    from rich.table import Table
-
     from braid.errors import ConfigError
-    from braid.plan.pipedream import (
-        Level,
-        MemoryLimit,
-        PipeDreamPlan,
-        format_graph,
-        partition,
-        states_of,
-    )
-    from braid.train.config import MODELS
+    from braid.plan.described import DescribedMachines
+    from braid.plan.exports import exports
+    from braid.plan.plan_file import Plan
+    from braid.plan.search import Failures, Training, find_splits, timeline_of
+    from braid.plan.tables import comparison
+    from braid.schedule.plot import to_svg
+    from braid.topology import DTYPES
+    from braid.train.models import described
 
-    if len(machines) != len(bandwidth):
-        msg = (
-            f"--machines has {len(machines)} levels and --bandwidth {len(bandwidth)}: give each "
-            "level both, the innermost first"
-        )
-        raise ConfigError(msg)
-    if optimizer_states < 0:
-        msg = f"--optimizer-states must not be negative, got {optimizer_states}"
-        raise ConfigError(msg)
-    for file in filter(None, (plan, out)):
+    for file in filter(None, (plan, timeline, picture)):
         check_place(file)
-    levels = [Level(*level) for level in zip(machines, bandwidth, strict=True)]
-    limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
-    graph, model = _graph_of(profile, rows)
-    if plan and not model:
-        msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} is none"
+    if batch < 1 or top < 1 or optimizer_states < 0 or steps < 0:
+        msg = "--batch and --top must be at least 1, --optimizer-states and --steps at least 0"
         raise ConfigError(msg)
-    states = states_of(graph)
-    done = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)
-    given = " x ".join(f"{m} at {b / 1e9:g} GB/s" for m, b in levels)
-    table = Table(title=f"{profile}, {recurrence}\nmachines: {given}")
-    for title in ("stage", "machines", "nodes", "compute ms", "parameters MB", "first", "last"):
-        table.add_column(title, justify="left" if title in {"first", "last"} else "right")
-    for number, stage in enumerate(done.stages):
-        nodes = [graph.nodes[name] for name in graph.order() if name in stage.nodes]
-        seconds = sum(node.forward_s + node.backward_s for node in nodes)
-        table.add_row(
-            str(number),
-            str(stage.replicas),
-            str(len(nodes)),
-            f"{1e3 * seconds:.1f}",
-            f"{sum(node.param_bytes for node in nodes) / 1e6:.1f}",
-            nodes[0].text.partition("(")[0],
-            nodes[-1].text.partition("(")[0],
+    if n is not None and n < 1:
+        msg = f"-n must be at least 1, got {n}"
+        raise ConfigError(msg)
+    if bool(cluster) == bool(profile):
+        msg = "give --cluster FILE, or --profile FILE of `braid profile -n N`"
+        raise ConfigError(msg)
+    limit = bytes_in(memory) if memory else None
+    costs: ModelCosts
+    machines: Machines
+    if profile:
+        costs, machines, names = _measured(profile, n, limit)
+    else:
+        computes = _cluster(cluster, device)
+        assert computes.device is not None, "checked"
+        machines = DescribedMachines(
+            computes, computes.device, num_ranks=n, memory_bytes=limit, dtype=dtype
         )
-    console = Console()
-    console.print(table)
-    if done.seconds:
-        print(
-            f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} "
-            f"times as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as "
-            "fast as data parallelism"
-        )
+        costs, names = described(target, model, context, computes.device, dtype)
+    ranking = find_splits(costs, machines, Training(batch, optimizer_states, DTYPES[dtype]))
+    hours = rank_mean_hours
+    failures = Failures(3600 * hours, checkpoint_s, recovery_s) if hours else None
+    best = ranking.best
+    _show(ranking, top, steps, failures)
+    made = Plan.of(ranking.estimator, best, context=context if model else 0)
     if plan:
-        PipeDreamPlan.of(done, model).write(plan)
-        hint = f"; train with braid train --model {model} --plan {plan}" if model in MODELS else ""
-        print(f"{plan}: the plan{hint}")
-    if out:
-        stage_of = {name: n for n, stage in enumerate(done.stages) for name in stage.nodes}
-        staged = graph._replace(
-            nodes={
-                name: node._replace(stage=stage_of.get(name, 0))
-                for name, node in graph.nodes.items()
-            }
-        )
-        Path(out).write_text(format_graph(staged))
-        print(f"{out}: the graph with its stages")
+        made.write(plan)
+        print(f"{plan}: the plan" + (f"; train with {_command(made, plan)}" if model else ""))
+    texts = {}
+    if timeline:
+        drawn = timeline_of(ranking.estimator, best.split)
+        texts[timeline] = to_svg(drawn, best.split.pp, caption=str(best.split))
+    if picture:
+        texts[picture] = comparison(ranking)
+    for file, text in texts.items():
+        Path(file).write_text(text)
+        print(f"{file}: {'the predicted timeline' if file == timeline else 'kinds of splits'}")
+    _export(export, exports(made, names) if export else {})
     return 0
 
 
-def bench_plan(
-    *,
-    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:ROWS [...]")] = (
-        "mini:4",
-        "small:2",
-    ),
-    rounds: int = 6,
-    out: str = "runs/bench-plan",
-) -> int:
-    """Measure asynchronous pipelines beside a synchronous one.
+def _show(ranking: Ranking, top: int, steps: int, failures: Failures | None) -> None:
+    """Print the table, what is too large, and why the first split is the first."""
+    from rich.console import Console
 
-    Args:
-        models: Sizes of `braid train`, each with the rows of a micro-batch.
-        rounds: Number of rounds; figures are medians over them.
-        out: Directory for plan.json.
-    """
+    from braid.plan.search import flips, reasons
+    from braid.plan.tables import infeasible, ranking_table
+
+    Console().print(ranking_table(ranking, top, steps, failures))
+    for line in infeasible(ranking):
+        print(f"too large   {line}")
+    for line in reasons(ranking):
+        print(f"why         {line}")
+    for change, estimate in flips(ranking):
+        print(f"would flip  with {change}: {estimate.split}")
+    count = len(ranking.fitting) + len(ranking.too_large)
+    print(f"{count:,} splits were considered, {len(ranking.too_large):,} of them are too large")
+
+
+def _command(made: Plan, file: str) -> str:
+    """Return the command that follows a plan."""
+    return f"braid train -n {made.ranks} --model {made.model} --plan {file}"
+
+
+def _export(directory: str, texts: Mapping[str, str]) -> None:
+    """Write the texts for other systems."""
     from pathlib import Path
 
-    from braid.bench import plan
-    from braid.bench.workers.plan_plan import Plan
-
-    bench = plan.PlanBench(sizes=Plan(models=models, rounds=rounds), out=Path(out))
-    plan.print_plan(plan.run_plan(bench), bench.out)
-    return 0
+    for name, text in texts.items():
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        Path(directory, name).write_text(text)
+        print(f"{Path(directory, name)}: {text.splitlines()[0][:70]}")
 
 
-def _graph_of(profile: str, rows: int) -> tuple[ProfiledGraph, str]:
-    """Return the graph in a file, and the name of its model if `braid profile` made the file."""
-    from pathlib import Path
-
+def _cluster(file: str, name: str) -> Cluster:
+    """Return the cluster of a file, with a device of the table if one is named."""
     from braid.errors import ConfigError
-    from braid.plan.pipedream import parse_graph
-    from braid.plan.profiling import read_profile
+    from braid.schedule.files import read_text
+    from braid.topology import DEVICES, Cluster, from_toml
 
-    if rows < 1:
-        msg = f"--rows must be at least 1, got {rows}"
-        raise ConfigError(msg)
-    if profile.endswith(".json"):
-        read = read_profile(profile)
-        return read.as_graph(rows), read.model
     try:
-        return parse_graph(Path(profile).read_text()), ""
-    except OSError as exc:
-        msg = f"cannot read {profile}: {exc.strerror}"
-        raise ConfigError(msg) from exc
+        cluster = from_toml(read_text(file))
     except ConfigError as exc:
-        msg = f"{profile}, {exc}"
+        msg = f"{file}: {exc}"
         raise ConfigError(msg) from exc
+    if name and name not in DEVICES:
+        msg = f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
+        raise ConfigError(msg)
+    if not name and cluster.device is None:
+        msg = (
+            f"{file} does not say what computes: add a [device] with a name, or give --device, "
+            f"one of {', '.join(DEVICES)}"
+        )
+        raise ConfigError(msg)
+    return Cluster(cluster.levels, DEVICES[name]) if name else cluster
+
+
+def _measured(
+    profile: str, ranks: int | None, limit: float | None
+) -> tuple[ModelCosts, Machines, Sequence[str]]:
+    """Return the costs of a profile of this machine, and the names of its layers."""
+    from braid.errors import ConfigError
+    from braid.plan.profiling import MeasuredMachines, MeasuredModel, read_profile
+
+    read = read_profile(profile)
+    if read.host is None or (ranks or read.host.ranks) != read.host.ranks:
+        wanted = ranks or 2
+        msg = (
+            f"{profile} was not measured with {wanted} ranks at once: make it with braid profile "
+            f"-n {wanted}"
+        )
+        raise ConfigError(msg)
+    model = MeasuredModel(read)
+    return model, MeasuredMachines(read.host, limit), [layer.name for layer in read.layers]

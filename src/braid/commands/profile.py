@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from braid.commands import NO_DEFAULT, Threads
+from braid.commands import NO_DEFAULT, NumRanks, Threads
 from braid.commands.typed import check_place
 
 if TYPE_CHECKING:
-    import torch
     from rich.table import Table
-    from torch import nn
 
     from braid.plan.profiling import Profile
+    from braid.train.profile_worker import ProfileRequest
 
 __all__ = ["profile"]
 
@@ -26,6 +24,7 @@ Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAUL
 def profile(
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")] = "",
     *,
+    n: NumRanks = None,
     model: Text = "",
     context: int = 128,
     rows: tuple[int, ...] = (2, 8),
@@ -41,6 +40,8 @@ def profile(
 
     Args:
         target: Module and function; or a file and function, such as train.py:make.
+        n: Number of ranks of this host that measure at once, for `braid plan --profile`; also their
+            messages, collectives and optimizer (default: this process alone).
         model: A GPT of `braid train` in its place, such as gpt2-tiny or gpt2-medium.
         context: Bytes of a sequence, with --model.
         rows: Rows of the micro-batches to measure with; two or more numbers.
@@ -51,107 +52,65 @@ def profile(
     """
     from pathlib import Path
 
-    import torch
     from rich.console import Console
-    from rich.progress import Progress
 
     from braid.errors import ConfigError
     from braid.plan.pipedream import format_graph
-    from braid.plan.profiling import profile_layers
+    from braid.train.profile_worker import ProfileRequest
+    from braid.train.profiling import profile_together
 
     if bool(target) == bool(model):
         msg = "give a model: MODULE:FUNCTION, or --model NAME"
         raise ConfigError(msg)
+    if n is not None and n < 1:
+        msg = f"-n must be at least 1, got {n}"
+        raise ConfigError(msg)
     for file in filter(None, (out, graph)):
         check_place(file)
-    name, named, sample = _gpt(model, context) if model else _captured(target)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
     console = Console()
-    try:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(f"measuring {len(named)} layers", total=1.0)
-            measured = profile_layers(
-                named,
-                sample,
-                model=name,
-                rows=rows,
-                seconds=seconds,
-                progress=lambda share: bar.update(task, completed=share),
-            )
-    finally:
-        torch.set_num_threads(before)
+    request = ProfileRequest(
+        target=target, model=model, context=context, rows=rows, seconds=seconds
+    )
+    if n is None:
+        measured = _alone(request, threads)
+    else:
+        with Console(stderr=True).status(f"measuring on {n} ranks at once"):
+            measured = profile_together(request, n, threads=threads)
     measured.write(out)
     console.print(_table(measured))
-    print(f"{out}: the profile; plan with braid plan pipedream {out} --machines 2")
+    command = f"pipedream {out} --machines 2" if n is None else f"--profile {out} --batch 16"
+    print(f"{out}: the profile; plan with braid plan {command}")
     if graph:
         Path(graph).write_text(format_graph(measured.as_graph(max(rows))))
         print(f"{graph}: PipeDream's graph of {max(rows)} rows")
     return 0
 
 
-Made = tuple[str, "list[tuple[str, nn.Module]]", Callable[[int], Any]]
-
-
-def _gpt(model: str, context: int) -> Made:
-    """Return the layers of a GPT that `braid train` knows, and its samples."""
+def _alone(request: ProfileRequest, threads: int | None) -> Profile:
+    """Return what this process measures by itself."""
     import torch
+    from rich.console import Console
+    from rich.progress import Progress
 
-    from braid.errors import ConfigError
-    from braid.train.config import MODELS
-    from braid.train.gpt import GPT
+    from braid.plan.profiling import profile_layers
+    from braid.train.models import layers_of
 
-    key = model if model in MODELS else model.removeprefix("gpt2-")
-    if key not in MODELS:
-        known = ", ".join(("gpt2-tiny", "gpt2-mini", "gpt2-small", *list(MODELS)[4:]))
-        msg = f"--model must be one of {known}, got {model!r}"
-        raise ConfigError(msg)
-    layers = GPT(MODELS[key], context, tied=False).layers()
-    generator = torch.Generator().manual_seed(0)
-
-    def sample(rows: int) -> torch.Tensor:
-        return torch.randint(0, 256, (rows, context), generator=generator)
-
-    return key, [(str(i), layer) for i, layer in enumerate(layers)], sample
-
-
-def _captured(target: str) -> Made:
-    """Return a captured model as layers, as many as it can be cut into, and its samples."""
-    import sys
-    from pathlib import Path
-
-    from braid.autograd.nested import map_tensors
-    from braid.graph import capture, segments
-    from braid.graph.conversion import load_model
-
-    file, colon, function = target.partition(":")
-    if file.endswith(".py"):
-        sys.path.insert(0, str(Path(file).resolve().parent))
-        target = f"{Path(file).stem}:{function if colon else 'make'}"
-    elif "" not in sys.path:
-        sys.path.insert(0, "")  # modules of this directory, as for `python -m`
-    made = load_model(target)
-    graph = capture(made.model, *made.args, **made.kwargs)
-    refused = graph.refused_cuts()
-    modules = [i for i, node in enumerate(graph.nodes) if node.kind == "module"]
-    cuts = [0, *(i for i in modules[1:] if i not in refused)]
-    labels = graph.labels()
-    parts = segments(graph, len(cuts), cuts)
-    given = made.args if not made.kwargs else (*made.args, made.kwargs)
-    batch = given[0] if len(given) == 1 else given
-
-    def sample(rows: int) -> Any:
-        return map_tensors(batch, lambda x: _of_rows(x, rows))
-
-    return target, [(labels[i], part) for i, part in zip(cuts, parts, strict=True)], sample
-
-
-def _of_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return rows of an example, repeated if there are too few."""
-    if not x.dim():
-        return x
-    times = -(-rows // max(1, len(x)))
-    return x.repeat(times, *(1,) * (x.dim() - 1))[:rows]
+    layers = layers_of(request.target, request.model, request.context)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(f"measuring {len(layers.named)} layers", total=1.0)
+            return profile_layers(
+                layers.named,
+                layers.sample,
+                model=layers.model,
+                rows=request.rows,
+                seconds=request.seconds,
+                progress=lambda share: bar.update(task, completed=share),
+            )
+    finally:
+        torch.set_num_threads(before)
 
 
 def _table(profile: Profile) -> Table:

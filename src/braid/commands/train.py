@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from braid.commands import NO_DEFAULT, Directory, Threads
+from braid.commands import NO_DEFAULT, Directory, NumRanks, Threads
 from braid.errors import ConfigError
 
+if TYPE_CHECKING:
+    from braid.plan.pipedream import PipeDreamPlan
+    from braid.plan.plan_file import Plan
+    from braid.train.config import TrainConfig
+
 __all__ = ["train"]
+
+AUTO = "auto"
 
 
 def train(
     *,
-    n: Annotated[
-        int | None,
-        tyro.conf.arg(
-            name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=NO_DEFAULT
-        ),
-    ] = None,
+    n: NumRanks = None,
     data: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint=NO_DEFAULT)
     ] = (),
@@ -103,8 +106,8 @@ def train(
         stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1 (default: 1).
         flush_every: Steps between flushes of an asynchronous pipeline, at which Ctrl-C is noticed;
             lower it if so many take longer than 30 s.
-        plan: Plan of `braid plan pipedream`, in place of mesh, balance, versions and
-            stage-replicas.
+        plan: Plan of `braid plan` or `braid plan pipedream`, in place of all options of splitting;
+            auto to profile the model on N ranks and to follow the fastest.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too; 0 for nothing.
         strategy: ps for a parameter server with N workers (default: collectives).
@@ -115,21 +118,11 @@ def train(
     from rich.console import Console
 
     from braid.layout import Mesh
+    from braid.plan.plan_file import Plan
     from braid.train import command
     from braid.train.config import TrainConfig
+    from braid.train.planned import comparison, options_of
 
-    if plan:
-        from braid.plan.pipedream import read_plan
-
-        if mesh or balance or stage_replicas or versions:
-            msg = "--plan has mesh, balance, versions and stage-replicas: leave these out"
-            raise ConfigError(msg)
-        read = read_plan(plan)
-        if read.model and read.model != model:
-            msg = f"{plan} is of --model {read.model}, got {model}: its layers are others"
-            raise ConfigError(msg)
-        mesh, balance, versions = f"pp={read.num_ranks}", read.balance_text, read.versions
-        stage_replicas = ",".join(map(str, read.replicas))
     config = TrainConfig(
         model=model,
         data=data,
@@ -162,10 +155,48 @@ def train(
         replicas=replicas,
         staleness=staleness,
     )
-    num_ranks = (Mesh.parse(mesh).size if mesh else 1) if n is None else n
+    followed = None
+    if plan:
+        if mesh or balance or stage_replicas or versions or shard or strategy:
+            msg = "--plan says how to split: leave mesh, balance, versions, shard and such out"
+            raise ConfigError(msg)
+        followed = _planned(plan, config, n, threads)
+        config = replace(config, **options_of(followed))
+        n = followed.num_ranks if n is None else n
+    num_ranks = (Mesh.parse(config.mesh).size if config.mesh else 1) if n is None else n
     outcome = command.train(
         config, num_ranks=num_ranks, out=Console(), resume=resume, threads=threads
     )
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
+    elif isinstance(followed, Plan):
+        print("\n".join(comparison(followed, config.log_dir)))
     return outcome.exit_code
+
+
+def _planned(
+    plan: str, config: TrainConfig, n: int | None, threads: int | None
+) -> Plan | PipeDreamPlan:
+    """Return the plan of a file, or the one that is predicted to be the fastest here."""
+    from rich.console import Console
+
+    from braid.plan.plan_file import Plan, read_plan
+    from braid.plan.tables import ranking_table
+    from braid.train.planned import ranking_here
+
+    if plan == AUTO and n is None:
+        msg = "--plan auto needs the number of ranks: add -n 2, or another"
+        raise ConfigError(msg)
+    if plan == AUTO and n is not None:
+        with Console(stderr=True).status(f"measuring {config.model} on {n} ranks"):
+            ranking = ranking_here(config.model, config.batch, config.context, n, threads=threads)
+        Console().print(ranking_table(ranking, 5))
+        return Plan.of(ranking.estimator, ranking.best, context=config.context)
+    read = read_plan(plan)
+    if read.model and read.model != config.model:
+        msg = f"{plan} is of --model {read.model}, got {config.model}: its layers are others"
+        raise ConfigError(msg)
+    if isinstance(read, Plan) and n not in {None, read.num_ranks}:
+        msg = f"{plan} is for {read.num_ranks} ranks, got -n {n}: make one for as many"
+        raise ConfigError(msg)
+    return read

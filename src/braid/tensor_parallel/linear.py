@@ -223,7 +223,7 @@ def autocast_inputs(
     Autocast does not reach into backward of a layer that computes its own gradients.
     """
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if x.is_meta or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

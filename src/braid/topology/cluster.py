@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from braid.errors import ConfigError
 from braid.schedule import Route
+from braid.topology.device import Device
 
 __all__ = ["Cluster", "Level", "flat"]
 
@@ -99,12 +100,13 @@ class Cluster:
 
     Args:
         levels: Levels, from the ranks upwards.
+        device: Device of each rank, if it is described.
 
     Raises:
         ConfigError: There is no level, or two have one name.
     """
 
-    def __init__(self, levels: Sequence[Level]) -> None:
+    def __init__(self, levels: Sequence[Level], device: Device | None = None) -> None:
         names = [level.name for level in levels]
         if not names or len(set(names)) < len(names):
             msg = (
@@ -113,6 +115,7 @@ class Cluster:
             )
             raise ConfigError(msg)
         self.levels = tuple(levels)
+        self.device = device
         sizes = [1, *(level.size for level in levels)]
         # Number of ranks of a child, by level; the last is the number of all ranks.
         self._widths: list[int] = list(accumulate(sizes, operator.mul))
@@ -133,8 +136,10 @@ class Cluster:
         return " x ".join(f"{level.size} ({level.name})" for level in self.levels)
 
     def __eq__(self, other: object) -> bool:
-        """Whether the levels are equal."""
-        return isinstance(other, Cluster) and self.levels == other.levels
+        """Whether levels and device are equal."""
+        if not isinstance(other, Cluster):
+            return NotImplemented
+        return (self.levels, self.device) == (other.levels, other.device)
 
     def __hash__(self) -> int:
         """Return the hash of the levels."""

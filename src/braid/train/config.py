@@ -277,8 +277,9 @@ class TrainConfig:
 
     @property
     def is_on_mesh(self) -> bool:
-        """Whether ranks share a replica."""
-        return self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks > 1
+        """Whether ranks share a replica, or a pipeline of one stage accumulates gradients."""
+        is_row = bool(self.mesh) and "pp" in Mesh.parse(self.mesh).axes
+        return is_row or self.num_tensor_ranks * self.num_sequence_ranks > 1
 
     @property
     def num_tensor_ranks(self) -> int:

@@ -115,7 +115,7 @@ class Trainer:
         self._saved_step = -1
         self._saver = BackgroundSaver(group)
         self._saving: Saving | None = None
-        self._peak = 0.0
+        self._peak = math.inf  # until `run` measures it
         self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
 
@@ -188,7 +188,7 @@ class Trainer:
         signum = 0
         while self._step < config.steps and not signum:
             with self._group.context.events.span("step", seq=self._step + 1):
-                signum = self._one_step()
+                signum = self.one_step()
             last = self._step == config.steps
             if last or (config.eval_every and self._step % config.eval_every == 0):
                 self._evaluate()
@@ -214,6 +214,17 @@ class Trainer:
         )
         return signum
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what this rank trains, once it has taken a step: parameters, gradients, states."""
+        states = self._optimizer.state
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        trained = [p for p in params if p in states]
+        kept = [v for p in trained for v in states[p].values() if isinstance(v, torch.Tensor)]
+        grads = [p.grad for p in self._model.parameters() if p.grad is not None]
+        # ZeRO's optimizer steps parts of parameters, beside which the model has its own
+        whole = list(self._model.parameters()) if self._config.shard else []
+        return [*trained, *grads, *kept, *whole]
+
     def numerics(self) -> dict[str, Any]:
         """Facts on which the bits of the result depend, besides configuration and data."""
         return {
@@ -226,9 +237,7 @@ class Trainer:
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
 
-    # One step
-
-    def _one_step(self) -> int:
+    def one_step(self) -> int:
         """Take one optimizer step, or all up to a flush; returns the signal to stop with, or 0."""
         if isinstance(self._shards, AsynchronousStages):
             return self._steps_to_flush(self._shards)
@@ -252,7 +261,7 @@ class Trainer:
         return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
 
     def _steps_to_flush(self, stages: AsynchronousStages) -> int:
-        """Take steps up to the next flush, evaluation or checkpoint; see `_one_step`."""
+        """Take steps up to the next flush, evaluation or checkpoint; see `one_step`."""
         config, clock = self._config, self._group.context.clock
         start_ns, before = clock.now_ns(), self._group.statistics()
         ends = [config.steps]

@@ -87,7 +87,7 @@ class MeshShards:
         """Return the model on the mesh, made once the whole one may have been resumed."""
         if self._made is None:
             config, every = self._config, self._config.recompute
-            is_piped = config.num_stage_ranks > 1
+            is_piped = "pp" in Mesh.parse(config.mesh).axes
             self._made = HybridParallel(
                 self._model,
                 config.mesh,

@@ -10,7 +10,7 @@ from braid.plan.pipedream.graph_text import (
     parse_graph,
 )
 from braid.plan.pipedream.memory import MemoryLimit
-from braid.plan.pipedream.plan_file import PipeDreamPlan, read_plan
+from braid.plan.pipedream.plan_file import PipeDreamPlan
 from braid.plan.pipedream.recurrences import (
     Level,
     Partition,
@@ -32,6 +32,5 @@ __all__ = [
     "format_graph",
     "parse_graph",
     "partition",
-    "read_plan",
     "states_of",
 ]

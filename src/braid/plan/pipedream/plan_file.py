@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from braid.errors import ConfigError
 from braid.plan.pipedream.recurrences import Partition
 
-__all__ = ["PipeDreamPlan", "read_plan"]
+__all__ = ["PipeDreamPlan"]
 
 
-class PipeDreamPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PipeDreamPlan(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="kind",
+    tag="pipedream",
+):
     """Stages of an asynchronous pipeline.
 
     Attributes:
-        kind: Kind of plan.
         model: Name of the model.
         versions: Weights that a stage uses for a micro-batch.
         replicas: Number of ranks of each stage.
@@ -25,7 +30,6 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         seconds: Predicted time of a micro-batch.
     """
 
-    kind: Literal["pipedream"] = "pipedream"
     model: str = ""
     versions: str = "stash"
     replicas: tuple[int, ...]
@@ -56,28 +60,12 @@ class PipeDreamPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Write the plan as JSON, which may be changed and read again."""
         Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
-
-def read_plan(path: str | Path) -> PipeDreamPlan:
-    """Read a plan.
-
-    Raises:
-        ConfigError: The file cannot be read, or is no plan; the wrong part is named.
-    """
-    try:
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=PipeDreamPlan)
-    except OSError as exc:
-        msg = f"cannot read {path}: {exc.strerror}"
-        raise ConfigError(msg) from exc
-    except msgspec.MsgspecError as exc:
-        msg = f"{path} is no plan: {exc}. Make one with `braid plan pipedream --plan {path}`"
-        raise ConfigError(msg) from exc
-    if (
-        len(plan.replicas) != len(plan.balance)
-        or min((*plan.replicas, *plan.balance), default=0) < 1
-    ):
-        msg = (
-            f"{path}: replicas {list(plan.replicas)} and balance {list(plan.balance)} must have a "
-            "number of at least 1 for each stage"
-        )
-        raise ConfigError(msg)
-    return plan
+    def check(self, path: str) -> None:
+        """Raise ConfigError unless each stage has ranks and layers."""
+        numbers = (*self.replicas, *self.balance)
+        if len(self.replicas) != len(self.balance) or min(numbers, default=0) < 1:
+            msg = (
+                f"{path}: replicas {list(self.replicas)} and balance {list(self.balance)} must "
+                "have a number of at least 1 for each stage"
+            )
+            raise ConfigError(msg)

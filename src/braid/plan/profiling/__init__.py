@@ -1,8 +1,30 @@
-"""Profiles of models: what each layer costs."""
+"""Profiles of models and of the ranks of a host."""
 
 from __future__ import annotations
 
+from braid.plan.profiling.costs import MeasuredMachines, MeasuredModel
+from braid.plan.profiling.host import profile_host
 from braid.plan.profiling.measured import profile_layers
-from braid.plan.profiling.profile import LayerProfile, PerRows, Profile, read_profile
+from braid.plan.profiling.profile import (
+    Curve,
+    HostProfile,
+    LayerProfile,
+    PerRows,
+    Profile,
+    merged,
+    read_profile,
+)
 
-__all__ = ["LayerProfile", "PerRows", "Profile", "profile_layers", "read_profile"]
+__all__ = [
+    "Curve",
+    "HostProfile",
+    "LayerProfile",
+    "MeasuredMachines",
+    "MeasuredModel",
+    "PerRows",
+    "Profile",
+    "merged",
+    "profile_host",
+    "profile_layers",
+    "read_profile",
+]

@@ -4,13 +4,14 @@
         layer 0: forward, to inputs, whole backward -> layer 1: ... -> layer n
 
 A backward to the weights is the whole one less that to the inputs, which is how a pipeline with a
-split backward divides it. The median over rounds counts, and the first round does not. Of layers
-that are alike (class, settings, shapes of parameters and inputs, operations, bytes) the first is
-measured. Two numbers of rows give a constant and a cost per row.
+split backward divides it. The mean of the middle 80 % of rounds counts; the first does not. Of
+layers that are alike (class, settings, shapes of parameters and inputs, operations, bytes) the
+first is measured. Two numbers of rows give a constant and a cost per row.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,23 +21,29 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from braid.autograd.layer_costs import bytes_of, seconds_of
+from braid.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
 from braid.autograd.nested import flatten, tensors_in
 from braid.clock import Clock, MonotonicClock
+from braid.comm import Group
 from braid.errors import ConfigError
 from braid.pipeline.layer_runs import Skips, as_they_were, run_all
 from braid.pipeline.microbatches import num_rows
+from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import LayerProfile, PerRows, Profile, fitted
 
 __all__ = ["profile_layers"]
 
 LEAST_ROUNDS = 3  # after the first one
+OUTER = 0.1  # share of times at either end that does not count
 
 
 class _Sizes(NamedTuple):
     saved_bytes: int
     output_bytes: int
     flops: int
+    reduces: int
+    reduced_bytes: int
+    workspace_bytes: int
 
 
 class _Times(NamedTuple):
@@ -52,6 +59,8 @@ def profile_layers(
     model: str,
     rows: Sequence[int] = (2, 8),
     seconds: float = 2.0,
+    ranks: LoneRank | None = None,
+    group: Group | None = None,
     clock: Clock | None = None,
     progress: Callable[[float], None] = lambda _share: None,
 ) -> Profile:
@@ -63,6 +72,8 @@ def profile_layers(
         model: Name of the model.
         rows: Numbers of rows to measure with; at least two different ones.
         seconds: Time to measure for, after the first rounds.
+        ranks: Ranks that the layers have been divided over.
+        group: All ranks that measure, if layers have collectives; each then does as many rounds.
         clock: Clock for the times.
         progress: Called with the share that is done.
 
@@ -83,16 +94,22 @@ def profile_layers(
         own_sizes: list[_Sizes] = []
         rounds: dict[object, list[_Times]] = defaultdict(list)
         with as_they_were(layers, x):
-            run_all(named, x, None, _sized(own_sizes, kinds))
+            run_all(named, x, None, _sized(own_sizes, kinds, ranks))
             start_ns, limit_s = clock.now_ns(), seconds / len(rows)
-            for turn in range(1 << 30):
+            num_rounds = 1 << 30
+            for turn in itertools.count():
                 run_all(named, x, None, _timed(rounds, iter(kinds), turn, clock))
                 spent_s = (clock.now_ns() - start_ns) / 1e9
-                progress((number + min(1.0, spent_s / limit_s)) / len(rows))
-                if turn >= LEAST_ROUNDS and spent_s >= limit_s:
+                progress((number + min(1.0, spent_s / max(limit_s, 1e-9))) / len(rows))
+                if group is not None and turn == 1:
+                    own = torch.tensor(LEAST_ROUNDS + int(2 * limit_s / spent_s))
+                    num_rounds = int(group.broadcast(own, 0))
+                if turn >= num_rounds or (
+                    group is None and turn >= LEAST_ROUNDS and spent_s >= limit_s
+                ):
                     break
         sizes.append(own_sizes)
-        times.append([_median(rounds[kind]) for kind in kinds])
+        times.append([_typical(rounds[kind]) for kind in kinds])
     numbers = {p: n for n, p in enumerate(dict.fromkeys(p for m in layers for p in m.parameters()))}
     return Profile(
         model=model,
@@ -131,16 +148,26 @@ def _layer(
         param_bytes=sum(p.nbytes for p in params),
         flops_per_row=fit(sizes, "flops").per_row,
         params=tuple(numbers[p] for p in params),
+        reduces=sizes[0].reduces,
+        reduced_bytes=fit(sizes, "reduced_bytes"),
+        workspace_bytes=fit(sizes, "workspace_bytes"),
     )
 
 
-def _median(rounds: Sequence[_Times]) -> _Times:
-    return _Times(*(statistics.median(own) for own in zip(*rounds, strict=True)))
+def _typical(rounds: Sequence[_Times]) -> _Times:
+    """Return means without the shortest and longest times: a step adds up many of them."""
+    cut = int(OUTER * len(rounds))
+    kept = (sorted(own)[cut : len(rounds) - cut] for own in zip(*rounds, strict=True))
+    return _Times(*map(statistics.fmean, kept))
 
 
-def _sized(sizes: list[_Sizes], kinds: list[object]) -> Callable[[nn.Module, Any, Skips], Any]:
+def _sized(
+    sizes: list[_Sizes], kinds: list[object], ranks: LoneRank | None
+) -> Callable[[nn.Module, Any, Skips], Any]:
     def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
         before = dict(skips)
+        if ranks is not None:
+            ranks.reduced.clear()
 
         def call() -> tuple[Any, list[torch.Tensor | None]]:
             return layer(x), [skips[key] for key in skips if key not in before]
@@ -148,11 +175,27 @@ def _sized(sizes: list[_Sizes], kinds: list[object]) -> Callable[[nn.Module, Any
         outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
         with FlopCounterMode(display=False) as counter:
             (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
-        sizes.append(_Sizes(saved_bytes, output_bytes, counter.get_total_flops()))
+        reduced = [] if ranks is None else list(ranks.reduced)
+        workspace_bytes = 0 if skips else max(0, _peak_bytes(layer, x) - saved_bytes)
+        flops = counter.get_total_flops()
+        sizes.append(
+            _Sizes(saved_bytes, output_bytes, flops, len(reduced), sum(reduced), workspace_bytes)
+        )
         kinds.append((_kind(layer, x), sizes[-1]))
         return output
 
     return run
+
+
+def _peak_bytes(layer: nn.Module, x: Any) -> int:
+    """Return the most bytes of a forward and its backward that are alive at a time."""
+    with PeakBytes() as noted:
+        outputs = [t for t in tensors_in(layer(x)) if t.requires_grad]
+        inputs = [t for t in (*tensors_in(x), *layer.parameters()) if t.requires_grad]
+        if outputs and inputs:
+            grads = [torch.ones_like(t) for t in outputs]
+            torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+    return int(noted.live.peak_bytes)
 
 
 def _kind(layer: nn.Module, x: Any) -> object:

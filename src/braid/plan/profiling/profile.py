@@ -10,6 +10,8 @@ A profile is a file: JSON, made by `braid profile`, read by `braid plan`.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,16 @@ import msgspec
 from braid.errors import ConfigError
 from braid.plan.pipedream.graph_text import ProfiledGraph, ProfiledNode
 
-__all__ = ["LayerProfile", "PerRows", "Profile", "fitted", "read_profile"]
+__all__ = [
+    "Curve",
+    "HostProfile",
+    "LayerProfile",
+    "PerRows",
+    "Profile",
+    "fitted",
+    "merged",
+    "read_profile",
+]
 
 
 Cost = Annotated[float, msgspec.Meta(ge=0)]
@@ -56,6 +67,9 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         param_bytes: Bytes of the parameters.
         flops_per_row: Floating point operations of the forward.
         params: Numbers of its parameters, by which shared ones are known.
+        reduces: Number of all-reduces of a forward, of a layer that ranks share.
+        reduced_bytes: Bytes of all of these.
+        workspace_bytes: Most bytes of a backward besides what is kept.
     """
 
     name: str
@@ -68,6 +82,9 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     param_bytes: Annotated[int, msgspec.Meta(ge=0)]
     flops_per_row: Cost
     params: tuple[int, ...] = ()
+    reduces: int = 0
+    reduced_bytes: PerRows = PerRows()
+    workspace_bytes: PerRows = PerRows()
 
     def backward_s(self, rows: float) -> float:
         """Return the seconds of the whole backward."""
@@ -77,6 +94,50 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the operations of a forward for each byte that it must read and write."""
         moved = self.param_bytes + 2 * self.output_bytes.of(rows)
         return self.flops_per_row * rows / moved if moved else 0.0
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of an operation by its bytes: measured points, straight lines in between.
+
+    Attributes:
+        nbytes: Bytes of each point, ascending.
+        seconds: Seconds of each point.
+    """
+
+    nbytes: tuple[Cost, ...]
+    seconds: tuple[Cost, ...]
+
+    def of(self, nbytes: float) -> float:
+        """Return the seconds for a number of bytes; above the last point, by the last line."""
+        if len(self.nbytes) < 2:
+            return self.seconds[0] if self.seconds else 0.0
+        upper = min(max(1, bisect(self.nbytes, nbytes)), len(self.nbytes) - 1)
+        x0, x1 = self.nbytes[upper - 1 : upper + 1]
+        y0, y1 = self.seconds[upper - 1 : upper + 1]
+        return max(0.0, y0 + (y1 - y0) * (nbytes - x0) / (x1 - x0))
+
+
+class HostProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Costs of ranks of one host, all of them at work.
+
+    Attributes:
+        ranks: Number of ranks.
+        collectives: Seconds of all-reduces and the like, by operation and size of the group, such
+            as `all_reduce/2`.
+        message: Seconds of a message from rank to rank.
+        optimizer: Seconds of clipping and of AdamW, by bytes of parameters.
+        action_s: Seconds of a pipeline for each forward or backward besides the layers.
+        step_s: Seconds of a step that depend on nothing.
+        memory_bytes: Memory of the host for each rank.
+    """
+
+    ranks: Annotated[int, msgspec.Meta(ge=1)]
+    collectives: dict[str, Curve]
+    message: Curve
+    optimizer: Curve
+    action_s: Cost
+    step_s: Cost
+    memory_bytes: Cost
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +151,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         torch: Version of torch.
         rows: Rows of the micro-batches that were measured.
         layers: Layers, in order.
+        shared: Layers as one of several ranks has them that share each, by the number of ranks.
+        host: Costs of ranks of this host at work together, if they were measured.
     """
 
     braid: Literal[1] = 1
@@ -99,6 +162,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     torch: str
     rows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
+    shared: dict[int, tuple[LayerProfile, ...]] = {}
+    host: HostProfile | None = None
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON."""
@@ -140,6 +205,23 @@ def fitted(rows: Sequence[int], costs: Sequence[float]) -> PerRows:
     if constant < 0 or not spread:  # through the origin
         return PerRows(0.0, sum(costs) / sum(rows))
     return PerRows(constant, slope)
+
+
+def merged(profiles: Sequence[Profile]) -> Profile:
+    """Return the mean of profiles of one model, which were measured one after the other."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, float):
+            return math.fsum(values) / len(values)
+        if isinstance(first, dict):
+            return {key: mean([value[key] for value in values]) for key in first}
+        if isinstance(first, list):
+            return [mean(own) for own in zip(*values, strict=True)]
+        return first
+
+    whole = mean([msgspec.to_builtins(profile) for profile in profiles])
+    return msgspec.convert(whole, Profile)
 
 
 def read_profile(path: str | Path) -> Profile:

@@ -1,0 +1,189 @@
+"""`braid plan pipedream`: stages of an asynchronous pipeline."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from braid.commands import NO_DEFAULT
+from braid.commands.typed import bytes_in, check_place
+
+if TYPE_CHECKING:
+    from braid.plan.pipedream import ProfiledGraph
+
+__all__ = ["bench_plan", "plan_pipedream"]
+
+
+def plan_pipedream(
+    profile: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PROFILE")],
+    *,
+    machines: tuple[int, ...],
+    bandwidth: tuple[float, ...] = (1e9,),
+    recurrence: Literal["paper", "released"] = "paper",
+    straight: bool = False,
+    memory: Annotated[str, tyro.conf.arg(metavar="BYTES", help_behavior_hint=NO_DEFAULT)] = "",
+    optimizer_states: int = 2,
+    rows: int = 8,
+    plan: str = "",
+    out: str = "",
+) -> int:
+    """Divide a profiled graph of PipeDream into the stages of its asynchronous pipeline.
+
+    Prints the stages, and how much faster the pipeline is than one machine and than data
+    parallelism, by PipeDream's own model of time.
+
+    Args:
+        profile: Profile of `braid profile`; or a graph as PipeDream's profiler writes it, whose
+            stages are ignored.
+        machines: Number of machines; or of the GPUs of a server and of servers, such as 4 2.
+        bandwidth: Bytes per second between two machines; of each level, if there are several.
+        recurrence: Program of the paper, or that of the released code.
+        straight: Give each stage one machine.
+        memory: Memory of a machine, such as 16G (default: any).
+        optimizer_states: States of the optimizer for each parameter: 1 for momentum, 2 for Adam.
+        rows: Rows of a micro-batch, for a profile of `braid profile`.
+        plan: File for the plan, as `braid train --plan` reads it; of a profile of `braid profile`.
+        out: File for the graph with the stage of each node, as PipeDream's code generator reads it.
+    """
+    from pathlib import Path
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from braid.errors import ConfigError
+    from braid.plan.pipedream import (
+        Level,
+        MemoryLimit,
+        PipeDreamPlan,
+        format_graph,
+        partition,
+        states_of,
+    )
+    from braid.train.config import MODELS
+
+    if len(machines) != len(bandwidth):
+        msg = (
+            f"--machines has {len(machines)} levels and --bandwidth {len(bandwidth)}: give each "
+            "level both, the innermost first"
+        )
+        raise ConfigError(msg)
+    if optimizer_states < 0:
+        msg = f"--optimizer-states must not be negative, got {optimizer_states}"
+        raise ConfigError(msg)
+    for file in filter(None, (plan, out)):
+        check_place(file)
+    levels = [Level(*level) for level in zip(machines, bandwidth, strict=True)]
+    limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
+    graph, model = _graph_of(profile, rows)
+    if plan and not model:
+        msg = f"--plan needs a profile of `braid profile`, which has layers; {profile} is none"
+        raise ConfigError(msg)
+    states = states_of(graph)
+    done = partition(states, levels, recurrence=recurrence, straight=straight, memory=limit)
+    given = " x ".join(f"{m} at {b / 1e9:g} GB/s" for m, b in levels)
+    table = Table(title=f"{profile}, {recurrence}\nmachines: {given}")
+    for title in ("stage", "machines", "nodes", "compute ms", "parameters MB", "first", "last"):
+        table.add_column(title, justify="left" if title in {"first", "last"} else "right")
+    for number, stage in enumerate(done.stages):
+        nodes = [graph.nodes[name] for name in graph.order() if name in stage.nodes]
+        seconds = sum(node.forward_s + node.backward_s for node in nodes)
+        table.add_row(
+            str(number),
+            str(stage.replicas),
+            str(len(nodes)),
+            f"{1e3 * seconds:.1f}",
+            f"{sum(node.param_bytes for node in nodes) / 1e6:.1f}",
+            nodes[0].text.partition("(")[0],
+            nodes[-1].text.partition("(")[0],
+        )
+    console = Console()
+    console.print(table)
+    if done.seconds:
+        print(
+            f"{1e3 * done.seconds:.2f} ms per minibatch: {done.one_machine_s / done.seconds:.2f} "
+            f"times as fast as one machine, {done.data_parallel_s / done.seconds:.2f} times as "
+            "fast as data parallelism"
+        )
+    if plan:
+        PipeDreamPlan.of(done, model).write(plan)
+        hint = f"; train with braid train --model {model} --plan {plan}" if model in MODELS else ""
+        print(f"{plan}: the plan{hint}")
+    if out:
+        stage_of = {name: n for n, stage in enumerate(done.stages) for name in stage.nodes}
+        staged = graph._replace(
+            nodes={
+                name: node._replace(stage=stage_of.get(name, 0))
+                for name, node in graph.nodes.items()
+            }
+        )
+        Path(out).write_text(format_graph(staged))
+        print(f"{out}: the graph with its stages")
+    return 0
+
+
+def bench_plan(
+    *,
+    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:ROWS [...]")] = (
+        "mini:4",
+        "small:2",
+    ),
+    steps: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:BATCH:CONTEXT [...]")] = (
+        "tiny:32:128",
+        "mini:16:128",
+        "small:8:64",
+        "medium:8:32",
+    ),
+    only: tuple[Literal["steps", "oversubscribed", "asynchronous", "device"], ...] = (
+        "steps",
+        "oversubscribed",
+        "asynchronous",
+        "device",
+    ),
+    vtrain: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = "",
+    rounds: int = 6,
+    out: str = "runs/bench-plan",
+) -> int:
+    """Measure how well steps are predicted, and asynchronous pipelines beside a synchronous one.
+
+    Args:
+        models: Sizes of `braid train`, each with the rows of a micro-batch.
+        steps: Trainings whose splits are predicted and measured: a model, batch and context.
+        only: Parts to measure.
+        vtrain: Table of vTrain's measured iterations, for the part `device`.
+        rounds: Number of rounds; figures are medians over them.
+        out: Directory for plan.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import plan
+    from braid.bench.workers.plan_plan import Plan
+
+    sizes = Plan(models=models, rounds=rounds, steps=steps, vtrain=vtrain)
+    bench = plan.PlanBench(only=only, sizes=sizes, out=Path(out))
+    plan.print_plan(plan.run_plan(bench), bench.out)
+    return 0
+
+
+def _graph_of(profile: str, rows: int) -> tuple[ProfiledGraph, str]:
+    """Return the graph in a file, and the name of its model if `braid profile` made the file."""
+    from pathlib import Path
+
+    from braid.errors import ConfigError
+    from braid.plan.pipedream import parse_graph
+    from braid.plan.profiling import read_profile
+
+    if rows < 1:
+        msg = f"--rows must be at least 1, got {rows}"
+        raise ConfigError(msg)
+    if profile.endswith(".json"):
+        read = read_profile(profile)
+        return read.as_graph(rows), read.model
+    try:
+        return parse_graph(Path(profile).read_text()), ""
+    except OSError as exc:
+        msg = f"cannot read {profile}: {exc.strerror}"
+        raise ConfigError(msg) from exc
+    except ConfigError as exc:
+        msg = f"{profile}, {exc}"
+        raise ConfigError(msg) from exc

@@ -1,0 +1,141 @@
+"""Costs that a planner asks for: those of a model's layers, and those of the machines.
+
+    model      layers(rows, tensor) -> time, bytes and all-reduces of each layer of a micro-batch
+    machines   seconds of a collective over an axis of ranks, of a message, of an optimizer step
+
+Two sources answer alike: a profile that was measured here, or operations that were counted and a
+device that is described. Every figure carries its origin to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+__all__ = ["Axis", "LayerCost", "Machines", "ModelCosts", "Origin"]
+
+Origin = Literal["measured", "estimated"]
+
+
+class LayerCost(NamedTuple):
+    """Costs of one layer for a micro-batch, on one of the ranks that share the layer.
+
+    Attributes:
+        forward_s: Seconds of the forward, without communication.
+        input_s: Seconds of the backward to the layer's inputs.
+        weight_s: Seconds of the backward to its weights.
+        saved_bytes: Bytes kept from forward to backward, those of the output among them.
+        output_bytes: Bytes of the output.
+        param_bytes: Bytes of the parameters of this rank.
+        params: Numbers of its parameters, by which shared ones are known.
+        reduces: Number of all-reduces of a forward over the ranks that share the layer; a backward
+            has as many.
+        reduced_bytes: Bytes of all of these.
+        workspace_bytes: Most bytes of a backward besides what is kept.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    saved_bytes: float
+    output_bytes: float
+    param_bytes: float
+    params: tuple[int, ...] = ()
+    reduces: int = 0
+    reduced_bytes: float = 0.0
+    workspace_bytes: float = 0.0
+
+
+class ModelCosts(Protocol):
+    """A model, as rows of layers."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        ...
+
+    @property
+    def origin(self) -> Origin:
+        """Whether times were measured or are estimated."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        ...
+
+    @property
+    def tensor_sizes(self) -> Sequence[int]:
+        """Numbers of ranks over which the layers can be divided; 1 among them."""
+        ...
+
+    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+        """Return the costs of all layers for a micro-batch of `rows`, on one of `tensor` ranks."""
+        ...
+
+
+class Axis(NamedTuple):
+    """Ranks of one axis of a mesh: `size` of them, `stride` apart.
+
+    Attributes:
+        size: Number of ranks.
+        stride: Distance of neighbours.
+    """
+
+    size: int
+    stride: int
+
+
+class Machines(Protocol):
+    """Costs of what ranks run on, and of what connects them."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def origin(self) -> Origin:
+        """Whether times were measured or are estimated."""
+        ...
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of a rank; infinity if it is not known."""
+        ...
+
+    @property
+    def knows_servers(self) -> bool:
+        """Whether the cost of a parameter server, `push_pull`, is known."""
+        ...
+
+    @property
+    def overlap(self) -> float:
+        """Share of a gradient's all-reduce that a backward can hide, from 0 to 1."""
+        ...
+
+    @property
+    def action_s(self) -> float:
+        """Seconds that a pipeline needs for each forward or backward besides the layers."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that depend on nothing, such as those to fetch the batch."""
+        ...
+
+    def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
+        """Return the seconds of a collective on `nbytes`, in all groups along the axis at once."""
+        ...
+
+    def message_s(self, stride: int, nbytes: float) -> float:
+        """Return the seconds of a message to the rank `stride` further."""
+        ...
+
+    def optimizer_s(self, param_bytes: float) -> float:
+        """Return the seconds of clipping and of the optimizer's step."""
+        ...
+
+    def level_bytes(self, axis: Axis, nbytes: float) -> Mapping[str, float]:
+        """Return the bytes over a link of each level for an all-reduce of `nbytes`."""
+        ...

@@ -1,0 +1,96 @@
+"""A model whose operations were counted, on a device that is described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from braid.plan.costs import LayerCost, Origin
+from braid.plan.described.operations import LayerOperations, Operation
+from braid.topology import Device
+
+__all__ = ["DescribedModel"]
+
+READ_AGAIN = 1.5  # a backward reads a gradient and what was kept, and writes a gradient
+
+
+class DescribedModel:
+    """Costs of layers from their operations.
+
+    An operation takes as long as its FLOPs or its bytes, whichever is more, and a constant. A
+    backward does matrix products twice: with weights, once for the inputs and once for the weights.
+    Other operations read one tensor more.
+
+    Args:
+        model: Name of the model.
+        operations: Operations of all layers, by the number of ranks that share them.
+        device: Device that computes.
+        dtype: Dtype of its matrix products.
+    """
+
+    origin: Origin = "estimated"
+
+    def __init__(
+        self,
+        model: str,
+        operations: Mapping[int, Sequence[LayerOperations]],
+        device: Device,
+        dtype: str,
+    ) -> None:
+        self.model = model
+        self._operations = operations
+        self._peak = device.peak(dtype) * device.efficiency.flops
+        self._bytes_per_s = device.bytes_per_s * device.efficiency.memory
+        self._constant_s = device.efficiency.operation_s
+        self.layers = cache(self._layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self._operations[1])
+
+    @property
+    def tensor_sizes(self) -> Sequence[int]:
+        """Numbers of ranks over which the layers can be divided."""
+        return sorted(self._operations)
+
+    def _layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+        made: dict[object, LayerCost] = {}
+        costs = []
+        for layer in self._operations[tensor]:
+            alike = layer._replace(name="", params=())
+            if alike not in made:
+                made[alike] = self._layer(layer, rows)
+            costs.append(made[alike]._replace(params=layer.params))
+        return costs
+
+    def _layer(self, layer: LayerOperations, rows: int) -> LayerCost:
+        forward_s = input_s = weight_s = 0.0
+        for operation in layer.operations:
+            seconds = self._seconds(operation, rows)
+            forward_s += seconds
+            if operation.has_weight:
+                input_s += seconds
+                weight_s += seconds
+            elif operation.flops.per_row:
+                input_s += 2 * seconds
+            else:
+                input_s += self._seconds(operation, rows, READ_AGAIN)
+        return LayerCost(
+            forward_s,
+            input_s,
+            weight_s,
+            layer.saved_bytes.of(rows),
+            layer.output_bytes.of(rows),
+            layer.param_bytes,
+            layer.params,
+            layer.reduces,
+            layer.reduced_bytes.of(rows),
+            # gradients of what the largest operation reads and writes
+            max((op.nbytes.of(rows) for op in layer.operations), default=0.0),
+        )
+
+    def _seconds(self, operation: Operation, rows: int, times: float = 1.0) -> float:
+        compute_s = operation.flops.of(rows) / self._peak
+        memory_s = times * operation.nbytes.of(rows) / self._bytes_per_s
+        return max(compute_s, memory_s) + self._constant_s

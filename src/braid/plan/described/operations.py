@@ -1,0 +1,258 @@
+"""Operations of a model's layers, counted on the meta device: no memory, no time, any size.
+
+Each operation of a forward is counted with two and with three rows, which tells what grows with the
+rows. Views cost nothing, and attention is one operation, as its kernels compute it: it never writes
+the matrix of scores.
+
+    x (rows, 16, 64) @ weight (64, 192)      393,216 FLOPs a row, 16 KiB a row and 48 KiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from braid.autograd.layer_costs import bytes_of
+from braid.autograd.nested import map_tensors, tensors_in
+from braid.errors import ConfigError
+from braid.pipeline.layer_runs import Skips, run_all
+from braid.plan.lone_rank import LoneRank
+from braid.plan.profiling.profile import PerRows
+
+__all__ = ["LayerOperations", "Operation", "count_operations"]
+
+ROWS = (2, 3)  # a batch of one row lies in memory otherwise
+FREE = ("empty", "detach", "_unsafe_view")  # operators without work, besides views
+
+
+class Operation(NamedTuple):
+    """One operation of a forward.
+
+    Attributes:
+        name: Name of torch's operator.
+        flops: Floating point operations of its matrix products.
+        nbytes: Bytes that it reads and writes.
+        has_weight: Whether it multiplies with a parameter, whose gradient costs as much again.
+    """
+
+    name: str
+    flops: PerRows
+    nbytes: PerRows
+    has_weight: bool
+
+
+class LayerOperations(NamedTuple):
+    """Operations of a layer in a forward; for the rest see `LayerCost`."""
+
+    name: str
+    operations: tuple[Operation, ...]
+    saved_bytes: PerRows
+    output_bytes: PerRows
+    param_bytes: float
+    params: tuple[int, ...]
+    reduces: int
+    reduced_bytes: PerRows
+
+
+class _Counted(NamedTuple):
+    operations: list[tuple[str, float, float, bool]]
+    saved_bytes: int
+    output_bytes: int
+    reduced: list[int]
+
+
+def count_operations(
+    named: Sequence[tuple[str, nn.Module]],
+    sample: Callable[[int], Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    ranks: LoneRank | None = None,
+) -> list[LayerOperations]:
+    """Count the operations of layers in a row.
+
+    Args:
+        named: Layers with their names, each of which takes what the one before returns; they are
+            moved to the meta device.
+        sample: Function of a number of rows that returns an input of the first layer.
+        dtype: Dtype of parameters and activations.
+        ranks: Ranks that the layers have been divided over.
+
+    Raises:
+        ConfigError: A layer does other operations with more rows.
+    """
+    shared: dict[int, nn.Parameter] = {}
+    numbers: dict[int, int] = {}
+    for _, layer in named:
+        _to_meta(layer, dtype, shared)
+        for param in layer.parameters():
+            numbers.setdefault(id(param), len(numbers))
+    counts: list[list[_Counted]] = []
+    for rows in ROWS:
+        own: list[_Counted] = []
+        x = map_tensors(sample(rows), lambda t: t.to("meta"))
+        run_all(named, x, torch.device("meta"), _counting(own, ranks))
+        counts.append(own)
+    return [
+        _layer(name, layer, both, numbers)
+        for (name, layer), both in zip(named, zip(*counts, strict=True), strict=True)
+    ]
+
+
+def _to_meta(layer: nn.Module, dtype: torch.dtype, shared: dict[int, nn.Parameter]) -> None:
+    """Move a layer; parameters that layers share stay shared."""
+    for module in layer.modules():
+        for name, param in list(module._parameters.items()):  # noqa: SLF001 - as nn.Module.to does
+            if param is None or (param.device.type == "meta" and param.dtype == dtype):
+                continue
+            if id(param) not in shared:
+                moved = nn.Parameter(param.detach().to("meta", dtype), param.requires_grad)
+                shared[id(param)] = moved
+                moved.__dict__["braid_origin"] = param  # keeps its id from being used again
+            module._parameters[name] = shared[id(param)]  # noqa: SLF001
+        for name, buffer in list(module._buffers.items()):  # noqa: SLF001
+            if buffer is not None:
+                floats = buffer.is_floating_point()
+                module._buffers[name] = buffer.to("meta", dtype if floats else None)  # noqa: SLF001
+
+
+def _counting(
+    counts: list[_Counted], ranks: LoneRank | None
+) -> Callable[[nn.Module, Any, Skips], Any]:
+    def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
+        before = dict(skips)
+        operations: list[tuple[str, float, float, bool]] = []
+        if ranks is not None:
+            ranks.reduced.clear()
+
+        def call() -> tuple[Any, list[torch.Tensor | None]]:
+            with _Kernels(operations), _Operations(operations, layer):
+                return layer(x), [skips[key] for key in skips if key not in before]
+
+        outside = [*tensors_in([x, *before.values()]), *layer.parameters(), *layer.buffers()]
+        with torch.enable_grad():
+            (output, _), saved_bytes, output_bytes = bytes_of(call, outside)
+        reduced = [] if ranks is None else list(ranks.reduced)
+        counts.append(_Counted(operations, saved_bytes, output_bytes, reduced))
+        return output
+
+    return run
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Notes each operator that is no view, with its FLOPs and bytes."""
+
+    def __init__(self, operations: list[tuple[str, float, float, bool]], layer: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations = operations
+        self._weights = {_storage(param) for param in layer.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and count it."""
+        output = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if func.is_view or any(word in packet.__name__ for word in FREE):
+            return output
+        inputs, outputs = _tensors_of([args, kwargs or {}]), _tensors_of(output)
+        has_weight = any(t.dim() > 1 and _storage(t) in self._weights for t in inputs)
+        if packet is torch.ops.aten.embedding:  # reads the rows that it returns
+            inputs = outputs
+        count = flop_registry.get(packet)
+        flops = count(*args, **(kwargs or {}), out_val=output) if count is not None else 0
+        nbytes = sum(t.nbytes for t in (*inputs, *outputs))
+        self._operations.append((packet.__name__, flops, nbytes, has_weight))
+        return output
+
+
+class _Kernels(TorchFunctionMode):
+    """Counts attention as one operation, and runs none of it."""
+
+    def __init__(self, operations: list[tuple[str, float, float, bool]]) -> None:
+        super().__init__()
+        self._operations = operations
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, or count it."""
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        flops = 4.0 * query.numel() * key.shape[-2]
+        if (kwargs or {}).get("is_causal"):
+            flops /= 2
+        with _paused():
+            output: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        nbytes = sum(t.nbytes for t in (query, key, value, output))
+        self._operations.append(("attention", flops, nbytes, False))
+        return output
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    """Count nothing meanwhile."""
+    with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001 - as flop_counter does
+        yield
+
+
+class _Attention(torch.autograd.Function):
+    """Attention as a kernel that keeps its inputs and its output for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        raise NotImplementedError
+
+
+def _layer(
+    name: str, layer: nn.Module, both: Sequence[_Counted], numbers: dict[int, int]
+) -> LayerOperations:
+    few, many = both
+    if [op[0] for op in few.operations] != [op[0] for op in many.operations]:
+        msg = f"layer {name} does other operations with {ROWS[1]} rows than with {ROWS[0]}"
+        raise ConfigError(msg)
+    params = list(dict.fromkeys(layer.parameters()))
+    return LayerOperations(
+        name,
+        tuple(
+            Operation(op, _line(a, c), _line(b, d), has_weight)
+            for (op, a, b, has_weight), (_, c, d, _) in zip(
+                few.operations, many.operations, strict=True
+            )
+        ),
+        _line(few.saved_bytes, many.saved_bytes),
+        _line(few.output_bytes, many.output_bytes),
+        sum(p.nbytes for p in params),
+        tuple(numbers[id(p)] for p in params),
+        len(few.reduced),
+        _line(sum(few.reduced), sum(many.reduced)),
+    )
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments or results of an operator."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(x: torch.Tensor) -> int:
+    number: int = x.untyped_storage()._cdata  # noqa: SLF001 - it has no other name
+    return number
+
+
+def _line(few: float, many: float) -> PerRows:
+    """Return the cost whose values with the two numbers of rows are these."""
+    per_row = max(0.0, (many - few) / (ROWS[1] - ROWS[0]))
+    return PerRows(max(0.0, few - ROWS[0] * per_row), per_row)

@@ -1,0 +1,61 @@
+"""A group of which one rank exists: layers that are divided run as on one of many ranks.
+
+Its collectives move nothing and note what they would. So parts of layers can be measured, or their
+operations counted, without the other ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from braid.comm import Group
+
+__all__ = ["LoneRank"]
+
+
+class _Done:
+    """Work that has ended."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return at once."""
+
+
+class LoneRank(Group):
+    """Rank 0 of a group whose other members do not exist.
+
+    Args:
+        size: Number of ranks.
+
+    Attributes:
+        reduced: Bytes of each all-reduce since `clear`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+        self.ranks = tuple(range(size))
+        self.reduced: list[int] = []
+
+    def all_reduce(self, x: Any, op: str = "sum", **options: Any) -> Any:
+        """Note the bytes of `x`, and leave it as it is."""
+        del op
+        self.reduced.append(x.nbytes)
+        if options.get("async_op"):
+            return _Done()
+        out = options.get("out")
+        if out is None:
+            return x
+        return out if out.is_meta else out.copy_(x)
+
+    def all_gather(self, x: Any, **_: Any) -> Any:
+        """Return `x` as if all ranks had the same."""
+        return torch.cat([x] * self.size)
+
+    def starting(self, **_: Any) -> Any:
+        """Return the group, whose operations end at once."""
+        return self
+
+    def __repr__(self) -> str:
+        """Return the size."""
+        return f"LoneRank(of {self.size})"

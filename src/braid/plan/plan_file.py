@@ -1,0 +1,160 @@
+"""A plan: one split of one training, as a file to read, to change and to follow.
+
+    braid plan ... --plan plan.json        braid train --model small --plan plan.json
+
+Of two kinds: the planner's, and PipeDream's (`pipedream.plan_file`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.layout import Mesh
+from braid.plan.costs import Origin
+from braid.plan.pipedream import PipeDreamPlan
+from braid.plan.search.estimate import Estimate, Estimator
+from braid.plan.search.split import Split
+
+__all__ = ["Plan", "Prediction", "read_plan"]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Predicted time and memory of a plan.
+
+    Attributes:
+        seconds: Seconds of a step.
+        parts: Its parts, as `StepTime` has them.
+        memory: Bytes of the rank that holds most, as `Memory` has them.
+        level_bytes: Bytes of a step over a link of each level of the cluster.
+        layers: Whether times of layers were measured or are estimated.
+        machines: Whether times of communication were.
+        simulated: Whether the pipeline's program was simulated.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    memory: dict[str, float]
+    level_bytes: dict[str, float] = {}
+    layers: Origin = "estimated"
+    machines: Origin = "estimated"
+    simulated: bool = False
+
+
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="kind",
+    tag="split",
+):
+    """A split of a training.
+
+    Attributes:
+        model: Name of the model.
+        batch: Rows of a step.
+        context: Bytes of a sequence, for a GPT; 0 for another model.
+        mesh: Ranks along each axis, such as `pp=2,dp=2`; all of them replicas when empty.
+        ranks: Number of ranks.
+        balance: Number of layers of each stage.
+        schedule: Schedule of the pipeline.
+        microbatches: Micro-batches of a step.
+        recompute: Whether forwards run again in backward: `never` or `always`.
+        shard: State that replicas divide, as ZeRO's stages.
+        strategy: `ps` for a parameter server.
+        predicted: Prediction, if it was not changed by hand.
+    """
+
+    model: str = ""
+    batch: Count
+    context: Annotated[int, msgspec.Meta(ge=0)] = 0
+    mesh: str = ""
+    ranks: Count
+    balance: tuple[int, ...] = ()
+    schedule: str = "1f1b"
+    microbatches: Count = 1
+    recompute: str = "never"
+    shard: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
+    strategy: str = ""
+    predicted: Prediction | None = None
+
+    @classmethod
+    def of(cls, estimator: Estimator, estimate: Estimate, *, context: int = 0) -> Plan:
+        """Return the plan of a split."""
+        split = estimate.split
+        return cls(
+            model=estimator.model.model,
+            batch=estimator.training.batch,
+            context=context,
+            mesh=split.mesh,
+            ranks=split.num_ranks,
+            balance=estimate.balance if split.pp > 1 else (),
+            schedule=split.schedule,
+            microbatches=split.microbatches,
+            recompute=split.recompute,
+            shard=split.shard,
+            strategy=split.strategy,
+            predicted=Prediction(
+                seconds=estimate.seconds,
+                parts=estimate.time._asdict(),
+                memory=estimate.memory._asdict(),
+                level_bytes=dict(estimator.level_bytes(split)),
+                layers=estimator.model.origin,
+                machines=estimator.machines.origin,
+                simulated=estimate.simulated,
+            ),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.ranks
+
+    @property
+    def split(self) -> Split:
+        """The split."""
+        axes = dict(Mesh.parse(self.mesh).axes) if self.mesh else {"dp": self.ranks}
+        return Split(
+            pp=axes.get("pp", 1),
+            dp=axes.get("dp", 1),
+            tp=axes.get("tp", 1),
+            shard=self.shard,
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            recompute=self.recompute,
+            strategy=self.strategy,
+        )
+
+    def write(self, path: str | Path) -> None:
+        """Write the plan as JSON, which may be changed and read again."""
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+
+def read_plan(path: str | Path) -> Plan | PipeDreamPlan:
+    """Read a plan.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no plan; the wrong part is named.
+    """
+    try:
+        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan | PipeDreamPlan)
+    except OSError as exc:
+        msg = f"cannot read {path}: {exc.strerror}"
+        raise ConfigError(msg) from exc
+    except msgspec.MsgspecError as exc:
+        msg = f"{path} is no plan: {exc}. Make one with `braid plan --plan {path}`"
+        raise ConfigError(msg) from exc
+    if isinstance(plan, PipeDreamPlan):
+        plan.check(str(path))
+    elif plan.split.num_ranks != plan.ranks:
+        msg = (
+            f"{path}: mesh {plan.mesh} has {plan.split.num_ranks} ranks, and ranks is {plan.ranks}"
+        )
+        raise ConfigError(msg)
+    return plan

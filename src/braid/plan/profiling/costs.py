@@ -1,0 +1,102 @@
+"""A profile as the planner asks for it: costs of layers and of ranks of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from braid.errors import ConfigError
+from braid.plan.costs import Axis, LayerCost, Origin
+from braid.plan.profiling.profile import Curve, HostProfile, LayerProfile, Profile
+
+__all__ = ["MeasuredMachines", "MeasuredModel"]
+
+
+class MeasuredModel:
+    """Costs of a model that was profiled.
+
+    Args:
+        profile: The profile.
+    """
+
+    origin: Origin = "measured"
+
+    def __init__(self, profile: Profile) -> None:
+        self.model = profile.model
+        self._layers: dict[int, tuple[LayerProfile, ...]] = {1: profile.layers, **profile.shared}
+        self._costs: dict[tuple[int, int], Sequence[LayerCost]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self._layers[1])
+
+    @property
+    def tensor_sizes(self) -> Sequence[int]:
+        """Numbers of ranks over which the layers were divided."""
+        return sorted(self._layers)
+
+    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+        """See `ModelCosts`."""
+        key = rows, tensor
+        if key not in self._costs:
+            self._costs[key] = [_cost(layer, rows) for layer in self._layers[tensor]]
+        return self._costs[key]
+
+
+def _cost(layer: LayerProfile, rows: int) -> LayerCost:
+    return LayerCost(
+        layer.forward_s.of(rows),
+        layer.input_grad_s.of(rows),
+        layer.weight_grad_s.of(rows),
+        layer.saved_bytes.of(rows),
+        layer.output_bytes.of(rows),
+        layer.param_bytes,
+        layer.params,
+        layer.reduces,
+        layer.reduced_bytes.of(rows),
+        layer.workspace_bytes.of(rows),
+    )
+
+
+class MeasuredMachines:
+    """Ranks of this host, as they were measured at work together.
+
+    Args:
+        host: Measurements of ranks together.
+        memory_bytes: Memory of a rank, in place of an equal share of the host's.
+    """
+
+    origin: Origin = "measured"
+    knows_servers = False
+    overlap = 0.0  # ranks of one host copy and add up with the cores that compute
+
+    def __init__(self, host: HostProfile, memory_bytes: float | None = None) -> None:
+        self.num_ranks = host.ranks
+        self.memory_bytes = host.memory_bytes if memory_bytes is None else memory_bytes
+        self.action_s, self.step_s = host.action_s, host.step_s
+        self._host = host
+
+    def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
+        """See `Machines`."""
+        return 0.0 if axis.size == 1 else self._curve(operation, axis.size).of(nbytes)
+
+    def message_s(self, stride: int, nbytes: float) -> float:
+        """See `Machines`."""
+        del stride
+        return self._host.message.of(nbytes)
+
+    def optimizer_s(self, param_bytes: float) -> float:
+        """See `Machines`."""
+        return self._host.optimizer.of(param_bytes)
+
+    def level_bytes(self, axis: Axis, nbytes: float) -> Mapping[str, float]:
+        """See `Machines`."""
+        return {"host": 2 * (axis.size - 1) / axis.size * nbytes} if axis.size > 1 else {}
+
+    def _curve(self, operation: str, size: int) -> Curve:
+        name = f"{operation}/{size}"
+        if name not in self._host.collectives:
+            known = ", ".join(self._host.collectives)
+            msg = f"the profile has no {operation} of {size} ranks, only {known}"
+            raise ConfigError(msg)
+        return self._host.collectives[name]

@@ -1,0 +1,149 @@
+"""Measures ranks of one host at work together: collectives, messages, optimizer, a pipeline.
+
+All ranks measure at the same time, each on its own cores, so what they share (caches, memory) is
+shared as in training. Groups of one size work side by side. Medians over runs count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import psutil
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.params.exact_norm import clip_pieces_
+from braid.pipeline import Pipeline
+from braid.plan.profiling.profile import Curve, HostProfile
+
+__all__ = ["profile_host"]
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
+RUNS = 15
+LARGE_RUNS = 5
+LARGE = 1 << 22
+MICROBATCHES = 8
+CLIP = 1.0
+
+
+def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
+    """Measure the ranks of a group; a collective.
+
+    Args:
+        group: All ranks, of one host.
+        layers: Layers of a model, whose parameters an optimizer steps.
+
+    Cost: some seconds, and 100 MB on each rank.
+    """
+    collectives = {}
+    for size in range(2, group.size + 1):
+        if group.size % size:
+            continue
+        own = group.split(group.rank // size)
+        assert own is not None, "every rank has a color"
+        for operation in ("all_reduce", "reduce_scatter", "all_gather"):
+            seconds = [_collective_s(group, own, operation, nbytes) for nbytes in SIZES]
+            collectives[f"{operation}/{size}"] = _ascending(SIZES, seconds)
+    message = _ascending((0,), (0.0,))
+    if group.size > 1:
+        message = _ascending(SIZES, [_message_s(group, nbytes) for nbytes in SIZES])
+    return HostProfile(
+        ranks=group.size,
+        collectives=collectives,
+        message=message,
+        optimizer=_optimizer(group, layers),
+        action_s=max(0.0, _action_s(group) - (message.of(0.0) if group.size > 1 else 0.0)),
+        step_s=_collective_s(group, group, "all_gather", 16) if group.size > 1 else 0.0,
+        memory_bytes=psutil.virtual_memory().total / group.size,
+    )
+
+
+def _ascending(nbytes: Sequence[int], seconds: Sequence[float]) -> Curve:
+    """Return a curve that never falls: a larger message takes no less time."""
+    highest, made = 0.0, []
+    for value in seconds:
+        highest = max(highest, value)
+        made.append(highest)
+    return Curve(tuple(map(float, nbytes)), tuple(made))
+
+
+def _median_s(group: Group, run: Callable[[], object], runs: int = RUNS) -> float:
+    """Return the median seconds of a function that all ranks call, of the slowest rank."""
+    clock = group.context.clock
+    times = []
+    for number in range(runs + 1):
+        group.barrier()
+        start_ns = clock.now_ns()
+        run()
+        if number:  # the first one warms up
+            times.append((clock.now_ns() - start_ns) / 1e9)
+    own = torch.tensor(statistics.median(times), dtype=torch.float64)
+    return float(group.all_reduce(own, "max"))
+
+
+def _collective_s(group: Group, own: Group, operation: str, nbytes: int) -> float:
+    count = max(own.size, nbytes // 4 // own.size * own.size)
+    whole = torch.ones(count)
+    part = torch.ones(count // own.size)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: own.all_reduce(whole),
+        "reduce_scatter": lambda: own.reduce_scatter(whole),
+        "all_gather": lambda: own.all_gather(part),
+    }
+    return _median_s(group, calls[operation], LARGE_RUNS if nbytes >= LARGE else RUNS)
+
+
+def _message_s(group: Group, nbytes: int) -> float:
+    """Return the seconds of a message: half of those there and back, between pairs of ranks."""
+    peer, x = group.rank ^ 1, torch.ones(max(1, nbytes // 4))
+
+    def there_and_back() -> None:
+        if peer >= group.size:
+            return
+        if group.rank < peer:
+            group.send(x, peer)
+            group.recv(x, peer)
+        else:
+            group.recv(x, peer)
+            group.send(x, peer)
+
+    return _median_s(group, there_and_back, LARGE_RUNS if nbytes >= LARGE else RUNS) / 2
+
+
+def _optimizer(group: Group, layers: Sequence[nn.Module]) -> Curve:
+    """Return the seconds of clipping and of AdamW, for a half and for all of the layers."""
+    points = {}
+    for own in (layers[: max(1, len(layers) // 2)], layers):
+        params = list(dict.fromkeys(p for layer in own for p in layer.parameters()))
+        copies = [nn.Parameter(p.detach().clone()) for p in params]
+        optimizer = torch.optim.AdamW(copies, fused=True)
+        for copy in copies:
+            copy.grad = torch.ones_like(copy)
+
+        def step(
+            copies: list[nn.Parameter] = copies, optimizer: torch.optim.Optimizer = optimizer
+        ) -> None:
+            clip_pieces_([p.grad for p in copies if p.grad is not None], CLIP)
+            optimizer.step()
+
+        points[sum(p.nbytes for p in copies)] = _median_s(group, step, LARGE_RUNS)
+    return _ascending(sorted(points), [points[nbytes] for nbytes in sorted(points)])
+
+
+def _action_s(group: Group) -> float:
+    """Return the seconds of a forward or backward in a pipeline whose layers do nothing."""
+    p = group.size
+    stages = [nn.Linear(1, 1, bias=False) for _ in range(p)]
+    for stage in stages:
+        nn.init.ones_(stage.weight)
+    pipeline = Pipeline(stages, num_microbatches=MICROBATCHES, process_group=group)
+    x, y = torch.ones(MICROBATCHES, 1), torch.ones(MICROBATCHES, 1)
+
+    def step() -> None:
+        pipeline.step(x, y, loss=nn.functional.mse_loss)
+        pipeline.zero_grad()
+
+    # forwards and backwards of the longest way: all micro-batches of one stage, and the others once
+    return _median_s(group, step) / (2 * (MICROBATCHES + p - 1))

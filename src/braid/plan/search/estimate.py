@@ -1,0 +1,366 @@
+"""Time and memory of a split, by closed forms.
+
+    step = m * (busiest rank's compute + its all-reduces) + bubble + messages
+           + gradients (what a backward does not hide) + optimizer + what every step costs
+
+    memory = parameters + gradients + optimizer + activations under way + workspace
+
+The bubble is the time until the pipeline is full and after it runs dry: for 1F1B the work of one
+micro-batch on all other ranks. `rescore` replaces compute, bubble and messages by a simulation of
+the program.
+
+Source: D. Narayanan et al., SC 2021, sections 2.2 and 3; S. Rajbhandari et al., ZeRO, SC 2020,
+section 5; P. Qi et al., ICLR 2024, table 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from braid.pipeline import block_partition
+from braid.plan.costs import Axis, LayerCost, Machines, ModelCosts
+from braid.plan.search.split import Split, held, homes
+
+__all__ = ["Estimate", "Estimator", "Memory", "StageCost", "StepTime", "Training"]
+
+
+class Training(NamedTuple):
+    """Size of a training.
+
+    Attributes:
+        batch: Rows of a step.
+        optimizer_states: States of the optimizer for each parameter, of 4 bytes.
+        param_item: Bytes of an element of a parameter; below 4, the optimizer keeps it in 4 bytes,
+            too.
+    """
+
+    batch: int
+    optimizer_states: int = 2
+    param_item: int = 4
+
+
+class StepTime(NamedTuple):
+    """Parts of the seconds of a step.
+
+    Attributes:
+        compute_s: Forwards and backwards of the busiest rank.
+        bubble_s: Its waiting for other stages.
+        tensor_s: Its all-reduces of divided layers.
+        message_s: Messages between stages that nothing hides.
+        gradient_s: Collectives of gradients and parameters that nothing hides.
+        optimizer_s: Optimizer.
+        other_s: Costs of every step, however it is split.
+    """
+
+    compute_s: float
+    bubble_s: float = 0.0
+    tensor_s: float = 0.0
+    message_s: float = 0.0
+    gradient_s: float = 0.0
+    optimizer_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return math.fsum(self)
+
+
+class Memory(NamedTuple):
+    """Bytes on the rank that holds most."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def nbytes(self) -> float:
+        """All bytes."""
+        return math.fsum(self)
+
+
+class StageCost(NamedTuple):
+    """Costs of a stage for a micro-batch.
+
+    Attributes:
+        forward_s: Seconds of a forward, with its all-reduces.
+        input_s: Seconds of the backward to inputs, with its all-reduces.
+        weight_s: Seconds of the backward to weights.
+        tensor_s: Seconds of the all-reduces of both.
+        saved_bytes: Bytes kept for backward.
+        output_bytes: Bytes sent to the next stage.
+        param_bytes: Bytes of parameters.
+        largest_bytes: Bytes of the largest layer's parameters.
+        workspace_bytes: Most bytes of the backward of a layer besides what is kept.
+    """
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    tensor_s: float
+    saved_bytes: float
+    output_bytes: float
+    param_bytes: float
+    largest_bytes: float
+    workspace_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_s + self.input_s + self.weight_s
+
+
+class Estimate(NamedTuple):
+    """Predicted time and memory of a split.
+
+    Attributes:
+        split: The split.
+        balance: Number of layers of each stage.
+        time: Parts of a step's time.
+        memory: Bytes of the rank that holds most.
+        busiest: Stage that takes longest.
+        simulated: Whether its program was simulated.
+    """
+
+    split: Split
+    balance: tuple[int, ...]
+    time: StepTime
+    memory: Memory
+    busiest: int = 0
+    simulated: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return self.time.seconds
+
+
+class Estimator:
+    """Estimates splits of one training.
+
+    Args:
+        model: Costs of its layers.
+        machines: Costs of what it runs on.
+        training: Batch and optimizer.
+    """
+
+    def __init__(self, model: ModelCosts, machines: Machines, training: Training) -> None:
+        self.model, self.machines, self.training = model, machines, training
+        self._stages: dict[tuple[int, int, int], tuple[tuple[int, ...], list[StageCost]]] = {}
+
+    def rows(self, split: Split) -> int:
+        """Return the rows of a micro-batch."""
+        return self.training.batch // (split.dp * split.microbatches)
+
+    def stages(self, split: Split) -> tuple[tuple[int, ...], list[StageCost]]:
+        """Return the layers of each stage, as even as possible, and the costs of stages."""
+        key = (self.rows(split), split.tp, split.num_stages)
+        if key not in self._stages:
+            costs = self.model.layers(*key[:2])
+            tensor = [self._tensor_s(cost, split.tp) for cost in costs]
+            totals = [
+                c.forward_s + c.input_s + c.weight_s + 2 * t
+                for c, t in zip(costs, tensor, strict=True)
+            ]
+            sizes = block_partition(totals, split.num_stages)
+            made, begin = [], 0
+            for size in sizes:
+                own = slice(begin, begin + size)
+                made.append(_stage(costs[own], tensor[own]))
+                begin += size
+            self._stages[key] = tuple(sizes), made
+        return self._stages[key]
+
+    def estimate(self, split: Split) -> Estimate:
+        """Return time and memory by closed forms."""
+        sizes, stages = self.stages(split)
+        return Estimate(
+            split,
+            sizes,
+            self.time(split),
+            self.memory(split),
+            max(range(len(stages)), key=lambda s: stages[s].seconds),
+        )
+
+    def time(self, split: Split) -> StepTime:
+        """Return the parts of a step's time by closed forms."""
+        m, machines, stages = split.microbatches, self.machines, self.stages(split)[1]
+        action_s = machines.action_s if split.pp > 1 or m > 1 else 0.0
+        again = split.recompute != "never"
+        work = [_Work.of(own, action_s, again=again) for own in self.by_rank(split)]
+        busiest = max(range(split.pp), key=lambda r: work[r].seconds)
+        busy = work.pop(busiest)
+        message_s = 0.0
+        if split.pp > 1:
+            nbytes = max(stage.output_bytes for stage in stages[:-1])
+            hops = (split.num_stages - 1) + (m - 1) * split.num_stages // split.pp
+            message_s = 2 * hops * machines.message_s(split.dp * split.tp, nbytes)
+        time = StepTime(
+            m * (busy.seconds - busy.tensor_s),
+            sum(_fill(split.schedule, own) for own in work),
+            m * busy.tensor_s,
+            message_s,
+        )
+        return self.with_step(split, time, busy.backward_s)
+
+    def with_step(self, split: Split, time: StepTime, backward_s: float) -> StepTime:
+        """Return the time with that of gradients and of the optimizer.
+
+        Args:
+            split: The split.
+            time: Time of forwards and backwards.
+            backward_s: Seconds of the last backward, which may hide collectives.
+        """
+        machines = self.machines
+        nbytes = max(sum(s.param_bytes for s in own) for own in self.by_rank(split))
+        hidden_s = machines.overlap * backward_s if split.schedule == "1f1b" else 0.0
+        is_shared = split.shard or split.strategy  # each rank or server steps its share
+        return time._replace(
+            gradient_s=max(0.0, self.gradient_s(split, nbytes) - hidden_s),
+            optimizer_s=machines.optimizer_s(nbytes / split.dp if is_shared else nbytes),
+            other_s=machines.step_s,
+        )
+
+    def gradient_s(self, split: Split, nbytes: float) -> float:
+        """Return the seconds in which replicas share gradients of `nbytes`, and parameters."""
+        machines, axis = self.machines, Axis(split.dp, split.tp)
+        if split.dp == 1:
+            return 0.0
+        if split.strategy:
+            return machines.collective_s("push_pull", axis, nbytes)
+        if not split.shard:
+            return machines.collective_s("all_reduce", axis, nbytes)
+        gathers = 2 if split.shard == 3 else 1  # for forward and backward, or after the step
+        return machines.collective_s("reduce_scatter", axis, nbytes) + (
+            gathers * machines.collective_s("all_gather", axis, nbytes)
+        )
+
+    def by_rank(self, split: Split) -> list[list[StageCost]]:
+        """Return the stages of each rank of a pipeline."""
+        ranks: list[list[StageCost]] = [[] for _ in range(split.pp)]
+        at = homes(split.schedule, split.pp) if split.pp > 1 else (0,)
+        for stage, rank in zip(self.stages(split)[1], at, strict=True):
+            ranks[rank].append(stage)
+        return ranks
+
+    def _tensor_s(self, cost: LayerCost, tensor: int) -> float:
+        """Return the seconds of the all-reduces of a forward."""
+        if tensor == 1 or not cost.reduces:
+            return 0.0
+        nbytes = cost.reduced_bytes / cost.reduces
+        return cost.reduces * self.machines.collective_s("all_reduce", Axis(tensor, 1), nbytes)
+
+    def memory(self, split: Split) -> Memory:
+        """Return the memory of the rank that holds most."""
+        training, ranks = self.training, self.by_rank(split)
+        under_way = held(split.schedule, split.pp, split.microbatches)
+        memories = []
+        for own, count in zip(ranks, under_way, strict=True):
+            params = sum(stage.param_bytes for stage in own)
+            elements = params / training.param_item
+            kept = training.optimizer_states + (training.param_item < 4)
+            states = 0.0 if split.strategy else 4.0 * kept * elements
+            saved = sum(stage.saved_bytes for stage in own) / len(own)
+            inputs = max(stage.output_bytes for stage in own)
+            activations = count * saved
+            if split.recompute != "never":
+                activations = count * inputs + max(stage.saved_bytes for stage in own)
+            over, gradients = split.dp, params
+            if split.shard and split.pp == split.microbatches == 1:
+                # each rank's share grows while activations are used up
+                gradients = max(0.0, params / over - activations)
+            memories.append(
+                Memory(
+                    params / (over if split.shard == 3 else 1),
+                    gradients,
+                    states / (over if split.shard else 1),
+                    activations,
+                    max(stage.workspace_bytes for stage in own)
+                    + (2 * max(stage.largest_bytes for stage in own) if split.shard == 3 else 0),
+                )
+            )
+        return max(memories, key=lambda memory: memory.nbytes)
+
+    def level_bytes(self, split: Split) -> Mapping[str, float]:
+        """Return the bytes of a step over a link of each level of the cluster."""
+        levels: dict[str, float] = {}
+        stages = self.stages(split)[1]
+        nbytes = max(stage.param_bytes for stage in stages)
+        reduced = sum(c.reduced_bytes for c in self.model.layers(self.rows(split), split.tp))
+        parts = [
+            self.machines.level_bytes(Axis(split.dp, split.tp), nbytes),
+            self.machines.level_bytes(
+                Axis(split.tp, 1), 2 * split.microbatches * reduced / split.pp
+            ),
+        ]
+        if split.pp > 1:
+            sent = split.microbatches * max(stage.output_bytes for stage in stages[:-1])
+            parts.append(self.machines.level_bytes(Axis(2, split.dp * split.tp), sent))
+        for part in parts:
+            for level, count in part.items():
+                levels[level] = levels.get(level, 0.0) + count
+        return levels
+
+
+class _Work(NamedTuple):
+    """Work of a rank on a micro-batch."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    tensor_s: float
+
+    @classmethod
+    def of(cls, stages: Sequence[StageCost], action_s: float, *, again: bool) -> _Work:
+        forward_s = sum(stage.forward_s + action_s for stage in stages)
+        tensor_s = sum(stage.tensor_s for stage in stages)
+        return cls(
+            forward_s,
+            sum(stage.input_s + action_s for stage in stages) + (forward_s if again else 0.0),
+            sum(stage.weight_s for stage in stages),
+            tensor_s * (1.5 if again else 1.0),
+        )
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.input_s + self.weight_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+
+def _fill(schedule: str, work: _Work) -> float:
+    """Return the seconds for which a rank lengthens the bubble."""
+    f, i, w = work.forward_s, work.input_s, work.weight_s
+    return {
+        "breadth_first": (f + i + w) / 2,
+        "interleaved": (f + i + w) / 2,
+        "zb_h1": max(0.0, f + i - w),
+        "zb_h2": max(0.0, f + i - 2 * w),
+        "zbv": max(0.0, f + i - 2 * w) / 2,
+        "v_half": (f + i) / 2,
+        "v_min": 2 * (f + i) / 3,
+    }.get(schedule, f + i + w)
+
+
+def _stage(costs: Sequence[LayerCost], tensor: Sequence[float]) -> StageCost:
+    params: dict[object, float] = {}
+    for number, cost in enumerate(costs):  # layers of one stage share what is tied
+        share = cost.param_bytes
+        params[cost.params or number] = share
+    return StageCost(
+        math.fsum(cost.forward_s for cost in costs) + math.fsum(tensor),
+        math.fsum(cost.input_s for cost in costs) + math.fsum(tensor),
+        math.fsum(cost.weight_s for cost in costs),
+        2 * math.fsum(tensor),
+        math.fsum(cost.saved_bytes for cost in costs),
+        costs[-1].output_bytes,
+        sum(params.values()),
+        max(cost.param_bytes for cost in costs),
+        max(cost.workspace_bytes for cost in costs),
+    )

@@ -1,0 +1,82 @@
+"""Time to solution where ranks fail: checkpoints, lost work and recovery.
+
+    |== work ==|save|== work ==|save|== wo X recover |== work ==|save| ...
+
+Failures come at any time, on average every M = (mean time of one rank) / ranks. With an interval t
+of work between saves of C seconds, and R seconds to recover,
+
+    seconds = M * exp(R / M) * (exp((t + C) / M) - 1) * work / t
+
+and t = sqrt(2 C M) - C is close to the best.
+
+Source: J. Daly, A higher order estimate of the optimum checkpoint interval, FGCS 22 (2006).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+
+__all__ = ["Failures", "Solution", "time_to_solution"]
+
+
+class Failures(NamedTuple):
+    """Rate of failures of ranks, and what one costs.
+
+    Attributes:
+        rank_mean_s: Mean seconds between failures of one rank.
+        checkpoint_s: Seconds for which a checkpoint holds up the training.
+        recovery_s: Seconds from a failure to the next step.
+        interval_s: Seconds of work between checkpoints; the best when None.
+    """
+
+    rank_mean_s: float
+    checkpoint_s: float = 60.0
+    recovery_s: float = 300.0
+    interval_s: float | None = None
+
+
+class Solution(NamedTuple):
+    """Time to solution.
+
+    Attributes:
+        seconds: Expected seconds until all steps are done.
+        interval_s: Seconds of work between checkpoints.
+        failures: Expected number of failures.
+    """
+
+    seconds: float
+    interval_s: float
+    failures: float
+
+
+def time_to_solution(work_s: float, num_ranks: int, failures: Failures) -> Solution:
+    """Return the expected time for `work_s` seconds of steps on ranks that fail.
+
+    Raises:
+        ConfigError: A figure is not positive, or ranks fail so often that nothing would be done.
+
+    >>> round(time_to_solution(3600.0, 1, Failures(1e12)).seconds)
+    3600
+    """
+    least = min(failures.rank_mean_s, failures.checkpoint_s, failures.recovery_s + 1e-9)
+    if not (least > 0 and math.isfinite(failures.rank_mean_s)) or (failures.interval_s or 1) <= 0:
+        msg = f"times of failures, checkpoints and recovery must be positive, got {failures}"
+        raise ConfigError(msg)
+    mean_s = failures.rank_mean_s / num_ranks
+    save_s = failures.checkpoint_s
+    interval_s = failures.interval_s
+    if interval_s is None:
+        interval_s = max(math.sqrt(2 * save_s * mean_s) - save_s, save_s)
+    exponent = (interval_s + save_s) / mean_s
+    if exponent + failures.recovery_s / mean_s > math.log(1e6):
+        msg = (
+            f"{num_ranks} ranks fail every {mean_s:.3g} s, which leaves no time for work: save "
+            f"faster than in {save_s:g} s, or recover faster than in {failures.recovery_s:g} s"
+        )
+        raise ConfigError(msg)
+    lost = math.exp(failures.recovery_s / mean_s) * math.expm1(exponent)
+    seconds = mean_s * lost * work_s / interval_s
+    return Solution(seconds, interval_s, seconds / mean_s)

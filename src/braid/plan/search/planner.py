@@ -1,0 +1,120 @@
+"""The planner: every split, its time and memory; the best ones simulated.
+
+    splits ── estimate (closed forms) ── fits? ── 20 fastest ── simulate their programs ── ranking
+                                          |
+                                          no: why not, and what is missing
+
+All splits are considered, so the result is never worse than plain data parallelism, a pipeline of
+even stages, or any other one by itself. What the engines cannot combine is not among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.plan.costs import Machines, ModelCosts
+from braid.plan.search.estimate import Estimate, Estimator, Training
+from braid.plan.search.rescoring import rescore
+from braid.plan.search.split import splits
+from braid.schedule.files import TRAINING
+
+__all__ = ["NUM_SIMULATED", "Ranking", "find_splits"]
+
+NUM_SIMULATED = 20
+
+
+class Ranking(NamedTuple):
+    """Splits by time.
+
+    Attributes:
+        fitting: Estimates of splits that fit, the fastest first.
+        too_large: Estimates of those that need more memory than there is, the smallest first.
+        estimator: Estimator of all of them.
+    """
+
+    fitting: list[Estimate]
+    too_large: list[Estimate]
+    estimator: Estimator
+
+    @property
+    def best(self) -> Estimate:
+        """Fastest split that fits.
+
+        Raises:
+            ConfigError: None fits; the message says what would.
+        """
+        if self.fitting:
+            return self.fitting[0]
+        machines = self.estimator.machines
+        least = self.too_large[0]
+        memory = least.memory
+        largest = max(memory._fields, key=lambda part: getattr(memory, part))
+        msg = (
+            f"{self.estimator.model.model} does not fit on {machines.num_ranks} ranks of "
+            f"{machines.memory_bytes / 1e9:.3g} GB: the smallest split, {least.split}, needs "
+            f"{memory.nbytes / 1e9:.3g} GB a rank, most of it for {largest}. Use more ranks, a "
+            f"smaller batch, or {memory.nbytes / 1e9:.3g} GB"
+        )
+        raise ConfigError(msg)
+
+
+def find_splits(
+    model: ModelCosts,
+    machines: Machines,
+    training: Training,
+    *,
+    schedules: Sequence[str] = TRAINING,
+    num_simulated: int = NUM_SIMULATED,
+) -> Ranking:
+    """Return all splits of a training, by predicted time.
+
+    Args:
+        model: Costs of the model's layers.
+        machines: Costs of what it runs on.
+        training: Batch and optimizer.
+        schedules: Schedules of pipelines to consider.
+        num_simulated: Number of splits whose programs are simulated.
+
+    Raises:
+        ConfigError: The batch cannot be divided over the ranks in any way.
+    """
+    estimator = Estimator(model, machines, training)
+    candidates = list(
+        splits(
+            machines.num_ranks,
+            training.batch,
+            model.num_layers,
+            model.tensor_sizes,
+            schedules=schedules,
+            servers=machines.knows_servers,
+        )
+    )
+    if not candidates:
+        msg = (
+            f"a batch of {training.batch} rows and {model.num_layers} layers cannot be divided "
+            f"over exactly {machines.num_ranks} ranks: replicas must divide the batch, and each "
+            "stage needs a layer. Use another batch or number of ranks"
+        )
+        raise ConfigError(msg)
+    estimates = [estimator.estimate(split) for split in candidates]
+    limit = machines.memory_bytes
+    fitting = sorted((e for e in estimates if e.memory.nbytes <= limit), key=_rank)
+    too_large = sorted(
+        (e for e in estimates if e.memory.nbytes > limit), key=lambda e: e.memory.nbytes
+    )
+    first = sorted((rescore(estimator, e) for e in fitting[:num_simulated]), key=_rank)
+    return Ranking([*first, *fitting[num_simulated:]], too_large, estimator)
+
+
+def _rank(estimate: Estimate) -> tuple[float, int, float]:
+    """Return the key of the order: by time; simpler splits first, where times are alike."""
+    split = estimate.split
+    parts = (split.pp > 1, split.tp > 1, split.recompute != "never", 2 * bool(split.strategy))
+    return _rounded(estimate.seconds), split.shard + sum(parts), estimate.memory.nbytes
+
+
+def _rounded(seconds: float) -> float:
+    """Round to what could be measured: three digits."""
+    return float(f"{seconds:.2e}")

@@ -1,0 +1,169 @@
+"""Ways of splitting a training over ranks: all that `braid train` can do, as data.
+
+    ranks = pp * dp * tp         stages, replicas, parts of layers; tp neighbours are the nearest
+    batch = dp * microbatches * rows
+
+The generator of splits knows which combinations the engines refuse, so every split can be run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from braid.schedule.files import TRAINING
+from braid.schedule.pipeline import SCHEDULES, most_held, stage_ranks
+
+__all__ = ["SPLIT_BACKWARD", "Split", "held", "homes", "splits"]
+
+SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "v_half", "v_min")
+TWO_STAGES = ("breadth_first", "interleaved", "zbv", "v_half", "v_min")  # stages of each rank
+HOLDS_ALL = ("gpipe", "breadth_first")
+MOST_MICROBATCHES = 256
+PS = "ps"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """One way of splitting a training.
+
+    Attributes:
+        pp: Ranks of a pipeline.
+        dp: Replicas.
+        tp: Ranks that share each layer.
+        shard: State that replicas divide: 1, 2 or 3 as ZeRO's stages; 0 for none.
+        schedule: Name of the pipeline's schedule.
+        microbatches: Micro-batches of a step.
+        recompute: Whether forwards run again in backward: `never` or `always`.
+        strategy: `ps` for a parameter server, with as many servers as workers.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    shard: int = 0
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    recompute: str = "never"
+    strategy: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that train."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.pp * (2 if self.pp > 1 and self.schedule in TWO_STAGES else 1)
+
+    @property
+    def mesh(self) -> str:
+        """Axes of the mesh, as `braid train --mesh` takes them; nothing if all are replicas."""
+        is_row = self.pp > 1 or self.microbatches > 1 or self.recompute != "never"
+        axes = {"pp": self.pp, "dp": self.dp, "tp": self.tp}
+        shown = [f"{k}={n}" for k, n in axes.items() if n > 1 or (k == "pp" and is_row)]
+        return ",".join(shown) if is_row or self.tp > 1 else ""
+
+    def __str__(self) -> str:
+        """Return a short description, such as `pp=2,dp=4 1f1b m=8 recompute zero1`."""
+        words = [f"pp={self.pp}"] if self.pp > 1 else []
+        words += [f"dp={self.dp}"] if self.dp > 1 else []
+        words += [f"tp={self.tp}"] if self.tp > 1 else []
+        text = ",".join(words) or "one rank"
+        text += f" {self.schedule}" if self.pp > 1 else ""
+        text += f" m={self.microbatches}" if self.microbatches > 1 else ""
+        text += " recompute" if self.recompute != "never" else ""
+        text += f" zero{self.shard}" if self.shard else ""
+        return text + (" parameter server" if self.strategy else "")
+
+
+def splits(
+    num_ranks: int,
+    batch: int,
+    num_layers: int,
+    tensor_sizes: Sequence[int] = (1,),
+    *,
+    schedules: Sequence[str] = TRAINING,
+    servers: bool = True,
+) -> Iterator[Split]:
+    """Yield every split of a batch over exactly `num_ranks` ranks.
+
+    Args:
+        num_ranks: Number of ranks.
+        batch: Rows of a step.
+        num_layers: Number of layers, at least one for each stage.
+        tensor_sizes: Numbers of ranks that can share a layer.
+        schedules: Schedules of pipelines.
+        servers: Whether a parameter server is among them.
+    """
+    for tp in tensor_sizes:
+        if num_ranks % tp:
+            continue
+        for pp in _divisors(num_ranks // tp):
+            dp = num_ranks // tp // pp
+            if pp > num_layers or batch % dp:
+                continue
+            yield from _of_mesh(pp, dp, tp, batch, num_layers, schedules)
+            if servers and dp > 1 and pp == tp == 1:
+                yield Split(dp=dp, strategy=PS)
+
+
+def _of_mesh(
+    pp: int, dp: int, tp: int, batch: int, num_layers: int, schedules: Sequence[str]
+) -> Iterator[Split]:
+    for m in _divisors(batch // dp):
+        if m > MOST_MICROBATCHES:
+            continue
+        for schedule in schedules if pp > 1 else ("1f1b",):
+            for recompute in ("never", "always"):
+                for shard in (0, 1, 2, 3) if dp > 1 else (0,):
+                    split = Split(
+                        pp=pp,
+                        dp=dp,
+                        tp=tp,
+                        shard=shard,
+                        schedule=schedule,
+                        microbatches=m,
+                        recompute=recompute,
+                    )
+                    splits_backward = pp > 1 and schedule in SPLIT_BACKWARD
+                    if split.num_stages <= num_layers and not (shard and splits_backward):
+                        yield split
+
+
+@cache
+def homes(schedule: str, pp: int) -> tuple[int, ...]:
+    """Return the rank of each stage."""
+    ranks = stage_ranks(SCHEDULES[schedule](pp, 1))
+    return tuple(ranks[stage] for stage in range(len(ranks)))
+
+
+@cache
+def held(schedule: str, pp: int, microbatches: int) -> tuple[int, ...]:
+    """Return the most forwards of one stage that each rank holds at a time.
+
+    Between the two parts of a split backward, gradients are held as well: they count as much.
+    """
+    if schedule in HOLDS_ALL:
+        per_rank = 2 if pp > 1 and schedule in TWO_STAGES else 1
+        return (microbatches * per_rank,) * pp
+    # more micro-batches than this are never under way at a time
+    program = SCHEDULES[schedule](pp, min(microbatches, 4 * pp + 2))
+    if schedule not in SPLIT_BACKWARD:
+        return tuple(most_held(program))
+    counts = []
+    for actions in program.ranks:
+        now, most = 0, 0
+        for action in actions:
+            has_inputs = action.unit > 0  # the first stage does all of its backward in W
+            now += {"F": 1, "I": has_inputs, "W": -1 - has_inputs}.get(action.kind, 0)
+            most = max(most, now)
+        counts.append(most)
+    return tuple(counts)
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, number + 1) if number % n == 0)

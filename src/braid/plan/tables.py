@@ -1,0 +1,126 @@
+"""A ranking of splits as tables, sentences and one picture that compares the kinds of splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from braid.plan.search.estimate import Estimate, StepTime
+from braid.plan.search.failures import Failures, time_to_solution
+from braid.plan.search.planner import Ranking
+from braid.plan.search.sensitivity import PART_NAMES
+from braid.schedule.bars import COLOURS, Bar, draw, time_text
+
+__all__ = ["best_of_kinds", "comparison", "infeasible", "ranking_table"]
+
+DAY_S = 86400.0
+
+
+def ranking_table(
+    ranking: Ranking, top: int, steps: int = 0, failures: Failures | None = None
+) -> Table:
+    """Return the fastest splits as a table.
+
+    Args:
+        ranking: Splits by time.
+        top: Number of rows.
+        steps: Steps of the training, for its time to solution.
+        failures: Rate of failures, if ranks fail.
+    """
+    estimator = ranking.estimator
+    model, machines = estimator.model, estimator.machines
+    title = (
+        f"{model.model}, batch {estimator.training.batch}, {machines.num_ranks} ranks: layers "
+        f"{model.origin}, machines {machines.origin}"
+    )
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("split", no_wrap=True)
+    for name in ("ms", "rows/s", "work", "idle", "sends", "GB", "MB", "days"):
+        if name != "days" or steps:
+            table.add_column(name, justify="right", no_wrap=True)
+    for estimate in ranking.fitting[:top]:
+        time = estimate.time
+        sends = time.tensor_s + time.message_s + time.gradient_s
+        levels = estimator.level_bytes(estimate.split).values()
+        cells = [
+            f"{1e3 * time.seconds:.4g}",
+            f"{estimator.training.batch / time.seconds:.4g}",
+            *(
+                f"{100 * part / time.seconds:.0f}"
+                for part in (time.compute_s, time.bubble_s, sends)
+            ),
+            f"{estimate.memory.nbytes / 1e9:.2f}",
+            f"{max(levels, default=0.0) / 1e6:.4g}",
+        ]
+        if steps:
+            work_s = steps * time.seconds
+            if failures is not None:
+                work_s = time_to_solution(work_s, machines.num_ranks, failures).seconds
+            cells.append(f"{work_s / DAY_S:.3g}")
+        table.add_row(f"{estimate.split}{'' if estimate.simulated else ' *'}", *cells)
+    table.caption = (
+        "work, idle, sends: % of the step; GB of a rank; MB over a link of a step; * by closed "
+        "forms, the rest simulated"
+    )
+    return table
+
+
+def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
+    """Yield lines on splits that need more memory than there is, the fastest of them first."""
+    limit = ranking.estimator.machines.memory_bytes
+    kinds: dict[tuple[int, int, int], Estimate] = {}
+    for estimate in sorted(ranking.too_large, key=lambda e: e.seconds):
+        split = estimate.split
+        kinds.setdefault((split.pp, split.dp, split.tp), estimate)
+    for estimate in list(kinds.values())[:count]:
+        memory = estimate.memory
+        largest = max(memory._fields, key=lambda part: getattr(memory, part))
+        yield (
+            f"{estimate.split}: {memory.nbytes / 1e9:.3g} GB of {limit / 1e9:.3g} GB, "
+            f"{getattr(memory, largest) / 1e9:.3g} GB of them for {largest}"
+        )
+
+
+def best_of_kinds(ranking: Ranking) -> dict[str, Estimate]:
+    """Return the fastest split that fits of each kind, by name."""
+    kinds: dict[str, Estimate] = {}
+    for estimate in ranking.fitting:
+        split = estimate.split
+        axes = [name for name in ("pp", "dp", "tp") if getattr(split, name) > 1]
+        names = {"pp": "pipeline", "dp": "data parallel", "tp": "tensor parallel"}
+        kind = " x ".join(names[axis] for axis in axes) or "one rank"
+        kind = f"ZeRO-{split.shard}" if axes == ["dp"] and split.shard else kind
+        kinds.setdefault("parameter server" if split.strategy else kind, estimate)
+    return kinds
+
+
+def comparison(ranking: Ranking) -> str:
+    """Draw the fastest split of each kind as SVG: parts of its step, and its memory."""
+    kinds = best_of_kinds(ranking)
+    colours = dict(zip(StepTime._fields, COLOURS, strict=True))
+    bars = []
+    for lane, (kind, estimate) in enumerate(kinds.items()):
+        start_s = 0.0
+        for part, seconds in zip(StepTime._fields, estimate.time, strict=True):
+            title = f"{kind}, {estimate.split}: {PART_NAMES[part]} {time_text(seconds)}"
+            bars.append(Bar(lane, start_s, start_s + seconds, colours[part], title))
+            start_s += seconds
+    estimator = ranking.estimator
+    notes = [
+        f"{1e3 * e.seconds:.4g} ms, {e.memory.nbytes / 1e9:.2f} GB  {e.split}"
+        for e in kinds.values()
+    ]
+    short = ("compute", "bubble", "tensor", "messages", "gradients", "optimizer", "other")
+    return draw(
+        list(kinds),
+        bars,
+        max((e.seconds for e in kinds.values()), default=1.0),
+        legend=dict(zip(short, colours.values(), strict=True)),
+        caption=(
+            f"a step of {estimator.model.model}, batch {estimator.training.batch}, on "
+            f"{estimator.machines.num_ranks} ranks: the fastest split of each kind"
+        ),
+        notes=notes,
+    )

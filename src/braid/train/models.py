@@ -1,0 +1,173 @@
+"""Models to profile and to plan: GPTs by name, and models of the user's own, as layers in a row."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from braid.autograd.nested import map_tensors
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.graph import capture, segments
+from braid.graph.conversion import load_model
+from braid.plan.described.model import DescribedModel
+from braid.plan.described.operations import LayerOperations, count_operations
+from braid.plan.lone_rank import LoneRank
+from braid.tensor_parallel import parallelize
+from braid.topology import Device
+from braid.train.config import MODELS, ModelSize
+from braid.train.gpt import GPT
+
+__all__ = ["Layers", "captured", "described", "gpt", "gpt_name", "layers_of"]
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LARGEST_TENSOR = 16  # ranks that share a layer
+
+
+class Layers(NamedTuple):
+    """A model as layers in a row.
+
+    Attributes:
+        model: Name of the model.
+        named: Layers with their names.
+        sample: Function of a number of rows that returns an input of the first layer.
+        ranks: Ranks that share the layers, if they are divided.
+    """
+
+    model: str
+    named: list[tuple[str, nn.Module]]
+    sample: Callable[[int], Any]
+    ranks: LoneRank | None = None
+
+
+def gpt_name(model: str) -> str:
+    """Return the name of a GPT in `MODELS`, for one such as gpt2-tiny.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    key = model if model in MODELS else model.removeprefix("gpt2-")
+    if key not in MODELS:
+        known = ", ".join(("gpt2-tiny", "gpt2-mini", "gpt2-small", *list(MODELS)[4:]))
+        msg = f"--model must be one of {known}, got {model!r}"
+        raise ConfigError(msg)
+    return key
+
+
+def gpt(
+    model: str,
+    context: int,
+    *,
+    tensor: int = 1,
+    group: Group | None = None,
+    size: ModelSize | None = None,
+) -> Layers:
+    """Return the layers of a GPT.
+
+    Args:
+        model: Name of the model.
+        context: Bytes of a sequence.
+        tensor: Number of ranks that share each layer, of which only this one exists.
+        group: Ranks that share each layer.
+        size: Size in place of the model's own.
+
+    Raises:
+        ConfigError: There is no such model, or its heads cannot be divided.
+    """
+    key = gpt_name(model)
+    whole = GPT(size or MODELS[key], context, tied=False)
+    ranks = LoneRank(tensor) if tensor > 1 else None
+    sharing = group or ranks
+    if sharing is not None:
+        parallelize(whole, sharing)
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(rows: int) -> torch.Tensor:
+        return torch.randint(0, 256, (rows, context), generator=generator)
+
+    return Layers(key, [(str(i), layer) for i, layer in enumerate(whole.layers())], sample, ranks)
+
+
+def layers_of(target: str, model: str, context: int, *, tensor: int = 1) -> Layers:
+    """Return the layers of what a command names: a GPT, or a model of the user's.
+
+    Raises:
+        ConfigError: Neither or both are named, or a model of the user's is to be divided.
+    """
+    if bool(target) == bool(model):
+        msg = "give a model: MODULE:FUNCTION, or --model NAME"
+        raise ConfigError(msg)
+    return gpt(model, context, tensor=tensor) if model else captured(target)
+
+
+def captured(target: str) -> Layers:
+    """Return a captured model as layers, as many as it can be cut into.
+
+    Args:
+        target: Module and function, or a file and function, which returns a model and its example
+            arguments.
+    """
+    file, colon, function = target.partition(":")
+    if file.endswith(".py"):
+        sys.path.insert(0, str(Path(file).resolve().parent))
+        target = f"{Path(file).stem}:{function if colon else 'make'}"
+    elif "" not in sys.path:
+        sys.path.insert(0, "")  # modules of this directory, as for `python -m`
+    made = load_model(target)
+    graph = capture(made.model, *made.args, **made.kwargs)
+    refused = graph.refused_cuts()
+    modules = [i for i, node in enumerate(graph.nodes) if node.kind == "module"]
+    cuts = [0, *(i for i in modules[1:] if i not in refused)]
+    labels = graph.labels()
+    parts = segments(graph, len(cuts), cuts)
+    given = made.args if not made.kwargs else (*made.args, made.kwargs)
+    batch = given[0] if len(given) == 1 else given
+
+    def sample(rows: int) -> Any:
+        return map_tensors(batch, lambda x: _of_rows(x, rows))
+
+    return Layers(target, [(labels[i], p) for i, p in zip(cuts, parts, strict=True)], sample)
+
+
+def described(
+    target: str, model: str, context: int, device: Device, dtype: str
+) -> tuple[DescribedModel, list[str]]:
+    """Return the costs of a model on a described device, and the names of its layers."""
+    if not model:
+        layers = layers_of(target, model, context)
+        operations = _counted(layers, dtype)
+        names = [name for name, _ in layers.named]
+        return DescribedModel(layers.model, {1: operations}, device, dtype), names
+    key = gpt_name(model)
+    size = MODELS[key]
+    one = ModelSize(1, size.width, size.heads)  # all blocks are alike
+    by_tensor: dict[int, Sequence[LayerOperations]] = {}
+    for tensor in range(1, min(size.heads, LARGEST_TENSOR) + 1):
+        if size.heads % tensor == 0:
+            first, block, last = _counted(gpt(key, context, tensor=tensor, size=one), dtype)
+            blocks = [
+                block._replace(name=str(i), params=tuple(1000 * i + n for n in block.params))
+                for i in range(1, size.layers + 1)
+            ]
+            by_tensor[tensor] = [first, *blocks, last._replace(name=str(size.layers + 1))]
+    names = [layer.name for layer in by_tensor[1]]
+    return DescribedModel(key, by_tensor, device, dtype), names
+
+
+def _counted(layers: Layers, dtype: str) -> list[LayerOperations]:
+    return count_operations(
+        layers.named, layers.sample, dtype=TORCH_DTYPES[dtype], ranks=layers.ranks
+    )
+
+
+def _of_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return rows of an example, repeated if there are too few."""
+    if not x.dim():
+        return x
+    times = -(-rows // max(1, len(x)))
+    return x.repeat(times, *(1,) * (x.dim() - 1))[:rows]

@@ -1,0 +1,110 @@
+"""Plans as options of a training, and what came of their predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from braid.errors import ConfigError
+from braid.plan.pipedream import PipeDreamPlan
+from braid.plan.plan_file import Plan
+from braid.plan.profiling import MeasuredMachines, MeasuredModel
+from braid.plan.search import PART_NAMES, Ranking, Training, find_splits
+from braid.train.models import gpt_name
+from braid.train.profile_worker import ProfileRequest
+from braid.train.profiling import profile_together
+
+__all__ = ["comparison", "options_of", "ranking_here"]
+
+WARM_UP = 2  # first steps, which do not count
+SPREAD = (4, 2, 1)  # parts of a rank's rows in the micro-batches that are profiled
+
+
+def ranking_here(
+    model: str, batch: int, context: int, num_ranks: int, *, threads: int | None = None
+) -> Ranking:
+    """Profile a GPT on ranks of this host, and return all splits of its training by time.
+
+    Raises:
+        ConfigError: The batch cannot be divided over the ranks.
+    """
+    rows = sorted({max(1, batch // num_ranks // part) for part in SPREAD} | {batch})
+    request = ProfileRequest(model=model, context=context, rows=tuple(rows))
+    profile = profile_together(request, num_ranks, threads=threads)
+    assert profile.host is not None, "ranks measured together"
+    return find_splits(MeasuredModel(profile), MeasuredMachines(profile.host), Training(batch))
+
+
+def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
+    """Return the options of `TrainConfig` that follow a plan.
+
+    Raises:
+        ConfigError: The plan is of no GPT of `braid train`.
+    """
+    options: dict[str, Any]
+    if isinstance(plan, PipeDreamPlan):
+        options = {
+            "mesh": f"pp={plan.num_ranks}",
+            "balance": plan.balance_text,
+            "versions": plan.versions,
+            "stage_replicas": ",".join(map(str, plan.replicas)),
+        }
+        return options | ({"model": plan.model} if plan.model else {})
+    if not plan.context:
+        msg = (
+            f"the plan is of {plan.model or 'another model'}, which braid train does not train: "
+            "give its sizes to braid.compose.HybridParallel"
+        )
+        raise ConfigError(msg)
+    split = plan.split
+    options = {
+        "model": gpt_name(plan.model),
+        "batch": plan.batch,
+        "context": plan.context,
+        "mesh": plan.mesh,
+        "shard": plan.shard,
+        "strategy": plan.strategy,
+    }
+    if "pp" in plan.mesh:
+        options |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
+    if split.pp > 1:
+        options |= {"schedule": plan.schedule, "balance": ",".join(map(str, plan.balance))}
+    return options | ({"servers": split.dp} if plan.strategy else {})
+
+
+def comparison(plan: Plan, log_dir: str | Path) -> list[str]:
+    """Return lines that compare a plan's prediction with the steps of a run.
+
+    Args:
+        plan: Plan that the run has followed.
+        log_dir: Directory of the run's metrics.
+    """
+    predicted = plan.predicted
+    lines = Path(log_dir, "metrics.jsonl").read_text().splitlines()
+    steps = [report for report in map(json.loads, lines) if report["kind"] == "step"][WARM_UP:]
+    if predicted is None or not steps:
+        return []
+    measured_s = median(step["step_s"] for step in steps)
+    error = predicted.seconds / measured_s - 1
+    head = (
+        f"predicted {1e3 * predicted.seconds:.4g} ms a step, measured {1e3 * measured_s:.4g} ms "
+        f"({100 * error:+.1f} %)"
+    )
+    text = [head]
+    parts = predicted.parts
+    sends = ("tensor_s", "message_s", "gradient_s")
+    causes = {
+        "work": (sum(v for k, v in parts.items() if k not in {*sends, "bubble_s"}), "compute"),
+        "waiting": (parts.get("bubble_s", 0.0), "wait"),
+        "sending": (sum(parts.get(part, 0.0) for part in sends), "transfer"),
+    }
+    for cause, (seconds, share) in causes.items():
+        own_s = median(step["step_s"] * step[share] for step in steps)
+        text.append(
+            f"  {cause:8} predicted {1e3 * seconds:.4g} ms, measured {1e3 * own_s:.4g} ms on rank 0"
+        )
+    largest = max(parts, key=lambda part: parts[part])
+    text.append(f"  largest part: {PART_NAMES[largest]}, {1e3 * parts[largest]:.4g} ms predicted")
+    return text

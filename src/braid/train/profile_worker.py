@@ -1,0 +1,101 @@
+"""A rank of `braid profile -n N`: all ranks measure the same layers at the same time.
+
+`python -m braid.train.profile_worker REQUEST_AS_JSON`; rank 0 writes the profile.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+import msgspec
+import torch
+
+from braid import context
+from braid.comm import Group
+from braid.plan.profiling import LayerProfile, Profile, profile_host, profile_layers
+from braid.train.config import MODELS
+from braid.train.models import gpt, gpt_name, layers_of
+
+__all__ = ["ProfileRequest", "main", "measured", "profiled_layers"]
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Model to measure, and how long.
+
+    Attributes:
+        target: Model of the user's own.
+        model: Name of a GPT.
+        context: Bytes of a sequence of a GPT.
+        rows: Rows of the micro-batches to measure with.
+        seconds: Seconds to measure layers for.
+        out: File for the profile.
+    """
+
+    target: str = ""
+    model: str = ""
+    context: int = 128
+    rows: tuple[int, ...] = (2, 8)
+    seconds: float = 4.0
+    out: str = ""
+
+
+def measured(request: ProfileRequest, group: Group) -> Profile:
+    """Return the profile of a model and of the ranks, as rank 0 measures it; a collective."""
+    layers = layers_of(request.target, request.model, request.context)
+    host = profile_host(group, [layer for _, layer in layers.named])
+    return msgspec.structs.replace(profiled_layers(request, group), host=host)
+
+
+def profiled_layers(request: ProfileRequest, group: Group) -> Profile:
+    """Return the profile of a model's layers, whole and shared by ranks; a collective."""
+    sizes = [1]
+    if request.model:
+        heads = MODELS[gpt_name(request.model)].heads
+        sizes = [n for n in range(1, group.size + 1) if group.size % n == 0 and heads % n == 0]
+    torch.use_deterministic_algorithms(True)  # as braid train does
+    profiles: dict[int, Profile] = {}
+    for tensor in sizes:
+        layers = layers_of(request.target, request.model, request.context, tensor=tensor)
+        group.barrier()  # all ranks at once
+        measure = partial(profile_layers, model=layers.model, rows=request.rows, group=group)
+        if tensor == 1:
+            seconds = request.seconds / len(sizes)
+            profiles[1] = measure(layers.named, layers.sample, seconds=seconds)
+            continue
+        sized = measure(layers.named, layers.sample, ranks=layers.ranks, seconds=0.0)
+        own = group.split(group.rank // tensor)
+        assert own is not None, "every rank has a color"
+        together = gpt(request.model, request.context, group=own)
+        timed = measure(together.named, together.sample, seconds=request.seconds / len(sizes))
+        both = zip(sized.layers, timed.layers, strict=True)
+        made = tuple(_with_times(layer, other) for layer, other in both)
+        profiles[tensor] = msgspec.structs.replace(sized, layers=made)
+    others = {n: profile.layers for n, profile in profiles.items() if n > 1}
+    profile = msgspec.structs.replace(profiles[1], shared=others)
+    agreed = group.objects.broadcast(msgspec.json.encode(profile), 0)
+    return msgspec.json.decode(agreed, type=Profile)
+
+
+def _with_times(layer: LayerProfile, other: LayerProfile) -> LayerProfile:
+    """Return a shared layer with times in which its all-reduces are, as they were measured."""
+    return msgspec.structs.replace(
+        layer,
+        forward_s=other.forward_s,
+        input_grad_s=other.input_grad_s,
+        weight_grad_s=other.weight_grad_s,
+        reduces=0,
+    )
+
+
+def main(request: ProfileRequest) -> None:
+    """Be a rank."""
+    group = context.init()
+    profile = measured(request, group)
+    if group.rank == 0:
+        profile.write(request.out)
+    context.shutdown()
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=ProfileRequest))

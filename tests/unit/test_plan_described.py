@@ -1,0 +1,127 @@
+"""Operations that are counted on the meta device, and what a described device makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from braid.bench.device_fit import _Models, read_iterations
+from braid.errors import ConfigError
+from braid.plan.described import DescribedModel, count_operations
+from braid.plan.lone_rank import LoneRank
+from braid.plan.profiling import PerRows
+from braid.tensor_parallel import parallelize
+from braid.topology import DEVICES, Efficiency
+from braid.train.config import ModelSize
+from braid.train.gpt import GPT
+from braid.train.models import captured, described, gpt
+
+CONTEXT, WIDTH = 16, 64
+VTRAIN = Path(__file__).parents[1] / "data/vtrain/ground_truth_single.csv"
+
+
+def test_operations_of_a_gpt_are_those_of_its_formula() -> None:
+    layers = gpt("tiny", CONTEXT, size=ModelSize(1, WIDTH, 4))
+    first, block, last = count_operations(layers.named, layers.sample)
+    flops = sum(op.flops.per_row for op in block.operations)
+    # matrices, and half of the square of attention, which is causal
+    assert flops == CONTEXT * (24 * WIDTH**2 + 2 * CONTEXT * WIDTH)
+    assert sum(op.flops.per_row for op in last.operations) == 2 * CONTEXT * 256 * WIDTH
+    assert not sum(op.flops.per_row for op in first.operations)
+    assert block.param_bytes == 4 * (12 * WIDTH**2 + 2 * WIDTH)
+    assert block.output_bytes == PerRows(0.0, 4.0 * CONTEXT * WIDTH)
+
+
+def test_kept_bytes_are_those_of_the_real_layers_but_for_attention() -> None:
+    torch.manual_seed(0)
+    layers = [("up", nn.Linear(8, 32)), ("act", nn.GELU()), ("down", nn.Linear(32, 8))]
+    counted = count_operations(layers, lambda rows: torch.ones(rows, 8))
+    assert [layer.saved_bytes.per_row for layer in counted] == [4.0 * 32, 4.0 * 32, 4.0 * 8]
+    assert all(layer.saved_bytes.constant == 0.0 for layer in counted)
+    assert counted[0].operations[0].has_weight
+
+
+def test_shared_layers_do_their_part_and_reduce_twice() -> None:
+    whole = gpt("tiny", CONTEXT, size=ModelSize(1, WIDTH, 4))
+    half = gpt("tiny", CONTEXT, tensor=2, size=ModelSize(1, WIDTH, 4))
+    one = count_operations(whole.named, whole.sample)[1]
+    two = count_operations(half.named, half.sample, ranks=half.ranks)[1]
+    assert sum(op.flops.per_row for op in two.operations) == pytest.approx(
+        sum(op.flops.per_row for op in one.operations) / 2
+    )
+    assert (one.reduces, two.reduces) == (0, 2)
+    assert two.reduced_bytes.per_row == 2 * 4 * CONTEXT * WIDTH
+
+
+def test_a_lone_rank_computes_its_part() -> None:
+    whole = GPT(ModelSize(1, WIDTH, 4), CONTEXT, tied=False)
+    alone = GPT(ModelSize(1, WIDTH, 4), CONTEXT, tied=False)
+    parallelize(alone, LoneRank(1))
+    x = torch.randint(0, 256, (2, CONTEXT), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(whole(x), alone(x))
+
+
+def test_an_operation_takes_as_long_as_its_work_or_its_bytes() -> None:
+    device = dataclasses.replace(
+        DEVICES["a100-40gb"],
+        efficiency=Efficiency(flops=0.5, memory=0.5, operation_s=1e-6),
+    )
+    layers = [("matrix", nn.Linear(1024, 1024, bias=False)), ("act", nn.ReLU())]
+    counted = count_operations(layers, lambda rows: torch.ones(rows, 1024))
+    model = DescribedModel("m", {1: counted}, device, "fp32")
+    matrix, act = model.layers(4096, 1)
+    flops_s = 2 * 4096 * 1024**2 / (19.5e12 * 0.5)
+    assert matrix.forward_s == pytest.approx(flops_s + 1e-6)
+    assert matrix.input_s == matrix.weight_s == pytest.approx(matrix.forward_s)
+    bytes_s = 2 * 4 * 4096 * 1024 / (1555e9 * 0.5)
+    assert act.forward_s == pytest.approx(bytes_s + 1e-6)
+    assert act.input_s == pytest.approx(1.5 * bytes_s + 1e-6)
+    assert act.weight_s == 0.0
+
+
+def test_the_table_of_models_has_all_their_layers() -> None:
+    model, names = described("", "gpt2-mini", CONTEXT, DEVICES["v100-32gb"], "fp16")
+    assert model.num_layers == len(names) == 6
+    assert model.tensor_sizes == [1, 2, 4]
+    numbers = [layer.params for layer in model.layers(2, 1)]
+    assert len({p for own in numbers for p in own}) == sum(map(len, numbers))  # nothing is shared
+    device = dataclasses.replace(DEVICES["t4"], name="own", flops_per_s={"fp32": 1.0})
+    with pytest.raises(ConfigError, match="the peak of own with fp16 is not known"):
+        described("", "mini", CONTEXT, device, "fp16")
+
+
+def test_a_model_of_the_users_is_described_by_its_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "two_layers_to_plan.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (torch.ones(4, 4),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(captured("two_layers_to_plan:make").named) == 2
+    model, names = described("two_layers_to_plan:make", "", 0, DEVICES["t4"], "fp32")
+    assert model.num_layers == len(names) == 2
+
+
+def test_a_layer_whose_operations_depend_on_the_rows_is_refused() -> None:
+    class Moody(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if len(x) > 2 else x
+
+    with pytest.raises(ConfigError, match="layer moody does other operations with 3 rows"):
+        count_operations([("moody", Moody())], lambda rows: torch.ones(rows, 2))
+
+
+def test_the_device_of_the_table_predicts_the_iterations_of_others() -> None:
+    iterations = read_iterations(VTRAIN)
+    assert len(iterations) == 1440
+    errors = _Models(iterations).errors(Efficiency(), np.arange(len(iterations)))
+    assert np.abs(errors).mean() < 0.084
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_iterations(VTRAIN.with_name("missing.csv"))

@@ -1,0 +1,360 @@
+"""The search over splits: estimates against simulations, memory, sensitivity, files."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.errors import ConfigError
+from braid.plan.costs import Axis, LayerCost, Origin
+from braid.plan.described import DescribedMachines
+from braid.plan.exports import exports
+from braid.plan.pipedream import PipeDreamPlan
+from braid.plan.plan_file import Plan, read_plan
+from braid.plan.search import (
+    Estimator,
+    Failures,
+    Split,
+    Training,
+    find_splits,
+    flips,
+    program_of,
+    reasons,
+    rescore,
+    splits,
+    time_to_solution,
+    timeline_of,
+)
+from braid.plan.search.split import held
+from braid.plan.tables import best_of_kinds, comparison, infeasible, ranking_table
+from braid.schedule import validate
+from braid.schedule.files import TRAINING
+from braid.schedule.known import RULES
+from braid.schedule.pipeline import SCHEDULES, most_held
+from braid.topology import DEVICES, Cluster, Device, Efficiency, Level, flat, from_toml, to_toml
+
+FREE = Efficiency(operation_s=0.0, message_s=0.0, transfer_s=0.0)
+
+
+class Layers:
+    """A model of given layers, whose costs grow with the rows."""
+
+    origin: Origin = "estimated"
+    model = "layers"
+    tensor_sizes = (1,)
+
+    def __init__(self, costs: Sequence[LayerCost]) -> None:
+        self._costs = costs
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._costs)
+
+    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+        del tensor
+        return [
+            c._replace(
+                forward_s=rows * c.forward_s,
+                input_s=rows * c.input_s,
+                weight_s=rows * c.weight_s,
+                saved_bytes=rows * c.saved_bytes,
+                output_bytes=rows * c.output_bytes,
+            )
+            for c in self._costs
+        ]
+
+
+def even(count: int) -> Layers:
+    return Layers([LayerCost(1e-3, 1e-3, 1e-3, 4e6, 1e3, 1e6, (i,)) for i in range(count)])
+
+
+def machines(
+    num_ranks: int, *, memory_bytes: float = math.inf, bytes_per_s: float = 1e15
+) -> DescribedMachines:
+    device = Device(
+        name="d",
+        flops_per_s={"fp32": 1e12},
+        bytes_per_s=1e15,
+        memory_bytes=memory_bytes,
+        overlap=0.0,
+        efficiency=FREE,
+    )
+    return DescribedMachines(flat(num_ranks, 0.0, bytes_per_s), device)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "interleaved", "breadth_first"])
+@pytest.mark.parametrize("p", [2, 4])
+def test_closed_forms_of_even_stages_are_what_the_simulator_takes(schedule: str, p: int) -> None:
+    estimator = Estimator(even(2 * p), machines(p), Training(4 * p))
+    split = Split(pp=p, microbatches=4 * p, schedule=schedule)
+    closed = estimator.estimate(split)
+    simulated = rescore(estimator, closed)
+    assert simulated.simulated
+    # the first stage has no inputs that need gradients, which a split backward gains from
+    assert simulated.seconds == pytest.approx(closed.seconds, rel=0.06)
+    assert simulated.seconds <= closed.seconds * (1 + 1e-9)
+
+
+def test_every_split_has_a_valid_program_and_uses_all_ranks() -> None:
+    seen = set()
+    for split in splits(4, 8, 8, (1, 2)):
+        assert split.num_ranks == 4
+        assert 8 % (split.dp * split.microbatches) == 0
+        if split.pp > 1:
+            assert not validate(program_of(split), RULES), split
+        seen.add((split.schedule if split.pp > 1 else "", split.tp, bool(split.strategy)))
+    assert {name for name, *_ in seen} == {"", *TRAINING}
+    assert any(servers for *_, servers in seen)
+
+
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=3, max_size=12),
+    st.integers(1, 3),
+)
+def test_the_best_split_is_no_slower_than_any_balance_of_its_pipeline(
+    seconds: list[float], p: int
+) -> None:
+    model = Layers([LayerCost(s, s, s, 1.0, 1.0, 1.0, (i,)) for i, s in enumerate(seconds)])
+    estimator = Estimator(model, machines(p), Training(4))
+    sizes, stages = estimator.stages(Split(pp=p, microbatches=4))
+    assert sum(sizes) == len(seconds)
+    heaviest = max(stage.seconds for stage in stages)
+    cuts = itertools.combinations(range(1, len(seconds)), p - 1)
+    oracle = min(
+        max(3 * 1 * math.fsum(seconds[a:b]) for a, b in itertools.pairwise((0, *cut, len(seconds))))
+        for cut in cuts
+    )
+    assert heaviest == pytest.approx(oracle, rel=1e-4)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(1e-4, 1e-2), st.floats(1e5, 1e8), st.floats(1e3, 1e7)),
+        min_size=2,
+        max_size=8,
+    ),
+    st.sampled_from([1, 2, 3, 4]),
+    st.floats(1e7, 1e10),
+)
+def test_what_fits_is_within_the_limit_and_nothing_is_faster_than_the_first(
+    layers: list[tuple[float, float, float]], num_ranks: int, memory_bytes: float
+) -> None:
+    model = Layers(
+        [
+            LayerCost(s, s, s, saved, saved / 10, params, (i,))
+            for i, (s, saved, params) in enumerate(layers)
+        ]
+    )
+    ranking = find_splits(
+        model, machines(num_ranks, memory_bytes=memory_bytes, bytes_per_s=1e9), Training(12)
+    )
+    for estimate in ranking.fitting:
+        assert estimate.memory.nbytes <= memory_bytes
+        assert ranking.best.seconds <= estimate.seconds * 1.01  # alike within three digits
+    for estimate in ranking.too_large:
+        assert estimate.memory.nbytes > memory_bytes
+    if not ranking.fitting:
+        with pytest.raises(ConfigError, match=r"does not fit on .* ranks .* Use more ranks"):
+            _ = ranking.best
+
+
+@pytest.mark.parametrize("schedule", [s for s in TRAINING if s not in {"zb_h1", "zb_h2", "zbv"}])
+def test_activations_under_way_are_those_of_the_program(schedule: str) -> None:
+    for m in (1, 3, 40):
+        if schedule.startswith("v_"):
+            continue
+        assert held(schedule, 4, m) == tuple(most_held(SCHEDULES[schedule](4, m)))
+
+
+def test_a_split_backward_holds_gradients_between_its_parts() -> None:
+    plain = most_held(SCHEDULES["zb_h1"](2, 4))
+    assert held("zb_h1", 2, 4) >= tuple(plain)
+    assert max(held("zb_h1", 2, 4)) > max(plain)
+
+
+def test_recomputation_saves_memory_and_costs_a_forward() -> None:
+    estimator = Estimator(even(4), machines(2), Training(8))
+    plain = estimator.estimate(Split(pp=2, microbatches=4))
+    again = estimator.estimate(Split(pp=2, microbatches=4, recompute="always"))
+    assert again.memory.activations < plain.memory.activations
+    assert again.time.compute_s == pytest.approx(4 / 3 * plain.time.compute_s)
+
+
+@pytest.mark.parametrize(
+    ("shard", "parts"),
+    [(0, (1.0, 1.0, 2.0)), (1, (1.0, 0.0, 0.5)), (2, (1.0, 0.0, 0.5)), (3, (0.25, 0.0, 0.5))],
+)
+def test_zero_divides_states_and_parameters(shard: int, parts: tuple[float, ...]) -> None:
+    estimator = Estimator(even(4), machines(4), Training(4))
+    memory = estimator.estimate(Split(dp=4, shard=shard)).memory
+    whole = 4e6
+    assert memory[:3] == pytest.approx([whole * part for part in parts])
+
+
+def test_rings_of_neighbours_share_the_link_of_their_host() -> None:
+    levels = [
+        Level(name="host", size=4, latency_s=0.0, bytes_per_s=100e9),
+        Level(name="rack", size=2, latency_s=0.0, bytes_per_s=10e9),
+    ]
+    own = DescribedMachines(Cluster(levels), DEVICES["a100-40gb"])
+    tensor = own.level_bytes(Axis(2, 1), 8.0)
+    assert tensor == {"host": 8.0}
+    data = own.level_bytes(Axis(4, 2), 8.0)  # four ranks, two rings over each host's link
+    assert data == {"host": 12.0, "rack": 24.0}
+    inside = own.collective_s("all_reduce", Axis(4, 1), 1e9)
+    across = own.collective_s("all_reduce", Axis(4, 2), 1e9)
+    assert across == pytest.approx(20 * inside, rel=0.01)  # ten times slower, shared by two
+
+
+def test_a_memory_that_is_too_small_is_explained_and_said_to_flip() -> None:
+    # replicas do not fit; a pipeline does
+    ranking = find_splits(even(4), machines(2, memory_bytes=9e6), Training(2), num_simulated=4)
+    assert all(e.split.dp == 1 or e.split.shard for e in ranking.fitting)
+    lines = list(infeasible(ranking))
+    assert lines
+    assert all("GB of 0.009 GB" in line for line in lines)
+
+
+def test_slow_links_make_a_pipeline_better_than_replicas() -> None:
+    model = Layers([LayerCost(1e-3, 1e-3, 1e-3, 1.0, 1e3, 1e7, (i,)) for i in range(8)])
+    ranking = find_splits(model, machines(2, bytes_per_s=1e11), Training(16))
+    assert ranking.best.split.dp == 2
+    changes = {flip.change: flip.estimate.split for flip in flips(ranking)}
+    slower = next(split for change, split in changes.items() if "links" in change)
+    assert slower.pp == 2
+    assert any("takes" in line for line in reasons(ranking))
+    slow = find_splits(model, machines(2, bytes_per_s=1e8), Training(16))
+    assert slow.best.split.pp == 2
+
+
+def test_ten_thousand_devices_take_seconds_on_paper() -> None:
+    levels = [
+        Level(name="host", size=8, latency_s=1e-6, bytes_per_s=300e9),
+        Level(name="hall", size=1250, latency_s=1e-5, bytes_per_s=50e9),
+    ]
+    own = DescribedMachines(Cluster(levels), DEVICES["a100-80gb"])
+    ranking = find_splits(even(26), own, Training(20_000), num_simulated=2)
+    assert ranking.best.split.num_ranks == 10_000
+
+
+def test_a_batch_that_cannot_be_divided_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a batch of 3 rows .* exactly 7 ranks"):
+        find_splits(even(2), machines(7), Training(3))
+
+
+def test_tables_and_pictures_show_each_kind_of_split() -> None:
+    ranking = find_splits(even(8), machines(4, bytes_per_s=1e9), Training(16))
+    kinds = best_of_kinds(ranking)
+    assert {"data parallel", "pipeline", "pipeline x data parallel", "ZeRO-1"} <= set(kinds)
+    assert "parameter server" in kinds
+    drawn = comparison(ranking)
+    assert drawn.startswith("<svg")
+    assert all(kind in drawn for kind in kinds)
+    assert len(ranking_table(ranking, 3, steps=100).columns) == 9
+    estimator = ranking.estimator
+    split = kinds["pipeline"].split
+    assert timeline_of(estimator, split).seconds > 0
+
+
+def test_failures_lengthen_a_training_and_checkpoints_are_worth_it() -> None:
+    often = Failures(3600.0 * 24, checkpoint_s=10.0, recovery_s=60.0)
+    few, many = (time_to_solution(1e6, n, often) for n in (1, 64))
+    assert 1e6 < few.seconds < many.seconds
+    assert many.failures > 64 * few.failures * 0.9
+    assert many.interval_s < few.interval_s
+    for interval_s in (many.interval_s / 4, many.interval_s * 4):
+        worse = time_to_solution(1e6, 64, often._replace(interval_s=interval_s))
+        assert worse.seconds > many.seconds
+    with pytest.raises(ConfigError, match="leaves no time for work"):
+        time_to_solution(1e6, 100_000, often)
+    with pytest.raises(ConfigError, match="must be positive"):
+        time_to_solution(1e6, 1, Failures(-1.0))
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: object) -> None:
+    from pathlib import Path
+
+    file = Path(str(tmp_path)) / "plan.json"
+    estimator = Estimator(even(8), machines(4), Training(16))
+    split = Split(pp=2, dp=2, microbatches=4, schedule="interleaved", shard=1)
+    plan = Plan.of(estimator, estimator.estimate(split), context=32)
+    plan.write(file)
+    read = read_plan(file)
+    assert read == plan
+    assert isinstance(read, Plan)
+    assert read.split == split
+    PipeDreamPlan(replicas=(1, 1), balance=(2, 2)).write(file)
+    assert isinstance(read_plan(file), PipeDreamPlan)
+    for text, problem in (
+        ("{}", "no plan"),
+        (
+            '{"kind": "split", "batch": 4, "ranks": 3, "mesh": "pp=2"}',
+            "has 2 ranks, and ranks is 3",
+        ),
+        ('{"kind": "split", "batch": 0, "ranks": 3}', "no plan"),
+        ('{"kind": "other"}', "no plan"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=problem):
+            read_plan(file)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_plan(file.with_name("missing.json"))
+
+
+def test_a_plan_is_exported_for_other_systems() -> None:
+    estimator = Estimator(even(8), machines(4), Training(16))
+    split = Split(pp=2, dp=2, microbatches=4, recompute="always")
+    plan = Plan.of(estimator, estimator.estimate(split))
+    files = exports(plan, [f"layer{i}" for i in range(8)])
+    assert files["torchgpipe.py"] == (
+        'model = GPipe(model, balance=[4, 4], chunks=4, checkpoint="always")\n'
+    )
+    assert '"layer4": SplitPoint.BEGINNING' in files["torch_pipelining.py"]
+    assert "Schedule1F1B(stage, n_microbatches=4)" in files["torch_pipelining.py"]
+    assert files["megatron.txt"].startswith(
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --micro-batch-size 2 "
+    )
+
+
+CLUSTER = """
+[[level]]
+name = "host"
+size = 8
+latency_s = 3e-6
+bytes_per_s = 300e9
+
+[device]
+name = "a100-40gb"
+memory_bytes = 10e9
+efficiency = { flops = 0.5 }
+"""
+
+
+def test_a_cluster_file_names_a_device_and_changes_it() -> None:
+    cluster = from_toml(CLUSTER)
+    assert cluster.device is not None
+    assert cluster.device.memory_bytes == 10e9
+    assert cluster.device.efficiency.flops == 0.5
+    assert cluster.device.bytes_per_s == DEVICES["a100-40gb"].bytes_per_s
+    assert from_toml(to_toml(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('name = "abacus"', "not in the table"),
+        ('name = "a100-40gb"\nmemory_bytes = -1.0', "positive numbers"),
+        ('name = "a100-40gb"\noverlap = 2.0', "positive numbers"),
+        ('name = "a100-40gb"\nefficiency = { speed = 1.0 }', "efficiency has no speed"),
+        ('name = "a100-40gb"\ncolour = "red"', "TOML"),
+    ],
+)
+def test_a_device_that_is_not_one_is_refused(line: str, problem: str) -> None:
+    text = CLUSTER.partition("[device]")[0] + "[device]\n" + line
+    with pytest.raises(ConfigError, match=problem):
+        from_toml(text)

@@ -1,0 +1,75 @@
+"""A profile of two ranks, the plan that follows from it, and the training that follows the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from braid.cli import main
+from braid.plan.plan_file import Plan, read_plan
+from braid.plan.profiling import read_profile
+
+SMALL = ("--model", "tiny", "--context", "16")
+RUN = ("--steps", "4", "--eval-every", "0", "--eval-samples", "4", "--sample-bytes", "0")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("profile") / "profile.json"
+    options = ("--rows", "1", "4", "--seconds", "0.2", "--out", str(file))
+    assert main(["profile", "-n", "2", *SMALL, *options]) == 0
+    return file
+
+
+def test_ranks_measure_layers_together_whole_and_shared(profile: Path) -> None:
+    read = read_profile(profile)
+    assert read.host is not None
+    assert set(read.host.collectives) == {"all_reduce/2", "reduce_scatter/2", "all_gather/2"}
+    assert read.host.ranks == 2
+    assert read.host.action_s > 0
+    assert set(read.shared) == {2}
+    whole, half = read.layers[1], read.shared[2][1]
+    assert half.flops_per_row == pytest.approx(whole.flops_per_row / 2, rel=0.1)
+    assert half.reduced_bytes.per_row == 2 * 4 * 16 * 64
+    assert half.workspace_bytes.of(4) > 0
+
+
+def test_a_training_follows_a_plan_and_compares_itself_with_it(
+    profile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    command = ["plan", "--profile", str(profile), "--model", "tiny", "--context", "16"]
+    assert main([*command, "--batch", "8", "--plan", str(file)]) == 0
+    assert "2 ranks: layers measured, machines measured" in capfd.readouterr().out
+    plan = read_plan(file)
+    assert isinstance(plan, Plan)
+    assert plan.ranks == 2
+    # two micro-batches on each of two replicas: a pipeline of one stage
+    changed = msgspec.structs.replace(plan, mesh="pp=1,dp=2", microbatches=2, shard=0)
+    changed.write(file)
+    log_dir = tmp_path / "run"
+    assert (
+        main(["train", "--plan", str(file), "--model", "tiny", *RUN, "--log-dir", str(log_dir)])
+        == 0
+    )
+    shown = capfd.readouterr().out
+    assert "ms a step, measured" in shown
+    assert "waiting" in shown
+    lines = (log_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines if '"kind":"step"' in line]
+    assert len(steps) == 4
+    other = tmp_path / "other"
+    options = ("-n", "2", "--batch", "8", *SMALL, *RUN, "--log-dir", str(other))
+    assert main(["train", *options]) == 0
+    lines = (other / "metrics.jsonl").read_text().splitlines()
+    same = [json.loads(line)["loss"] for line in lines if '"kind":"step"' in line]
+    # the same samples, whose gradients are added in another order
+    assert [step["loss"] for step in steps] == pytest.approx(same, rel=1e-4)
+
+
+def test_auto_needs_the_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--plan", "auto"]) == 2
+    assert "add -n 2" in capfd.readouterr().err
