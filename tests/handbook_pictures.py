@@ -10,6 +10,9 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from braid.plan.described import DescribedMachines
+from braid.plan.search import Training, find_splits
+from braid.plan.tables import comparison
 from braid.schedule import Costs, simulate
 from braid.schedule.bars import COLOURS, Bar, draw
 from braid.schedule.collective import algorithm, collective_costs, program
@@ -24,7 +27,8 @@ from braid.schedule.collective.vocabulary import (
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
 from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
-from braid.topology import Cluster, Level, flat
+from braid.topology import DEVICES, Cluster, Level, flat
+from braid.train.models import described
 from handbook_actors import lag_of_actors
 from handbook_backwards import BACKWARDS
 from handbook_calls import CALL_PICTURES
@@ -270,6 +274,18 @@ def two_meetings() -> str:
     return draw(lanes, bars, seconds, legend=STORE_COLOURS, width=WIDTH)
 
 
+def kinds_of_splits() -> str:
+    """Draw the fastest split of each kind for a GPT on four hosts of eight devices."""
+    levels = [
+        Level(name="host", size=8, latency_s=3e-6, bytes_per_s=300e9),
+        Level(name="rack", size=4, latency_s=10e-6, bytes_per_s=25e9),
+    ]
+    device = DEVICES["a100-40gb"]
+    model, _ = described("", "gpt2-medium", 1024, device, "bf16")
+    machines = DescribedMachines(Cluster(levels), device, dtype="bf16")
+    return comparison(find_splits(model, machines, Training(64, param_item=2)))
+
+
 PICTURES: tuple[Callable[[], str], ...] = (
     ways_of_training,
     *DATA_PARALLEL,
@@ -285,6 +301,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     before_and_after,
     groups_of_a_mesh,
     two_meetings,
+    kinds_of_splits,
 )
 
 
