@@ -15,7 +15,10 @@ from braid.errors import ConfigError
 from braid.plan.pipedream import Level, PipeDreamPlan, parse_graph, partition, states_of
 from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows, profile_layers, read_profile
+from braid.plan.profiling.picture import profile_picture
 from braid.plan.profiling.profile import fitted
+from braid.train import profiling
+from braid.train.profile_worker import ProfileRequest
 
 
 def layers() -> list[tuple[str, nn.Module]]:
@@ -203,3 +206,30 @@ def test_a_captured_model_is_profiled_from_its_file(tmp_path, monkeypatch, capsy
     assert done.layers[2].output_bytes == PerRows(0.0, 8.0)
     assert json.loads((tmp_path / "profile.json").read_text())["rows"] == [2, 5]
     assert "profiled_net:make" in capsys.readouterr().out
+
+
+def test_a_picture_colours_layers_by_their_time(profile):
+    drawn = profile_picture(profile, 4)
+    assert drawn.startswith("<svg")
+    assert drawn.count("backward to weights") == len(profile.layers)
+    assert "#cc3311" in drawn  # the slowest layer
+
+
+def test_a_profile_of_a_known_model_is_kept(profile, tmp_path, monkeypatch):
+    measured = []
+
+    def measure(request, num_ranks, threads):
+        measured.append((request.model, num_ranks, threads))
+        return profile
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "profile_together", measure)
+    request = ProfileRequest(model="tiny")
+    assert profiling.cached_profile(request, 2) == (profile, "")
+    again, note = profiling.cached_profile(request, 2)
+    assert again == profile
+    assert "profile of 0.0 h ago" in note
+    profiling.cached_profile(request, 4)
+    profiling.cached_profile(ProfileRequest(target="train:make"), 2)
+    profiling.cached_profile(ProfileRequest(target="train:make"), 2)
+    assert [n for _, n, _ in measured] == [2, 4, 2, 2]

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["profile"]
 
-HEAT = ((0.66, "red"), (0.33, "yellow"), (0.0, "green"))  # share of the slowest layer's time
 Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
 
 
@@ -32,6 +31,7 @@ def profile(
     threads: Threads = 1,
     out: str = "profile.json",
     graph: Text = "",
+    picture: Text = "",
 ) -> int:
     """Measure the layers of a model: time of forward and backward, bytes, operations.
 
@@ -49,6 +49,7 @@ def profile(
         threads: Threads to measure with, as a rank has them.
         out: File for the profile.
         graph: File for PipeDream's graph of the largest micro-batch.
+        picture: File for a picture of the layers, coloured by their time.
     """
     from pathlib import Path
 
@@ -56,6 +57,7 @@ def profile(
 
     from braid.errors import ConfigError
     from braid.plan.pipedream import format_graph
+    from braid.plan.profiling.picture import profile_picture
     from braid.train.profile_worker import ProfileRequest
     from braid.train.profiling import profile_together
 
@@ -65,7 +67,7 @@ def profile(
     if n is not None and n < 1:
         msg = f"-n must be at least 1, got {n}"
         raise ConfigError(msg)
-    for file in filter(None, (out, graph)):
+    for file in filter(None, (out, graph, picture)):
         check_place(file)
     console = Console()
     request = ProfileRequest(
@@ -83,6 +85,9 @@ def profile(
     if graph:
         Path(graph).write_text(format_graph(measured.as_graph(max(rows))))
         print(f"{graph}: PipeDream's graph of {max(rows)} rows")
+    if picture:
+        Path(picture).write_text(profile_picture(measured, max(rows)))
+        print(f"{picture}: the layers, coloured by their time")
     return 0
 
 
@@ -118,6 +123,8 @@ def _table(profile: Profile) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text as Styled
+
+    from braid.plan.profiling.picture import HEAT
 
     rows = max(profile.rows)
     threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"

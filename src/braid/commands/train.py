@@ -189,8 +189,11 @@ def _planned(
         raise ConfigError(msg)
     if plan == AUTO and n is not None:
         with Console(stderr=True).status(f"measuring {config.model} on {n} ranks"):
-            ranking = ranking_here(config.model, config.batch, config.context, n, threads=threads)
+            ranking, note = ranking_here(
+                config.model, config.batch, config.context, n, threads=threads
+            )
         Console().print(ranking_table(ranking, 5))
+        print(note, end="\n" * bool(note))
         return Plan.of(ranking.estimator, ranking.best, context=config.context)
     read = read_plan(plan)
     if read.model and read.model != config.model:

@@ -14,7 +14,7 @@ from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import PART_NAMES, Ranking, Training, find_splits
 from braid.train.models import gpt_name
 from braid.train.profile_worker import ProfileRequest
-from braid.train.profiling import profile_together
+from braid.train.profiling import cached_profile
 
 __all__ = ["comparison", "options_of", "ranking_here"]
 
@@ -24,17 +24,21 @@ SPREAD = (4, 2, 1)  # parts of a rank's rows in the micro-batches that are profi
 
 def ranking_here(
     model: str, batch: int, context: int, num_ranks: int, *, threads: int | None = None
-) -> Ranking:
+) -> tuple[Ranking, str]:
     """Profile a GPT on ranks of this host, and return all splits of its training by time.
+
+    Returns:
+        The splits, and a note if the profile was kept from before.
 
     Raises:
         ConfigError: The batch cannot be divided over the ranks.
     """
     rows = sorted({max(1, batch // num_ranks // part) for part in SPREAD} | {batch})
     request = ProfileRequest(model=model, context=context, rows=tuple(rows))
-    profile = profile_together(request, num_ranks, threads=threads)
+    profile, note = cached_profile(request, num_ranks, threads=threads)
     assert profile.host is not None, "ranks measured together"
-    return find_splits(MeasuredModel(profile), MeasuredMachines(profile.host), Training(batch))
+    machines = MeasuredMachines(profile.host)
+    return find_splits(MeasuredModel(profile), machines, Training(batch)), note
 
 
 def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
+import torch
 
+from braid import __version__
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
 from braid.plan.profiling import Profile, read_profile
 from braid.train.profile_worker import ProfileRequest
 
-__all__ = ["profile_together"]
+__all__ = ["cached_profile", "profile_together"]
 
 WORKER = "braid.train.profile_worker"
+HOUR_S = 3600.0
 
 
 def profile_together(
@@ -45,3 +51,40 @@ def profile_together(
         if not outcome.ok:
             raise ConfigError(str(outcome))
         return read_profile(out)
+
+
+def cached_profile(
+    request: ProfileRequest, num_ranks: int, *, threads: int | None = None
+) -> tuple[Profile, str]:
+    """Return a profile that was kept from before, or measure it and keep it.
+
+    Of the same model, sizes, ranks, threads, torch and processor, in the user's cache directory
+    (`XDG_CACHE_HOME`, else ~/.cache). Models of the user's own may change and are never kept.
+
+    Returns:
+        The profile, and a note on where it was kept; nothing if it is new.
+    """
+    facts = (request, num_ranks, threads, __version__, torch.__version__, _processor())
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    file = Path(cache, "braid", "profiles", f"{name}.json")
+    if not request.target and file.is_file():
+        hours = (time.time() - file.stat().st_mtime) / HOUR_S
+        return read_profile(file), f"profile of {hours:.1f} h ago: {file} (remove it to measure)"
+    profile = profile_together(request, num_ranks, threads=threads)
+    if not request.target:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            profile.write(file)
+        except OSError:  # a cache that cannot be written is no reason not to train
+            return profile, ""
+    return profile, ""
+
+
+def _processor() -> str:
+    """Return the model of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith("model name")), "")
