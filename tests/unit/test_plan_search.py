@@ -358,3 +358,17 @@ def test_a_device_that_is_not_one_is_refused(line: str, problem: str) -> None:
     text = CLUSTER.partition("[device]")[0] + "[device]\n" + line
     with pytest.raises(ConfigError, match=problem):
         from_toml(text)
+
+
+def test_ranks_that_wait_leave_their_core_to_others() -> None:
+    class Shared(DescribedMachines):
+        ranks_per_core = 2.0
+
+    alone = machines(4)
+    shared = Shared(alone.cluster, alone.device)
+    pipeline, replicas = Split(pp=4, microbatches=4), Split(dp=4)
+    plain, both = (Estimator(even(4), own, Training(4)) for own in (alone, shared))
+    assert both.time(replicas).compute_s == plain.time(replicas).compute_s
+    work_s = plain.time(pipeline).compute_s
+    for estimate in (both.estimate(pipeline), rescore(both, both.estimate(pipeline))):
+        assert estimate.seconds == pytest.approx(work_s, rel=0.01)  # bubbles are filled

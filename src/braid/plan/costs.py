@@ -115,6 +115,11 @@ class Machines(Protocol):
         ...
 
     @property
+    def ranks_per_core(self) -> float:
+        """Number of ranks that share a core, whose times were measured with all of them at work."""
+        ...
+
+    @property
     def action_s(self) -> float:
         """Seconds that a pipeline needs for each forward or backward besides the layers."""
         ...

@@ -45,6 +45,7 @@ class DescribedMachines:
 
     origin: Origin = "estimated"
     knows_servers = True
+    ranks_per_core = 1.0
 
     def __init__(
         self,

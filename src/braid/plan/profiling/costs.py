@@ -74,6 +74,7 @@ class MeasuredMachines:
         self.num_ranks = host.ranks
         self.memory_bytes = host.memory_bytes if memory_bytes is None else memory_bytes
         self.action_s, self.step_s = host.action_s, host.step_s
+        self.ranks_per_core = max(1.0, host.ranks / host.cores) if host.cores else 1.0
         self._host = host
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:

@@ -6,7 +6,9 @@ shared as in training. Groups of one size work side by side. Medians over runs c
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -57,7 +59,15 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
         action_s=max(0.0, _action_s(group) - (message.of(0.0) if group.size > 1 else 0.0)),
         step_s=_collective_s(group, group, "all_gather", 16) if group.size > 1 else 0.0,
         memory_bytes=psutil.virtual_memory().total / group.size,
+        cores=_cores(),
     )
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 0
 
 
 def _ascending(nbytes: Sequence[int], seconds: Sequence[float]) -> Curve:

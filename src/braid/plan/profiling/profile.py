@@ -129,6 +129,7 @@ class HostProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         action_s: Seconds of a pipeline for each forward or backward besides the layers.
         step_s: Seconds of a step that depend on nothing.
         memory_bytes: Memory of the host for each rank.
+        cores: Number of cores; 0 if it is not known.
     """
 
     ranks: Annotated[int, msgspec.Meta(ge=1)]
@@ -138,6 +139,7 @@ class HostProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     action_s: Cost
     step_s: Cost
     memory_bytes: Cost
+    cores: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -205,7 +205,24 @@ class Estimator:
             m * busy.tensor_s,
             message_s,
         )
-        return self.with_step(split, time, busy.backward_s)
+        mean_s = m * (busy.seconds + sum(own.seconds for own in work)) / split.pp
+        return self.with_step(split, self.on_cores(time, mean_s), busy.backward_s)
+
+    def on_cores(self, time: StepTime, mean_s: float) -> StepTime:
+        """Return the time where ranks share cores: a rank that waits leaves them to the others.
+
+        Args:
+            time: Time with costs of ranks that are all at work.
+            mean_s: Mean work of all ranks of a pipeline.
+        """
+        shared = self.machines.ranks_per_core
+        if shared == 1.0:
+            return time
+        least_s = max(mean_s, time.seconds / shared)
+        work_s = min(least_s, time.seconds)
+        scale = min(1.0, work_s / (time.seconds - time.bubble_s))
+        parts = StepTime(*(scale * part for part in time))._replace(bubble_s=0.0)
+        return parts._replace(bubble_s=work_s - parts.seconds)
 
     def with_step(self, split: Split, time: StepTime, backward_s: float) -> StepTime:
         """Return the time with that of gradients and of the optimizer.

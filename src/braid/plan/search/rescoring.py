@@ -74,5 +74,6 @@ def rescore(estimator: Estimator, estimate: Estimate) -> Estimate:
     waited_s = timeline.seconds - work_s[busiest]
     message_s = min(waited_s, estimate.time.message_s)
     time = StepTime(work_s[busiest] - tensor_s, waited_s - message_s, tensor_s, message_s)
+    time = estimator.on_cores(time, sum(work_s) / split.pp)
     backward_s = sum(stage.input_s + stage.weight_s for stage in own[busiest])
     return estimate._replace(time=estimator.with_step(split, time, backward_s), simulated=True)

@@ -134,6 +134,7 @@ class _ScaledMachines:
         self.num_ranks = machines.num_ranks
         self.origin: Origin = machines.origin
         self.knows_servers = machines.knows_servers
+        self.ranks_per_core = machines.ranks_per_core
         self.memory_bytes, self.overlap = machines.memory_bytes, machines.overlap
         self.action_s, self.step_s = machines.action_s, machines.step_s
 
