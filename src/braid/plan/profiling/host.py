@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -65,9 +64,8 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
 
 def _cores() -> int:
     """Return the number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 0
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 0
 
 
 def _ascending(nbytes: Sequence[int], seconds: Sequence[float]) -> Curve:
