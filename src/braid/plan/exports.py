@@ -44,9 +44,10 @@ def exports(plan: Plan, layer_names: Sequence[str]) -> Mapping[str, str]:
         firsts = [*accumulate(plan.balance)][:-1]
         points = "".join(f'    "{layer_names[i]}": SplitPoint.BEGINNING,\n' for i in firsts)
         schedule = TORCH_SCHEDULES.get(plan.schedule, "Schedule1F1B")
+        own = "stages" if split.num_stages > split.pp else "stage"
         note = "" if plan.schedule in TORCH_SCHEDULES else f"  # torch has no {plan.schedule}"
         files["torch_pipelining.py"] = (
-            f"split_spec = {{\n{points}}}\nschedule = {schedule}(stage, "
+            f"split_spec = {{\n{points}}}\nschedule = {schedule}({own}, "
             f"n_microbatches={plan.microbatches}){note}\n"
         )
     return files
@@ -62,7 +63,9 @@ def _megatron(plan: Plan) -> str:
         f"--global-batch-size {plan.batch}",
     ]
     if plan.recompute == "always":
-        words.append("--recompute-granularity full --recompute-method uniform")
+        words.append(
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        )
     if plan.shard:
         words.append("--use-distributed-optimizer")
     if split.num_stages > split.pp:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -29,6 +29,7 @@ from braid.data import Windows
 from braid.params.exact_norm import clip_pieces_
 from braid.pipeline import sizes_of
 from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
+from braid.schedule.pipeline import VersionRule, asynchronous, staleness
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.stage_balance import stage_balance
@@ -101,6 +102,22 @@ class AsynchronousStages:
         }
         firsts = [*accumulate(config.counts, initial=0)]  # first rank of each stage
         self._owners = {name: firsts[stage_of[param]] for name, param in model.named_parameters()}
+
+    @property
+    def ages(self) -> str:
+        """Ages of the gradients of each stage, as a line for the user."""
+        config = self._config
+        program = asynchronous(
+            config.counts,
+            config.flush_every * config.every,
+            versions=cast("VersionRule", config.versions),
+            every=config.every,
+        )
+        oldest = [max(own) for _, own in sorted(staleness(program).items())]
+        return (
+            f"gradients are up to {', '.join(map(str, oldest))} steps old on stages 0 to "
+            f"{len(oldest) - 1}, which keep {', '.join(str(age + 1) for age in oldest)} versions"
+        )
 
     def train_on(
         self,
