@@ -48,7 +48,9 @@ def test_a_training_follows_a_plan_and_compares_itself_with_it(
     assert isinstance(plan, Plan)
     assert plan.ranks == 2
     # two micro-batches on each of two replicas: a pipeline of one stage
-    changed = msgspec.structs.replace(plan, mesh="pp=1,dp=2", microbatches=2, shard=0)
+    changed = msgspec.structs.replace(
+        plan, mesh="pp=1,dp=2", microbatches=2, recompute="always", shard=0, balance=()
+    )
     changed.write(file)
     log_dir = tmp_path / "run"
     assert (

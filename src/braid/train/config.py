@@ -342,7 +342,8 @@ class TrainConfig:
         if num_ranks == 1:
             is_row = self.reference_shards or "pp" in self.mesh  # perhaps of one stage
             alone = () if is_row else (("versions", ""), ("balance", ""))
-            for name, default in (("schedule", "1f1b"), ("recompute", "never"), *alone):
+            whole = () if "pp" in self.mesh else (("recompute", "never"),)
+            for name, default in (("schedule", "1f1b"), *whole, *alone):
                 value = getattr(self, name)
                 if value != default:
                     msg = f"--{name} {value} is of a pipeline: add --mesh pp=2, or another"
