@@ -41,8 +41,10 @@ def test_a_training_follows_a_plan_and_compares_itself_with_it(
     profile: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "plan.json"
-    command = ["plan", "--profile", str(profile), "--model", "tiny", "--context", "16"]
-    assert main([*command, "--batch", "8", "--plan", str(file)]) == 0
+    command = ["plan", "--profile", str(profile), "--batch", "8"]
+    assert main([*command, "--model", "mini"]) == 2
+    assert "is a profile of tiny, got --model mini" in capfd.readouterr().err
+    assert main([*command, "--plan", str(file)]) == 0
     assert "2 ranks: layers measured, machines measured" in capfd.readouterr().out
     plan = read_plan(file)
     assert isinstance(plan, Plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -13,8 +13,9 @@ from braid.commands.typed import bytes_in, check_place
 if TYPE_CHECKING:
     from braid.plan.costs import Machines, ModelCosts
     from braid.plan.plan_file import Plan
+    from braid.plan.profiling import Profile
     from braid.plan.search import Failures, Ranking
-    from braid.topology import Cluster
+    from braid.topology import Cluster, Device
 
 __all__ = ["plan"]
 
@@ -57,10 +58,10 @@ def plan(
         device: Device of the table in place of the cluster's, such as a100-40gb.
         memory: Memory of a rank, such as 16GB (default: the device's).
         batch: Rows of a step over all ranks.
-        context: Bytes of a sequence, with --model.
+        context: Bytes of a sequence, with --model and --cluster; a profile has its own.
         dtype: Dtype of parameters and activations.
         optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
-        profile: Profile of `braid profile -n N`, in place of a cluster.
+        profile: Profile of `braid profile -n N`, in place of model and cluster.
         top: Number of splits to list.
         plan: File for the fastest split, as `braid train --plan` reads it.
         timeline: File for a picture of its predicted timeline.
@@ -77,6 +78,7 @@ def plan(
     from braid.plan.described import DescribedMachines
     from braid.plan.exports import exports
     from braid.plan.plan_file import Plan
+    from braid.plan.profiling import MeasuredModel
     from braid.plan.search import Failures, Training, find_splits, timeline_of
     from braid.plan.tables import comparison
     from braid.schedule.plot import to_svg
@@ -98,32 +100,31 @@ def plan(
     costs: ModelCosts
     machines: Machines
     if profile:
-        costs, machines, names = _measured(profile, n, limit)
+        read = _profile_of(profile, n, model)
+        costs, machines, context = MeasuredModel(read), _machines_of(read, limit), read.context
+        names = [layer.name for layer in read.layers]
     else:
-        computes = _cluster(cluster, device)
-        assert computes.device is not None, "checked"
+        computes, made_of = _cluster(cluster, device)
         machines = DescribedMachines(
-            computes, computes.device, num_ranks=n, memory_bytes=limit, dtype=dtype
+            computes, made_of, num_ranks=n, memory_bytes=limit, dtype=dtype
         )
-        costs, names = described(target, model, context, computes.device, dtype)
+        costs, names = described(target, model, context, made_of, dtype)
     ranking = find_splits(costs, machines, Training(batch, optimizer_states, DTYPES[dtype]))
     hours = rank_mean_hours
     failures = Failures(3600 * hours, checkpoint_s, recovery_s) if hours else None
     best = ranking.best
     _show(ranking, top, steps, failures)
-    made = Plan.of(ranking.estimator, best, context=context if model else 0)
+    made = Plan.of(ranking.estimator, best, context=0 if target else context)
     if plan:
         made.write(plan)
-        print(f"{plan}: the plan" + (f"; train with {_command(made, plan)}" if model else ""))
-    texts = {}
+        print(f"{plan}: the plan{_hint(made, plan)}")
     if timeline:
         drawn = timeline_of(ranking.estimator, best.split)
-        texts[timeline] = to_svg(drawn, best.split.pp, caption=str(best.split))
+        Path(timeline).write_text(to_svg(drawn, best.split.pp, caption=str(best.split)))
+        print(f"{timeline}: the predicted timeline")
     if picture:
-        texts[picture] = comparison(ranking)
-    for file, text in texts.items():
-        Path(file).write_text(text)
-        print(f"{file}: {'the predicted timeline' if file == timeline else 'kinds of splits'}")
+        Path(picture).write_text(comparison(ranking))
+        print(f"{picture}: kinds of splits, side by side")
     _export(export, exports(made, names) if export else {})
     return 0
 
@@ -146,9 +147,11 @@ def _show(ranking: Ranking, top: int, steps: int, failures: Failures | None) -> 
     print(f"{count:,} splits were considered, {len(ranking.too_large):,} of them are too large")
 
 
-def _command(made: Plan, file: str) -> str:
-    """Return the command that follows a plan."""
-    return f"braid train -n {made.ranks} --model {made.model} --plan {file}"
+def _hint(made: Plan, file: str) -> str:
+    """Return the command that follows a plan, if it is of a GPT."""
+    if not made.context:
+        return ""
+    return f"; train with braid train -n {made.ranks} --model {made.model} --plan {file}"
 
 
 def _export(directory: str, texts: Mapping[str, str]) -> None:
@@ -161,11 +164,11 @@ def _export(directory: str, texts: Mapping[str, str]) -> None:
         print(f"{Path(directory, name)}: {text.splitlines()[0][:70]}")
 
 
-def _cluster(file: str, name: str) -> Cluster:
-    """Return the cluster of a file, with a device of the table if one is named."""
+def _cluster(file: str, name: str) -> tuple[Cluster, Device]:
+    """Return the cluster of a file, and its device or the one of the table that is named."""
     from braid.errors import ConfigError
     from braid.schedule.files import read_text
-    from braid.topology import DEVICES, Cluster, from_toml
+    from braid.topology import DEVICES, from_toml
 
     try:
         cluster = from_toml(read_text(file))
@@ -175,29 +178,39 @@ def _cluster(file: str, name: str) -> Cluster:
     if name and name not in DEVICES:
         msg = f"--device must be one of {', '.join(DEVICES)}, got {name!r}"
         raise ConfigError(msg)
-    if not name and cluster.device is None:
+    device = DEVICES[name] if name else cluster.device
+    if device is None:
         msg = (
             f"{file} does not say what computes: add a [device] with a name, or give --device, "
             f"one of {', '.join(DEVICES)}"
         )
         raise ConfigError(msg)
-    return Cluster(cluster.levels, DEVICES[name]) if name else cluster
+    return cluster, device
 
 
-def _measured(
-    profile: str, ranks: int | None, limit: float | None
-) -> tuple[ModelCosts, Machines, Sequence[str]]:
-    """Return the costs of a profile of this machine, and the names of its layers."""
+def _machines_of(profile: Profile, limit: float | None) -> Machines:
+    """Return the ranks of this host, as a profile has them."""
+    from braid.plan.profiling import MeasuredMachines
+
+    assert profile.host is not None, "checked"
+    return MeasuredMachines(profile.host, limit)
+
+
+def _profile_of(file: str, ranks: int | None, model: str) -> Profile:
+    """Return a profile of ranks of this host, checked."""
     from braid.errors import ConfigError
-    from braid.plan.profiling import MeasuredMachines, MeasuredModel, read_profile
+    from braid.plan.profiling import read_profile
+    from braid.train.models import gpt_name
 
-    read = read_profile(profile)
+    read = read_profile(file)
+    if model and gpt_name(model) != read.model:
+        msg = f"{file} is a profile of {read.model}, got --model {model}: leave --model out"
+        raise ConfigError(msg)
     if read.host is None or (ranks or read.host.ranks) != read.host.ranks:
         wanted = ranks or 2
         msg = (
-            f"{profile} was not measured with {wanted} ranks at once: make it with braid profile "
+            f"{file} was not measured with {wanted} ranks at once: make it with braid profile "
             f"-n {wanted}"
         )
         raise ConfigError(msg)
-    model = MeasuredModel(read)
-    return model, MeasuredMachines(read.host, limit), [layer.name for layer in read.layers]
+    return read

@@ -94,6 +94,7 @@ def profile(
 def _alone(request: ProfileRequest, threads: int | None) -> Profile:
     """Return what this process measures by itself."""
     import torch
+    from msgspec.structs import replace
     from rich.console import Console
     from rich.progress import Progress
 
@@ -106,7 +107,7 @@ def _alone(request: ProfileRequest, threads: int | None) -> Profile:
     try:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(f"measuring {len(layers.named)} layers", total=1.0)
-            return profile_layers(
+            measured = profile_layers(
                 layers.named,
                 layers.sample,
                 model=layers.model,
@@ -116,6 +117,7 @@ def _alone(request: ProfileRequest, threads: int | None) -> Profile:
             )
     finally:
         torch.set_num_threads(before)
+    return replace(measured, context=request.context if request.model else 0)
 
 
 def _table(profile: Profile) -> Table:

@@ -72,7 +72,8 @@ def profiled_layers(request: ProfileRequest, group: Group) -> Profile:
         made = tuple(_with_times(layer, other) for layer, other in both)
         profiles[tensor] = msgspec.structs.replace(sized, layers=made)
     others = {n: profile.layers for n, profile in profiles.items() if n > 1}
-    profile = msgspec.structs.replace(profiles[1], shared=others)
+    context_bytes = request.context if request.model else 0
+    profile = msgspec.structs.replace(profiles[1], shared=others, context=context_bytes)
     agreed = group.objects.broadcast(msgspec.json.encode(profile), 0)
     return msgspec.json.decode(agreed, type=Profile)
 

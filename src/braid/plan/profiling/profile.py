@@ -153,6 +153,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         torch: Version of torch.
         rows: Rows of the micro-batches that were measured.
         layers: Layers, in order.
+        context: Bytes of a sequence, of a GPT; else 0.
         shared: Layers as one of several ranks has them that share each, by the number of ranks.
         host: Costs of ranks of this host at work together, if they were measured.
     """
@@ -164,6 +165,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     torch: str
     rows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
+    context: Annotated[int, msgspec.Meta(ge=0)] = 0
     shared: dict[int, tuple[LayerProfile, ...]] = {}
     host: HostProfile | None = None
 
