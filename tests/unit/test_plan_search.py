@@ -351,6 +351,7 @@ def test_a_cluster_file_names_a_device_and_changes_it() -> None:
         ('name = "a100-40gb"\nmemory_bytes = -1.0', "positive numbers"),
         ('name = "a100-40gb"\noverlap = 2.0', "positive numbers"),
         ('name = "a100-40gb"\nefficiency = { speed = 1.0 }', "efficiency has no speed"),
+        ('name = "a100-40gb"\nefficiency = { flops = 0.0 }', "positive numbers"),
         ('name = "a100-40gb"\ncolour = "red"', "TOML"),
     ],
 )

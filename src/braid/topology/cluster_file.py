@@ -63,7 +63,9 @@ class _Device(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_def
         shares = given.pop("efficiency")
         known = DEVICES.get(self.name)
         problems = [
-            f"{name} = {value}" for name, value in shares.items() if not 0 <= value < float("inf")
+            f"{name} = {value}"
+            for name, value in shares.items()
+            if not (0 <= value < float("inf") and (value or name.endswith("_s")))
         ]
         figures = [*(self.flops_per_s or {}).values(), self.bytes_per_s, self.memory_bytes]
         problems += [str(x) for x in figures if x is not None and not 0 < x < float("inf")]

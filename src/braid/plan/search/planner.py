@@ -105,7 +105,9 @@ def find_splits(
         (e for e in estimates if e.memory.nbytes > limit), key=lambda e: e.memory.nbytes
     )
     first = sorted((rescore(estimator, e) for e in fitting[:num_simulated]), key=_rank)
-    return Ranking([*first, *fitting[num_simulated:]], too_large, estimator)
+    # a closed form that was not simulated does not displace the best of those that were
+    rest = sorted([*first[1:], *fitting[num_simulated:]], key=_rank)
+    return Ranking([*first[:1], *rest], too_large, estimator)
 
 
 def _rank(estimate: Estimate) -> tuple[float, int, float]:
