@@ -154,9 +154,9 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     assert read == PipeDreamPlan.of(done, "tiny")
     assert "braid train --model tiny --plan" in capsys.readouterr().out
     assert main(["train", "--plan", plan, "--model", "mini"]) == 2
-    assert "is of --model tiny, got mini" in capsys.readouterr().err
-    assert main(["train", "--plan", plan, "--mesh", "pp=2"]) == 2
-    assert "leave mesh, balance, versions" in capsys.readouterr().err
+    assert "leave out --model mini (the plan has tiny)" in capsys.readouterr().err
+    assert main(["train", "--plan", plan, "--mesh", "dp=2"]) == 2
+    assert "leave out --mesh dp=2 (the plan has pp=2)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

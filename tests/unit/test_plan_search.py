@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +18,7 @@ from braid.plan.costs import Axis, LayerCost, Origin
 from braid.plan.described import DescribedMachines
 from braid.plan.exports import exports
 from braid.plan.pipedream import PipeDreamPlan
-from braid.plan.plan_file import Plan, read_plan
+from braid.plan.plan_file import Plan, Prediction, read_plan
 from braid.plan.search import (
     Estimator,
     Failures,
@@ -33,9 +36,8 @@ from braid.plan.search import (
 from braid.plan.search.split import held
 from braid.plan.tables import best_of_kinds, comparison, infeasible, ranking_table
 from braid.schedule import validate
-from braid.schedule.files import TRAINING
 from braid.schedule.known import RULES
-from braid.schedule.pipeline import SCHEDULES, most_held
+from braid.schedule.pipeline import SCHEDULES, TRAINING, VersionRule, from_csv, most_held
 from braid.topology import DEVICES, Cluster, Device, Efficiency, Level, flat, from_toml, to_toml
 
 FREE = Efficiency(operation_s=0.0, message_s=0.0, transfer_s=0.0)
@@ -108,7 +110,7 @@ def test_every_split_has_a_valid_program_and_uses_all_ranks() -> None:
         if split.pp > 1:
             assert not validate(program_of(split), RULES), split
         seen.add((split.schedule if split.pp > 1 else "", split.tp, bool(split.strategy)))
-    assert {name for name, *_ in seen} == {"", *TRAINING}
+    assert {name for name, *_ in seen} == {"", *TRAINING, "breadth_first:4", "interleaved:4"}
     assert any(servers for *_, servers in seen)
 
 
@@ -204,11 +206,62 @@ def test_rings_of_neighbours_share_the_link_of_their_host() -> None:
     own = DescribedMachines(Cluster(levels), DEVICES["a100-40gb"])
     tensor = own.level_bytes(Axis(2, 1), 8.0)
     assert tensor == {"host": 8.0}
-    data = own.level_bytes(Axis(4, 2), 8.0)  # four ranks, two rings over each host's link
+    data = own.level_bytes(Axis(4, 2), 12.0)  # four ranks, two rings over each host's link
     assert data == {"host": 12.0, "rack": 24.0}
     inside = own.collective_s("all_reduce", Axis(4, 1), 1e9)
     across = own.collective_s("all_reduce", Axis(4, 2), 1e9)
     assert across == pytest.approx(20 * inside, rel=0.01)  # ten times slower, shared by two
+
+
+def hosts_of(size: int, count: int, *, full_duplex: bool = True) -> DescribedMachines:
+    """Return hosts whose links are a hundred times slower than those inside."""
+    levels = [
+        Level(name="host", size=size, latency_s=0.0, bytes_per_s=100e9),
+        Level(name="rack", size=count, latency_s=0.0, bytes_per_s=1e9, full_duplex=full_duplex),
+    ]
+    device = dataclasses.replace(DEVICES["a100-40gb"], efficiency=FREE)
+    return DescribedMachines(Cluster(levels), device)
+
+
+def test_a_row_of_stages_has_the_price_of_its_slowest_hop() -> None:
+    own = hosts_of(4, 2)
+    assert own.message_s(Axis(4, 1), 1e9) == pytest.approx(0.01)
+    assert own.message_s(Axis(8, 1), 1e9) == pytest.approx(1.0)  # 3 -> 4 leaves the host
+    assert own.message_s(Axis(4, 2), 1e9) == pytest.approx(2.0)  # of two rows at once
+    assert hosts_of(4, 2, full_duplex=False).message_s(Axis(8, 1), 1e9) == pytest.approx(2.0)
+
+
+def test_groups_that_straddle_a_host_use_its_link() -> None:
+    own = hosts_of(4, 3)  # groups of three: 0 1 2 | 3 4 5, of which 3 is on the first host
+    assert set(own.level_bytes(Axis(2, 1), 1.0)) == {"host"}
+    assert own.level_bytes(Axis(3, 1), 1.0) == {"host": 1.0, "rack": 2.0}
+
+
+def test_a_parameter_server_sends_from_each_rank_to_the_servers_of_other_hosts() -> None:
+    own = hosts_of(4, 2)
+    # four ranks of a host push half of 1 GB over its link of 1 GB/s, and pull as much
+    assert own.collective_s("push_pull", Axis(8, 1), 1e9) == pytest.approx(4.0)
+    assert own.collective_s("push_pull", Axis(4, 1), 1e9) == pytest.approx(2 * 0.75 / 100)
+
+
+def test_parameters_in_parts_are_gathered_around_each_use() -> None:
+    estimator = Estimator(even(4), machines(2, bytes_per_s=1e9), Training(8))
+    times = [
+        estimator.time(Split(dp=2, shard=shard, microbatches=m)).gradient_s
+        for shard, m in ((0, 1), (1, 1), (3, 1), (3, 4))
+    ]
+    half_s = 2e6 / 1e9  # that a rank sends to scatter or to gather
+    assert times == pytest.approx([2 * half_s, 2 * half_s, 3 * half_s, 9 * half_s])
+    assert estimator.level_bytes(Split(dp=2, shard=3, microbatches=4)) == {"switch": 9 * 2e6}
+
+
+def test_a_backward_hides_no_gather_that_follows_the_optimizer() -> None:
+    device = dataclasses.replace(machines(2).device, overlap=1.0)
+    slow = DescribedMachines(flat(2, 0.0, 1e9), device)
+    estimator = Estimator(even(4), slow, Training(8))
+    assert estimator.time(Split(dp=2)).gradient_s == 0.0
+    assert estimator.time(Split(dp=2, shard=1)).gradient_s == pytest.approx(2e6 / 1e9)
+    assert estimator.time(Split(dp=2, shard=3)).gradient_s == 0.0
 
 
 def test_a_memory_that_is_too_small_is_explained_and_said_to_flip() -> None:
@@ -319,6 +372,73 @@ def test_a_plan_is_exported_for_other_systems() -> None:
     assert files["megatron.txt"].startswith(
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --micro-batch-size 2 "
     )
+
+
+def test_what_another_system_does_not_have_is_said() -> None:
+    estimator = Estimator(even(8), machines(4), Training(16))
+    names = [f"layer{i}" for i in range(8)]
+    vee = Split(pp=2, dp=2, microbatches=4, schedule="v_half")
+    files = exports(Plan.of(estimator, estimator.estimate(vee)), names)
+    assert "torchgpipe.py" not in files  # which has one stage on each device
+    assert "_load_csv" in files["torch_pipelining.py"]
+    program = from_csv(files["schedule.csv"])
+    assert (program.num_ranks, program.header.num_units) == (2, 4)
+    assert "Megatron has no v_half" in files["megatron.txt"]
+    whole = Split(dp=4, shard=3)
+    files = exports(Plan.of(estimator, estimator.estimate(whole)), names)
+    assert set(files) == {"megatron.txt"}
+    assert "divides states of the optimizer only" in files["megatron.txt"]
+
+
+def test_more_stages_on_each_rank_make_the_bubble_shorter() -> None:
+    estimator = Estimator(even(16), machines(2), Training(8))
+    times = {
+        name: rescore(estimator, estimator.estimate(Split(pp=2, microbatches=4, schedule=name)))
+        for name in ("1f1b", "interleaved", "interleaved:4")
+    }
+    whole_s = 8 * 8 * 3e-3  # of the layers of a rank, for all rows
+    bubbles = [round(e.seconds / whole_s - 1, 3) for e in times.values()]
+    assert bubbles == pytest.approx([1 / 4, 1 / 8, 1 / 16], abs=0.03)
+    assert times["interleaved:4"].split.num_stages == 8
+
+
+@pytest.mark.parametrize(("versions", "m"), [("stash", 1), ("2bw", 4)])
+def test_an_asynchronous_pipeline_has_no_bubble_and_keeps_versions(
+    versions: VersionRule, m: int
+) -> None:
+    estimator = Estimator(even(4), machines(2), Training(8))
+    split = Split(pp=2, versions=versions, microbatches=m)
+    closed = estimator.estimate(split)
+    simulated = rescore(estimator, closed)
+    assert simulated.simulated
+    assert closed.seconds == pytest.approx(8 * 2 * 3e-3, rel=1e-6)
+    assert simulated.seconds == pytest.approx(closed.seconds, rel=1e-6)
+    assert closed.memory.parameters == 2 * 2e6  # of two layers, in two versions
+    assert not [s for s in splits(2, 8, 4) if s.versions]
+    asked = find_splits(even(4), machines(2), Training(8), asynchronous=True)
+    assert {"stash", "2bw"} <= {e.split.versions for e in asked.fitting}
+    plan = Plan.of(estimator, closed)
+    assert plan.split == split
+    assert str(split).endswith("(1 stale)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"microbatches": 2}, "add pp=1 to the mesh"),
+        ({"mesh": "pp=2,dp=2", "balance": (1, 2, 3)}, "balance has 3 numbers"),
+        ({"batch": 6, "mesh": "pp=1,dp=4"}, "a batch of 6 rows cannot be divided by 4 replicas"),
+        ({"predicted": Prediction(seconds=1.0, parts={"lunch_s": 1.0}, memory={})}, "lunch_s"),
+    ],
+)
+def test_a_plan_that_was_changed_and_does_not_fit_is_refused(
+    tmp_path: Path, changes: dict[str, object], problem: str
+) -> None:
+    estimator = Estimator(even(8), machines(4), Training(16))
+    plan = Plan.of(estimator, estimator.estimate(Split(dp=4)))
+    msgspec.structs.replace(plan, **changes).write(tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=problem):
+        read_plan(tmp_path / "plan.json")
 
 
 CLUSTER = """

@@ -176,7 +176,7 @@ class _Models:
                     name="host", size=it.split.num_ranks, latency_s=0.0, bytes_per_s=NVLINK
                 )
                 machines = DescribedMachines(Cluster([level]), device, dtype="fp16")
-                training = Training(it.batch, param_item=2)
+                training = Training(it.batch, dtype="fp16")
                 estimators[key] = Estimator(models[model], machines, training)
             errors.append(estimators[key].time(it.split).seconds / it.seconds - 1)
         return np.array(errors)

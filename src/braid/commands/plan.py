@@ -34,6 +34,7 @@ def plan(
     context: int = 128,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
     optimizer_states: int = 2,
+    asynchronous: bool = False,
     profile: Text = "",
     top: int = 10,
     plan: Text = "",
@@ -61,6 +62,8 @@ def plan(
         context: Bytes of a sequence, with --model and --cluster; a profile has its own.
         dtype: Dtype of parameters and activations.
         optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        asynchronous: Consider asynchronous pipelines, too (PipeDream): their gradients are stale,
+            so losses are others.
         profile: Profile of `braid profile -n N`, in place of model and cluster.
         top: Number of splits to list.
         plan: File for the fastest split, as `braid train --plan` reads it.
@@ -72,21 +75,18 @@ def plan(
         checkpoint_s: Seconds for which a checkpoint holds up the training.
         recovery_s: Seconds from a failure to the next step.
     """
-    from pathlib import Path
-
     from braid.errors import ConfigError
     from braid.plan.described import DescribedMachines
     from braid.plan.exports import exports
     from braid.plan.plan_file import Plan
     from braid.plan.profiling import MeasuredModel
-    from braid.plan.search import Failures, Training, find_splits, timeline_of
-    from braid.plan.tables import comparison
-    from braid.schedule.plot import to_svg
-    from braid.topology import DTYPES
+    from braid.plan.search import Failures, Training, find_splits
     from braid.train.models import described
 
     for file in filter(None, (plan, timeline, picture)):
         check_place(file)
+    if export:
+        check_place(export, is_directory=True)
     if batch < 1 or top < 1 or optimizer_states < 0 or steps < 0:
         msg = "--batch and --top must be at least 1, --optimizer-states and --steps at least 0"
         raise ConfigError(msg)
@@ -109,7 +109,8 @@ def plan(
             computes, made_of, num_ranks=n, memory_bytes=limit, dtype=dtype
         )
         costs, names = described(target, model, context, made_of, dtype)
-    ranking = find_splits(costs, machines, Training(batch, optimizer_states, DTYPES[dtype]))
+    training = Training(batch, optimizer_states, dtype)
+    ranking = find_splits(costs, machines, training, asynchronous=asynchronous)
     hours = rank_mean_hours
     failures = Failures(3600 * hours, checkpoint_s, recovery_s) if hours else None
     best = ranking.best
@@ -118,15 +119,27 @@ def plan(
     if plan:
         made.write(plan)
         print(f"{plan}: the plan{_hint(made, plan)}")
+    _draw(ranking, timeline, picture)
+    _export(export, exports(made, names) if export else {})
+    return 0
+
+
+def _draw(ranking: Ranking, timeline: str, picture: str) -> None:
+    """Write the pictures that were asked for."""
+    from pathlib import Path
+
+    from braid.plan.search import timeline_of
+    from braid.plan.tables import comparison
+    from braid.schedule.plot import to_svg
+
+    split = ranking.best.split
     if timeline:
-        drawn = timeline_of(ranking.estimator, best.split)
-        Path(timeline).write_text(to_svg(drawn, best.split.pp, caption=str(best.split)))
+        drawn = timeline_of(ranking.estimator, split)
+        Path(timeline).write_text(to_svg(drawn, split.pp, caption=str(split)))
         print(f"{timeline}: the predicted timeline")
     if picture:
         Path(picture).write_text(comparison(ranking))
         print(f"{picture}: kinds of splits, side by side")
-    _export(export, exports(made, names) if export else {})
-    return 0
 
 
 def _show(ranking: Ranking, top: int, steps: int, failures: Failures | None) -> None:
@@ -149,7 +162,7 @@ def _show(ranking: Ranking, top: int, steps: int, failures: Failures | None) -> 
 
 def _hint(made: Plan, file: str) -> str:
     """Return the command that follows a plan, if it is of a GPT."""
-    if not made.context:
+    if not made.context or (made.dtype, made.optimizer_states) != ("fp32", 2):
         return ""
     return f"; train with braid train -n {made.ranks} --model {made.model} --plan {file}"
 

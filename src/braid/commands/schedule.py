@@ -132,7 +132,7 @@ def schedule_simulate(
     """
     from braid.schedule.collective import algorithm
     from braid.schedule.files import valid_program
-    from braid.schedule.pipeline import ALL_SCHEDULES
+    from braid.schedule.pipeline import find_schedule
 
     for file in filter(None, (svg, trace)):
         check_place(file)
@@ -145,7 +145,7 @@ def schedule_simulate(
     if not _is_known(name):
         _check_no_options(name, operation, root, row)
         program = valid_program(name)
-    elif name in ALL_SCHEDULES or ranks <= MOST_DRAWN:
+    elif find_schedule(name) is not None or ranks <= MOST_DRAWN:
         net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
         row = net.levels[0].size if row is None else row
         program = _program(name, ranks, operation, root, row, microbatches)
@@ -224,13 +224,14 @@ def _program(
     name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
 ) -> Program:
     from braid.schedule.collective import algorithm, program
-    from braid.schedule.pipeline import ALL_SCHEDULES
+    from braid.schedule.pipeline import find_schedule
 
-    if name in ALL_SCHEDULES:
+    pipeline = find_schedule(name)
+    if pipeline is not None:
         if operation or root is not None:
             msg = f"--operation and --root do not go with {name}, which trains: leave them out"
             raise ConfigError(msg)
-        return ALL_SCHEDULES[name](ranks, microbatches)
+        return pipeline(ranks, microbatches)
     rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
     return program(rounds)
 
@@ -248,9 +249,9 @@ def _is_known(name: str) -> bool:
     """Whether `name` is the name of an algorithm; any other name is a file's, if there is one."""
     from braid.schedule.collective import ALGORITHMS
     from braid.schedule.files import is_file
-    from braid.schedule.pipeline import ALL_SCHEDULES
+    from braid.schedule.pipeline import find_schedule
 
-    if name in ALL_SCHEDULES or name in {known for known, _ in ALGORITHMS}:
+    if find_schedule(name) is not None or name in {known for known, _ in ALGORITHMS}:
         return True
     return not is_file(name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -121,7 +120,7 @@ def train(
     from braid.plan.plan_file import Plan
     from braid.train import command
     from braid.train.config import TrainConfig
-    from braid.train.planned import comparison, options_of
+    from braid.train.planned import comparison, followed
 
     config = TrainConfig(
         model=model,
@@ -155,22 +154,19 @@ def train(
         replicas=replicas,
         staleness=staleness,
     )
-    followed = None
+    planned = None
     if plan:
-        if mesh or balance or stage_replicas or versions or shard or strategy:
-            msg = "--plan says how to split: leave mesh, balance, versions, shard and such out"
-            raise ConfigError(msg)
-        followed = _planned(plan, config, n, threads)
-        config = replace(config, **options_of(followed))
-        n = followed.num_ranks if n is None else n
+        planned = _planned(plan, config, n, threads)
+        config = followed(config, planned)
+        n = planned.num_ranks if n is None else n
     num_ranks = (Mesh.parse(config.mesh).size if config.mesh else 1) if n is None else n
     outcome = command.train(
         config, num_ranks=num_ranks, out=Console(), resume=resume, threads=threads
     )
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
-    elif isinstance(followed, Plan):
-        print("\n".join(comparison(followed, config.log_dir)))
+    elif isinstance(planned, Plan):
+        print("\n".join(comparison(planned, config.log_dir)))
     return outcome.exit_code
 
 
@@ -196,9 +192,6 @@ def _planned(
         print(note, end="\n" * bool(note))
         return Plan.of(ranking.estimator, ranking.best, context=config.context)
     read = read_plan(plan)
-    if read.model and read.model != config.model:
-        msg = f"{plan} is of --model {read.model}, got {config.model}: its layers are others"
-        raise ConfigError(msg)
     if isinstance(read, Plan) and n not in {None, read.num_ranks}:
         msg = f"{plan} is for {read.num_ranks} ranks, got -n {n}: make one for as many"
         raise ConfigError(msg)

@@ -33,13 +33,16 @@ def bytes_in(text: str) -> int:
     return nbytes
 
 
-def check_place(file: str) -> None:
-    """Refuse a file that cannot be written, before anything is computed."""
+def check_place(file: str, *, is_directory: bool = False) -> None:
+    """Refuse a file, or a directory for files, that cannot be written before it is computed."""
     import os
     from pathlib import Path
 
     path = Path(file)
-    problem = "it is a directory" if path.is_dir() else ""
+    problem = "it is a directory" if path.is_dir() and not is_directory else ""
+    if is_directory:
+        path = next(place for place in (path, *path.parents) if place.exists())
+        problem = "" if path.is_dir() else f"{path} is a file"
     if not problem and not os.access(path if path.exists() else path.parent, os.W_OK):
         problem = "there is no such directory, or no permission to write to it"
     if problem:

@@ -19,9 +19,9 @@ from braid.errors import ConfigError
 from braid.observe.intervals import Cover
 from braid.observe.timeline import RankTimeline
 from braid.schedule import Action, Program, validate
-from braid.schedule.files import TRAINING
+from braid.schedule.files import schedule_named
 from braid.schedule.known import RULES
-from braid.schedule.pipeline import SCHEDULES, Work, pipeline_program
+from braid.schedule.pipeline import LOOPED, TRAINING, Work, pipeline_program
 from braid.schedule.pipeline.vocabulary import TRAIN
 
 __all__ = ["WORK", "Pass", "Passes", "Timed", "passes", "schedule_name"]
@@ -127,9 +127,11 @@ def passes(timelines: Sequence[RankTimeline]) -> list[Passes]:
 def schedule_name(program: Program) -> str:
     """Return the name of the schedule that orders the work of a program so; empty for none."""
     own = [_order(actions) for actions in program.ranks]
-    for name in TRAINING:
+    chunks = program.header.num_units // program.num_ranks
+    names = [f"{name}:{chunks}" for name in LOOPED] if chunks > 2 else TRAINING
+    for name in names:
         try:
-            known = SCHEDULES[name](program.num_ranks, program.header.num_indices)
+            known = schedule_named(name)(program.num_ranks, program.header.num_indices)
         except ConfigError:  # this schedule does not exist for these numbers
             continue
         if [_order(actions) for actions in known.ranks] == own:

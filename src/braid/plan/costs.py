@@ -133,14 +133,14 @@ class Machines(Protocol):
         """Return the seconds of a collective on `nbytes`, in all groups along the axis at once."""
         ...
 
-    def message_s(self, stride: int, nbytes: float) -> float:
-        """Return the seconds of a message to the rank `stride` further."""
+    def message_s(self, axis: Axis, nbytes: float) -> float:
+        """Return the seconds of a message to the next rank of an axis, over the slowest hop."""
         ...
 
     def optimizer_s(self, param_bytes: float) -> float:
         """Return the seconds of clipping and of the optimizer's step."""
         ...
 
-    def level_bytes(self, axis: Axis, nbytes: float) -> Mapping[str, float]:
-        """Return the bytes over a link of each level for an all-reduce of `nbytes`."""
+    def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
+        """Return the bytes over a link of each level if each rank of an axis sends `sent`."""
         ...

@@ -1,9 +1,12 @@
 """A plan in the words of other systems.
 
-torchgpipe    GPipe(model, balance=[...], chunks=m)
-torch         split points of torch.distributed.pipelining, and its schedule
+torchgpipe    GPipe(model, balance=[...], chunks=m), for one stage on each device
+torch         split points of torch.distributed.pipelining, and its schedule; a CSV of the actions
+              where it has none of that name
 Megatron      sizes on the command line
 PipeDream     its graph with the stage of each node (`braid plan pipedream --out`)
+
+What a system does not have is said in a comment of its file.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from braid.plan.plan_file import Plan
+from braid.schedule.files import schedule_named
+from braid.schedule.pipeline import to_csv
 
 __all__ = ["exports"]
 
@@ -22,6 +27,7 @@ TORCH_SCHEDULES = {
     "interleaved": "ScheduleInterleaved1F1B",
     "zbv": "ScheduleZBVZeroBubble",
 }
+CSV = "schedule.csv"
 
 
 def exports(plan: Plan, layer_names: Sequence[str]) -> Mapping[str, str]:
@@ -33,24 +39,41 @@ def exports(plan: Plan, layer_names: Sequence[str]) -> Mapping[str, str]:
     """
     split = plan.split
     files = {"megatron.txt": _megatron(plan)}
-    if split.pp > 1:
-        recompute = (
-            ', checkpoint="always"' if plan.recompute == "always" else ', checkpoint="never"'
-        )
+    if split.pp == 1:
+        return files
+    if split.num_stages == split.pp:
+        checkpoint = "always" if plan.recompute == "always" else "never"
+        note = "  # synchronous" if plan.versions else ""
         files["torchgpipe.py"] = (
-            f"model = GPipe(model, balance={list(plan.balance)}, chunks={plan.microbatches}"
-            f"{recompute})\n"
+            f"model = GPipe(model, balance={list(plan.balance)}, chunks={plan.microbatches}, "
+            f'checkpoint="{checkpoint}"){note}\n'
         )
-        firsts = [*accumulate(plan.balance)][:-1]
-        points = "".join(f'    "{layer_names[i]}": SplitPoint.BEGINNING,\n' for i in firsts)
-        schedule = TORCH_SCHEDULES.get(plan.schedule, "Schedule1F1B")
-        own = "stages" if split.num_stages > split.pp else "stage"
-        note = "" if plan.schedule in TORCH_SCHEDULES else f"  # torch has no {plan.schedule}"
-        files["torch_pipelining.py"] = (
-            f"split_spec = {{\n{points}}}\nschedule = {schedule}({own}, "
-            f"n_microbatches={plan.microbatches}){note}\n"
-        )
+    firsts = [*accumulate(plan.balance)][:-1]
+    points = "".join(f'    "{layer_names[i]}": SplitPoint.BEGINNING,\n' for i in firsts)
+    files["torch_pipelining.py"] = f"split_spec = {{\n{points}}}\n{_torch_schedule(plan)}"
+    if _needs_csv(plan):
+        files[CSV] = to_csv(schedule_named(plan.schedule)(split.pp, plan.microbatches))
     return files
+
+
+def _needs_csv(plan: Plan) -> bool:
+    return plan.schedule.partition(":")[0] not in TORCH_SCHEDULES
+
+
+def _torch_schedule(plan: Plan) -> str:
+    """Return the lines that make torch's schedule."""
+    split = plan.split
+    own = "stages" if split.num_stages > split.pp else "stage"
+    sizes = f"n_microbatches={plan.microbatches}"
+    if plan.versions:
+        return f"# torch has no asynchronous pipeline\nschedule = Schedule1F1B(stage, {sizes})\n"
+    if _needs_csv(plan):
+        return (
+            f"# torch has no {plan.schedule}: its actions are in {CSV}\n"
+            f"schedule = _PipelineScheduleRuntime(stages, {sizes})\n"
+            f'schedule._load_csv("{CSV}")\n'
+        )
+    return f"schedule = {TORCH_SCHEDULES[plan.schedule.partition(':')[0]]}({own}, {sizes})\n"
 
 
 def _megatron(plan: Plan) -> str:
@@ -70,4 +93,11 @@ def _megatron(plan: Plan) -> str:
         words.append("--use-distributed-optimizer")
     if split.num_stages > split.pp:
         words.append(f"--num-virtual-stages-per-pipeline-rank {split.num_stages // split.pp}")
-    return " ".join(words) + "\n"
+    notes = []
+    if plan.shard > 1:
+        notes.append("# Megatron's distributed optimizer divides states of the optimizer only")
+    if split.pp > 1 and (plan.versions or plan.schedule not in {"1f1b", "interleaved"}):
+        notes.append(f"# Megatron has no {plan.versions or plan.schedule}: it uses 1F1B")
+    if plan.strategy:
+        notes.append("# Megatron has no parameter server: it averages gradients")
+    return "\n".join([" ".join(words), *notes, ""])

@@ -7,8 +7,9 @@ Of two kinds: the planner's, and PipeDream's (`pipedream.plan_file`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -16,8 +17,9 @@ from braid.errors import ConfigError
 from braid.layout import Mesh
 from braid.plan.costs import Origin
 from braid.plan.pipedream import PipeDreamPlan
-from braid.plan.search.estimate import Estimate, Estimator
+from braid.plan.search.estimate import Estimate, Estimator, Memory, StepTime
 from braid.plan.search.split import Split
+from braid.schedule.pipeline import VersionRule
 
 __all__ = ["Plan", "Prediction", "read_plan"]
 
@@ -68,6 +70,10 @@ class Plan(
         recompute: Whether forwards run again in backward: `never` or `always`.
         shard: State that replicas divide, as ZeRO's stages.
         strategy: `ps` for a parameter server.
+        versions: Versions of weights of an asynchronous pipeline: `stash`, `vertical_sync`
+            or `2bw`.
+        dtype: Dtype of parameters and activations.
+        optimizer_states: States of the optimizer for each parameter.
         predicted: Prediction, if it was not changed by hand.
     """
 
@@ -79,9 +85,12 @@ class Plan(
     balance: tuple[int, ...] = ()
     schedule: str = "1f1b"
     microbatches: Count = 1
-    recompute: str = "never"
+    recompute: Literal["never", "always"] = "never"
     shard: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0
-    strategy: str = ""
+    strategy: Literal["", "ps"] = ""
+    versions: VersionRule | Literal[""] = ""
+    dtype: str = "fp32"
+    optimizer_states: Annotated[int, msgspec.Meta(ge=0)] = 2
     predicted: Prediction | None = None
 
     @classmethod
@@ -100,6 +109,9 @@ class Plan(
             recompute=split.recompute,
             shard=split.shard,
             strategy=split.strategy,
+            versions=split.versions,
+            dtype=estimator.training.dtype,
+            optimizer_states=estimator.training.optimizer_states,
             predicted=Prediction(
                 seconds=estimate.seconds,
                 parts=estimate.time._asdict(),
@@ -129,6 +141,7 @@ class Plan(
             microbatches=self.microbatches,
             recompute=self.recompute,
             strategy=self.strategy,
+            versions=self.versions,
         )
 
     def write(self, path: str | Path) -> None:
@@ -152,9 +165,31 @@ def read_plan(path: str | Path) -> Plan | PipeDreamPlan:
         raise ConfigError(msg) from exc
     if isinstance(plan, PipeDreamPlan):
         plan.check(str(path))
-    elif plan.split.num_ranks != plan.ranks:
-        msg = (
-            f"{path}: mesh {plan.mesh} has {plan.split.num_ranks} ranks, and ranks is {plan.ranks}"
-        )
+    elif problems := [*_problems(plan)]:
+        msg = f"{path}: {'; '.join(problems)}"
         raise ConfigError(msg)
     return plan
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    """Yield what does not fit together in a plan that was changed by hand."""
+    split = plan.split
+    if split.num_ranks != plan.ranks:
+        yield f"mesh {plan.mesh} has {split.num_ranks} ranks, and ranks is {plan.ranks}"
+    is_row = "pp" in plan.mesh
+    if not is_row and (plan.microbatches > 1 or plan.recompute != "never" or plan.versions):
+        yield "micro-batches, recompute and versions are of a pipeline: add pp=1 to the mesh"
+    if is_row and split.pp > 1 and len(plan.balance) != split.num_stages:
+        yield (
+            f"balance has {len(plan.balance)} numbers, and {split} has {split.num_stages} stages"
+        )
+    if plan.batch % (split.dp * plan.microbatches):
+        yield (
+            f"a batch of {plan.batch} rows cannot be divided by {split.dp} replicas and "
+            f"{plan.microbatches} micro-batches"
+        )
+    if plan.predicted is not None:
+        for name, part in (("parts", StepTime), ("memory", Memory)):
+            unknown = set(getattr(plan.predicted, name)) - set(part._fields)
+            if unknown:
+                yield f"predicted.{name} has {', '.join(sorted(unknown))}, which is no part of it"

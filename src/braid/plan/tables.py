@@ -36,7 +36,7 @@ def ranking_table(
         f"{model.origin}, machines {machines.origin}"
     )
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("split", no_wrap=True)
+    table.add_column("split", overflow="fold")
     for name in ("ms", "rows/s", "work", "idle", "sends", "GB", "MB", "days"):
         if name != "days" or steps:
             table.add_column(name, justify="right", no_wrap=True)
@@ -92,7 +92,8 @@ def best_of_kinds(ranking: Ranking) -> dict[str, Estimate]:
         names = {"pp": "pipeline", "dp": "data parallel", "tp": "tensor parallel"}
         kind = " x ".join(names[axis] for axis in axes) or "one rank"
         kind = f"ZeRO-{split.shard}" if axes == ["dp"] and split.shard else kind
-        kinds.setdefault("parameter server" if split.strategy else kind, estimate)
+        kind = "parameter server" if split.strategy else kind
+        kinds.setdefault(f"asynchronous {kind}" if split.versions else kind, estimate)
     return kinds
 
 

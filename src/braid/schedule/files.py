@@ -6,20 +6,25 @@ it may be a name; a file is of one number of ranks and micro-batches, and refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from braid.errors import ConfigError
 from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import PIPELINE, SCHEDULES, from_csv
+from braid.schedule.pipeline import PIPELINE, TRAINING, Schedule, find_schedule, from_csv
 from braid.schedule.pipeline.vocabulary import TRAIN
 from braid.schedule.program import Program
 from braid.schedule.text import from_text
 from braid.schedule.validate import validate
 
-__all__ = ["TRAINING", "is_file", "read_program", "read_text", "schedule_named", "valid_program"]
+__all__ = [
+    "check_schedule",
+    "is_file",
+    "read_program",
+    "read_text",
+    "schedule_named",
+    "valid_program",
+]
 
-TRAINING = tuple(name for name in SCHEDULES if name != "forward")
 CSV = ".csv"
 
 
@@ -75,21 +80,27 @@ def valid_program(file: str) -> Program:
     return program
 
 
-def schedule_named(name: str) -> Callable[[int, int], Program]:
+def check_schedule(name: str) -> str:
+    """Return why a name is none of a schedule that trains, and of no file; empty if it is one."""
+    if _known(name) is not None or is_file(name):
+        return ""
+    return (
+        f"there is no schedule {name!r}: choose one of {', '.join(TRAINING)}; interleaved:4 or "
+        "breadth_first:4 for four stages on each rank; or a file such as plan.csv"
+    )
+
+
+def schedule_named(name: str) -> Schedule:
     """Return the schedule with a name, or of a file, as a function of ranks and micro-batches.
 
     Raises:
         ConfigError: There is no such name and no such file, or the file has no valid pipeline that
             trains.
     """
-    if name in TRAINING:
-        return SCHEDULES[name]
-    if not is_file(name):
-        msg = (
-            f"there is no schedule {name!r}: choose one of {', '.join(TRAINING)}, or a file such "
-            "as plan.csv"
-        )
-        raise ConfigError(msg)
+    if problem := check_schedule(name):
+        raise ConfigError(problem)
+    if (known := _known(name)) is not None:
+        return known
     program = valid_program(name)
     if program.vocabulary.name != PIPELINE.name or program.header.operation != TRAIN:
         msg = f"the program in {name} does not train a pipeline: it is {program}"
@@ -107,3 +118,8 @@ def schedule_named(name: str) -> Callable[[int, int], Program]:
         return program
 
     return of_size
+
+
+def _known(name: str) -> Schedule | None:
+    """Return the schedule of a name, if it trains."""
+    return find_schedule(name) if name.partition(":")[0] in TRAINING else None

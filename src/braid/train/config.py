@@ -15,7 +15,7 @@ import msgspec
 from braid.errors import ConfigError
 from braid.layout import Mesh
 from braid.sampling import share_of
-from braid.schedule.files import TRAINING, is_file, schedule_named
+from braid.schedule.files import check_schedule, schedule_named
 from braid.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
@@ -158,11 +158,8 @@ class TrainConfig:
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
                 f"{self.clip:g} and {self.weight_decay:g}"
             )
-        if self.schedule not in TRAINING and not is_file(self.schedule):
-            problems.append(
-                f"schedule must be one of {', '.join(TRAINING)}, or a file such as plan.csv, got "
-                f"{self.schedule!r}"
-            )
+        if problem := check_schedule(self.schedule):
+            problems.append(problem)
         if self.balance not in {"", *MEASURED} and not _sizes_in(self.balance):
             problems.append(
                 "balance must be time, size or the layers of each stage such as 3,4,3, got "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,13 +13,27 @@ from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.plan_file import Plan
 from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import PART_NAMES, Ranking, Training, find_splits
+from braid.train.config import TrainConfig
 from braid.train.models import gpt_name
 from braid.train.profile_worker import ProfileRequest
 from braid.train.profiling import cached_profile
 
-__all__ = ["comparison", "options_of", "ranking_here"]
+__all__ = ["comparison", "followed", "options_of", "ranking_here"]
 
 WARM_UP = 2  # first steps, which do not count
+ADAMW_STATES = 2
+SPLITTING = (
+    "mesh",
+    "schedule",
+    "microbatches",
+    "balance",
+    "recompute",
+    "versions",
+    "stage_replicas",
+    "shard",
+    "strategy",
+    "servers",
+)
 SPREAD = (4, 2, 1)  # parts of a rank's rows in the micro-batches that are profiled
 
 
@@ -62,6 +77,13 @@ def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
             "give its sizes to braid.compose.HybridParallel"
         )
         raise ConfigError(msg)
+    if (plan.dtype, plan.optimizer_states) != ("fp32", ADAMW_STATES):
+        msg = (
+            f"the plan is for {plan.dtype} and an optimizer with {plan.optimizer_states} states, "
+            f"and braid train computes in fp32 with AdamW: make one with --dtype fp32 "
+            f"--optimizer-states {ADAMW_STATES}"
+        )
+        raise ConfigError(msg)
     split = plan.split
     options = {
         "model": gpt_name(plan.model),
@@ -73,9 +95,29 @@ def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
     }
     if "pp" in plan.mesh:
         options |= {"microbatches": plan.microbatches, "recompute": plan.recompute}
+    if plan.versions:
+        options |= {"versions": plan.versions}
     if split.pp > 1:
         options |= {"schedule": plan.schedule, "balance": ",".join(map(str, plan.balance))}
     return options | ({"servers": split.dp} if plan.strategy else {})
+
+
+def followed(config: TrainConfig, plan: Plan | PipeDreamPlan) -> TrainConfig:
+    """Return the configuration of a training that follows a plan.
+
+    Raises:
+        ConfigError: Another option says something else than the plan.
+    """
+    options, default = options_of(plan), TrainConfig()
+    differing = []
+    for name in dict.fromkeys((*options, *SPLITTING)):
+        planned, given = options.get(name, getattr(default, name)), getattr(config, name)
+        if given not in {planned, getattr(default, name)}:
+            differing.append(f"--{name.replace('_', '-')} {given} (the plan has {planned or 'no'})")
+    if differing:
+        msg = f"--plan says how to train: leave out {', '.join(differing)}"
+        raise ConfigError(msg)
+    return replace(config, **options)
 
 
 def comparison(plan: Plan, log_dir: str | Path) -> list[str]:

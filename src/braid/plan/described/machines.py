@@ -8,6 +8,8 @@ link with the rings of its neighbours:
                                       tp rings    0-1 2-3 4-5 6-7      none
 
 Collectives are those of rings, or by halving and doubling where these are faster (`cost.forms`).
+Messages go along a row of ranks, all at once; the slowest hop counts. A parameter server is all to
+all: each rank sends to the servers beside all others.
 
 Source: R. Thakur et al., IJHPCA 19 (2005); D. Narayanan et al., SC 2021, section 3 (axes of meshes
 and levels of clusters).
@@ -15,12 +17,14 @@ and levels of clusters).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
-from braid.cost import form
+import numpy as np
+
+from braid.cost import Cost, form
 from braid.plan.costs import Axis, Origin
-from braid.topology import DTYPES, Cluster, Device
+from braid.topology import DTYPES, Cluster, Device, Level
 
 __all__ = ["DescribedMachines"]
 
@@ -65,48 +69,74 @@ class DescribedMachines:
         self.cluster, self.device = cluster, device
         # states of the optimizer are of float32, whatever the parameters are of
         self._state_scale = DTYPES["fp32"] / DTYPES[dtype]
-        self._link = cache(self._link_of)
+        self._crossed = cache(self._crossed_by)
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
         """See `Machines`."""
         if axis.size == 1:
             return 0.0
-        a, b = self._link(axis)
-        if operation == "push_pull":  # as many servers as workers, each with a share
-            return 2 * (2 * a + nbytes * b)
+        if operation == "push_pull":
+            return self._push_pull_s(axis, nbytes)
         costs = (form(name, operation, axis.size, nbytes) for name in ALGORITHMS[operation])
-        return min(cost.seconds(a, b) for cost in costs)
+        return min(self._seconds(cost, axis) for cost in costs)
 
-    def message_s(self, stride: int, nbytes: float) -> float:
+    def message_s(self, axis: Axis, nbytes: float) -> float:
         """See `Machines`."""
-        a, b = self._link(Axis(2, stride))
-        return a + self.device.efficiency.transfer_s + nbytes * b
+        if axis.size == 1:
+            return 0.0
+        return self.device.efficiency.transfer_s + self._seconds(Cost(1, nbytes), axis, 0.0)
 
     def optimizer_s(self, param_bytes: float) -> float:
         """See `Machines`."""
         moved = TOUCHES * param_bytes * self._state_scale
         return moved / (self.device.bytes_per_s * self.device.efficiency.memory)
 
-    def level_bytes(self, axis: Axis, nbytes: float) -> Mapping[str, float]:
+    def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
         """See `Machines`."""
-        if axis.size == 1:
-            return {}
-        sent = 2 * (axis.size - 1) / axis.size * nbytes
-        return {level: rings * sent for level, rings in self._crossed(axis).items()}
+        return {level.name: rows * sent for level, rows in self._crossed(axis)}
 
-    def _link_of(self, axis: Axis) -> tuple[float, float]:
-        """Return seconds of a message and of a byte between neighbours along an axis."""
+    def _seconds(self, cost: Cost, axis: Axis, message_s: float | None = None) -> float:
+        """Return the seconds of messages along an axis, which all its rows send at once."""
+        share, own_s = self.device.efficiency.link, self.device.efficiency.message_s
         crossed = self._crossed(axis)
-        levels = [level for level in self.cluster.levels if level.name in crossed]
-        share = self.device.efficiency.link
-        b = max(crossed[level.name] / (level.bytes_per_s * share) for level in levels)
-        return levels[-1].latency_s + self.device.efficiency.message_s, b
+        size = np.array([cost.nbytes / cost.messages])
+        per_byte = max(
+            max(rows * _ways(level) / level.bytes_per_s, 1 / float(level.max_rates(size)[0]))
+            for level, rows in crossed
+        )
+        a = crossed[-1][0].latency_s + (own_s if message_s is None else message_s)
+        return cost.seconds(a, per_byte / share)
 
-    def _crossed(self, axis: Axis) -> dict[str, int]:
-        """Return the rings over the link of a child, for each level that rings cross."""
-        crossed, width = {}, 1
+    def _push_pull_s(self, axis: Axis, nbytes: float) -> float:
+        """Return the seconds in which ranks push to servers beside all of them, and pull."""
+        share, slowest_s, width = self.device.efficiency.link, 0.0, 1
         for level in self.cluster.levels:
-            if axis.size * axis.stride > width:
-                crossed[level.name] = max(1, min(axis.stride, width))
+            inside = max(1, min(axis.size, width // axis.stride))  # ranks of a row in a child
+            rows = max(1, min(axis.stride, width))
+            sent = rows * inside * nbytes * (axis.size - inside) / axis.size
+            slowest_s = max(slowest_s, sent * _ways(level) / (level.bytes_per_s * share))
             width *= level.size
-        return crossed
+        a = self._crossed(axis)[-1][0].latency_s + self.device.efficiency.message_s
+        return 2 * (2 * a + slowest_s)
+
+    def _crossed_by(self, axis: Axis) -> tuple[tuple[Level, int], ...]:
+        """Return the levels that rows of ranks cross, and the most rows over a link of each."""
+        if axis.size == 1:
+            return ()
+        return tuple(self._rows_over_links(axis))
+
+    def _rows_over_links(self, axis: Axis) -> Iterator[tuple[Level, int]]:
+        ranks = np.arange(self.num_ranks // (axis.size * axis.stride) * axis.size * axis.stride)
+        row_of = ranks // (axis.size * axis.stride) * axis.stride + ranks % axis.stride
+        width = 1
+        for level in self.cluster.levels:
+            pairs = np.unique(np.stack([row_of, ranks // width]), axis=1)  # rows, children
+            leaves = np.bincount(pairs[0])[pairs[0]] > 1
+            if leaves.any():
+                yield level, int(np.bincount(pairs[1][leaves]).max())
+            width *= level.size
+
+
+def _ways(level: Level) -> int:
+    """Return how many directions share the bandwidth of a link."""
+    return 1 if level.full_duplex else 2

@@ -81,18 +81,17 @@ class MeasuredMachines:
         """See `Machines`."""
         return 0.0 if axis.size == 1 else self._curve(operation, axis.size).of(nbytes)
 
-    def message_s(self, stride: int, nbytes: float) -> float:
+    def message_s(self, axis: Axis, nbytes: float) -> float:
         """See `Machines`."""
-        del stride
-        return self._host.message.of(nbytes)
+        return self._host.message.of(nbytes) if axis.size > 1 else 0.0
 
     def optimizer_s(self, param_bytes: float) -> float:
         """See `Machines`."""
         return self._host.optimizer.of(param_bytes)
 
-    def level_bytes(self, axis: Axis, nbytes: float) -> Mapping[str, float]:
+    def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
         """See `Machines`."""
-        return {"host": 2 * (axis.size - 1) / axis.size * nbytes} if axis.size > 1 else {}
+        return {"host": sent} if axis.size > 1 else {}
 
     def _curve(self, operation: str, size: int) -> Curve:
         name = f"{operation}/{size}"

@@ -22,8 +22,12 @@ from typing import NamedTuple
 from braid.pipeline import block_partition
 from braid.plan.costs import Axis, LayerCost, Machines, ModelCosts
 from braid.plan.search.split import Split, held, homes
+from braid.topology import DTYPES
 
 __all__ = ["Estimate", "Estimator", "Memory", "StageCost", "StepTime", "Training"]
+
+
+GATHERED = 3  # stage of ZeRO at which parameters are in parts
 
 
 class Training(NamedTuple):
@@ -32,13 +36,17 @@ class Training(NamedTuple):
     Attributes:
         batch: Rows of a step.
         optimizer_states: States of the optimizer for each parameter, of 4 bytes.
-        param_item: Bytes of an element of a parameter; below 4, the optimizer keeps it in 4 bytes,
-            too.
+        dtype: Dtype of parameters; if it has less than 4 bytes, the optimizer keeps a copy of 4.
     """
 
     batch: int
     optimizer_states: int = 2
-    param_item: int = 4
+    dtype: str = "fp32"
+
+    @property
+    def param_item(self) -> int:
+        """Bytes of an element of a parameter."""
+        return DTYPES[self.dtype]
 
 
 class StepTime(NamedTuple):
@@ -197,11 +205,13 @@ class Estimator:
         message_s = 0.0
         if split.pp > 1:
             nbytes = max(stage.output_bytes for stage in stages[:-1])
-            hops = (split.num_stages - 1) + (m - 1) * split.num_stages // split.pp
-            message_s = 2 * hops * machines.message_s(split.dp * split.tp, nbytes)
+            per_rank = split.num_stages // split.pp
+            # an asynchronous pipeline neither fills nor runs dry
+            hops = m if split.versions else split.num_stages - 1 + (m - 1) * per_rank
+            message_s = 2 * hops * machines.message_s(_stages_axis(split), nbytes)
         time = StepTime(
             m * (busy.seconds - busy.tensor_s),
-            sum(_fill(split.schedule, own) for own in work),
+            0.0 if split.versions else sum(_fill(split, own) for own in work),
             m * busy.tensor_s,
             message_s,
         )
@@ -225,35 +235,31 @@ class Estimator:
         return parts._replace(bubble_s=work_s - parts.seconds)
 
     def with_step(self, split: Split, time: StepTime, backward_s: float) -> StepTime:
-        """Return the time with that of gradients and of the optimizer.
+        """Return the time with that of gradients, of parameters in parts, and of the optimizer.
 
         Args:
             split: The split.
             time: Time of forwards and backwards.
             backward_s: Seconds of the last backward, which may hide collectives.
         """
-        machines = self.machines
+        machines, axis = self.machines, Axis(split.dp, split.tp)
         nbytes = max(sum(s.param_bytes for s in own) for own in self.by_rank(split))
         hidden_s = machines.overlap * backward_s if split.schedule == "1f1b" else 0.0
+        gradient_s = 0.0
+        if split.strategy:
+            gradient_s = machines.collective_s("push_pull", axis, nbytes) - hidden_s
+        elif split.shard:
+            gradient_s = machines.collective_s("reduce_scatter", axis, nbytes) - hidden_s
+        elif split.dp > 1:
+            gradient_s = machines.collective_s("all_reduce", axis, nbytes) - hidden_s
+        gathers_s = _num_gathers(split) * machines.collective_s("all_gather", axis, nbytes)
+        if split.shard == GATHERED:  # units are gathered while earlier ones compute
+            gathers_s -= machines.overlap * (time.compute_s - backward_s)
         is_shared = split.shard or split.strategy  # each rank or server steps its share
         return time._replace(
-            gradient_s=max(0.0, self.gradient_s(split, nbytes) - hidden_s),
+            gradient_s=max(0.0, gradient_s) + max(0.0, gathers_s),
             optimizer_s=machines.optimizer_s(nbytes / split.dp if is_shared else nbytes),
             other_s=machines.step_s,
-        )
-
-    def gradient_s(self, split: Split, nbytes: float) -> float:
-        """Return the seconds in which replicas share gradients of `nbytes`, and parameters."""
-        machines, axis = self.machines, Axis(split.dp, split.tp)
-        if split.dp == 1:
-            return 0.0
-        if split.strategy:
-            return machines.collective_s("push_pull", axis, nbytes)
-        if not split.shard:
-            return machines.collective_s("all_reduce", axis, nbytes)
-        gathers = 2 if split.shard == 3 else 1  # for forward and backward, or after the step
-        return machines.collective_s("reduce_scatter", axis, nbytes) + (
-            gathers * machines.collective_s("all_gather", axis, nbytes)
         )
 
     def by_rank(self, split: Split) -> list[list[StageCost]]:
@@ -274,10 +280,13 @@ class Estimator:
     def memory(self, split: Split) -> Memory:
         """Return the memory of the rank that holds most."""
         training, ranks = self.training, self.by_rank(split)
-        under_way = held(split.schedule, split.pp, split.microbatches)
+        # forwards are as far ahead of backwards as with 1F1B, however many are between two steps
+        count_of = max(split.microbatches, split.pp) if split.versions else split.microbatches
+        under_way = held(split.schedule, split.pp, count_of)
         memories = []
-        for own, count in zip(ranks, under_way, strict=True):
+        for rank, (own, count) in enumerate(zip(ranks, under_way, strict=True)):
             params = sum(stage.param_bytes for stage in own)
+            copies = {"": 0, "2bw": 1}.get(split.versions, split.pp - 1 - rank)
             elements = params / training.param_item
             kept = training.optimizer_states + (training.param_item < 4)
             states = 0.0 if split.strategy else 4.0 * kept * elements
@@ -292,35 +301,52 @@ class Estimator:
                 gradients = max(0.0, params / over - activations)
             memories.append(
                 Memory(
-                    params / (over if split.shard == 3 else 1),
+                    params * (1 + copies) / (over if split.shard == GATHERED else 1),
                     gradients,
                     states / (over if split.shard else 1),
                     activations,
                     max(stage.workspace_bytes for stage in own)
-                    + (2 * max(stage.largest_bytes for stage in own) if split.shard == 3 else 0),
+                    + (
+                        2 * max(stage.largest_bytes for stage in own)
+                        if split.shard == GATHERED
+                        else 0
+                    ),
                 )
             )
         return max(memories, key=lambda memory: memory.nbytes)
 
     def level_bytes(self, split: Split) -> Mapping[str, float]:
         """Return the bytes of a step over a link of each level of the cluster."""
-        levels: dict[str, float] = {}
+        machines, m = self.machines, split.microbatches
         stages = self.stages(split)[1]
-        nbytes = max(stage.param_bytes for stage in stages)
+        nbytes = max(sum(s.param_bytes for s in own) for own in self.by_rank(split))
         reduced = sum(c.reduced_bytes for c in self.model.layers(self.rows(split), split.tp))
-        parts = [
-            self.machines.level_bytes(Axis(split.dp, split.tp), nbytes),
-            self.machines.level_bytes(
-                Axis(split.tp, 1), 2 * split.microbatches * reduced / split.pp
-            ),
-        ]
+        share = (split.dp - 1) / split.dp * nbytes  # that a reduce-scatter or all-gather sends
+        times = 1 + _num_gathers(split) if split.shard else 2
+        passes = 2 if split.recompute == "never" else 3
+        sent = {
+            Axis(split.dp, split.tp): times * share,
+            Axis(split.tp, 1): 2 * (split.tp - 1) / split.tp * passes * m * reduced / split.pp,
+        }
         if split.pp > 1:
-            sent = split.microbatches * max(stage.output_bytes for stage in stages[:-1])
-            parts.append(self.machines.level_bytes(Axis(2, split.dp * split.tp), sent))
-        for part in parts:
-            for level, count in part.items():
+            largest = max(stage.output_bytes for stage in stages[:-1])
+            sent[_stages_axis(split)] = m * split.num_stages // split.pp * largest
+        levels: dict[str, float] = {}
+        for axis, each in sent.items():
+            for level, count in machines.level_bytes(axis, each).items():
                 levels[level] = levels.get(level, 0.0) + count
         return levels
+
+
+def _stages_axis(split: Split) -> Axis:
+    return Axis(split.pp, split.dp * split.tp)
+
+
+def _num_gathers(split: Split) -> int:
+    """Return how often a step gathers all parameters: after the step, or around each use."""
+    if split.shard == GATHERED:
+        return 2 * split.microbatches
+    return 1 if split.shard else 0
 
 
 class _Work(NamedTuple):
@@ -351,18 +377,19 @@ class _Work(NamedTuple):
         return self.input_s + self.weight_s
 
 
-def _fill(schedule: str, work: _Work) -> float:
+def _fill(split: Split, work: _Work) -> float:
     """Return the seconds for which a rank lengthens the bubble."""
     f, i, w = work.forward_s, work.input_s, work.weight_s
+    name, per_rank = split.schedule.partition(":")[0], split.num_stages // split.pp
     return {
-        "breadth_first": (f + i + w) / 2,
-        "interleaved": (f + i + w) / 2,
+        "breadth_first": (f + i + w) / per_rank,
+        "interleaved": (f + i + w) / per_rank,
         "zb_h1": max(0.0, f + i - w),
         "zb_h2": max(0.0, f + i - 2 * w),
         "zbv": max(0.0, f + i - 2 * w) / 2,
         "v_half": (f + i) / 2,
         "v_min": 2 * (f + i) / 3,
-    }.get(schedule, f + i + w)
+    }.get(name, f + i + w)
 
 
 def _stage(costs: Sequence[LayerCost], tensor: Sequence[float]) -> StageCost:

@@ -61,8 +61,9 @@ def time_to_solution(work_s: float, num_ranks: int, failures: Failures) -> Solut
     >>> round(time_to_solution(3600.0, 1, Failures(1e12)).seconds)
     3600
     """
-    least = min(failures.rank_mean_s, failures.checkpoint_s, failures.recovery_s + 1e-9)
-    if not (least > 0 and math.isfinite(failures.rank_mean_s)) or (failures.interval_s or 1) <= 0:
+    given = [failures.rank_mean_s, failures.checkpoint_s, failures.recovery_s + 1e-9]
+    given += [] if failures.interval_s is None else [failures.interval_s]
+    if not all(0 < figure < math.inf for figure in given):
         msg = f"times of failures, checkpoints and recovery must be positive, got {failures}"
         raise ConfigError(msg)
     mean_s = failures.rank_mean_s / num_ranks

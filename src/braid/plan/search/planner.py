@@ -18,7 +18,7 @@ from braid.plan.costs import Machines, ModelCosts
 from braid.plan.search.estimate import Estimate, Estimator, Training
 from braid.plan.search.rescoring import rescore
 from braid.plan.search.split import splits
-from braid.schedule.files import TRAINING
+from braid.schedule.pipeline import TRAINING
 
 __all__ = ["NUM_SIMULATED", "Ranking", "find_splits"]
 
@@ -67,6 +67,7 @@ def find_splits(
     *,
     schedules: Sequence[str] = TRAINING,
     num_simulated: int = NUM_SIMULATED,
+    asynchronous: bool = False,
 ) -> Ranking:
     """Return all splits of a training, by predicted time.
 
@@ -76,6 +77,8 @@ def find_splits(
         training: Batch and optimizer.
         schedules: Schedules of pipelines to consider.
         num_simulated: Number of splits whose programs are simulated.
+        asynchronous: Whether pipelines are considered whose gradients are stale: their losses are
+            others than those of all other splits.
 
     Raises:
         ConfigError: The batch cannot be divided over the ranks in any way.
@@ -89,6 +92,7 @@ def find_splits(
             model.tensor_sizes,
             schedules=schedules,
             servers=machines.knows_servers,
+            asynchronous=asynchronous,
         )
     )
     if not candidates:
@@ -113,7 +117,8 @@ def find_splits(
 def _rank(estimate: Estimate) -> tuple[float, int, float]:
     """Return the key of the order: by time; simpler splits first, where times are alike."""
     split = estimate.split
-    parts = (split.pp > 1, split.tp > 1, split.recompute != "never", 2 * bool(split.strategy))
+    parts = [split.pp > 1, split.tp > 1, split.recompute != "never"]
+    parts += [bool(split.strategy)] * 2 + [bool(split.versions)] * 3
     return _rounded(estimate.seconds), split.shard + sum(parts), estimate.memory.nbytes
 
 

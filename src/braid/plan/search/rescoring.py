@@ -7,32 +7,54 @@ each message. What follows the program (gradients, optimizer) is added as in the
 
 from __future__ import annotations
 
+from braid.plan.costs import Axis
 from braid.plan.search.estimate import Estimate, Estimator, StepTime
 from braid.plan.search.split import Split
 from braid.schedule import Action, Costs, Program, Timeline, simulate
-from braid.schedule.pipeline import SCHEDULES, with_recompute
+from braid.schedule.files import schedule_named
+from braid.schedule.pipeline import asynchronous, with_recompute
 from braid.topology import flat
 
 __all__ = ["MOST_ACTIONS", "program_of", "rescore", "timeline_of"]
 
 MOST_ACTIONS = 6000  # larger programs keep their closed form
-KIB = 1024
+NUM_STEPS = 8  # of an asynchronous pipeline; more than stages that are simulated
 
 
-def program_of(split: Split) -> Program:
-    """Return the program that the pipeline of a split executes."""
-    program = SCHEDULES[split.schedule](split.pp, split.microbatches)
+def program_of(split: Split, num_steps: int = 1) -> Program:
+    """Return the program that the pipeline of a split executes.
+
+    Args:
+        split: The split.
+        num_steps: Steps up to the flush of an asynchronous pipeline.
+    """
+    if split.versions:
+        return asynchronous(
+            (1,) * split.pp,
+            split.microbatches * num_steps,
+            versions=split.versions,
+            every=split.microbatches,
+        )
+    program = schedule_named(split.schedule)(split.pp, split.microbatches)
     return with_recompute(program, split.recompute)
 
 
-def timeline_of(estimator: Estimator, split: Split) -> Timeline:
-    """Return the simulated timeline of one pipeline of a split."""
+def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) -> Timeline:
+    """Return the simulated timeline of one pipeline of a split.
+
+    Args:
+        estimator: Estimator of the training.
+        split: The split.
+        num_steps: Steps up to the flush of an asynchronous pipeline.
+    """
     stages, machines = estimator.stages(split)[1], estimator.machines
     action_s = machines.action_s if split.pp > 1 or split.microbatches > 1 else 0.0
     last = len(stages) - 1
 
     def seconds(_rank: int, action: Action) -> float:
         stage = stages[action.unit]
+        if action.kind == "STEP":
+            return machines.optimizer_s(stage.param_bytes)
         parts = {
             "F": stage.forward_s,
             "R": stage.forward_s,
@@ -49,25 +71,27 @@ def timeline_of(estimator: Estimator, split: Split) -> Timeline:
         source = action.unit if action.kind.endswith("_f") else action.unit - 1
         return stages[min(max(source, 0), last)].output_bytes
 
-    stride = split.dp * split.tp
-    a = machines.message_s(stride, 0.0) if split.pp > 1 else 0.0
-    b = (machines.message_s(stride, KIB) - a) / KIB if split.pp > 1 else 0.0
+    hops = Axis(split.pp, split.dp * split.tp)
+    largest = max(stage.output_bytes for stage in stages)
+    a = machines.message_s(hops, 0.0)
+    b = (machines.message_s(hops, largest) - a) / largest if largest else 0.0
     network = flat(split.pp, a, 1 / b if b else 1e18)
-    return simulate(program_of(split), Costs(nbytes, seconds), network, buffered=True)
+    program = program_of(split, num_steps)
+    return simulate(program, Costs(nbytes, seconds), network, buffered=True)
 
 
 def rescore(estimator: Estimator, estimate: Estimate) -> Estimate:
     """Return the estimate with the simulated time of its program, unless that is very long."""
     split = estimate.split
-    num_actions = 5 * split.num_stages * split.microbatches
+    num_steps = 2 * NUM_STEPS if split.versions else 1
+    num_actions = 5 * split.num_stages * split.microbatches * num_steps
     if split.pp == 1 or num_actions > MOST_ACTIONS:
         return estimate
+    if split.versions:
+        return _rescore_asynchronous(estimator, estimate)
     timeline = timeline_of(estimator, split)
     own = estimator.by_rank(split)
-    work_s = [0.0] * split.pp
-    for interval in timeline.intervals:
-        if not interval.is_message:
-            work_s[interval.rank] += interval.end_s - interval.start_s
+    work_s = _work_s(timeline, split.pp)
     busiest = max(range(split.pp), key=lambda rank: work_s[rank])
     times = 1.5 if split.recompute != "never" else 1.0
     tensor_s = times * split.microbatches * sum(stage.tensor_s for stage in own[busiest])
@@ -77,3 +101,30 @@ def rescore(estimator: Estimator, estimate: Estimate) -> Estimate:
     time = estimator.on_cores(time, sum(work_s) / split.pp)
     backward_s = sum(stage.input_s + stage.weight_s for stage in own[busiest])
     return estimate._replace(time=estimator.with_step(split, time, backward_s), simulated=True)
+
+
+def _rescore_asynchronous(estimator: Estimator, estimate: Estimate) -> Estimate:
+    """Return the estimate with the time of a step between two others: no bubble at either end."""
+    split, other_s = estimate.split, estimator.machines.step_s
+    shorter, longer = (timeline_of(estimator, split, n * NUM_STEPS) for n in (1, 2))
+    seconds = (longer.seconds - shorter.seconds) / NUM_STEPS
+    both = zip(_work_s(longer, split.pp), _work_s(shorter, split.pp), strict=True)
+    work_s = [(more - less) / NUM_STEPS for more, less in both]
+    waited_s = max(0.0, seconds - max(work_s))
+    message_s = min(waited_s, estimate.time.message_s)
+    time = StepTime(max(work_s), waited_s - message_s, message_s=message_s)
+    time = estimator.on_cores(time, sum(work_s) / split.pp)
+    stage = estimator.stages(split)[1][estimate.busiest]
+    optimizer_s = min(time.compute_s, estimator.machines.optimizer_s(stage.param_bytes))
+    compute_s = time.compute_s - optimizer_s
+    time = time._replace(compute_s=compute_s, optimizer_s=optimizer_s, other_s=other_s)
+    return estimate._replace(time=time, simulated=True)
+
+
+def _work_s(timeline: Timeline, num_ranks: int) -> list[float]:
+    """Return the seconds for which each rank works."""
+    work_s = [0.0] * num_ranks
+    for interval in timeline.intervals:
+        if not interval.is_message:
+            work_s[interval.rank] += interval.end_s - interval.start_s
+    return work_s

@@ -68,7 +68,7 @@ def reasons(ranking: Ranking) -> list[str]:
         more = getattr(other.time, worst) - getattr(time, worst)
         lines.append(
             f"The next of another kind, {other.split}, takes "
-            f"{100 * (other.seconds / best.seconds - 1):.0f} % longer, most of all for "
+            f"{100 * (other.seconds / best.seconds - 1):.2g} % longer, most of all for "
             f"{PART_NAMES[worst]} (+{1e3 * more:.3g} ms)."
         )
     return lines
@@ -77,7 +77,8 @@ def reasons(ranking: Ranking) -> list[str]:
 def flips(ranking: Ranking) -> Iterator[Flip]:
     """Yield the least changes after which another split is faster by more than 2 %."""
     best, estimator = ranking.fitting[0], ranking.estimator
-    larger = [e for e in ranking.too_large if e.seconds < best.seconds * (1 - LEAD)]
+    closed_s = estimator.time(best.split).seconds  # as those of what is too large
+    larger = [e for e in ranking.too_large if e.seconds < closed_s * (1 - LEAD)]
     if larger:
         least = min(larger, key=lambda e: e.memory.nbytes)
         yield Flip(f"memory of {least.memory.nbytes / 1e9:.3g} GB a rank", least)
@@ -101,7 +102,7 @@ def flips(ranking: Ranking) -> Iterator[Flip]:
 
 def _family(estimate: Estimate) -> tuple[int, int, int, str]:
     split = estimate.split
-    return split.pp, split.dp, split.tp, split.strategy
+    return split.pp, split.dp, split.tp, split.strategy or split.versions
 
 
 def _scaled(estimator: Estimator, *, links: float = 1.0, compute: float = 1.0) -> Estimator:
@@ -141,11 +142,11 @@ class _ScaledMachines:
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
         return self._factor * self._machines.collective_s(operation, axis, nbytes)
 
-    def message_s(self, stride: int, nbytes: float) -> float:
-        return self._factor * self._machines.message_s(stride, nbytes)
+    def message_s(self, axis: Axis, nbytes: float) -> float:
+        return self._factor * self._machines.message_s(axis, nbytes)
 
     def optimizer_s(self, param_bytes: float) -> float:
         return self._machines.optimizer_s(param_bytes)
 
-    def level_bytes(self, axis: Axis, nbytes: float) -> Mapping[str, float]:
-        return self._machines.level_bytes(axis, nbytes)
+    def level_bytes(self, axis: Axis, sent: float) -> Mapping[str, float]:
+        return self._machines.level_bytes(axis, sent)

@@ -4,6 +4,7 @@
     batch = dp * microbatches * rows
 
 The generator of splits knows which combinations the engines refuse, so every split can be run.
+Asynchronous pipelines train with stale gradients, so they are there only if they are asked for.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
-from braid.schedule.files import TRAINING
-from braid.schedule.pipeline import SCHEDULES, most_held, stage_ranks
+from braid.schedule.files import schedule_named
+from braid.schedule.pipeline import LOOPED, TRAINING, VersionRule, most_held, stage_ranks
 
 __all__ = ["SPLIT_BACKWARD", "Split", "held", "homes", "splits"]
 
 SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zbv", "v_half", "v_min")
-TWO_STAGES = ("breadth_first", "interleaved", "zbv", "v_half", "v_min")  # stages of each rank
+TWO_STAGES = (*LOOPED, "zbv", "v_half", "v_min")  # stages of each rank, unless there is a number
 HOLDS_ALL = ("gpipe", "breadth_first")
+MORE_STAGES = (4, 8)  # of each rank, besides two
 MOST_MICROBATCHES = 256
-PS = "ps"
+PS: Literal["ps"] = "ps"
+RECOMPUTE: tuple[Literal["never", "always"], ...] = ("never", "always")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +40,9 @@ class Split:
         schedule: Name of the pipeline's schedule.
         microbatches: Micro-batches of a step.
         recompute: Whether forwards run again in backward: `never` or `always`.
-        strategy: `ps` for a parameter server, with as many servers as workers.
+        strategy: `ps` for a parameter server, with as many servers as workers, beside them.
+        versions: Versions of weights of an asynchronous pipeline, `stash` or `2bw`, which steps
+            every `microbatches`; nothing for a synchronous one.
     """
 
     pp: int = 1
@@ -45,8 +51,9 @@ class Split:
     shard: int = 0
     schedule: str = "1f1b"
     microbatches: int = 1
-    recompute: str = "never"
-    strategy: str = ""
+    recompute: Literal["never", "always"] = "never"
+    strategy: Literal["", "ps"] = ""
+    versions: VersionRule | Literal[""] = ""
 
     @property
     def num_ranks(self) -> int:
@@ -56,7 +63,7 @@ class Split:
     @property
     def num_stages(self) -> int:
         """Number of stages."""
-        return self.pp * (2 if self.pp > 1 and self.schedule in TWO_STAGES else 1)
+        return self.pp * (_stages_per_rank(self.schedule) if self.pp > 1 else 1)
 
     @property
     def mesh(self) -> str:
@@ -72,11 +79,17 @@ class Split:
         words += [f"dp={self.dp}"] if self.dp > 1 else []
         words += [f"tp={self.tp}"] if self.tp > 1 else []
         text = ",".join(words) or "one rank"
-        text += f" {self.schedule}" if self.pp > 1 else ""
+        text += f" {self.versions or self.schedule}" if self.pp > 1 else ""
         text += f" m={self.microbatches}" if self.microbatches > 1 else ""
         text += " recompute" if self.recompute != "never" else ""
         text += f" zero{self.shard}" if self.shard else ""
+        text += f" ({self.stale} stale)" if self.versions else ""
         return text + (" parameter server" if self.strategy else "")
+
+    @property
+    def stale(self) -> int:
+        """Age of the oldest gradients in steps; 0 unless the pipeline is asynchronous."""
+        return {"": 0, "2bw": 1}.get(self.versions, self.pp - 1)
 
 
 def splits(
@@ -87,6 +100,7 @@ def splits(
     *,
     schedules: Sequence[str] = TRAINING,
     servers: bool = True,
+    asynchronous: bool = False,
 ) -> Iterator[Split]:
     """Yield every split of a batch over exactly `num_ranks` ranks.
 
@@ -97,7 +111,12 @@ def splits(
         tensor_sizes: Numbers of ranks that can share a layer.
         schedules: Schedules of pipelines.
         servers: Whether a parameter server is among them.
+        asynchronous: Whether pipelines with stale gradients are.
     """
+    names = [
+        *schedules,
+        *(f"{name}:{n}" for name in LOOPED if name in schedules for n in MORE_STAGES),
+    ]
     for tp in tensor_sizes:
         if num_ranks % tp:
             continue
@@ -105,7 +124,12 @@ def splits(
             dp = num_ranks // tp // pp
             if pp > num_layers or batch % dp:
                 continue
-            yield from _of_mesh(pp, dp, tp, batch, num_layers, schedules)
+            yield from _of_mesh(pp, dp, tp, batch, num_layers, names)
+            if asynchronous and pp > 1 and dp == tp == 1:
+                yield Split(pp=pp, versions="stash")
+                for m in _divisors(batch):
+                    if pp <= m <= MOST_MICROBATCHES:
+                        yield Split(pp=pp, versions="2bw", microbatches=m)
             if servers and dp > 1 and pp == tp == 1:
                 yield Split(dp=dp, strategy=PS)
 
@@ -117,7 +141,7 @@ def _of_mesh(
         if m > MOST_MICROBATCHES:
             continue
         for schedule in schedules if pp > 1 else ("1f1b",):
-            for recompute in ("never", "always"):
+            for recompute in RECOMPUTE:
                 for shard in (0, 1, 2, 3) if dp > 1 else (0,):
                     split = Split(
                         pp=pp,
@@ -136,7 +160,7 @@ def _of_mesh(
 @cache
 def homes(schedule: str, pp: int) -> tuple[int, ...]:
     """Return the rank of each stage."""
-    ranks = stage_ranks(SCHEDULES[schedule](pp, 1))
+    ranks = stage_ranks(schedule_named(schedule)(pp, 1))
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
@@ -146,11 +170,12 @@ def held(schedule: str, pp: int, microbatches: int) -> tuple[int, ...]:
 
     Between the two parts of a split backward, gradients are held as well: they count as much.
     """
-    if schedule in HOLDS_ALL:
-        per_rank = 2 if pp > 1 and schedule in TWO_STAGES else 1
+    if schedule.partition(":")[0] in HOLDS_ALL:
+        per_rank = _stages_per_rank(schedule) if pp > 1 else 1
         return (microbatches * per_rank,) * pp
     # more micro-batches than this are never under way at a time
-    program = SCHEDULES[schedule](pp, min(microbatches, 4 * pp + 2))
+    chunks = _stages_per_rank(schedule)
+    program = schedule_named(schedule)(pp, min(microbatches, 2 * chunks * pp + 2))
     if schedule not in SPLIT_BACKWARD:
         return tuple(most_held(program))
     counts = []
@@ -162,6 +187,11 @@ def held(schedule: str, pp: int, microbatches: int) -> tuple[int, ...]:
             most = max(most, now)
         counts.append(most)
     return tuple(counts)
+
+
+def _stages_per_rank(schedule: str) -> int:
+    name, _, count = schedule.partition(":")
+    return int(count) if count else 1 + (name in TWO_STAGES)
 
 
 @cache

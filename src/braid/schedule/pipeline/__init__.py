@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from braid.schedule.pipeline.asynchronous import (
     VersionRule,
     asynchronous,
     num_of_step,
     pipedream,
-    pipedream_2bw,
-    pipedream_vertical_sync,
     placement_of,
     staleness,
 )
@@ -19,6 +15,14 @@ from braid.schedule.pipeline.interleaved import breadth_first, interleaved
 from braid.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
 from braid.schedule.pipeline.list_schedule import StageCosts, list_schedule
 from braid.schedule.pipeline.measures import bubble, measures_text, peak_activations
+from braid.schedule.pipeline.named import (
+    ALL_SCHEDULES,
+    LOOPED,
+    SCHEDULES,
+    TRAINING,
+    Schedule,
+    find_schedule,
+)
 from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
 from braid.schedule.pipeline.optimizer_steps import with_steps
 from braid.schedule.pipeline.recompute import RECOMPUTE_MODES, with_recompute
@@ -33,16 +37,18 @@ from braid.schedule.pipeline.vocabulary import (
     work_ranks,
 )
 from braid.schedule.pipeline.zero_bubble import zb_h1, zb_h2, zbv
-from braid.schedule.program import Program
 
 __all__ = [
     "ALL_SCHEDULES",
     "ASYNCHRONOUS",
     "ASYNCHRONOUS_RULES",
+    "LOOPED",
     "PIPELINE",
     "PIPELINE_RULES",
     "RECOMPUTE_MODES",
     "SCHEDULES",
+    "TRAINING",
+    "Schedule",
     "StageCosts",
     "VersionRule",
     "Work",
@@ -51,6 +57,7 @@ __all__ = [
     "bubble",
     "check_data",
     "check_work",
+    "find_schedule",
     "forward_only",
     "from_csv",
     "gpipe",
@@ -78,25 +85,3 @@ __all__ = [
     "zb_h2",
     "zbv",
 ]
-
-# name -> function of the numbers of ranks and micro-batches
-SCHEDULES: Mapping[str, Callable[[int, int], Program]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "breadth_first": breadth_first,
-    "interleaved": interleaved,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-    "zbv": zbv,
-    "v_half": v_half,
-    "v_min": v_min,
-    "forward": forward_only,
-}
-
-# with those whose weights have versions, which `braid.Pipeline` does not execute
-ALL_SCHEDULES: Mapping[str, Callable[[int, int], Program]] = {
-    **SCHEDULES,
-    "pipedream": pipedream,
-    "pipedream_vertical_sync": pipedream_vertical_sync,
-    "pipedream_2bw": pipedream_2bw,
-}
