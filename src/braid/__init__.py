@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from braid.launch import spawn
     from braid.mesh_groups import mesh
     from braid.pipeline import Pipeline
+    from braid.plan.find import find_plan
+    from braid.plan.plan_file import Plan
     from braid.ps import ParameterServer
     from braid.resume import load, save
+    from braid.schedule import Program, simulate
     from braid.sharding import FullyShardedDataParallel
     from braid.tensor_parallel import parallelize
 
@@ -51,12 +54,15 @@ _ROOT_NAMES = {
     "ParameterServer": "ps",
     "PeerLostError": "errors",
     "Pipeline": "pipeline",
+    "Plan": "plan.plan_file",
+    "Program": "schedule",
     "RendezvousError": "errors",
     "Request": "comm",
     "StaleError": "errors",
     "SyncBatchNorm": "data_parallel",
     "Work": "comm",
     "capture": "graph",
+    "find_plan": "plan.find",
     "init": "context",
     "load": "resume",
     "log": "context",
@@ -64,6 +70,7 @@ _ROOT_NAMES = {
     "parallelize": "tensor_parallel",
     "save": "resume",
     "shutdown": "context",
+    "simulate": "schedule",
     "spawn": "launch",
     "world": "context",
 }
@@ -83,6 +90,8 @@ __all__ = [
     "ParameterServer",
     "PeerLostError",
     "Pipeline",
+    "Plan",
+    "Program",
     "RendezvousError",
     "Request",
     "StaleError",
@@ -90,6 +99,7 @@ __all__ = [
     "Work",
     "__version__",
     "capture",
+    "find_plan",
     "init",
     "load",
     "log",
@@ -97,6 +107,7 @@ __all__ = [
     "parallelize",
     "save",
     "shutdown",
+    "simulate",
     "spawn",
     "world",
 ]

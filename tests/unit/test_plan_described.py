@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+import braid
 from braid.bench.device_fit import _Models, read_iterations
 from braid.errors import ConfigError
 from braid.plan.described import DescribedModel, count_operations
 from braid.plan.lone_rank import LoneRank
+from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows
 from braid.tensor_parallel import parallelize
-from braid.topology import DEVICES, Efficiency
+from braid.topology import DEVICES, Efficiency, flat, from_toml
 from braid.train.config import ModelSize
 from braid.train.gpt import GPT
 from braid.train.models import captured, described, gpt
@@ -125,3 +127,35 @@ def test_the_device_of_the_table_predicts_the_iterations_of_others() -> None:
     assert np.abs(errors).mean() < 0.084
     with pytest.raises(ConfigError, match="cannot read"):
         read_iterations(VTRAIN.with_name("missing.csv"))
+
+
+CLUSTER = """
+[[level]]
+name = "host"
+size = 4
+latency_s = 3e-6
+bytes_per_s = 10e9
+
+[device]
+name = "t4"
+"""
+
+
+def test_a_program_finds_a_plan_for_its_own_model(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    plan = braid.find_plan(model, torch.ones(4, 64), batch=16, cluster=tmp_path / "cluster.toml")
+    assert plan.ranks == 4
+    assert {p.device.type for p in model.parameters()} == {"cpu"}  # as it was
+    assert plan.predicted is not None
+    assert plan.predicted.seconds > 0
+    plan.write(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    with pytest.raises(ConfigError, match="does not fit on 4 ranks"):
+        braid.find_plan(
+            model, torch.ones(4, 64), batch=16, cluster=from_toml(CLUSTER), memory_bytes=1e3
+        )
+    with pytest.raises(ConfigError, match="add a \\[device\\]"):
+        braid.find_plan(model, torch.ones(4, 64), batch=16, cluster=flat(2, 0.0, 1e9))
+    with pytest.raises(ConfigError, match="cannot read the cluster"):
+        braid.find_plan(model, torch.ones(4, 64), batch=16, cluster="missing.toml")

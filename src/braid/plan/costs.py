@@ -106,7 +106,7 @@ class Machines(Protocol):
 
     @property
     def knows_servers(self) -> bool:
-        """Whether the cost of a parameter server, `push_pull`, is known."""
+        """Whether the cost of `push_pull`, a whole step of a parameter server, is known."""
         ...
 
     @property

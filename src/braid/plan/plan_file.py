@@ -18,11 +18,13 @@ from braid.layout import Mesh
 from braid.plan.costs import Origin
 from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.search.estimate import Estimate, Estimator, Memory, StepTime
+from braid.plan.search.rescoring import action_s, program_of
 from braid.plan.search.split import Split
 from braid.schedule.pipeline import VersionRule
 
 __all__ = ["Plan", "Prediction", "read_plan"]
 
+WORK = frozenset("FBIWR")
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -33,6 +35,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         seconds: Seconds of a step.
         parts: Its parts, as `StepTime` has them.
         memory: Bytes of the rank that holds most, as `Memory` has them.
+        actions: Seconds of each action of a pipeline, by its kind and stage, such as F0.
         level_bytes: Bytes of a step over a link of each level of the cluster.
         layers: Whether times of layers were measured or are estimated.
         machines: Whether times of communication were.
@@ -42,6 +45,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seconds: float
     parts: dict[str, float]
     memory: dict[str, float]
+    actions: dict[str, float] = {}
     level_bytes: dict[str, float] = {}
     layers: Origin = "estimated"
     machines: Origin = "estimated"
@@ -116,6 +120,7 @@ class Plan(
                 seconds=estimate.seconds,
                 parts=estimate.time._asdict(),
                 memory=estimate.memory._asdict(),
+                actions=_actions(estimator, split),
                 level_bytes=dict(estimator.level_bytes(split)),
                 layers=estimator.model.origin,
                 machines=estimator.machines.origin,
@@ -169,6 +174,14 @@ def read_plan(path: str | Path) -> Plan | PipeDreamPlan:
         msg = f"{path}: {'; '.join(problems)}"
         raise ConfigError(msg)
     return plan
+
+
+def _actions(estimator: Estimator, split: Split) -> dict[str, float]:
+    """Return the seconds of each kind of work of each stage of a pipeline."""
+    if split.pp == 1:
+        return {}
+    works = {(a.kind, a.unit) for own in program_of(split).ranks for a in own if a.kind in WORK}
+    return {f"{k}{stage}": action_s(estimator, split, k, stage) for k, stage in sorted(works)}
 
 
 def _problems(plan: Plan) -> Iterator[str]:

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from braid.autograd.nested import map_tensors
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.graph import capture, segments
 from braid.graph.conversion import load_model
 from braid.plan.described.model import DescribedModel
 from braid.plan.described.operations import LayerOperations, count_operations
+from braid.plan.find import DTYPES, captured_layers
 from braid.plan.lone_rank import LoneRank
 from braid.tensor_parallel import parallelize
 from braid.topology import Device
@@ -25,7 +24,6 @@ from braid.train.gpt import GPT
 
 __all__ = ["Layers", "captured", "described", "gpt", "gpt_name", "layers_of"]
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LARGEST_TENSOR = 16  # ranks that share a layer
 
 
@@ -119,19 +117,7 @@ def captured(target: str) -> Layers:
     elif "" not in sys.path:
         sys.path.insert(0, "")  # modules of this directory, as for `python -m`
     made = load_model(target)
-    graph = capture(made.model, *made.args, **made.kwargs)
-    refused = graph.refused_cuts()
-    modules = [i for i, node in enumerate(graph.nodes) if node.kind == "module"]
-    cuts = [0, *(i for i in modules[1:] if i not in refused)]
-    labels = graph.labels()
-    parts = segments(graph, len(cuts), cuts)
-    given = made.args if not made.kwargs else (*made.args, made.kwargs)
-    batch = given[0] if len(given) == 1 else given
-
-    def sample(rows: int) -> Any:
-        return map_tensors(batch, lambda x: _of_rows(x, rows))
-
-    return Layers(target, [(labels[i], p) for i, p in zip(cuts, parts, strict=True)], sample)
+    return Layers(target, *captured_layers(made.model, *made.args, **made.kwargs))
 
 
 def described(
@@ -160,14 +146,4 @@ def described(
 
 
 def _counted(layers: Layers, dtype: str) -> list[LayerOperations]:
-    return count_operations(
-        layers.named, layers.sample, dtype=TORCH_DTYPES[dtype], ranks=layers.ranks
-    )
-
-
-def _of_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return rows of an example, repeated if there are too few."""
-    if not x.dim():
-        return x
-    times = -(-rows // max(1, len(x)))
-    return x.repeat(times, *(1,) * (x.dim() - 1))[:rows]
+    return count_operations(layers.named, layers.sample, dtype=DTYPES[dtype], ranks=layers.ranks)

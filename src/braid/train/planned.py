@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from braid.errors import ConfigError
+from braid.observe.passes import passes
+from braid.observe.run_directory import read_run
 from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.plan_file import Plan
 from braid.plan.profiling import MeasuredMachines, MeasuredModel
@@ -151,6 +155,25 @@ def comparison(plan: Plan, log_dir: str | Path) -> list[str]:
         text.append(
             f"  {cause:8} predicted {1e3 * seconds:.4g} ms, measured {1e3 * own_s:.4g} ms on rank 0"
         )
-    largest = max(parts, key=lambda part: parts[part])
-    text.append(f"  largest part: {PART_NAMES[largest]}, {1e3 * parts[largest]:.4g} ms predicted")
-    return text
+    if parts:
+        largest = max(parts, key=lambda part: parts[part])
+        text.append(f"  largest  {PART_NAMES[largest]}, {1e3 * parts[largest]:.4g} ms predicted")
+    return [*text, *_actions(predicted.actions, log_dir)]
+
+
+def _actions(predicted: Mapping[str, float], log_dir: str | Path) -> Iterator[str]:
+    """Yield a line for each stage: its actions as predicted and as the run recorded them."""
+    if not predicted:
+        return
+    recorded = passes(read_run(Path(log_dir)).timelines)
+    if not recorded:
+        return
+    measured = recorded[0].seconds
+    by_stage: dict[int, list[str]] = defaultdict(list)
+    for name, seconds in predicted.items():
+        own_s = measured.get((name[0], int(name[1:])))
+        if own_s is not None:
+            words = f"{name} predicted {1e3 * seconds:.4g} ms, measured {1e3 * own_s:.4g} ms"
+            by_stage[int(name[1:])].append(words)
+    for stage in sorted(by_stage):
+        yield f"  stage {stage:<2} {'; '.join(by_stage[stage])}"

@@ -14,17 +14,23 @@ import torch
 from braid import __version__
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
-from braid.plan.profiling import Profile, read_profile
+from braid.plan.profiling import Curve, Profile, read_profile
 from braid.train.profile_worker import ProfileRequest
+from braid.train.server_profile import ServerRequest
 
 __all__ = ["cached_profile", "profile_together"]
 
 WORKER = "braid.train.profile_worker"
+SERVER_WORKER = "braid.train.server_profile"
 HOUR_S = 3600.0
 
 
 def profile_together(
-    request: ProfileRequest, num_ranks: int, *, threads: int | None = None
+    request: ProfileRequest,
+    num_ranks: int,
+    *,
+    threads: int | None = None,
+    servers: bool = False,
 ) -> Profile:
     """Profile a model on ranks of this host that all measure at once.
 
@@ -32,25 +38,42 @@ def profile_together(
         request: Model to measure; its file is replaced.
         num_ranks: Number of ranks.
         threads: Threads of each rank; the launcher's choice when None.
+        servers: Whether a parameter server is measured, too, with as many servers as workers.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
     with tempfile.TemporaryDirectory(prefix="braid-profile-") as place:
         out = str(Path(place) / "profile.json")
-        wanted = msgspec.structs.replace(request, out=out)
-        job = JobSpec(
-            command=(WORKER, msgspec.json.encode(wanted).decode()),
-            kind="module",
-            num_ranks=num_ranks,
-            threads=threads,
-            log_dir=str(Path(place) / "logs"),
-            hang_report_s=0.0,
-        )
-        outcome = Supervisor(QuietConsole()).run(job)
-        if not outcome.ok:
-            raise ConfigError(str(outcome))
-        return read_profile(out)
+        _measure(WORKER, msgspec.structs.replace(request, out=out), num_ranks, place, threads)
+        profile = read_profile(out)
+        if not servers or num_ranks == 1 or profile.host is None:
+            return profile
+        curve_file = str(Path(place) / "servers.json")
+        wanted = msgspec.structs.replace(request, out=curve_file)
+        asked = ServerRequest(profile=wanted, servers=num_ranks)
+        _measure(SERVER_WORKER, asked, 2 * num_ranks + 1, place, threads)
+        curve = msgspec.json.decode(Path(curve_file).read_bytes(), type=Curve)
+        collectives = {**profile.host.collectives, f"push_pull/{num_ranks}": curve}
+        host = msgspec.structs.replace(profile.host, collectives=collectives)
+        return msgspec.structs.replace(profile, host=host)
+
+
+def _measure(
+    worker: str, request: msgspec.Struct, num_ranks: int, place: str, threads: int | None
+) -> None:
+    """Run ranks that measure, to their end."""
+    job = JobSpec(
+        command=(worker, msgspec.json.encode(request).decode()),
+        kind="module",
+        num_ranks=num_ranks,
+        threads=threads,
+        log_dir=str(Path(place) / worker),
+        hang_report_s=0.0,
+    )
+    outcome = Supervisor(QuietConsole()).run(job)
+    if not outcome.ok:
+        raise ConfigError(str(outcome))
 
 
 def cached_profile(

@@ -108,7 +108,7 @@ class DescribedMachines:
         return cost.seconds(a, per_byte / share)
 
     def _push_pull_s(self, axis: Axis, nbytes: float) -> float:
-        """Return the seconds in which ranks push to servers beside all of them, and pull."""
+        """Return the seconds in which ranks push to all servers, these step, and ranks pull."""
         share, slowest_s, width = self.device.efficiency.link, 0.0, 1
         for level in self.cluster.levels:
             inside = max(1, min(axis.size, width // axis.stride))  # ranks of a row in a child
@@ -117,7 +117,7 @@ class DescribedMachines:
             slowest_s = max(slowest_s, sent * _ways(level) / (level.bytes_per_s * share))
             width *= level.size
         a = self._crossed(axis)[-1][0].latency_s + self.device.efficiency.message_s
-        return 2 * (2 * a + slowest_s)
+        return 2 * (2 * a + slowest_s) + self.optimizer_s(nbytes / axis.size)
 
     def _crossed_by(self, axis: Axis) -> tuple[tuple[Level, int], ...]:
         """Return the levels that rows of ranks cross, and the most rows over a link of each."""

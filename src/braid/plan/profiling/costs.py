@@ -67,7 +67,6 @@ class MeasuredMachines:
     """
 
     origin: Origin = "measured"
-    knows_servers = False
     overlap = 0.0  # ranks of one host copy and add up with the cores that compute
 
     def __init__(self, host: HostProfile, memory_bytes: float | None = None) -> None:
@@ -75,11 +74,14 @@ class MeasuredMachines:
         self.memory_bytes = host.memory_bytes if memory_bytes is None else memory_bytes
         self.action_s, self.step_s = host.action_s, host.step_s
         self.ranks_per_core = max(1.0, host.ranks / host.cores) if host.cores else 1.0
+        self.knows_servers = f"push_pull/{host.ranks}" in host.collectives
         self._host = host
 
     def collective_s(self, operation: str, axis: Axis, nbytes: float) -> float:
         """See `Machines`."""
-        return 0.0 if axis.size == 1 else self._curve(operation, axis.size).of(nbytes)
+        if axis.size == 1:
+            return 0.0
+        return self._curve(operation, axis.size).of(nbytes)
 
     def message_s(self, axis: Axis, nbytes: float) -> float:
         """See `Machines`."""

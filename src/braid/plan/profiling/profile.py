@@ -123,7 +123,7 @@ class HostProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Attributes:
         ranks: Number of ranks.
         collectives: Seconds of all-reduces and the like, by operation and size of the group, such
-            as `all_reduce/2`.
+            as `all_reduce/2`; `push_pull/2` is a step of a parameter server, which steps itself.
         message: Seconds of a message from rank to rank.
         optimizer: Seconds of clipping and of AdamW, by bytes of parameters.
         action_s: Seconds of a pipeline for each forward or backward besides the layers.

@@ -255,10 +255,12 @@ class Estimator:
         gathers_s = _num_gathers(split) * machines.collective_s("all_gather", axis, nbytes)
         if split.shard == GATHERED:  # units are gathered while earlier ones compute
             gathers_s -= machines.overlap * (time.compute_s - backward_s)
-        is_shared = split.shard or split.strategy  # each rank or server steps its share
+        optimizer_s = 0.0  # servers step inside of push_pull
+        if not split.strategy:
+            optimizer_s = machines.optimizer_s(nbytes / split.dp if split.shard else nbytes)
         return time._replace(
             gradient_s=max(0.0, gradient_s) + max(0.0, gathers_s),
-            optimizer_s=machines.optimizer_s(nbytes / split.dp if is_shared else nbytes),
+            optimizer_s=optimizer_s,
             other_s=machines.step_s,
         )
 

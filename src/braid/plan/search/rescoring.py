@@ -15,7 +15,7 @@ from braid.schedule.files import schedule_named
 from braid.schedule.pipeline import asynchronous, with_recompute
 from braid.topology import flat
 
-__all__ = ["MOST_ACTIONS", "program_of", "rescore", "timeline_of"]
+__all__ = ["MOST_ACTIONS", "action_s", "program_of", "rescore", "timeline_of"]
 
 MOST_ACTIONS = 6000  # larger programs keep their closed form
 NUM_STEPS = 8  # of an asynchronous pipeline; more than stages that are simulated
@@ -39,6 +39,24 @@ def program_of(split: Split, num_steps: int = 1) -> Program:
     return with_recompute(program, split.recompute)
 
 
+def action_s(estimator: Estimator, split: Split, kind: str, number: int) -> float:
+    """Return the seconds of an action of a stage, such as F; 0 for one that does not compute."""
+    stage, machines = estimator.stages(split)[1][number], estimator.machines
+    if kind == "STEP":
+        return machines.optimizer_s(stage.param_bytes)
+    parts = {
+        "F": stage.forward_s,
+        "R": stage.forward_s,
+        "B": stage.input_s + stage.weight_s,
+        "I": stage.input_s,
+        "W": stage.weight_s,
+    }
+    if not number:  # the first stage has no inputs that need gradients
+        parts |= {"I": 0.0, "W": stage.input_s + stage.weight_s}
+    own = parts.get(kind)
+    return 0.0 if own is None else own + machines.action_s
+
+
 def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) -> Timeline:
     """Return the simulated timeline of one pipeline of a split.
 
@@ -48,24 +66,10 @@ def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) 
         num_steps: Steps up to the flush of an asynchronous pipeline.
     """
     stages, machines = estimator.stages(split)[1], estimator.machines
-    action_s = machines.action_s if split.pp > 1 or split.microbatches > 1 else 0.0
     last = len(stages) - 1
 
     def seconds(_rank: int, action: Action) -> float:
-        stage = stages[action.unit]
-        if action.kind == "STEP":
-            return machines.optimizer_s(stage.param_bytes)
-        parts = {
-            "F": stage.forward_s,
-            "R": stage.forward_s,
-            "B": stage.input_s + stage.weight_s,
-            "I": stage.input_s,
-            "W": stage.weight_s,
-        }
-        if not action.unit:  # the first stage has no inputs that need gradients
-            parts |= {"I": 0.0, "W": stage.input_s + stage.weight_s}
-        own = parts.get(action.kind)
-        return 0.0 if own is None else own + action_s
+        return action_s(estimator, split, action.kind, action.unit)
 
     def nbytes(_rank: int, action: Action) -> float:
         source = action.unit if action.kind.endswith("_f") else action.unit - 1

@@ -1,0 +1,150 @@
+"""Plans for a user's own model, from a program of their own.
+
+    plan = braid.find_plan(model, images, batch=256, cluster="cluster.toml")
+    print(plan.split, plan.predicted.seconds)
+
+The model is captured, cut wherever one value leads on, and its operations are counted; nothing is
+trained. Give the plan's sizes to `braid.compose.HybridParallel` or `braid.Pipeline`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from braid.autograd.nested import map_tensors
+from braid.errors import ConfigError
+from braid.graph import capture, segments
+from braid.plan.described import DescribedMachines, DescribedModel, count_operations
+from braid.plan.plan_file import Plan
+from braid.plan.search import Training, find_splits
+from braid.topology import Cluster, from_toml
+
+__all__ = ["CapturedLayers", "captured_layers", "find_plan"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class CapturedLayers(NamedTuple):
+    """A captured model as layers in a row.
+
+    Attributes:
+        named: Layers with their names.
+        sample: Function of a number of rows that returns an input of the first layer.
+    """
+
+    named: list[tuple[str, nn.Module]]
+    sample: Callable[[int], Any]
+
+
+def captured_layers(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedLayers:
+    """Capture a model, and return as many layers in a row as it can be cut into.
+
+    Args:
+        model: The model.
+        args: Example arguments of its forward.
+        kwargs: Example arguments by name.
+
+    Raises:
+        ConfigError: The model cannot be captured.
+    """
+    graph = capture(model, *args, **kwargs)
+    refused = graph.refused_cuts()
+    modules = [i for i, node in enumerate(graph.nodes) if node.kind == "module"]
+    cuts = [0, *(i for i in modules[1:] if i not in refused)]
+    labels = graph.labels()
+    parts = segments(graph, len(cuts), cuts)
+    given = args if not kwargs else (*args, kwargs)
+    batch = given[0] if len(given) == 1 else given
+
+    def sample(rows: int) -> Any:
+        return map_tensors(batch, lambda x: _of_rows(x, rows))
+
+    return CapturedLayers([(labels[i], p) for i, p in zip(cuts, parts, strict=True)], sample)
+
+
+def find_plan(
+    model: nn.Module,
+    *args: Any,
+    batch: int,
+    cluster: Cluster | str | Path,
+    num_ranks: int | None = None,
+    memory_bytes: float | None = None,
+    dtype: str = "fp32",
+    optimizer_states: int = 2,
+    asynchronous: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Return the split of a model's training that is predicted to be the fastest on a cluster.
+
+    Args:
+        model: The model.
+        args: Example arguments of its forward.
+        batch: Rows of a step over all ranks.
+        cluster: Cluster with a device, or its TOML file.
+        num_ranks: Number of ranks; all of the cluster when None.
+        memory_bytes: Memory of a rank in place of the device's.
+        dtype: Dtype of parameters and activations: `fp32`, `bf16` or `fp16`.
+        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+        asynchronous: Whether pipelines with stale gradients are considered, too.
+        kwargs: Example arguments of the forward, by name.
+
+    Returns:
+        The plan, with predicted time and memory; `plan.write(file)` keeps it.
+
+    Raises:
+        ConfigError: The model cannot be captured, the cluster does not say what computes, the batch
+            cannot be divided, or nothing fits; the message says what would.
+
+    Cost: seconds; nothing is trained.
+    """
+    if batch < 1 or optimizer_states < 0 or dtype not in DTYPES:
+        msg = (
+            "batch must be at least 1, optimizer_states at least 0 and dtype one of "
+            f"{', '.join(DTYPES)}, got {batch}, {optimizer_states} and {dtype!r}"
+        )
+        raise ConfigError(msg)
+    if not isinstance(cluster, Cluster):
+        try:
+            cluster = from_toml(Path(cluster).read_text(encoding="utf-8"))
+        except OSError as exc:
+            msg = f"cannot read the cluster {cluster}: {exc.strerror}"
+            raise ConfigError(msg) from exc
+    device = cluster.device
+    if device is None:
+        msg = "the cluster does not say what computes: add a [device] with a name, such as t4"
+        raise ConfigError(msg)
+    layers = captured_layers(model, *args, **kwargs)
+    on_meta = _without_memory(layers.named)  # counting moves what it counts
+    operations = count_operations(on_meta, layers.sample, dtype=DTYPES[dtype])
+    machines = DescribedMachines(
+        cluster, device, num_ranks=num_ranks, memory_bytes=memory_bytes, dtype=dtype
+    )
+    costs = DescribedModel(type(model).__name__, {1: operations}, device, dtype)
+    training = Training(batch, optimizer_states, dtype)
+    ranking = find_splits(costs, machines, training, asynchronous=asynchronous)
+    return Plan.of(ranking.estimator, ranking.best)
+
+
+def _without_memory(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return copies of layers whose parameters and buffers are on the meta device."""
+    memo: dict[int, Any] = {}
+    for _, layer in named:
+        for param in layer.parameters():
+            memo[id(param)] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        for buffer in layer.buffers():
+            memo[id(buffer)] = buffer.to("meta")
+    return copy.deepcopy(named, memo)
+
+
+def _of_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return rows of an example, repeated if there are too few."""
+    if not x.dim():
+        return x
+    times = -(-rows // max(1, len(x)))
+    return x.repeat(times, *(1,) * (x.dim() - 1))[:rows]

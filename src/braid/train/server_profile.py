@@ -1,0 +1,85 @@
+"""A rank of `braid profile -n N --servers`, which measures a parameter server of N servers.
+
+`python -m braid.train.server_profile REQUEST_AS_JSON`; the first worker writes the curve. A step
+clips and pushes gradients, lets servers step with AdamW, and pulls: what a training does after its
+backward. Half of the model's layers and all of them are two points of the curve.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from braid import context, ps
+from braid.comm import Group
+from braid.params.exact_norm import clip_pieces_
+from braid.plan.profiling import Curve
+from braid.train.models import layers_of
+from braid.train.profile_worker import ProfileRequest
+
+__all__ = ["ServerRequest", "main", "measured"]
+
+RUNS = 9
+CLIP = 1.0
+ADAMW = partial(torch.optim.AdamW, lr=1e-6, fused=True)
+
+
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameter server to measure.
+
+    Attributes:
+        profile: Model whose parameters it has; its file is that of the curve.
+        servers: Number of servers, and of workers.
+    """
+
+    profile: ProfileRequest
+    servers: int
+
+
+def measured(request: ServerRequest, group: Group) -> Curve | None:
+    """Return the seconds of a step by bytes of parameters, on the first worker; a collective."""
+    clock, wanted = group.context.clock, request.profile
+    torch.manual_seed(0)  # equal values on all nodes
+    layers = [layer for _, layer in layers_of(wanted.target, wanted.model, wanted.context).named]
+    parts = {"half": layers[: max(1, len(layers) // 2)], "all": layers}
+    points = {}
+    with ps.join(group, request.servers) as node:
+        served = [
+            ps.ParameterServer(nn.ModuleList(own), node, ADAMW, name=name)
+            for name, own in parts.items()
+        ]
+        if not node.is_worker:
+            node.serve()
+            return None
+        for own in served:
+            params, times = list(own.module.parameters()), []
+            for _ in range(RUNS + 1):
+                for param in params:
+                    param.grad = torch.ones_like(param)
+                start_ns = clock.now_ns()
+                clip_pieces_([param.grad for param in params if param.grad is not None], CLIP)
+                own.step()
+                own.wait()
+                times.append((clock.now_ns() - start_ns) / 1e9)
+            points[float(sum(p.nbytes for p in params))] = statistics.median(times[1:])
+    nbytes = sorted(points)
+    seconds = [max(points[each] for each in nbytes[: i + 1]) for i in range(len(nbytes))]
+    return Curve(tuple(nbytes), tuple(seconds)) if node.number == 0 else None
+
+
+def main(request: ServerRequest) -> None:
+    """Be a rank."""
+    curve = measured(request, context.init())
+    if curve is not None:
+        Path(request.profile.out).write_bytes(msgspec.json.encode(curve))
+    context.shutdown()
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=ServerRequest))
