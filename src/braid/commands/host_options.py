@@ -21,6 +21,9 @@ class HostOptions:
     """Options for several hosts, as typed and unchecked.
 
     Attributes:
+        on: Run on the nodes of an engine: ray, slurm or mpi.
+        engine_options: Words for the engine of --on: "--partition=gpu --time=60" for slurm,
+            "--strategy=spread --resources=CPU=2,GPU=1" for ray, "--bind-to none" for mpi.
         hosts: Run on these hosts, with so many ranks each; braid must be installed there.
         hostfile: File that lists the hosts, in lines such as `a slots=2`.
         rsh: Command that reaches {host} (default: ssh without questions).
@@ -39,6 +42,8 @@ class HostOptions:
             address at which they reach it).
     """
 
+    on: Annotated[str, tyro.conf.arg(metavar="ENGINE", help_behavior_hint=NO_DEFAULT)] = ""
+    engine_options: Text = ""
     hosts: Annotated[
         str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=NO_DEFAULT)
     ] = ""

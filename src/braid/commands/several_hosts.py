@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from braid.commands.host_options import HostOptions
 from braid.errors import ConfigError
 from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
+from braid.launch.engines.options import EngineOptions
 from braid.rendezvous.meeting import MeetingPoint
 
 __all__ = ["choose_where", "run_on"]
@@ -20,7 +22,7 @@ NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
 
 def choose_where(
     options: HostOptions, num_ranks: int | None, environ: Mapping[str, str] | None = None
-) -> tuple[Hosts | Nodes | None, tuple[str, ...]]:
+) -> tuple[Hosts | Nodes | EngineOptions | None, tuple[str, ...]]:
     """Choose the hosts to run on, None for this host, and the options that repeat the choice.
 
     Args:
@@ -41,6 +43,9 @@ def choose_where(
         "--rdzv": o.rdzv,
         "--insecure-network": o.insecure_network,
     }
+    if o.on or o.engine_options:
+        started = [name for name, value in by_hand.items() if value]
+        return _engine(o, num_ranks, [*started, *(["--rsh"] if o.rsh else [])])
     _refuse_contradictions(reached, how, ways, [name for name, value in by_hand.items() if value])
     if any(reached.values()):
         again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
@@ -53,9 +58,10 @@ def choose_where(
     return None, ()
 
 
-def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, str]:
+def run_on(where: Hosts | Nodes | EngineOptions, job: JobSpec, console: Console) -> tuple[int, str]:
     """Run a job on the hosts of `choose_where`; return the exit code and the error block."""
     from braid.launch.cluster.several_hosts import HostsSupervisor
+    from braid.launch.engines.supervisor import EngineSupervisor
 
     if job.stdin_rank is not None:
         msg = (
@@ -63,6 +69,9 @@ def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, s
             "several hosts is empty; leave it out, or run with -n alone"
         )
         raise ConfigError(msg)
+    if isinstance(where, EngineOptions):
+        outcome = EngineSupervisor(console).run_on(job, where)
+        return outcome.exit_code, str(outcome)
     supervisor = HostsSupervisor(console)
     if isinstance(where, Nodes):
         return supervisor.meet(job, where)
@@ -128,6 +137,48 @@ def _nodes(
     again += ["--rdzv", rdzv, "-n", str(slots)]
     again += ["--insecure-network"] if options.insecure_network else []
     return nodes, tuple(again)
+
+
+def _engine(
+    options: HostOptions, num_ranks: int | None, refused: list[str]
+) -> tuple[EngineOptions, tuple[str, ...]]:
+    """Return the options of `--on`, and those that repeat them."""
+    o = options
+    if not o.on:
+        msg = f"--engine-options {o.engine_options!r} needs an engine: add --on ray, slurm or mpi"
+        raise ConfigError(msg)
+    if refused:
+        msg = f"--on {o.on} starts braid on all nodes: leave {', '.join(refused)} out"
+        raise ConfigError(msg)
+    if (o.hosts or o.hostfile) and o.on != "mpi":
+        msg = f"--on {o.on} chooses the nodes itself: leave -H and --hostfile out"
+        raise ConfigError(msg)
+    hosts = _read_hostfile(o.hostfile) if o.hostfile else ()
+    hosts = parse_hosts(o.hosts) if o.hosts else hosts
+    try:
+        words = tuple(shlex.split(o.engine_options))
+    except ValueError as exc:
+        msg = f"--engine-options cannot be split into words: {exc}, got {o.engine_options!r}"
+        raise ConfigError(msg) from exc
+    if hosts:
+        words = (f"--hosts={','.join(map(str, hosts))}", *words)
+    chosen = EngineOptions(
+        engine=o.on,
+        num_ranks=num_ranks,
+        words=words,
+        interfaces=_listed(o.network_interface),
+        listen=o.listen,
+        environ=_listed(o.env),
+        start_limit_s=HOSTS_LIMIT_S if o.rdzv_timeout is None else o.rdzv_timeout,
+    )
+    again = {
+        "--on": o.on,
+        "-n": str(num_ranks or ""),
+        "--engine-options": o.engine_options,
+        "-H": o.hosts,
+        "--hostfile": o.hostfile,
+    }
+    return chosen, tuple(part for name, value in again.items() if value for part in (name, value))
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ OWN = (
     "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
     "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
     "--network-interface", "--listen", "--servers", "--workers", "--replicas", "--spares",
-    "--on-worker-loss", "--role", "--expendable-role",
+    "--on-worker-loss", "--on", "--engine-options", "--role", "--expendable-role",
 )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     _meet(options)
     _check_values(options)
     for name, value in options.items():
-        kept += [name, value]
+        kept += [f"{name}={value}"] if value.startswith("-") else [name, value]
     return [*kept, *arguments[index:]]
 
 

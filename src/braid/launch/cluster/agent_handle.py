@@ -22,6 +22,7 @@ __all__ = ["END_LIMIT_S", "SILENCE_S", "AgentHandle", "OnLost", "OnMessage"]
 SILENCE_S = 30.0  # as long as a rank may be stopped
 NUM_PINGS = 16  # the fastest one compares the clocks, with an error of half its duration
 READ_BYTES = 4096
+REASON_LIMIT_S = 0.5  # survivors learn the loss within a second
 STATUS_LIMIT_S = 1.0  # between the end of the stream and the end of the process that carried it
 END_LIMIT_S = 5.0
 
@@ -47,6 +48,8 @@ class AgentHandle:
         alive: Whether the agent is not known to be lost.
         offset_ns: Difference of the launcher's clock and the agent's clock.
         hello: First message of the agent; None until it arrives.
+        explain: Function of the node's number and seconds that asks an engine why a node is gone;
+            None without an engine.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class AgentHandle:
         self.alive = True
         self.offset_ns = 0
         self.hello: AgentHello | None = None
+        self.explain: Callable[[int, float], str] | None = None
         self._van = van
         self._peer = peer
         self._channel = AgentChannel(van, peer)
@@ -191,6 +195,9 @@ class AgentHandle:
         placed = self._placed
         if placed is None:
             pid = f" (pid {self.hello.pid})" if self.hello is not None else ""
+            if self.explain is not None:
+                reason = self.explain(self.node, REASON_LIMIT_S) or "has closed the connection"
+                return f"is gone: its agent{pid} {reason}"
             return f"is gone: its launcher{pid} has closed the connection"
         status = placed.status_within(STATUS_LIMIT_S)
         self._read_errors()

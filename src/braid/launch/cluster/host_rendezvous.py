@@ -37,8 +37,16 @@ from braid.launch.cluster.host_rendezvous_state import (
     Instruction,
     Probe,
 )
+from braid.launch.cluster.join import own_addresses
 from braid.launch.cluster.join_listener import JoinListener
-from braid.launch.cluster.options import OF_THE_JOB, Hosts, Nodes, forwarded, node_secret
+from braid.launch.cluster.options import (
+    OF_THE_JOB,
+    EngineHosts,
+    Hosts,
+    Nodes,
+    forwarded,
+    node_secret,
+)
 from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.cluster.rank_assignment import Host, Place, assign
 from braid.launch.cluster.reachability import LAUNCHER
@@ -71,7 +79,7 @@ class HostRendezvous:
     def __init__(
         self,
         job: JobSpec,
-        where: Hosts | Nodes,
+        where: Hosts | Nodes | EngineHosts,
         inbox: SignalInbox,
         clock: Clock,
         notice: Callable[[str], None],
@@ -125,12 +133,21 @@ class HostRendezvous:
             self._stack = stack.pop_all()
         self._by_hand = by_hand
 
+    def listen(self) -> JoinListener | None:
+        """Return a listener for agents that an engine starts; None if this launcher starts them."""
+        if not isinstance(self._where, EngineHosts):
+            return None
+        addresses = own_addresses(self._where.interfaces)
+        join_listener = JoinListener(addresses, self._secret, self._clock)
+        self._stack.callback(join_listener.close)
+        return join_listener
+
     def gather(self, join_listener: JoinListener | None = None) -> RemoteBackend:
         """Wait until all hosts are ready.
 
         Args:
-            join_listener: Listener for launchers that were started by hand; not owned. None if this
-                launcher starts all agents.
+            join_listener: Listener for agents that join; not owned. None if this launcher starts
+                all agents.
 
         Returns:
             Backend for the gathered hosts; this object still owns the agents.
@@ -151,6 +168,8 @@ class HostRendezvous:
         finally:
             if join_listener is not None:
                 join_listener.unregister()
+            if isinstance(self._where, EngineHosts):
+                self._where.starter.unregister()
         if self._state.phase is HostRendezvousPhase.FAILED:
             problem = self._state.problem
             for agent in self._agents.values():
@@ -173,6 +192,7 @@ class HostRendezvous:
                 self._threads(),
                 self._where.listen,
                 join_listener,
+                self._where.starter if isinstance(self._where, EngineHosts) else None,
             ),
             self._clock,
         )
@@ -198,6 +218,16 @@ class HostRendezvous:
         if isinstance(self._where, Nodes):
             self._start_agent(0, socket.gethostname(), LocalPlacement())
             return
+        if isinstance(self._where, EngineHosts):
+            assert self._join_listener is not None
+            self._where.starter.register(self._selector)
+            self._where.starter.invite(
+                self._join_listener.addresses,
+                len(self._state.missing),
+                _key(self._secret),
+                self._where.start_limit_s,
+            )
+            return
         for node, host in enumerate(self._where.hosts[: len({p.node for p in self._places})]):
             self._start_agent(node, host.name, self._where.placement(host))
 
@@ -210,6 +240,8 @@ class HostRendezvous:
         """Accept a launcher that asks to join, or return the reason for the refusal."""
         hello, node = agent.hello, agent.node
         assert hello is not None
+        if isinstance(self._where, EngineHosts):
+            return self._judge_of_engine(agent, self._where)
         assert isinstance(self._where, Nodes)
         num_nodes = self._where.meeting.num_nodes
         if hello.num_nodes != num_nodes:
@@ -230,10 +262,25 @@ class HostRendezvous:
             return f"the command differs: `{ours}` on node 0, `{theirs}` on node {node}"
         names = {agent.name for agent in self._agents.values()}
         agent.name = hello.hostname if hello.hostname not in names else f"{hello.hostname}#{node}"
-        agent.on_message, agent.on_lost = self._on_message, self._on_lost
-        self._agents[node] = agent
-        self._on_message(agent, hello, ())
+        self._admit(agent, hello)
         return ""
+
+    def _judge_of_engine(self, agent: AgentHandle, where: EngineHosts) -> str:
+        """Accept an agent that the engine has started, or return the reason for the refusal."""
+        assert agent.hello is not None
+        if agent.node not in self._state.missing:
+            return (
+                f"node {agent.node} is not one of the {len(where.hosts)} nodes, or is there twice"
+            )
+        agent.name = where.hosts[agent.node].name
+        agent.explain = where.starter.why_lost
+        self._admit(agent, agent.hello)
+        return ""
+
+    def _admit(self, agent: AgentHandle, hello: AgentHello) -> None:
+        agent.on_message, agent.on_lost = self._on_message, self._on_lost
+        self._agents[agent.node] = agent
+        self._on_message(agent, hello, ())
 
     def _end_probing(self) -> None:
         if self._prober is not None:
@@ -274,6 +321,10 @@ class HostRendezvous:
             self._notice(f"waiting at {place} for --node-rank {missing}")
         elif now_ns >= self._next_notice_ns:
             self._next_notice_ns = now_ns + self._wait_ns
+        if isinstance(self._where, EngineHosts) and self._where.starter.has_ended:
+            for node in self._state.missing:
+                why = f"has no agent: {self._where.starter.problem()}"
+                self._execute(self._state.on_lost(node, why, now_ns))
         self._execute(self._state.tick(now_ns))
 
     def _on_signals(self) -> None:
@@ -322,7 +373,7 @@ class HostRendezvous:
     def _greet(self, agent: AgentHandle) -> None:
         has_joined = self._by_hand and agent.node != 0
         cwd = "" if has_joined else str(Path.cwd())
-        key = () if has_joined else (_key(self._secret),)
+        key = () if agent.has_joined else (_key(self._secret),)
         agent.send(Greeting(self._run_id, agent.node, cwd), *key)
 
     def _probe(self, probe: Probe) -> None:

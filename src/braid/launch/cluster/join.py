@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from braid.clock import Clock
@@ -18,7 +18,7 @@ from braid.launch.process.job import JobSpec
 from braid.rendezvous.file_meeting import FileMeeting
 from braid.wire import Address, Identity, Secret, SocketConnection, connect
 
-__all__ = ["INSECURE_WARNING", "join_first_node", "open_join_listener"]
+__all__ = ["INSECURE_WARNING", "dial", "join_first_node", "open_join_listener", "own_addresses"]
 
 FIRST_LIMIT_S = 5.0  # until the first notice that node 0 cannot be reached
 INSECURE_WARNING = (
@@ -47,7 +47,7 @@ def open_join_listener(
         point = nodes.meeting
         addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
         if meeting is not None:
-            addresses = _own_addresses(nodes)
+            addresses = own_addresses(nodes.interfaces)
         join_listener = JoinListener(addresses, node_secret(nodes), clock)
         stack.callback(join_listener.close)
         if meeting is not None:
@@ -92,20 +92,24 @@ def join_first_node(
                 "its --network-interface"
             )
             raise ConfigError(msg)
-    link = _dial(addresses, secret, node, nodes.join_limit_s, notice)
+    link = dial(addresses, secret, node, nodes.join_limit_s, notice)
     join_request = JoinRequest(node, nodes.meeting.num_nodes, nodes.slots, job.command, secret)
     notice(f"node {node} has joined node 0, which shows the output of all ranks")
     return serve(link, join_request=join_request, clock=clock, notice=notice)
 
 
-def _dial(
-    addresses: list[str],
+def dial(
+    addresses: Sequence[str],
     secret: Secret,
     node: int,
     limit_s: float,
     notice: Callable[[str], None],
 ) -> SocketConnection:
-    """Connect to node 0 at the first address that works."""
+    """Connect a node to the launcher at the first address that works.
+
+    Raises:
+        ConfigError: None works in time, or the launcher refuses the node.
+    """
     identity = Identity(JOIN_RUN_ID, AGENT_ROLE, node)
     first_s = min(FIRST_LIMIT_S, limit_s / 2)
     problems: dict[str, str] = {}
@@ -121,9 +125,11 @@ def _dial(
                 problems[address] = getattr(exc.__cause__, "strerror", None) or "timed out"
         before, failures = failures, "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())
         if not before:
-            notice(f"node {node} cannot reach node 0 yet ({failures}), trying for {limit_s:g} s")
+            notice(
+                f"node {node} cannot reach the launcher yet ({failures}), trying for {limit_s:g} s"
+            )
     msg = (
-        f"node {node} cannot reach the launcher of node 0 within {limit_s:g} s: {failures}. Check "
+        f"node {node} cannot reach the launcher within {limit_s:g} s: {failures}. Check "
         "that it is running and that its port is open"
     )
     raise ConfigError(msg)
@@ -137,11 +143,18 @@ def _check_name(host: str) -> None:
         raise ConfigError(msg) from exc
 
 
-def _own_addresses(nodes: Nodes) -> list[str]:
-    """Return all usable addresses of this host, including loopback, because nodes may share it."""
+def own_addresses(wanted: Sequence[str]) -> list[str]:
+    """Return all usable addresses of this host, including loopback, because nodes may share it.
+
+    Args:
+        wanted: Names of interfaces or networks to which addresses are restricted.
+
+    Raises:
+        ConfigError: There is none.
+    """
     own = [Endpoint(LAUNCHER, i.name, i.ip, i.prefix, 0) for i in interfaces()]
-    usable = eligible(own, nodes.interfaces, one_machine=True)
+    usable = eligible(own, wanted, one_machine=True)
     if not usable:
-        msg = f"this host has no address on {', '.join(nodes.interfaces)}"
+        msg = f"this host has no address on {', '.join(wanted)}"
         raise ConfigError(msg)
     return [str(Address(host=e.ip)) for e in sorted(usable, key=lambda e: e.is_loopback)]

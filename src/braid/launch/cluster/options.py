@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-from collections.abc import Mapping
+import selectors
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from braid.errors import ConfigError
 from braid.launch.cluster.rank_assignment import Host, assign
@@ -19,7 +21,15 @@ from braid.launch.cluster.remote_shell import (
 from braid.rendezvous.meeting import MeetingPoint
 from braid.wire import Secret
 
-__all__ = ["OF_THE_JOB", "Hosts", "Nodes", "forwarded", "node_secret"]
+__all__ = [
+    "OF_THE_JOB",
+    "AgentStarter",
+    "EngineHosts",
+    "Hosts",
+    "Nodes",
+    "forwarded",
+    "node_secret",
+]
 
 # Variables that make ranks behave alike; any other variable belongs to the host on which it is set.
 OF_THE_JOB = (  # the same on all hosts, however they are started
@@ -106,6 +116,70 @@ class Nodes:
             raise ConfigError("; ".join(problems))
         _check_listen(self.listen)
         _check_limit("join_limit_s", self.join_limit_s)
+
+
+class AgentStarter(Protocol):
+    """A way to start the agents of all nodes at once, which then join this launcher."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no agent can start any more."""
+        ...
+
+    def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
+        """Start an agent on each node.
+
+        Args:
+            addresses: Addresses of this launcher.
+            num_nodes: Number of nodes.
+            key: Secret of the job.
+            limit_s: Seconds that agents try to reach this launcher.
+        """
+        ...
+
+    def problem(self) -> str:
+        """Return why it has ended."""
+        ...
+
+    def why_lost(self, node: int, limit_s: float) -> str:
+        """Return why a node is gone; empty if that is not known within some seconds."""
+        ...
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register with a selector; the data of a key is the function to call."""
+        ...
+
+    def unregister(self) -> None:
+        """Unregister from the selector. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineHosts:
+    """Nodes of a cluster whose engine starts the agents.
+
+    Attributes:
+        hosts: Nodes in the order of their ranks.
+        starter: Starts the agents.
+        num_ranks: Number of ranks; the number of all slots when None.
+        interfaces: Names of interfaces or networks to which addresses are restricted.
+        listen: Address on which the launcher's store listens; see `Hosts`.
+        environ: Names of further environment variables that ranks receive from this host.
+        start_limit_s: Seconds that agents have to join.
+    """
+
+    hosts: tuple[Host, ...]
+    starter: AgentStarter
+    num_ranks: int | None = None
+    interfaces: tuple[str, ...] = ()
+    listen: str = ""
+    environ: tuple[str, ...] = ()
+    start_limit_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        assign(self.hosts, self.num_ranks)
+        _check_listen(self.listen)
+        _check_limit("start_limit_s", self.start_limit_s)
 
 
 def forwarded(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from braid.launch.cluster.agent_messages import (
 )
 from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.launch.cluster.join_listener import JoinListener
+from braid.launch.cluster.options import AgentStarter
 from braid.launch.cluster.rank_assignment import Place
 from braid.launch.cluster.reachability import LAUNCHER
 from braid.launch.cluster.remote_rank import RemoteRank
@@ -53,6 +54,7 @@ class HostsReady(NamedTuple):
         listen: Address on which the store listens; empty for the launcher's in `addresses`.
         join_listener: Listener that refuses late launchers; None if the launcher started all
             agents.
+        starter: Engine that has started the agents; None without one.
     """
 
     run_id: str
@@ -65,6 +67,7 @@ class HostsReady(NamedTuple):
     threads: str
     listen: str
     join_listener: JoinListener | None
+    starter: AgentStarter | None = None
 
 
 class RemoteBackend:
@@ -134,6 +137,8 @@ class RemoteBackend:
         registry.register(selector)
         if join_listener is not None:
             join_listener.register(selector, registry, self._refuse_late, notice)
+        if self._hosts_ready.starter is not None:
+            self._hosts_ready.starter.register(selector)
 
     def detach(self) -> None:
         """Stop reporting events, and unregister from the selector."""
@@ -141,6 +146,8 @@ class RemoteBackend:
         self._hosts_ready.registry.unregister()
         if self._hosts_ready.join_listener is not None:
             self._hosts_ready.join_listener.unregister()
+        if self._hosts_ready.starter is not None:
+            self._hosts_ready.starter.unregister()
 
     def placement(self, rank: int) -> RankPlacement:
         """Return the placement of a rank."""

@@ -13,7 +13,7 @@ from braid.clock import Clock, MonotonicClock
 from braid.launch.cluster.host_rendezvous import HostRendezvous
 from braid.launch.cluster.join import INSECURE_WARNING, join_first_node, open_join_listener
 from braid.launch.cluster.join_listener import JoinListener
-from braid.launch.cluster.options import Hosts, Nodes
+from braid.launch.cluster.options import EngineHosts, Hosts, Nodes
 from braid.launch.process.console import QuietConsole
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console
@@ -84,7 +84,9 @@ class HostsSupervisor:
             outcome = self._carry_out(job, inbox, rendezvous, join_listener)
         return outcome.exit_code, "" if outcome.ok else str(outcome)
 
-    def _rendezvous(self, job: JobSpec, where: Hosts | Nodes, inbox: SignalInbox) -> HostRendezvous:
+    def _rendezvous(
+        self, job: JobSpec, where: Hosts | Nodes | EngineHosts, inbox: SignalInbox
+    ) -> HostRendezvous:
         return HostRendezvous(job, where, inbox, self._clock, self._console.notice)
 
     def _carry_out(

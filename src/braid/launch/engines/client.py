@@ -1,0 +1,240 @@
+"""The launcher's side of an engine: one process that allocates nodes and starts their agents.
+
+    client -> launcher   {"hosts": [["a", 2], ["b", 2]]}     nodes, with slots for ranks
+    launcher -> client   an invitation
+    client -> launcher   {"lost": 1, "why": "..."}           why a node is gone, if the engine says
+
+The client is a program of its own (`slurm_client`, `mpi_client`, `ray_client`), so that no library
+of an engine runs in the launcher. It ends when its agents have ended, or when its stdin ends.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.launch.cluster.rank_assignment import Host
+from braid.launch.engines.invitation import Invitation
+from braid.launch.engines.options import CLIENTS
+from braid.launch.process.interfaces import machine
+
+__all__ = ["EngineClient", "FromClient"]
+
+END_LIMIT_S = 10.0
+TAIL_BYTES = 8 << 10
+CHUNK = 4096
+NOTICE_S = 10.0  # until the first notice that nodes are not there yet
+
+
+class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Message of a client.
+
+    Attributes:
+        hosts: Names of nodes, with their slots.
+        lost: Number of a node that is gone.
+        why: Reason for its loss.
+    """
+
+    hosts: tuple[tuple[str, int], ...] = ()
+    lost: int = -1
+    why: str = ""
+
+    def say(self) -> None:
+        """Send the message to the launcher, on stdout."""
+        os.write(1, msgspec.json.encode(self) + b"\n")
+
+
+class EngineClient:
+    """A process that starts agents through an engine; a context manager that ends it.
+
+    Args:
+        engine: Name of the engine, one of `CLIENTS`.
+        words: Arguments of its client.
+
+    Raises:
+        ConfigError: The client cannot be started.
+    """
+
+    def __init__(self, engine: str, words: Sequence[str] = ()) -> None:
+        self.engine = engine
+        argv = [sys.executable, "-m", CLIENTS[engine], *words]
+        try:
+            self._popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # the launcher forwards Ctrl-C
+            )
+        except OSError as exc:
+            msg = f"cannot start the client of {engine}: {exc.strerror}"
+            raise ConfigError(msg) from exc
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._out, self._err = self._popen.stdout.fileno(), self._popen.stderr.fileno()
+        os.set_blocking(self._out, False)
+        os.set_blocking(self._err, False)
+        self._lines = b""
+        self._tail = b""
+        self._reasons: dict[int, str] = {}
+        self._hosts: tuple[Host, ...] = ()
+        self._selector: selectors.BaseSelector | None = None
+        self._open = {self._out, self._err}
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, so that no agent can start any more."""
+        return self._popen.poll() is not None
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register with a selector; the data of a key is the function to call."""
+        self.unregister()
+        self._selector = selector
+        for fd in self._open:
+            selector.register(fd, selectors.EVENT_READ, self.read)
+
+    def unregister(self) -> None:
+        """Unregister from the selector. Idempotent."""
+        if self._selector is not None:
+            for fd in self._open:
+                self._selector.unregister(fd)
+            self._selector = None
+
+    def hosts(self, limit_s: float, notice: Callable[[str], None]) -> tuple[Host, ...]:
+        """Wait for the nodes of the job.
+
+        Args:
+            limit_s: Seconds to wait.
+            notice: Shows a text to the user.
+
+        Raises:
+            ConfigError: The engine cannot give the nodes, or does not in time.
+        """
+        deadline_s, notice_s = time.monotonic() + limit_s, time.monotonic() + NOTICE_S
+        with self._selecting() as selector:
+            while time.monotonic() < deadline_s:
+                selector.select(min(1.0, max(0.0, deadline_s - time.monotonic())))
+                self.read()
+                if self._hosts:
+                    return self._hosts
+                if self._out not in self._open or self.has_ended:
+                    raise ConfigError(self.problem())
+                if time.monotonic() >= notice_s:
+                    notice_s = deadline_s
+                    notice(f"waiting for nodes of {self.engine}: {self.last_line or 'no answer'}")
+        msg = (
+            f"{self.engine} has given no nodes within {limit_s:g} s: "
+            f"{self.last_line or 'it has said nothing'}. Ask for less, or wait longer with "
+            "--rdzv-timeout"
+        )
+        raise ConfigError(msg)
+
+    def invite(self, addresses: Sequence[str], num_nodes: int, key: bytes, limit_s: float) -> None:
+        """Let the client start an agent on each node; see `AgentStarter`."""
+        invitation = Invitation(
+            addresses=tuple(addresses),
+            machine=machine(),
+            num_nodes=num_nodes,
+            secret=key.hex(),
+            limit_s=limit_s,
+        )
+        assert self._popen.stdin is not None
+        with suppress(BrokenPipeError):  # `has_ended` tells
+            self._popen.stdin.write(invitation.to_line())
+
+    def read(self) -> None:
+        """Read what the client has said to the launcher and to people."""
+        for fd in tuple(self._open):
+            with suppress(BlockingIOError):
+                while fd in self._open:
+                    chunk = os.read(fd, CHUNK)
+                    if not chunk:
+                        self._open.discard(fd)
+                        if self._selector is not None:
+                            self._selector.unregister(fd)
+                    elif fd == self._out:
+                        self._lines += chunk
+                    else:
+                        self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+        *lines, self._lines = self._lines.split(b"\n")
+        for line in lines:
+            try:
+                told = msgspec.json.decode(line, type=FromClient)
+            except msgspec.MsgspecError:  # a word of the engine's own
+                self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
+                continue
+            self._hosts = tuple(Host(*host) for host in told.hosts) or self._hosts
+            if told.why:
+                self._reasons[told.lost] = told.why
+
+    @property
+    def last_line(self) -> str:
+        """Last line that the engine has printed for people."""
+        lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+
+    def problem(self) -> str:
+        """Return why the client has ended, in the engine's words."""
+        status = self._wait(1.0)
+        self.read()
+        return self.last_line or f"the client of {self.engine} ended with exit code {status}"
+
+    def why_lost(self, node: int, limit_s: float) -> str:
+        """Return the engine's reason for the loss of a node; empty if it gives none in time."""
+        deadline_s = time.monotonic() + limit_s
+        with self._selecting() as selector:
+            while not self._reasons.get(node) and time.monotonic() < deadline_s and self._open:
+                selector.select(max(0.0, deadline_s - time.monotonic()))
+                self.read()
+        return self._reasons.get(node, "")
+
+    def close(self) -> None:
+        """End the client, which gives its nodes back. Idempotent."""
+        self.unregister()
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+        deadline_s = time.monotonic() + END_LIMIT_S
+        while self._wait(0.05) is None and time.monotonic() < deadline_s:
+            self.read()  # so that it is not blocked by what it prints
+        if self._popen.poll() is None:
+            self._popen.terminate()
+            if self._wait(END_LIMIT_S) is None:
+                self._popen.kill()
+                self._popen.wait()
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            assert pipe is not None
+            pipe.close()
+        self._open.clear()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _selecting(self) -> Iterator[selectors.BaseSelector]:
+        """Poll the descriptors with a selector of our own for a while."""
+        outer = self._selector
+        with selectors.DefaultSelector() as selector:
+            self.register(selector)
+            try:
+                yield selector
+            finally:
+                self.unregister()
+                if outer is not None:
+                    self.register(outer)
+
+    def _wait(self, limit_s: float) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(limit_s)
+        return None

@@ -1,0 +1,92 @@
+"""Words of an engine's client: its own options, and those that it hands on to the engine.
+
+--num-ranks=4  --strategy=spread         own options, as NAME=VALUE or NAME VALUE
+--partition=gpu                          any other option is the engine's
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+
+from braid.errors import ConfigError
+
+__all__ = ["ClientWords", "run_client"]
+
+CANNOT_START = 2
+
+
+class ClientWords(dict[str, str]):
+    """Options of a client by name, without dashes.
+
+    Attributes:
+        num_ranks: Number of ranks; 0 for all that the allocation has.
+        rest: Words for the engine itself.
+    """
+
+    num_ranks: int = 0
+    rest: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(
+        cls, words: Sequence[str], own: Collection[str], *, others: bool = False
+    ) -> ClientWords:
+        """Read words.
+
+        Args:
+            words: Words after the client's name.
+            own: Names of its own options besides `num-ranks`.
+            others: Whether the engine takes words of its own.
+
+        Raises:
+            ConfigError: An option is unknown, or has no value.
+        """
+        made, rest, index = cls(), [], 0
+        while index < len(words):
+            name, equals, value = words[index].partition("=")
+            index += 1
+            if not (name.startswith("--") and name[2:] in {"num-ranks", *own}):
+                if not others:
+                    known = ", ".join(f"--{each}" for each in sorted(own))
+                    msg = f"this engine has no option {name}: it has {known}"
+                    raise ConfigError(msg)
+                rest.append(words[index - 1])
+                continue
+            if not equals:
+                if index == len(words):
+                    msg = f"{name} needs a value"
+                    raise ConfigError(msg)
+                value, index = words[index], index + 1
+            made[name[2:]] = value
+        made.num_ranks, made.rest = int(made.pop("num-ranks", "0")), tuple(rest)
+        return made
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """Return an option such as `CPU=2,GPU=1` as numbers.
+
+        Raises:
+            ConfigError: It is written in another way, or a number is negative.
+        """
+        numbers = {}
+        for part in filter(None, self.get(name, "").split(",")):
+            key, _, value = part.partition("=")
+            try:
+                numbers[key] = float(value)
+            except ValueError:
+                numbers[key] = -1.0
+            if not (key and 0 <= numbers[key] < float("inf")):
+                msg = f"--{name} must be such as CPU=2,GPU=1, got {self[name]!r}"
+                raise ConfigError(msg)
+        return numbers
+
+
+def run_client(engine: str, main: Callable[[Sequence[str]], int]) -> int:
+    """Run a client as a program: its problem is the last line that it prints."""
+    try:
+        return main(sys.argv[1:])
+    except ConfigError as exc:
+        print(str(exc), file=sys.stderr, flush=True)
+        return CANNOT_START
+    except KeyboardInterrupt:
+        print(f"the client of {engine} was interrupted", file=sys.stderr, flush=True)
+        return CANNOT_START

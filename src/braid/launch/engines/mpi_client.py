@@ -1,0 +1,140 @@
+"""The client of MPI: a process of mpirun for each node, which starts the node's agent.
+
+    braid run ── mpi_client ──┬── mpirun -np 1 --host a ──> agent of a ──> ranks 0, 1
+                              └── mpirun -np 1 --host b ──> agent of b ──> ranks 2, 3
+
+mpirun hands its stdin to rank 0 alone, so each node has an mpirun of its own. Works with Open MPI
+and MPICH, and with any way in which these reach hosts: ssh, or a batch system.
+
+Words: --hosts=a:2,b:2 (from -H or --hostfile), and those of mpirun, such as --mca NAME VALUE.
+
+Source: the manual pages mpirun(1) of Open MPI 4.1 and mpiexec(1) of MPICH 4.0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from braid.errors import ConfigError
+from braid.launch.cluster.rank_assignment import Host, assign, parse_hosts
+from braid.launch.engines.client import FromClient
+from braid.launch.engines.client_words import ClientWords, run_client
+from braid.launch.engines.invitation import Invitation
+from braid.launch.engines.starting import AGENT, Command, run_commands
+
+__all__ = ["command_for", "find_mpirun", "main", "shares"]
+
+PROGRAMS = ("mpirun", "mpiexec")
+OPEN_MPI, MPICH = "Open MPI", "MPICH"
+LIMIT_S = 60.0
+LOOK = "import os, socket; print('@', socket.gethostname(), os.cpu_count())"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def find_mpirun() -> tuple[str, str]:
+    """Return the program that starts MPI's processes, and whose it is.
+
+    Raises:
+        ConfigError: There is none, or it is of another implementation.
+    """
+    program = next((path for path in map(shutil.which, PROGRAMS) if path), None)
+    if program is None:
+        msg = f"there is no MPI here: neither {' nor '.join(PROGRAMS)} is on PATH"
+        raise ConfigError(msg)
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    text = told.stdout + told.stderr
+    if "Open MPI" in text or "Open RTE" in text or "PRRTE" in text:
+        return program, OPEN_MPI
+    if "HYDRA" in text or "Intel(R) MPI" in text:
+        return program, MPICH
+    first = (text.strip().splitlines() or ["nothing"])[0]
+    msg = f"{program} is neither Open MPI nor MPICH: its --version is {first!r}"
+    raise ConfigError(msg)
+
+
+def command_for(
+    program: str, whose: str, words: Sequence[str], host: str, what: Sequence[str]
+) -> list[str]:
+    """Return the command that runs one process on a host; on any host when it has no name."""
+    if whose == MPICH:
+        return [program, *(("-hosts", host) if host else ()), "-n", "1", *words, *what]
+    passed = ("-x", "PYTHONPATH") if "PYTHONPATH" in os.environ else ()
+    where = ("--host", host) if host else ()
+    return [program, "-np", "1", *where, "--bind-to", "none", *passed, *words, *what]
+
+
+def shares(nodes: Sequence[tuple[str, int]], num_ranks: int) -> tuple[Host, ...]:
+    """Return the nodes that a job needs, with the ranks of each: one for each core at first.
+
+    >>> [str(host) for host in shares([("a", 4), ("b", 4)], 6)]
+    ['a:4', 'b:2']
+    >>> [str(host) for host in shares([("a", 2), ("b", 2)], 6)]
+    ['a:3', 'b:3']
+    """
+    cores = sum(count for _, count in nodes)
+    wanted = num_ranks or cores
+    most = [count for _, count in nodes]
+    if wanted > cores:
+        least, more = divmod(wanted, len(nodes))
+        most = [least + (number < more) for number in range(len(nodes))]
+    hosts = [Host(name, count) for (name, _), count in zip(nodes, most, strict=True)]
+    return _used(hosts, wanted)
+
+
+def _used(hosts: Sequence[Host], num_ranks: int | None) -> tuple[Host, ...]:
+    """Return the hosts that get ranks, with their number."""
+    sizes = {place.node: place.local_world_size for place in assign(hosts, num_ranks)}
+    return tuple(Host(hosts[node].name, size) for node, size in sizes.items())
+
+
+def main(words: Sequence[str]) -> int:
+    """Find nodes, start agents, and wait for their end; return the exit code."""
+    given = ClientWords.parse(words, {"hosts"}, others=True)
+    program, whose = find_mpirun()
+    os.environ.update(AS_ROOT if os.geteuid() == 0 else {})
+    if "hosts" in given:
+        hosts = _used(parse_hosts(given["hosts"]), given.num_ranks or None)
+    else:
+        hosts = shares(_look(program, whose, given.rest), given.num_ranks)
+    FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).say()
+    line = sys.stdin.buffer.readline()
+    if not line:  # the launcher has given up
+        return 0
+    invitation = Invitation.from_line(line)
+    commands = []
+    for node, host in enumerate(hosts):
+        name = "" if len(hosts) == 1 and host.name == socket.gethostname() else host.name
+        argv = command_for(program, whose, given.rest, name, AGENT)
+        commands.append(Command(argv, invitation.for_node(node).to_line(), node=node))
+    return run_commands(commands, os.environ)
+
+
+def _look(program: str, whose: str, words: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the hosts that mpirun has by itself, such as those of a batch system, and their cores.
+
+    Raises:
+        ConfigError: mpirun fails.
+    """
+    each = ("-ppn", "1") if whose == MPICH else ("--map-by", "ppr:1:node")
+    argv = [program, *each, *words, sys.executable, "-c", LOOK]
+    try:
+        told = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        msg = f"`{' '.join(argv[:3])}` does not answer within {LIMIT_S:g} s"
+        raise ConfigError(msg) from exc
+    found = [line.split()[1:] for line in told.stdout.splitlines() if line.startswith("@ ")]
+    if told.returncode or not found:
+        lines = [line.strip() for line in (told.stderr or told.stdout).splitlines()]
+        why = next((line for line in lines if line.strip("- ")), "it gives no reason")
+        msg = f"mpirun cannot start processes (exit code {told.returncode}): {why}"
+        raise ConfigError(msg)
+    return [(name, int(cores)) for name, cores in found]
+
+
+if __name__ == "__main__":
+    sys.exit(run_client("mpi", main))

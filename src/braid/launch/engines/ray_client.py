@@ -1,0 +1,302 @@
+"""The client of Ray: a placement group with a bundle for each node, and in each an actor.
+
+    braid run ── ray_client ──> placement group ── actor of node 0 ──> agent ──> ranks 0, 1
+                                                └─ actor of node 1 ──> agent ──> ranks 2, 3
+
+Ray reserves resources, starts an agent on each node, says why a node is gone, and ends what is
+left; ranks then talk to each other as under `braid run`, and none of their data passes Ray. The
+agent dies with its actor, and the actor with this client (Ray ends actors whose owner is gone).
+
+Words: --address, --strategy pack|spread, --resources CPU=1,GPU=1 (of each rank), --payload FILE.
+
+Source: Ray's documentation of placement groups, actors and fault tolerance (Ray 2.60).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from braid.errors import ConfigError
+from braid.launch.engines.client import FromClient
+from braid.launch.engines.client_words import ClientWords, run_client
+from braid.launch.engines.invitation import Invitation
+
+__all__ = ["Node", "main", "place"]
+
+Ended = tuple[int, str, dict[int, bytes]]
+PR_SET_PDEATHSIG = 1
+TAIL = 2000  # characters of what an agent has printed
+PROBE_LIMIT_S = 5.0
+POLL_S = 0.5
+STRATEGIES = ("pack", "spread")
+
+
+class Reserved(NamedTuple):
+    """Resources that are ours.
+
+    Attributes:
+        group: Placement group.
+        bundles: Resources on each node.
+        actors: Actors that use them.
+    """
+
+    group: Any
+    bundles: list[dict[str, float]]
+    actors: list[Any]
+
+
+class Node(NamedTuple):
+    """A node of the cluster.
+
+    Attributes:
+        key: Identifier of the node.
+        name: Name of its host.
+        free: Resources that nobody uses.
+    """
+
+    key: str
+    name: str
+    free: Mapping[str, float]
+
+    def fits(self, each: Mapping[str, float]) -> int:
+        """Return how many ranks have room here."""
+        counts = [
+            int(self.free.get(name, 0.0) / want + 1e-9) for name, want in each.items() if want
+        ]
+        return min(counts, default=0)
+
+
+def place(
+    nodes: Sequence[Node], num_ranks: int, each: Mapping[str, float], strategy: str = "pack"
+) -> list[tuple[Node, int]]:
+    """Choose the nodes of a job, with the number of ranks of each.
+
+    Args:
+        nodes: Nodes of the cluster.
+        num_ranks: Number of ranks; as many as have room when 0.
+        each: Resources of a rank.
+        strategy: `pack` for as few nodes as possible, `spread` for as many.
+
+    Raises:
+        ConfigError: There is too little room; the message says what is free.
+
+    >>> a, b = Node("1", "a", {"CPU": 4}), Node("2", "b", {"CPU": 2})
+    >>> [(node.name, count) for node, count in place([b, a], 5, {"CPU": 1})]
+    [('a', 4), ('b', 1)]
+    """
+    room = sorted(((n.fits(each), n) for n in nodes), key=lambda pair: (-pair[0], pair[1].name))
+    total = sum(count for count, _ in room)
+    wanted = num_ranks or total
+    if not wanted or wanted > total:
+        asked = " ".join(f"{name}={want:g}" for name, want in each.items())
+        free = "; ".join(
+            f"{n.name} " + (" ".join(f"{k}={n.free.get(k, 0.0):g}" for k in each) or "nothing")
+            for _, n in room
+        )
+        msg = (
+            f"Ray has room for {total} ranks of {asked}, asked for {num_ranks or 'at least one'}: "
+            f"free are {free or 'no nodes'}. Ask for less with -n or --resources, or wait"
+        )
+        raise ConfigError(msg)
+    counts = [0] * len(room)
+    while sum(counts) < wanted:
+        for index, (most, _) in enumerate(room):
+            left = min(most - counts[index], wanted - sum(counts))
+            counts[index] += min(left, 1) if strategy == "spread" else left
+    return [(node, count) for count, (_, node) in zip(counts, room, strict=True) if count]
+
+
+def run_agent(line: bytes, payload: bytes) -> Ended:
+    """Run an agent to its end; the only method of an actor.
+
+    The function is pickled by value, so a node without braid is named by what its agent prints.
+
+    Args:
+        line: Invitation of this node.
+        payload: Function that ranks call, with its arguments; empty for a script.
+
+    Returns:
+        Exit code of the agent, the end of what it printed, and the results of ranks.
+    """
+
+    def as_child() -> None:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # dies with this actor
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks
+
+    environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # Ray's own
+    with tempfile.TemporaryDirectory(prefix="braid-ray-") as directory:
+        if payload:
+            Path(directory, "call").write_bytes(payload)
+            environ["BRAID_RAY_CALL"] = directory
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "braid.launch.engines.joined_agent"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environ,
+            preexec_fn=as_child,  # noqa: PLW1509 - nothing of it takes a lock
+        )
+        printed = agent.communicate(line)[1].decode(errors="replace")
+        results = {int(p.suffix[1:]): p.read_bytes() for p in Path(directory).glob("result.*")}
+    return agent.returncode, printed[-TAIL:], results
+
+
+class AgentActor:
+    """An actor that runs an agent, so that Ray ends it with the job."""
+
+    def run(self, line: bytes, payload: bytes) -> Ended:
+        """See `run_agent`."""
+        return run_agent(line, payload)
+
+
+def main(words: Sequence[str]) -> int:
+    """Allocate nodes, start agents, and wait for their end; return the exit code."""
+    try:
+        import ray  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as exc:
+        msg = "--on ray needs Ray: pip install 'braid-train[ray]'"
+        raise ConfigError(msg) from exc
+    given = ClientWords.parse(words, {"address", "strategy", "resources", "payload"})
+    strategy = given.get("strategy", "pack").lower()
+    if strategy not in STRATEGIES:
+        msg = f"--strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}"
+        raise ConfigError(msg)
+    each = {"CPU": 1.0, **given.numbers("resources")}
+    _connect(ray, given.get("address") or os.environ.get("RAY_ADDRESS") or "auto")
+    chosen = place(_nodes(ray), given.num_ranks, each, strategy)
+    reserved = _reserve(ray, chosen, each)
+    try:
+        FromClient(hosts=tuple((node.name, count) for node, count in chosen)).say()
+        line = sys.stdin.buffer.readline()
+        if not line:  # the launcher has given up
+            return 0
+        file = given.get("payload", "")
+        payload = Path(file).read_bytes() if file else b""
+        return _wait(ray, _start_actors(ray, reserved, line, payload), file)
+    finally:
+        ray.util.remove_placement_group(reserved.group)
+        ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Connect to a cluster, without waiting for one that is not there."""
+    if address not in {"auto", "local"}:
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), PROBE_LIMIT_S).close()
+        except (OSError, ValueError) as exc:
+            msg = f"there is no Ray cluster at {address}: {exc}. Check RAY_ADDRESS, or --address"
+            raise ConfigError(msg) from exc
+    try:
+        ray.init(address=address, namespace="braid", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError as exc:
+        msg = "there is no Ray cluster here: start one with `ray start --head`, or give --address"
+        raise ConfigError(msg) from exc
+    except RuntimeError as exc:  # other versions of Ray or Python
+        msg = f"this Ray cannot join the cluster: {' '.join(str(exc).split())}"
+        raise ConfigError(msg) from exc
+
+
+def _nodes(ray: Any) -> list[Node]:
+    """Return the living nodes, with their free resources."""
+    free = ray._private.state.available_resources_per_node()  # noqa: SLF001 - nothing public
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    names = [node["NodeManagerHostname"] for node in alive]
+    return [
+        Node(
+            node["NodeID"],
+            name if names.count(name) == 1 else f"{name}-{node['NodeID'][:4]}",
+            free.get(node["NodeID"], {}),
+        )
+        for node, name in zip(alive, names, strict=True)
+    ]
+
+
+def _reserve(ray: Any, chosen: Sequence[tuple[Node, int]], each: Mapping[str, float]) -> Reserved:
+    """Return a placement group with a bundle on each chosen node, once it is there."""
+    bundles = [{name: count * want for name, want in each.items()} for _, count in chosen]
+    labels = [{"ray.io/node-id": node.key} for node, _ in chosen]
+    group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+    told = False
+    while not group.wait(POLL_S):  # others may have been faster; the launcher limits the time
+        state = ray.util.placement_group_table(group)["stats"]["scheduling_state"]
+        if not told:
+            print(f"Ray answers {state}: others use what was free", file=sys.stderr, flush=True)
+            told = True
+        if not _launcher_lives():
+            ray.util.remove_placement_group(group)
+            sys.exit(0)
+    return Reserved(group, bundles, [])
+
+
+def _launcher_lives() -> bool:
+    return not select.select([sys.stdin], [], [], 0.0)[0]  # nothing is said before the hosts
+
+
+def _start_actors(ray: Any, reserved: Reserved, line: bytes, payload: bytes) -> dict[Any, int]:
+    """Start an actor in each bundle; return the futures of their ends, with numbers of nodes."""
+    invitation = Invitation.from_line(line)
+    made = ray.remote(AgentActor)
+    ends = {}
+    for number, bundle in enumerate(reserved.bundles):
+        own = {name: want for name, want in bundle.items() if name not in {"CPU", "GPU"}}
+        in_bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            reserved.group, placement_group_bundle_index=number
+        )
+        actor = made.options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0.0),
+            resources=own,
+            scheduling_strategy=in_bundle,
+        ).remote()
+        reserved.actors.append(actor)  # Ray ends actors that nobody holds
+        own_line = invitation.for_node(number).to_line()
+        ends[actor.run.remote(own_line, payload)] = number
+    return ends
+
+
+def _wait(ray: Any, ends: dict[Any, int], results_in: str) -> int:
+    """Wait until all agents have ended; tell why nodes are gone."""
+    code = 0
+    while ends:
+        done, _ = ray.wait(list(ends), num_returns=1)
+        number = ends.pop(done[0])
+        try:
+            status, printed, results = ray.get(done[0])
+        except ray.exceptions.RayError as exc:
+            FromClient(lost=number, why=_why(exc)).say()
+            code = 1
+            continue
+        for rank, result in results.items():
+            Path(f"{results_in}.{rank}").write_bytes(result)
+        if status:
+            last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
+            FromClient(lost=number, why=f"ended with exit code {status}: {last[0]}").say()
+            print(printed, file=sys.stderr, flush=True)
+            code = 1
+    return code
+
+
+def _why(exc: Exception) -> str:
+    """Return Ray's reason for the end of an actor as a clause, without its list of guesses."""
+    text = " ".join(str(exc).split())
+    for mark in ("Worker exit detail:", "The actor died because", "The actor is dead because"):
+        if mark in text:
+            text = text.partition(mark)[2]
+            break
+    text = text.partition("Some common causes")[0].strip().rstrip(".")
+    return f"lost its Ray actor: {text[:300]}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_client("ray", main))

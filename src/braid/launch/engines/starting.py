@@ -1,0 +1,102 @@
+"""Starts agents by commands such as srun and mpirun, and reports those that end badly.
+
+client ── invitation ──> stdin of each command ──> agents
+<── stderr ────── what the engine says of its nodes
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.launch.engines.client import FromClient
+
+__all__ = ["AGENT", "Command", "run_commands"]
+
+AGENT = (sys.executable, "-m", "braid.launch.engines.joined_agent")
+CHUNK = 4096
+
+
+class Command(NamedTuple):
+    """A command that starts agents.
+
+    Attributes:
+        argv: Program and arguments.
+        line: Invitation for its stdin.
+        lost: Function of a line of its stderr that returns the lost node and the reason, if the
+            line tells of one.
+        node: Number of the node whose agent it is; -1 if there are several.
+    """
+
+    argv: Sequence[str]
+    line: bytes
+    lost: Callable[[str], tuple[int, str] | None] = lambda _: None
+    node: int = -1
+
+
+def run_commands(commands: Sequence[Command], environ: Mapping[str, str]) -> int:
+    """Run commands to their ends; return the exit code of the first that failed, or 0.
+
+    Raises:
+        ConfigError: A command cannot be started.
+    """
+    running: dict[int, tuple[Command, subprocess.Popen[bytes]]] = {}
+    heard: dict[int, bytes] = {}
+    code = 0
+    with selectors.DefaultSelector() as selector:
+        for command in commands:
+            process = _start(command, environ)
+            assert process.stderr is not None
+            fd = process.stderr.fileno()
+            selector.register(fd, selectors.EVENT_READ)
+            running[fd], heard[fd] = (command, process), b""
+        while running:
+            for key, _ in selector.select():
+                fd = key.fd
+                command, process = running[fd]
+                chunk = os.read(fd, CHUNK)
+                if chunk:
+                    os.write(2, chunk)
+                    *lines, heard[fd] = (heard[fd] + chunk).split(b"\n")
+                    _tell(command, lines)
+                    continue
+                selector.unregister(fd)
+                del running[fd]
+                status = process.wait()
+                if status and command.node >= 0:
+                    how = f"ended with {command.argv[0]}, exit code {status}"
+                    FromClient(lost=command.node, why=how).say()
+                code = code or status
+    return code
+
+
+def _start(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        process = subprocess.Popen(
+            command.argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environ,
+            bufsize=0,
+        )
+    except OSError as exc:
+        msg = f"cannot start {command.argv[0]}: {exc.strerror}"
+        raise ConfigError(msg) from exc
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # its stderr says why
+        process.stdin.write(command.line)  # stays open: some engines end what has no more input
+    return process
+
+
+def _tell(command: Command, lines: Sequence[bytes]) -> None:
+    for line in lines:
+        lost = command.lost(line.decode(errors="replace").strip())
+        if lost is not None:
+            FromClient(lost=lost[0], why=lost[1]).say()

@@ -1,0 +1,71 @@
+"""Slurm's short forms of lists: `n[1-3,07],x5` for nodes, `4(x2),1` for numbers."""
+
+from __future__ import annotations
+
+import re
+
+from braid.errors import ConfigError
+
+__all__ = ["expand_counts", "expand_hostlist"]
+
+MOST_NAMES = 1 << 16
+COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+PART = re.compile(r"([^\[\],]*)(?:\[([\d,-]*)\])?([^\[\],]*)")
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Return the names of a list of nodes.
+
+    Raises:
+        ConfigError: It is no list of nodes.
+
+    >>> expand_hostlist("n[1-2,07-08]-ib,x5")
+    ['n1-ib', 'n2-ib', 'n07-ib', 'n08-ib', 'x5']
+    """
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", text) if text else ():
+        matched = PART.fullmatch(part)
+        if matched is None or not part:
+            _refuse(text)
+        else:
+            prefix, ranges, suffix = matched[1], matched[2], matched[3]
+            numbers = [""] if ranges is None else _numbers(ranges, text)
+            names += [f"{prefix}{number}{suffix}" for number in numbers]
+    if len(names) > MOST_NAMES:
+        _refuse(text)
+    return names
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return numbers of tasks or processors by node.
+
+    Raises:
+        ConfigError: It is no such list.
+
+    >>> expand_counts("4(x2),1")
+    [4, 4, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(",") if text else ():
+        matched = COUNT.fullmatch(part)
+        if matched is None or int(matched[2] or 1) > MOST_NAMES:
+            _refuse(text)
+        else:
+            counts += [int(matched[1])] * int(matched[2] or 1)
+    return counts
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for piece in ranges.split(","):
+        first, _, last = piece.partition("-")
+        last = last or first
+        if not (first and int(first) <= int(last) < int(first) + MOST_NAMES):
+            _refuse(text)
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def _refuse(text: str) -> None:
+    msg = f"{text!r} is none of Slurm's lists, such as n[1-3,7] or 4(x2),1"
+    raise ConfigError(msg)
