@@ -33,6 +33,7 @@ from braid.observe.run_directory import Run
 from braid.observe.servers import ServerRow, servers
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
+from braid.observe.weight_versions import VersionRow, version_rows
 
 __all__ = ["Story", "build_story", "page_template", "render_page", "this_machine"]
 
@@ -77,6 +78,7 @@ class Story:
         glance: Numbers that a person looks at first.
         pictures: Sections of the timeline.
         pipelines: Pipelines, measured and predicted.
+        versions: Stages of an asynchronous pipeline, with the ages of their gradients.
         servers: Servers of a parameter server.
         buckets: Gradient buckets in order, with the ranks that were behind.
         operations: Collectives, the most expensive first.
@@ -95,6 +97,7 @@ class Story:
     glance: tuple[Figure, ...]
     pictures: tuple[Picture, ...]
     pipelines: tuple[PipelineView, ...]
+    versions: tuple[VersionRow, ...]
     servers: tuple[ServerRow, ...]
     buckets: tuple[LateBucket, ...]
     operations: tuple[Operation, ...]
@@ -123,6 +126,7 @@ def build_story(run: Run) -> Story:
         glance=glance(run, timelines, steps),
         pictures=_pictures(timelines, steps, failed=failed),
         pipelines=pipeline_views(timelines),
+        versions=version_rows(timelines),
         servers=servers(timelines),
         buckets=tuple(late_buckets(timelines)),
         operations=tuple(operations(timelines)),

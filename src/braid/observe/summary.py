@@ -11,6 +11,7 @@ from rich.text import Text
 from braid.observe.report import RankRow, Story
 from braid.observe.servers import servers_text
 from braid.observe.units import percent_text
+from braid.observe.weight_versions import versions_text
 
 __all__ = ["print_summary"]
 
@@ -41,9 +42,9 @@ def print_summary(story: Story, console: Console, *, report: Path, trace: Path |
     facts = Table.grid(padding=(0, 1))
     for fact in story.facts:
         facts.add_row(" *", Text(fact))
-    for line in servers_text(story.servers):
+    for line in (*versions_text(story.versions), *servers_text(story.servers)):
         facts.add_row(" *", Text(line))
-    if story.facts or story.servers:
+    if facts.row_count:
         console.print(facts)
     if not rows:
         console.print(Text("  no events recorded: the program did not call braid.init()"))

@@ -72,7 +72,13 @@ class WeightVersions:
         self._versions: dict[int, Weights] = {}
         self._uses: Counter[int] = Counter()
         self._newest = 0
+        self._gradients: list[int] = []  # versions of those that no step has used
         self.most_live = 0
+
+    @property
+    def num_live(self) -> int:
+        """Number of versions that are in memory now."""
+        return len(self._versions)
 
     def begin(self, uses: Iterable[int]) -> None:
         """Begin with version 0, which the parameters are now.
@@ -81,6 +87,7 @@ class WeightVersions:
             uses: Version of each forward to come that has a backward.
         """
         self._versions.clear()
+        self._gradients.clear()
         self._uses = Counter(uses)
         self._newest = 0
         self._add()
@@ -89,11 +96,15 @@ class WeightVersions:
         """Return a version for a forward; its `add_gradients` ends the use."""
         return self._versions[version]
 
-    def step(self, step: Callable[[], None]) -> None:
+    def step(self, step: Callable[[], None]) -> list[int]:
         """Make the next version.
 
         Args:
             step: Changes the parameters in place.
+
+        Returns:
+            Age of each gradient that the step uses: the steps made since the version of its
+            forward.
 
         Cost: a copy of the parameters if an older version is still needed.
         """
@@ -104,8 +115,11 @@ class WeightVersions:
         else:
             del self._versions[self._newest]
         step()
+        ages = [self._newest - version for version in self._gradients]
+        self._gradients.clear()
         self._newest += 1
         self._add()
+        return ages
 
     def _add(self) -> None:
         version = self._newest
@@ -115,6 +129,7 @@ class WeightVersions:
         self.most_live = max(self.most_live, len(self._versions))
 
     def _end(self, version: int) -> None:
+        self._gradients.append(version)
         self._uses[version] -= 1
         if not self._uses[version] and version != self._newest:
             del self._versions[version]

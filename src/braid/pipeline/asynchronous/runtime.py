@@ -52,7 +52,6 @@ from braid.schedule.pipeline import (
     forward_only,
     num_of_step,
     placement_of,
-    staleness,
     with_recompute,
 )
 
@@ -90,8 +89,8 @@ class AsynchronousPipeline(nn.Module):
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
         num_steps: Number of steps of this rank so far.
-        staleness: Number of gradients of this stage, by the number of steps that were made between
-            their forward and their own step.
+        staleness: Number of gradients of this rank, by the number of steps that were made between
+            their forward and their own step; measured.
 
     Raises:
         ConfigError: The ranks of all stages are not those of the group, stages share parameters,
@@ -258,7 +257,6 @@ class AsynchronousPipeline(nn.Module):
         losses = executor.run(stream, loss_of, stream.draws)
         stream.exhaust()
         self.num_microbatches += count
-        self.staleness += staleness(program)[self.stage]
         return self._losses(losses, count)
 
     def _step(self, action: Action, count: int, before_step: BeforeStep | None) -> None:
@@ -274,12 +272,21 @@ class AsynchronousPipeline(nn.Module):
         if before_step is not None:
             done = (action.version - 1) * replicas * self._every
             before_step(self.num_microbatches + done, self.optimizer)
-        self._versions.step(self._step_in_place)
+        ages = self._versions.step(self._step_in_place)
         self.optimizer.zero_grad()
         self.num_steps += 1
+        self._record(ages)
 
     def _step_in_place(self) -> None:
         self.optimizer.step()
+
+    def _record(self, ages: Sequence[int]) -> None:
+        """Count the gradients of a step by age; `braid report` shows them, and live versions."""
+        self.staleness.update(ages)
+        events = self.group.context.events
+        for age in ages:
+            events.instant(f"gradient of stage {self.stage}", seq=age)
+        events.instant(f"versions of stage {self.stage}", seq=self._versions.num_live)
 
     def program(self, count: int) -> Program:
         """Return the program that `train_on` executes for a number of micro-batches."""
