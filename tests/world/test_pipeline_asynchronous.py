@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from functools import partial
 
 import pytest
@@ -12,7 +12,10 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.graph import capture
-from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
+from braid.observe.timeline import read_timelines
+from braid.observe.weight_versions import version_rows
+from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
+from braid.schedule.pipeline import asynchronous, staleness
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -48,16 +51,26 @@ def microbatches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def lower(number, optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = 0.05 / (1 + number)
+def lower(pipeline):
+    """Rates that fall from step to step, and begin lower where gradients are old."""
+
+    def before_step(number, optimizer) -> None:
+        scale = stale_lr_scale(pipeline.age, number, 6)
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + number) * scale
+
+    return before_step
 
 
 def _train(group: Group, counts, rounds, options):
     options = {"make_optimizer": SGD, **options}
     pipeline = AsynchronousPipeline(layers(), process_group=group, replicas=counts, **options)
+    before_step = lower(pipeline)
     losses = [
         pipeline.train_on(
-            iter(microbatches(n)), count=n, loss=nn.functional.cross_entropy, before_step=lower
+            iter(microbatches(n)),
+            count=n,
+            loss=nn.functional.cross_entropy,
+            before_step=before_step,
         )
         for n in rounds
     ]
@@ -71,8 +84,11 @@ def emulated(counts, rounds, options):
     options = {"make_optimizer": SGD, **options}
     options.pop("recompute", None)
     emulation = Emulation(model, replicas=counts, **options)
+    before_step = lower(emulation)
     losses = [
-        emulation.train_on(microbatches(n), loss=nn.functional.cross_entropy, before_step=lower)
+        emulation.train_on(
+            microbatches(n), loss=nn.functional.cross_entropy, before_step=before_step
+        )
         for n in rounds
     ]
     return torch.cat(losses), model.state_dict()
@@ -102,11 +118,17 @@ def test_training_has_the_bits_of_one_process_with_the_same_staleness(
     world, counts, rounds, options
 ):
     expected, state = emulated(counts, rounds, options)
-    found = {}
-    for losses, own, is_first, _, _ in world(sum(counts), _train, counts, rounds, options):
+    found, ages = {}, []
+    for losses, own, is_first, own_ages, _ in world(sum(counts), _train, counts, rounds, options):
         assert torch.equal(losses, expected)
         if is_first:
             found |= own
+            ages.append(Counter())
+        ages[-1] += own_ages
+    rule = {name: options[name] for name in ("versions", "every") if name in options}
+    programs = [asynchronous(counts, n, **rule) for n in rounds]
+    for stage, measured in enumerate(ages):
+        assert measured == sum((staleness(one)[stage] for one in programs), Counter())
     assert found.keys() == state.keys()
     different = [name for name in state if not torch.equal(found[name], state[name])]
     assert not different
@@ -122,6 +144,41 @@ def test_staleness_and_live_versions_are_those_of_the_paper(world):
     for _, _, _, ages, live in world(3, _train, (1, 1, 1), [12], options):
         assert ages == {0: 3, 1: 9}
         assert live <= 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "ages"),
+    [
+        ((1, 1, 1), {}, [2, 1, 0]),
+        ((1, 1, 1), {"versions": "vertical_sync"}, [2, 2, 2]),
+        ((2, 2), {"versions": "2bw", "every": 2}, [1, 1]),
+        ((3, 1), {"every": 2}, [1, 0]),
+    ],
+)
+def test_a_stage_knows_the_age_of_its_gradients(world, counts, options, ages):
+    emulation = Emulation(layers(), SGD, replicas=counts, **options)
+    for emulation.stage, age in enumerate(ages):
+        assert emulation.age == age
+    of_ranks = [age for age, own in zip(ages, counts, strict=True) for _ in range(own)]
+    assert world(sum(counts), _age, counts, options) == of_ranks
+
+
+def _age(group: Group, counts, options) -> int:
+    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group, replicas=counts, **options)
+    return pipeline.age
+
+
+def _record(group: Group, counts):
+    _, _, _, ages, live = _train(group, counts, [9], {})
+    return version_rows(read_timelines([group.context.events.ring])), ages, live
+
+
+def test_ages_and_versions_are_in_the_recording_of_each_rank(world):
+    for rank, (rows, ages, live) in enumerate(world(3, _record, (2, 1))):
+        (row,) = rows
+        assert (row.stage, row.num_gradients) == (rank // 2, ages.total())
+        assert (row.max_age, row.max_versions) == (max(ages), live)
+        assert row.mean_age == sum(age * n for age, n in ages.items()) / ages.total()
 
 
 def test_staleness_matters():

@@ -448,12 +448,14 @@ def test_checkpoints_are_listed_and_verified(config, capfd, world):
 
 
 @pytest.mark.parametrize(
-    ("size", "versions"), [(2, "stash"), (3, "stash"), (2, "vertical_sync"), (2, "2bw")]
+    ("size", "versions", "stale_lr_steps"),
+    [(2, "stash", 0), (3, "stash", 3), (2, "vertical_sync", 0), (2, "2bw", 0)],
 )
 def test_an_asynchronous_pipeline_trains_like_its_emulation_and_is_resumed(
-    world, config, size, versions
+    world, config, size, versions, stale_lr_steps
 ):
     config = replace(config, versions=versions, microbatches=3, model="tiny", eval_every=0)
+    config = replace(config, stale_lr_steps=stale_lr_steps)
     alone = replace(config, reference_shards=size, log_dir=config.log_dir + "-alone")
     piped = replace(config, mesh=f"pp={size}")
     (expected,) = world(1, train, alone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -56,6 +57,7 @@ def train(
         str, tyro.conf.arg(metavar="COUNTS", help_behavior_hint=NO_DEFAULT)
     ] = "",
     flush_every: int = 20,
+    stale_lr_steps: int = 0,
     plan: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = "",
     shard: int = 0,
     strategy: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
@@ -105,6 +107,8 @@ def train(
         stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1 (default: 1).
         flush_every: Steps between flushes of an asynchronous pipeline, at which Ctrl-C is noticed;
             lower it if so many take longer than 30 s.
+        stale_lr_steps: Steps of an asynchronous pipeline in which each stage's learning rate grows
+            from 1 / (age of its gradients) of --lr to the whole (PipeMare); 0 for whole rates.
         plan: Plan of `braid plan` or `braid plan pipedream`, in place of all options of splitting;
             auto to profile the model on N ranks and to follow the fastest.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
@@ -148,6 +152,7 @@ def train(
         versions=versions,
         stage_replicas=stage_replicas,
         flush_every=flush_every,
+        stale_lr_steps=0 if plan else stale_lr_steps,  # the plan has the pipeline
         shard=shard,
         strategy=strategy,
         servers=servers,
@@ -157,7 +162,7 @@ def train(
     planned = None
     if plan:
         planned = _planned(plan, config, n, threads)
-        config = followed(config, planned)
+        config = replace(followed(config, planned), stale_lr_steps=stale_lr_steps)
         n = planned.num_ranks if n is None else n
     num_ranks = (Mesh.parse(config.mesh).size if config.mesh else 1) if n is None else n
     outcome = command.train(

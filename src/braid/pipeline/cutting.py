@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # of pipelines, besides those that are set before layers are
-OWN_NAMES = frozenset({"device", "stages", "balance", "stage", "optimizer", "most_live"})
+OWN_NAMES = frozenset({"device", "stages", "balance", "stage", "optimizer", "most_live", "age"})
 
 
 def parts_of(

@@ -3,8 +3,9 @@
     steps 1 .. 20       program of 20 micro-batches, each with its own step      flush: losses
     steps 21 .. 40      another one; then perhaps evaluation, checkpoint         flush: losses
 
-Stages step at other times, so each clips its own gradients, and none waits for the loss. One rank
-with `reference_shards` stages computes the same.
+Stages step at other times, so each clips its own gradients, and none waits for the loss. Each has a
+learning rate by the age of its gradients, if asked to. One rank with `reference_shards` stages
+computes the same.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from braid.comm import Group
 from braid.data import Windows
 from braid.params.exact_norm import clip_pieces_
 from braid.pipeline import sizes_of
-from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
-from braid.schedule.pipeline import VersionRule, asynchronous, staleness
+from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
+from braid.schedule.pipeline import VersionRule, asynchronous, oldest_ages
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.stage_balance import stage_balance
@@ -102,21 +103,34 @@ class AsynchronousStages:
         }
         firsts = [*accumulate(config.counts, initial=0)]  # first rank of each stage
         self._owners = {name: firsts[stage_of[param]] for name, param in model.named_parameters()}
-
-    @property
-    def ages(self) -> str:
-        """Ages of the gradients of each stage, as a line for the user."""
-        config = self._config
-        program = asynchronous(
+        up_to_flush = asynchronous(
             config.counts,
             config.flush_every * config.every,
             versions=cast("VersionRule", config.versions),
             every=config.every,
         )
-        oldest = [max(own) for _, own in sorted(staleness(program).items())]
-        return (
-            f"gradients are up to {', '.join(map(str, oldest))} steps old on stages 0 to "
-            f"{len(oldest) - 1}, which keep {', '.join(str(age + 1) for age in oldest)} versions"
+        self._ages = oldest_ages(up_to_flush)
+
+    @property
+    def ages(self) -> tuple[str, ...]:
+        """Ages of the gradients of each stage, and what follows from them, as lines for users."""
+        old, steps = ", ".join(map(str, self._ages)), self._config.stale_lr_steps
+        stages = f"stages 0 to {len(self._ages) - 1}"
+        line = (
+            f"gradients are up to {old} steps old on {stages}, which keep "
+            f"{', '.join(str(age + 1) for age in self._ages)} versions"
+        )
+        if not steps:
+            return (line,)
+        if max(self._ages) < 2:
+            return line, (
+                f"stale_lr_steps={steps} changes no learning rate, since no gradient is more than "
+                "1 step old"
+            )
+        divisors = ", ".join(str(max(1, age)) for age in self._ages)
+        return line, (
+            f"learning rates are divided by {divisors} on {stages} at first, and whole from step "
+            f"{steps + 1} on"
         )
 
     def train_on(
@@ -138,8 +152,10 @@ class AsynchronousStages:
 
         def before_step(microbatch: int, optimizer: torch.optim.Optimizer) -> None:
             number = microbatch // every
+            age = self._ages[self._pipeline.stage]
+            scale = stale_lr_scale(age, number, self._config.stale_lr_steps)
             for own in optimizer.param_groups:
-                own["lr"] = self._config.lr_at(number)
+                own["lr"] = self._config.lr_at(number) * scale
             grads = [p.grad for p in self._model.parameters() if p.grad is not None]
             norm = clip_pieces_(grads, self._config.clip).item()
             check(norm, number)

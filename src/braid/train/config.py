@@ -88,6 +88,9 @@ class TrainConfig:
             empty.
         flush_every: Steps between flushes of an asynchronous pipeline, at which signals and losses
             are seen. A flush is also at each evaluation and checkpoint.
+        stale_lr_steps: Steps in which the learning rate of a stage with old gradients grows to the
+            whole, from the rate divided by their age (PipeMare); 0 for the whole rate always. See
+            `braid.pipeline.asynchronous.stale_lr_scale`.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
         strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.
@@ -121,6 +124,7 @@ class TrainConfig:
     versions: str = ""
     stage_replicas: str = ""
     flush_every: int = 20
+    stale_lr_steps: int = 0
     shard: int = 0
     strategy: str = ""
     servers: int = 1
@@ -145,6 +149,7 @@ class TrainConfig:
             "warmup": 0,
             "microbatches": 1,
             "flush_every": 1,
+            "stale_lr_steps": 0,
             "servers": 1,
             "replicas": 0,
             "staleness": 0,
@@ -206,8 +211,9 @@ class TrainConfig:
     def _version_problems(self) -> list[str]:
         """Return what is wrong with the options of an asynchronous pipeline."""
         if not self.versions:
-            given = f"stage_replicas={self.stage_replicas}: add --versions stash"
-            return [given] if self.stage_replicas else []
+            given = [f"stage_replicas={self.stage_replicas}"] * bool(self.stage_replicas)
+            given += [f"stale_lr_steps={self.stale_lr_steps}"] * (self.stale_lr_steps > 0)
+            return [f"{one} is of an asynchronous pipeline: add --versions stash" for one in given]
         problems = []
         if self.stage_replicas and min(_sizes_in(self.stage_replicas), default=0) < 1:
             problems.append(

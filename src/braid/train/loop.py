@@ -124,7 +124,7 @@ class Trainer:
         if config.versions:
             stages = AsynchronousStages(self._model, self._optimizer, windows, self._group, config)
             note = "each stage clips its own gradients, and figures of steps come with a flush"
-            self._notes += (f"asynchronous pipeline ({config.versions}): {note}", stages.ages)
+            self._notes += (f"asynchronous pipeline ({config.versions}): {note}", *stages.ages)
             self._notes += (stages.note,) if stages.note else ()
             return stages
         if config.reference_shards:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from braid.pipeline.asynchronous.emulation import Emulation
 from braid.pipeline.asynchronous.runtime import AsynchronousPipeline
+from braid.pipeline.asynchronous.stale_lr import stale_lr_scale
 
-__all__ = ["AsynchronousPipeline", "Emulation"]
+__all__ = ["AsynchronousPipeline", "Emulation", "stale_lr_scale"]

@@ -55,6 +55,7 @@ class Emulation:
     Attributes:
         balance: Number of layers of each stage.
         num_microbatches: Number of micro-batches so far.
+        stage: Number of the stage that steps, for `before_step`.
     """
 
     def __init__(
@@ -76,11 +77,18 @@ class Emulation:
         self._replicas, self._rule, self._every = replicas, versions, every
         self._seed = seed
         self.balance = tuple(map(len, parts))
-        self.num_microbatches = 0
+        self.num_microbatches = self.stage = 0
         self._stages = [
             _Emulated(part, make_optimizer, own, own * every)
             for part, own in zip(parts, replicas, strict=True)
         ]
+
+    @property
+    def age(self) -> int:
+        """Steps by which gradients of the stage that steps are old, unless a flush came before."""
+        per_step = self._replicas[self.stage] * self._every
+        numbers = range(2 * sum(self._replicas) * self._every)
+        return max(i // per_step - self._version(self.stage, i) for i in numbers)
 
     def train_on(
         self,
@@ -109,6 +117,7 @@ class Emulation:
                 grads = passed[s].backward(i, {None: grads})[None]
                 self._stages[s].add(passed[s], i)
             for s, stage in enumerate(self._stages):
+                self.stage = s
                 stage.step(i, len(microbatches), self.num_microbatches, before_step)
                 stage.forget(self._version(s, i + 1))
         self.num_microbatches += len(microbatches)

@@ -11,6 +11,12 @@ Each stage steps as soon as it has a gradient, by a program with versions of wei
 `braid.schedule.pipeline.asynchronous`. A call of `train_on` ends with a flush: all gradients have
 been used. `Emulation` computes the same bits in one process.
 
+Stages with old gradients may begin with smaller rates, by PipeMare's rule:
+
+    def before_step(number, optimizer):  # given to train_on; the rate is whole after 500 steps
+        scale = stale_lr_scale(pipeline.age, number, 500)
+        optimizer.param_groups[0]["lr"] = 0.1 * scale
+
 Sources: D. Narayanan et al., PipeDream, SOSP 2019; D. Narayanan et al., 2BW, ICML 2021.
 """
 
@@ -51,6 +57,7 @@ from braid.schedule.pipeline import (
     asynchronous,
     forward_only,
     num_of_step,
+    oldest_ages,
     placement_of,
     with_recompute,
 )
@@ -86,6 +93,8 @@ class AsynchronousPipeline(nn.Module):
     Attributes:
         group: Ranks of the pipeline.
         stage: Number of this rank's stage.
+        age: Steps by which gradients of this stage are old, unless a flush was just before;
+            `stale_lr_scale` turns it into a factor for the learning rate.
         optimizer: Optimizer of this rank's stage.
         num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
         num_steps: Number of steps of this rank so far.
@@ -143,6 +152,8 @@ class AsynchronousPipeline(nn.Module):
         table_of(layer for part in parts for layer in part).compare(process_group, arguments)
         self._placement = placement_of(counts)
         self.stage = next(s for s, own in enumerate(self._placement) if process_group.rank in own)
+        filled = self.program(2 * sum(counts) * every)
+        self.age = oldest_ages(filled)[self.stage]
         own_layers = parts[self.stage]
         params = dict.fromkeys(p for layer in own_layers for p in layer.module.parameters())
         self._params = trained_params(own_layers)

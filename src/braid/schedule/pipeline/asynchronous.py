@@ -39,6 +39,7 @@ __all__ = [
     "VersionRule",
     "asynchronous",
     "num_of_step",
+    "oldest_ages",
     "pipedream",
     "pipedream_2bw",
     "pipedream_vertical_sync",
@@ -140,6 +141,15 @@ def staleness(program: Program) -> dict[int, Counter[int]]:
                 own = ages.setdefault(action.unit, Counter())
                 own.update(action.version - 1 - v for v in waiting.pop(action.unit, []))
     return ages
+
+
+def oldest_ages(program: Program) -> tuple[int, ...]:
+    """Return the age of the oldest gradient of each stage.
+
+    >>> oldest_ages(pipedream(3, 6))
+    (2, 1, 0)
+    """
+    return tuple(max(own) for _, own in sorted(staleness(program).items()))
 
 
 def _check(replicas: Sequence[int], versions: str, every: int) -> None:
