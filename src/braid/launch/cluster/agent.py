@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from signal import SIGCHLD
+from signal import SIGCHLD, SIGTERM
 from typing import NamedTuple
 
 import psutil
@@ -64,6 +64,7 @@ from braid.wire import Secret
 __all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]
 
 SILENCE_S = 60.0  # after which the launcher counts as lost
+REPEATED_NS = 1_000_000_000
 LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
 REAPER = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
@@ -135,6 +136,7 @@ class _Agent:
         self._bye: Bye | None = None
         self._refused = ""
         self._num_signals = 0
+        self._last_signal = (0, 0)
         self._run_id = ""
         self._node = -1
         self._secret: Secret | None = join_request.secret if join_request is not None else None
@@ -203,13 +205,19 @@ class _Agent:
 
     def _on_signals(self) -> None:
         for signum in self._inbox.drain():
-            if signum != SIGCHLD:
+            if signum != SIGCHLD and not self._is_repeated(signum):
                 self._num_signals += 1
                 self._channel.send(Signalled(signum))
                 if self._num_signals > 1:
                     self._bye = Bye(128 + signum, "braid: ended by a second signal")
         if self._ranks is not None:
             self._ranks.reap()
+
+    def _is_repeated(self, signum: int) -> bool:
+        """Whether a signal follows on an equal one at once, as Slurm's SIGTERM at a time limit."""
+        last, now_ns = self._last_signal, self._clock.now_ns()
+        self._last_signal = (signum, now_ns)
+        return signum == SIGTERM == last[0] and now_ns - last[1] < REPEATED_NS
 
     def _end_run(self, why: str) -> None:
         if self._bye is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import selectors
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -90,6 +91,8 @@ class RemoteBackend:
         self._ranks: dict[int, RemoteRank] = {}
         self._by_node: dict[int, list[RemoteRank]] = {node: [] for node in self._agents}
         self._finished: set[int] = set()
+        self._signals: Counter[int] = Counter()  # of each node
+        self._num_signals = 0
         self._on_change: OnChange = _ignore
         self._on_signal: OnSignal = _ignore
         for agent in self._agents.values():
@@ -214,7 +217,10 @@ class RemoteBackend:
         if isinstance(message, Finished):
             self._finished.add(agent.node)
         elif isinstance(message, Signalled):
-            self._on_signal(message.signum, agent.name)
+            self._signals[agent.node] += 1
+            if self._signals[agent.node] > self._num_signals:  # engines signal all nodes at once
+                self._num_signals += 1
+                self._on_signal(message.signum, agent.name)
         elif isinstance(message, OpenWaits):
             for rank in self._by_node[agent.node]:
                 rank.on_open_waits([wait for wait in message.waits if wait.rank == rank.rank])
