@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from braid.errors import ConfigError
+from braid.rendezvous.engine_job import address_of_node, name_of_job
+from braid.rendezvous.engine_ranks import as_torchrun
 
 __all__ = ["JobEnvironment", "wants_portable"]
 
@@ -46,7 +48,8 @@ class JobEnvironment:
         stacks_fd: Descriptor to which this rank dumps its stacks; None without braid's launcher.
         log_dir: Directory of the run's logs; empty if unknown.
         resume: Checkpoint to resume from (`auto`: the last complete one); empty for a new start.
-        launched_by: `braid`, `torchrun` (or a launcher with the same variables), or `single`.
+        launched_by: `braid`, `torchrun` (or a launcher with the same variables), `srun`, `mpirun`,
+            `mpiexec`, `kubernetes`, or `single`.
         agent_store: Whether the launcher, instead of rank 0, serves torch's store on `master_port`.
         portable: Whether ranks send copies to each other even where they could share memory.
         listen: IP address on which this rank listens for ranks of other hosts. Empty for a job on
@@ -101,11 +104,12 @@ class JobEnvironment:
         _refuse(problems)
 
     @classmethod
-    def parse(cls, environ: Mapping[str, str]) -> JobEnvironment:
+    def parse(cls, environ: Mapping[str, str], engine: str = "") -> JobEnvironment:
         """Read the variables of a launcher; without any of them, the process is a world of one.
 
         Args:
             environ: Environment variables, such as `os.environ`.
+            engine: Launcher that has started this process, if it is neither braid nor torchrun.
 
         Raises:
             ConfigError: A value is not a number, a rank is outside of the world, or a variable is
@@ -156,7 +160,7 @@ class JobEnvironment:
             store_address=environ.get("BRAID_STORE", ""),
             log_dir=environ.get("BRAID_LOG_DIR", ""),
             resume=environ.get("BRAID_RESUME", ""),
-            launched_by="braid" if by_braid else "torchrun",
+            launched_by="braid" if by_braid else engine or "torchrun",
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             portable=portable,
             listen=environ.get("BRAID_LISTEN", ""),
@@ -167,8 +171,23 @@ class JobEnvironment:
 
     @classmethod
     def from_os(cls) -> JobEnvironment:
-        """Read the environment of this process; no other module reads these variables."""
-        return cls.parse(os.environ)
+        """Read the environment of this process; no other module reads these variables.
+
+        Under srun, mpirun and Kubernetes, torchrun's variables are set for the program, too.
+
+        Raises:
+            ConfigError: The variables make no sense.
+        """
+        engine, values = as_torchrun(os.environ, name_of_job())
+        if engine == "srun" and "MASTER_ADDR" in values:
+            values["MASTER_ADDR"] = address_of_node(values["MASTER_ADDR"])
+        os.environ.update(values)
+        return cls.parse(os.environ, engine)
+
+    @property
+    def has_torch_store(self) -> bool:
+        """Whether ranks meet at torch's store, which rank 0 or the launcher serves."""
+        return self.launched_by not in {"braid", "single"} and self.world_size > 1
 
     def to_environ(self) -> dict[str, str]:
         """Return the environment variables of these settings; the inverse of `parse`."""

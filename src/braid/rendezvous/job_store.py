@@ -53,7 +53,7 @@ def open_job_store(environment: JobEnvironment, timeout_s: float) -> JobStore:
         _, network = network_of(environment, secret)
         return JobStore(StoreClient(connection), secret, network, connection)
     own, network = network_of(environment, None)
-    if environment.launched_by == "torchrun" and environment.world_size > 1:
+    if environment.has_torch_store:
         return JobStore(torch_store(environment, timeout_s), own, network)
     return JobStore(HashStore(), own, network)
 

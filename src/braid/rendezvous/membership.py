@@ -36,6 +36,7 @@ from braid.rendezvous.job_store import dial_store, torch_store
 from braid.rendezvous.launcher_link import LauncherLink, open_link
 from braid.rendezvous.network import network_of
 from braid.rendezvous.rank import JoinedRank, claim, join
+from braid.rendezvous.survivors import Survivor
 from braid.store import HashStore, PrefixStore, Store, StoreClient
 from braid.transport import Health, Loss
 from braid.wire import Connection, Secret
@@ -105,6 +106,7 @@ class Membership:
         self._link = parts.link
         self.control = parts.link.control if parts.link is not None else None
         self._launcher = parts.launcher
+        self._survivor = _survivor(environment, joined) if parts.link is None else None
         self._closers = parts.closers
         self.failed = False
         self.failure = ""
@@ -139,6 +141,8 @@ class Membership:
                 self._link.leave()
             self.transport.announce_end()
         self.transport.close()
+        if self._survivor is not None and self.failed and not self.transport.forked:
+            self._survivor.linger()
         self._closers.close()
 
     def report_uncaught(self) -> None:
@@ -165,17 +169,33 @@ class Membership:
     def _on_exception(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
+        text, is_symptom = "", False
         try:
-            self._report(value, trace)
+            text, is_symptom = self._report(value, trace)
         finally:
-            self._hook(kind, value, trace)
+            if is_symptom:  # as the launcher's console shows it
+                sys.stderr.write(f"braid: rank {self.context.rank} ended: {self.failure}\n")
+            else:
+                self._hook(kind, value, trace)
+        if text:
+            sys.stderr.write(f"{text}\n")
 
-    def _report(self, exc: BaseException, trace: TracebackType | None) -> None:
-        """Send the exception that is ending this process to the launcher."""
-        self.failed = True
+    def _report(self, exc: BaseException, trace: TracebackType | None) -> tuple[str, bool]:
+        """Tell the launcher, or else the other ranks, of the exception that is ending this process.
+
+        Returns:
+            Error block to print, if there is no launcher, and whether another rank is the cause.
+        """
+        is_new, self.failed = not self.failed, True
         self.failure = f"{type(exc).__name__}: {message_of(exc)}"
-        if self.control is not None and not self.transport.forked:
+        if self.transport.forked:
+            return "", False
+        if self.control is not None:
             self.control.send(Failed(**_described(exc, trace)))
+        elif self._survivor is not None and is_new:
+            parsed = parse_error(_described(exc, trace)["traceback"])
+            return self._survivor.last_words(parsed) if parsed is not None else ("", False)
+        return "", False
 
     def _on_exit(self, code: int, handled: BaseException | None) -> None:
         """Send the launcher the code with which `sys.exit` is ending this process."""
@@ -186,6 +206,23 @@ class Membership:
         if self.control is not None:
             described = _described(handled, handled.__traceback__) if handled is not None else {}
             self.control.send(Exiting(code, **described))
+
+
+def _survivor(environment: JobEnvironment, joined: JoinedRank) -> Survivor | None:
+    """Return this rank among others that no launcher of braid watches; None if it is alone."""
+    if not environment.has_torch_store:
+        return None
+    context = joined.context
+    return Survivor(
+        context.rank,
+        context.world_size,
+        environment.launched_by,
+        context.store,
+        context.health,
+        context.events,
+        context.clock,
+        context.clock.now_ns(),
+    )
 
 
 def _described(exc: BaseException, trace: TracebackType | None) -> dict[str, str]:
@@ -248,11 +285,7 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
     with contextlib.ExitStack() as stack:
         if environment.launched_by == "braid":
             return _from_launcher(environment, timeout_s, stack)
-        store = (
-            torch_store(environment, timeout_s)
-            if environment.launched_by == "torchrun" and environment.world_size > 1
-            else HashStore()
-        )
+        store = torch_store(environment, timeout_s) if environment.has_torch_store else HashStore()
         return _Parts(None, store, None, None, None, (), stack.pop_all())
 
 

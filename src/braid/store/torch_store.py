@@ -12,6 +12,7 @@ is the only module of the room that imports torch.
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,10 @@ from braid.store.interface import Store, missing_keys_error
 from braid.wire import DEFAULT_TIMEOUT_S
 
 __all__ = ["TorchStore", "as_torch_store"]
+
+
+POLLED_S = 1.0  # waits that are shorter ask again and again
+LONGEST_PAUSE_S = 0.02
 
 
 class TorchStore:
@@ -70,11 +75,25 @@ class TorchStore:
         # Torch rounds to whole milliseconds, and treats none as "for ever" in some of its stores.
         limit = timedelta(seconds=max(timeout_s, 1e-3))
         try:
+            if timeout_s < POLLED_S:
+                self._poll(keys, timeout_s)
+                return
             with self._mapped():
                 self._store.wait(list(keys), limit)
         except _TorchStoreError as exc:
             missing = [key for key in dict.fromkeys(keys) if not self.check([key])]
             raise missing_keys_error(missing or keys, timeout_s, repr(self)) from exc
+
+    def _poll(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Wait by asking: torch warns on stderr of each wait that ends without its keys."""
+        deadline_s, pause_s = time.monotonic() + timeout_s, 1e-3
+        while not self.check(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                msg = "wait timeout"
+                raise _TorchStoreError(msg)
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are set now."""

@@ -1,0 +1,45 @@
+"""Names of jobs and addresses of hosts that an engine's variables leave out.
+
+MPICH gives a job no name, but all of its processes on a host have one proxy above them. Slurm names
+nodes as its configuration does, which the resolver may not know; Slurm itself does.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from contextlib import suppress
+
+import psutil
+
+__all__ = ["address_of_node", "name_of_job"]
+
+PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_proxy")
+LIMIT_S = 10.0
+
+
+def name_of_job() -> str:
+    """Return a name of this process's MPICH job on this host; empty without one."""
+    with suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            if parent.name().startswith(PROXIES):
+                return f"{parent.pid}-{parent.create_time():.2f}"
+    return ""
+
+
+def address_of_node(name: str) -> str:
+    """Return a name that can be resolved, or the address that Slurm has for a node."""
+    with suppress(OSError):
+        socket.getaddrinfo(name, None)
+        return name
+    with suppress(OSError, subprocess.TimeoutExpired):
+        told = subprocess.run(
+            ["scontrol", "getaddrs", name],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if told.returncode == 0 and ":" in told.stdout:  # "n1: 10.0.0.1:6818"
+            return told.stdout.partition(": ")[2].strip().rpartition(":")[0] or name
+    return name
