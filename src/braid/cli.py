@@ -25,6 +25,7 @@ from braid.commands.checkpoint import (
     checkpoint_verify,
 )
 from braid.commands.convert import convert
+from braid.commands.engines import k8s_manifest, slurm_script
 from braid.commands.host_options import HostOptions
 from braid.commands.overview import family_text, overview
 from braid.commands.plan import plan
@@ -70,6 +71,8 @@ def _answer(given: list[str]) -> int:
     try:
         if given[:1] == ["run"]:
             given[1:] = separate_command(translated(given[1:]))
+        elif given[:2] in (["slurm", "script"], ["k8s", "manifest"]):
+            given[2:] = separate_command(given[2:])
         return _dispatch(given)
     except ConfigError as exc:
         what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
@@ -337,6 +340,8 @@ def doctor(
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "run": run,
     **BENCHES,
+    "slurm script": slurm_script,
+    "k8s manifest": k8s_manifest,
     "convert": convert,
     "plan": plan,
     "plan pipedream": plan_pipedream,

@@ -10,7 +10,7 @@ __all__ = ["FAMILIES", "GROUPS", "family_text", "overview"]
 WIDTH = 80
 # title -> first words of its commands
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "train": ("run", "train", "demo"),
+    "train": ("run", "train", "demo", "slurm", "k8s"),
     "understand": ("report", "doctor", "prove", "checkpoint"),
     "plan": ("profile", "plan", "probe", "schedule", "convert"),
     "measure": ("bench",),
@@ -18,8 +18,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 FAMILIES: Mapping[str, str] = {
     "bench": "Measure braid against other libraries, in turns in one run.",
     "checkpoint": "Look at checkpoints, check them, and give their model to other programs.",
+    "k8s": "Files for Kubernetes.",
     "plan": "Choose how to split a model over machines.",
     "schedule": "Show, check, simulate and compare collectives and pipelines as programs.",
+    "slurm": "Files for Slurm.",
 }
 
 Commands = Mapping[str, Callable[..., int]]

@@ -8,6 +8,7 @@ from braid.doctor.facts import (
     Accelerators,
     Clocks,
     Cores,
+    Engines,
     Limits,
     Memory,
     Names,
@@ -24,6 +25,7 @@ from braid.doctor.finding import Finding, note, ok, problem
 __all__ = [
     "check_clock",
     "check_cores",
+    "check_engines",
     "check_gpus",
     "check_kernel_permissions",
     "check_limits",
@@ -100,6 +102,20 @@ def check_system(facts: System) -> Finding:
         )
         return note("system", fact, advice)
     return ok("system", fact)
+
+
+def check_engines(facts: Engines) -> Finding:
+    """Tell under which engine this process runs, and what that gave."""
+    if facts.problem:
+        advice = "unset these variables, or start the program in one way only"
+        return problem("engine", facts.problem, advice)
+    where = facts.rank or facts.allocation or "none: ranks start on this host"
+    installed = f"; here are {', '.join(facts.installed)}" if facts.installed else ""
+    if facts.allocation and not facts.rank:
+        engine = facts.allocation.split(" ")[0].lower()
+        advice = f"start ranks on all of its nodes with braid run --on {engine} -n N script.py"
+        return note("engine", f"{where}{installed}", advice)
+    return ok("engine", f"{where}{installed}")
 
 
 def check_cores(facts: Cores) -> Finding:

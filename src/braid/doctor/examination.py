@@ -18,6 +18,7 @@ Check: TypeAlias = Callable[[], "Finding | list[Finding]"]
 CHECKS: Mapping[str, Check] = {
     "versions": lambda: checks.check_versions(gather.versions()),
     "system": lambda: checks.check_system(gather.system()),
+    "engine": lambda: checks.check_engines(gather.engines()),
     "cores": lambda: checks.check_cores(gather.cores()),
     "threads": lambda: checks.check_threads(gather.threads()),
     "NUMA": lambda: checks.check_nodes(gather.nodes()),

@@ -8,6 +8,7 @@ __all__ = [
     "Accelerators",
     "Clocks",
     "Cores",
+    "Engines",
     "Limits",
     "Memory",
     "Names",
@@ -50,6 +51,22 @@ class System(NamedTuple):
     glibc: str
     portable: bool | None = False
     has_shared_counters: bool = True
+
+
+class Engines(NamedTuple):
+    """Engines of clusters that this process sees.
+
+    Attributes:
+        rank: Rank that srun, mpirun or Kubernetes has given this process, in words; empty for none.
+        problem: Reason why its variables make no sense.
+        allocation: Allocation that this process is in without being a rank, in words.
+        installed: Engines whose programs or packages are here.
+    """
+
+    rank: str = ""
+    problem: str = ""
+    allocation: str = ""
+    installed: tuple[str, ...] = ()
 
 
 class Cores(NamedTuple):

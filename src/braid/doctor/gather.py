@@ -6,10 +6,12 @@ import importlib
 import os
 import platform
 import resource
+import shutil
 import socket
 import sys
 import time
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +23,7 @@ from braid.doctor.facts import (
     Accelerators,
     Clocks,
     Cores,
+    Engines,
     Limits,
     Memory,
     Names,
@@ -34,11 +37,14 @@ from braid.doctor.facts import (
 from braid.errors import ConfigError
 from braid.launch.process.oom import cgroup_paths, parse_limit
 from braid.rendezvous import wants_portable
+from braid.rendezvous.engine_job import name_of_job
+from braid.rendezvous.engine_ranks import as_torchrun, engine_rank
 
 __all__ = [
     "accelerators",
     "clocks",
     "cores",
+    "engines",
     "limits",
     "memory",
     "names",
@@ -72,6 +78,33 @@ def versions() -> Versions:
         braid_path=str(Path(__file__).parents[1]),
         torch_error=error,
     )
+
+
+def engines() -> Engines:
+    """Return the engines of clusters that this process sees."""
+    environ = os.environ
+    try:
+        engine, values = as_torchrun(environ, name_of_job())
+        found = engine_rank(environ) if engine else None
+    except ConfigError as exc:
+        return Engines(problem=str(exc))
+    rank = allocation = ""
+    if found is not None:
+        address = {"MASTER_ADDR": "?", "MASTER_PORT": "?", **environ, **values}
+        rank = (
+            f"{engine}, rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
+            f"{found.local_world_size}, ranks meet at {address['MASTER_ADDR']}:"
+            f"{address['MASTER_PORT']}"
+        )
+    elif "SLURM_JOB_ID" in environ:
+        nodes = environ.get("SLURM_JOB_NODELIST", "unknown nodes")
+        allocation = f"Slurm job {environ['SLURM_JOB_ID']} on {nodes}"
+    elif environ.get("RAY_ADDRESS"):
+        allocation = f"Ray cluster at {environ['RAY_ADDRESS']}"
+    programs = {"Slurm": "srun", "MPI": "mpirun"}
+    installed = [name for name, program in programs.items() if shutil.which(program)]
+    installed += ["Ray"] if find_spec("ray") is not None else []
+    return Engines(rank=rank, allocation=allocation, installed=tuple(installed))
 
 
 def system() -> System:

@@ -34,12 +34,12 @@ def address_of_node(name: str) -> str:
         return name
     with suppress(OSError, subprocess.TimeoutExpired):
         told = subprocess.run(
-            ["scontrol", "getaddrs", name],
+            ["scontrol", "show", "node", name, "--oneliner"],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
             check=False,
         )
-        if told.returncode == 0 and ":" in told.stdout:  # "n1: 10.0.0.1:6818"
-            return told.stdout.partition(": ")[2].strip().rpartition(":")[0] or name
+        words = dict(word.partition("=")[::2] for word in told.stdout.split())
+        return words.get("NodeAddr", name)
     return name

@@ -1,0 +1,166 @@
+"""Manifest of an Indexed Job for Kubernetes, with its service and its secret.
+
+    Secret     32 random bytes, as a file of mode 0600 (384) that belongs to the container's root
+    Service    without an address of its own: names such as train-0.train lead to pods
+    Job        pod i runs `braid run --node-rank i`; pod 0 shows the output and the error block
+
+A pod that is asked to end (SIGTERM) has as long as a run has to save. A failed pod fails the job,
+whose other pods then end by themselves.
+
+Source: the documentation of Kubernetes 1.32, "Indexed Job for Parallel Processing with Static Work
+Assignment" and "Job with Pod-to-Pod Communication".
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from dataclasses import dataclass
+
+from braid.errors import ConfigError
+
+__all__ = ["PORT", "SECRET_FILE", "Manifest"]
+
+PORT = 29400
+SECRET_FILE = "/var/run/braid/secret"  # noqa: S105 - a path
+GRACE_S = 60
+NAME = re.compile(r"[a-z](?:[a-z0-9-]{0,46}[a-z0-9])?")  # of a pod, a number is appended
+QUANTITY = re.compile(r"\d+(?:\.\d+)?(?:m|[kMGT]i?)?")
+TEXT = """\
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {name}-secret
+data:
+  secret: {secret}
+---
+apiVersion: v1
+kind: Service
+metadata:
+  name: {name}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {name}
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {name}
+spec:
+  completionMode: Indexed
+  completions: {nodes}
+  parallelism: {nodes}
+  backoffLimit: 0
+  template:
+    spec:
+      subdomain: {name}
+      restartPolicy: Never
+      terminationGracePeriodSeconds: {grace}
+      containers:
+        - name: braid
+          image: {image}
+          command: {command}
+          env:
+            - name: BRAID_NODE
+              valueFrom:
+                fieldRef:
+                  fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+            - name: BRAID_SECRET_FILE
+              value: {secret_file}
+{resources}\
+          volumeMounts:
+            - name: secret
+              mountPath: {secret_file}
+              subPath: secret
+              readOnly: true
+            - name: shared-memory
+              mountPath: /dev/shm
+      volumes:
+        - name: secret
+          secret:
+            secretName: {name}-secret
+            defaultMode: 384
+        - name: shared-memory
+          emptyDir:
+            medium: Memory
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A manifest.
+
+    Attributes:
+        name: Name of the job, of its service, and the begin of its pods' names.
+        image: Image of the container, which has braid and the program.
+        command: Script and its arguments.
+        nodes: Number of pods.
+        ranks_per_node: Number of ranks of each pod.
+        gpus: GPUs of each pod.
+        cpus: Processors of each pod, such as 4; the cluster's default when empty.
+        memory: Memory of each pod, such as 16Gi; the cluster's default when empty.
+        is_module: Whether the script is the name of a Python module.
+    """
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    nodes: int = 1
+    ranks_per_node: int = 1
+    gpus: int = 0
+    cpus: str = ""
+    memory: str = ""
+    is_module: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if NAME.fullmatch(self.name) is None:
+            problems.append(
+                f"a name has at most 48 small letters, numbers and dashes, got {self.name!r}"
+            )
+        if not self.image or not self.command:
+            problems.append("an image and a script are needed")
+        if self.nodes < 1 or self.ranks_per_node < 1 or self.gpus < 0:
+            problems.append("nodes and ranks must be at least 1, GPUs at least 0")
+        for what, quantity in (("processors", self.cpus), ("memory", self.memory)):
+            if quantity and QUANTITY.fullmatch(quantity) is None:
+                problems.append(f"{what} must be such as 4, 500m or 16Gi, got {quantity!r}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def words(self) -> list[str]:
+        """Command of a pod; Kubernetes replaces $(BRAID_NODE) by its number."""
+        script = ["-m", *self.command] if self.is_module else list(self.command)
+        of_nodes = [
+            *("--nnodes", str(self.nodes), "--node-rank", "$(BRAID_NODE)"),
+            *("--rdzv", f"tcp://{self.name}-0.{self.name}:{PORT}"),
+        ]
+        return ["braid", "run", *of_nodes, "-n", str(self.ranks_per_node), *script]
+
+    def text(self, key: bytes) -> str:
+        """Return the manifest as YAML.
+
+        Args:
+            key: Secret of the job, 32 random bytes.
+        """
+        limits = {"cpu": self.cpus, "memory": self.memory}
+        limits |= {"nvidia.com/gpu": str(self.gpus) if self.gpus else ""}
+        listed = "".join(
+            f"              {name}: {json.dumps(value)}\n"
+            for name, value in limits.items()
+            if value
+        )
+        return TEXT.format(
+            name=self.name,
+            nodes=self.nodes,
+            image=json.dumps(self.image),
+            command=json.dumps(self.words),  # JSON is YAML
+            secret=base64.b64encode(key).decode(),
+            secret_file=SECRET_FILE,
+            grace=GRACE_S,
+            resources=f"          resources:\n            limits:\n{listed}" if listed else "",
+        )

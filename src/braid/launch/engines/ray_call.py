@@ -1,0 +1,65 @@
+"""The program of a rank of `braid.ray.run`: calls the function, and leaves its result for Ray.
+
+python -m braid.launch.engines.ray_call    under an actor's agent, see `ray_client.run_agent`
+
+Function and result are pickled by Ray's pickler. They lie in a directory of the actor that only
+this user reads, and come and go in Ray's own calls, whose trust they have.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from braid.errors import ConfigError
+
+__all__ = ["CALL", "main", "read_result"]
+
+CALL = "BRAID_RAY_CALL"  # names the directory
+
+
+def main() -> int:
+    """Call the function; an exception ends this rank as it would end a script."""
+    place = os.environ.get(CALL, "")
+    if not place:
+        msg = f"{CALL} is not set: this program is started by braid.ray.run"
+        raise ConfigError(msg)
+    fn, args, kwargs = pickle.loads(Path(place, "call").read_bytes())  # noqa: S301 - of this job
+    result = Path(place, f"result.{os.environ['RANK']}")
+    try:
+        value = fn(*args, **kwargs)
+    except BaseException as exc:
+        _write(result, None, exc)
+        raise
+    _write(result, value, None)
+    return 0
+
+
+def read_result(text: bytes) -> tuple[Any, BaseException | None]:
+    """Return the value that a rank has returned, or the exception that it has raised."""
+    value, error = pickle.loads(text)  # noqa: S301 - of this job
+    return value, error
+
+
+def _write(file: Path, value: Any, error: BaseException | None) -> None:
+    from ray import cloudpickle  # noqa: PLC0415 - an extra, on the nodes of a cluster
+
+    try:
+        text = cloudpickle.dumps((value, error))
+    except Exception as exc:
+        what = "result" if error is None else "exception"
+        shown = value if error is None else error
+        problem = TypeError(f"the {what} {shown!r:.200} of this rank cannot be pickled: {exc}")
+        text = pickle.dumps((None, problem))
+        file.write_bytes(text)
+        if error is None:
+            raise problem from exc
+        return
+    file.write_bytes(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""A batch script for Slurm that saves and goes on when its time is over or others come first.
+
+    time limit     Slurm sends USR1 to the script 2 minutes before -> SIGTERM to braid -> ranks save
+                   -> `scontrol requeue` -> the next run resumes
+    preemption     Slurm sends SIGTERM to the agents, and to the script -> ranks save -> Slurm
+                   requeues the job itself -> the next run resumes
+
+Source: sbatch(1) of Slurm 22.05, options --signal and --requeue.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from braid.errors import ConfigError
+
+__all__ = ["BatchScript"]
+
+SAVE_S = 120  # seconds before the time limit; Slurm may be a minute early
+FOLLOW = """\
+braid run {words} &
+braid=$!
+reason=
+trap 'reason=limit; kill -TERM "$braid"' USR1
+trap 'reason=preempted; kill -TERM "$braid"' TERM
+wait "$braid"
+code=$?
+while kill -0 "$braid" 2>/dev/null; do  # a signal has ended the wait, and ranks save
+    wait "$braid"
+    code=$?
+done
+if [ "$reason" = limit ] && [ "$code" -ne 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchScript:
+    """A batch script.
+
+    Attributes:
+        command: Script and its arguments.
+        num_ranks: Number of ranks.
+        nodes: Number of nodes; Slurm's choice when 0.
+        cpus_per_rank: Processors of each rank.
+        gpus_per_rank: GPUs of each rank.
+        time: Time limit, as Slurm writes it, such as 4:00:00; the partition's when empty.
+        partition: Partition; the cluster's default when empty.
+        name: Name of the job.
+        is_module: Whether the script is the name of a Python module.
+        options: Further options of sbatch, such as --account=physics.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    nodes: int = 0
+    cpus_per_rank: int = 1
+    gpus_per_rank: int = 0
+    time: str = ""
+    partition: str = ""
+    name: str = "braid"
+    is_module: bool = False
+    options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.command:
+            problems.append("nothing to run: give a script, or -m and a module")
+        if self.num_ranks < 1 or self.cpus_per_rank < 1:
+            problems.append("numbers of ranks and processors must be at least 1")
+        if self.nodes < 0 or self.gpus_per_rank < 0:
+            problems.append("numbers of nodes and GPUs must not be negative")
+        texts = (self.time, self.partition, self.name, *self.options)
+        if any("\n" in text for text in texts):
+            problems.append("options must be on one line")
+        problems += [
+            f"{option!r} is no option of sbatch" for option in self.options if option[:1] != "-"
+        ]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def text(self) -> str:
+        """Return the script."""
+        options = [
+            f"--job-name={self.name}",
+            f"--ntasks={self.num_ranks}",
+            f"--cpus-per-task={self.cpus_per_rank}",
+            *([f"--nodes={self.nodes}"] if self.nodes else []),
+            *([f"--gpus-per-task={self.gpus_per_rank}"] if self.gpus_per_rank else []),
+            *([f"--time={self.time}"] if self.time else []),
+            *([f"--partition={self.partition}"] if self.partition else []),
+            f"--output={self.name}-%j.out",
+            "--open-mode=append",
+            "--requeue",
+            f"--signal=B:USR1@{SAVE_S}",
+            *self.options,
+        ]
+        lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""]
+        return "\n".join(lines) + "\n" + FOLLOW.format(words=self._words())
+
+    def _words(self) -> str:
+        """Return the words of `braid run`; the directory is that of the job, also when requeued."""
+        fixed: Sequence[str] = ("--on", "slurm", "-n", str(self.num_ranks), "--resume", "auto")
+        threads = ("--threads", str(self.cpus_per_rank)) if self.cpus_per_rank > 1 else ()
+        own = (*(("-m",) if self.is_module else ()), *self.command)
+        log_dir = '--log-dir "runs/slurm-$SLURM_JOB_ID"'
+        return f"{shlex.join((*fixed, *threads))} {log_dir} {shlex.join(own)}"
