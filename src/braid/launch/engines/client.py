@@ -22,34 +22,17 @@ import msgspec
 
 from braid.errors import ConfigError
 from braid.launch.cluster.rank_assignment import Host
+from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.options import CLIENTS
 from braid.launch.process.interfaces import machine
 
-__all__ = ["EngineClient", "FromClient"]
+__all__ = ["EngineClient"]
 
 END_LIMIT_S = 10.0
 TAIL_BYTES = 8 << 10
 CHUNK = 4096
 NOTICE_S = 10.0  # until the first notice that nodes are not there yet
-
-
-class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Message of a client.
-
-    Attributes:
-        hosts: Names of nodes, with their slots.
-        lost: Number of a node that is gone.
-        why: Reason for its loss.
-    """
-
-    hosts: tuple[tuple[str, int], ...] = ()
-    lost: int = -1
-    why: str = ""
-
-    def say(self) -> None:
-        """Send the message to the launcher, on stdout."""
-        os.write(1, msgspec.json.encode(self) + b"\n")
 
 
 class EngineClient:
@@ -202,6 +185,8 @@ class EngineClient:
         self.unregister()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
+        if not self._hosts:  # nothing has started, and an engine may still be waiting for nodes
+            self._popen.terminate()
         deadline_s = time.monotonic() + END_LIMIT_S
         while self._wait(0.05) is None and time.monotonic() < deadline_s:
             self.read()  # so that it is not blocked by what it prints

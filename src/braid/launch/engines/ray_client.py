@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.errors import ConfigError
-from braid.launch.engines.client import FromClient
 from braid.launch.engines.client_words import ClientWords, run_client
+from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
 
 __all__ = ["Node", "main", "place"]

@@ -1,0 +1,245 @@
+"""Claims of launchers, wherever they start ranks: each claim on this host, by a remote shell, on Ray, Slurm and MPI.
+
+Engines are stand-ins here (tests/fakes), with the variables and the words of the real ones; `make proof` has the real
+ones (tests/world/test_launch_real_engines.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from braid.cli import main
+from braid.errors import ConfigError
+from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, Supervisor, parse_hosts
+from braid.launch.cluster.several_hosts import HostsSupervisor
+from braid.launch.engines.options import EngineOptions
+from braid.launch.engines.supervisor import EngineSupervisor
+from braid.testing.launch_conformance import CLAIMS, NUM_RANKS, Start
+from braid.testing.leaks import no_leaks
+
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+FAKES = Path(__file__).parents[1] / "fakes"
+ENGINES = ("ray", "slurm", "mpi")
+MARK = "BRAID_TEST_MARK"
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for all engines: two nodes of two processors each."""
+    monkeypatch.setenv("PATH", f"{FAKES / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    paths = filter(None, (str(FAKES), os.environ.get("PYTHONPATH", "")))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("FAKE_SLURM_CPUS", "4")
+    monkeypatch.setenv("FAKE_RAY_NODES", "a:2,b:2")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def on_engine(engine: str, **options: object) -> Start:
+    def start(job: JobSpec, console: QuietConsole) -> Outcome:
+        where = EngineOptions(engine=engine, num_ranks=job.num_ranks, environ=(MARK,), **options)
+        return EngineSupervisor(console).run_on(job, where)
+
+    return start
+
+
+def here(job: JobSpec, console: QuietConsole) -> Outcome:
+    return Supervisor(console).run(job)
+
+
+def by_shell(job: JobSpec, console: QuietConsole) -> Outcome:
+    where = Hosts(hosts=parse_hosts("a:2,b:1"), rsh="env FAKE_HOST={host}", environ=(MARK,))
+    return HostsSupervisor(console).run(job, where)
+
+
+STARTS = {"local": here, "ssh": by_shell, **{engine: on_engine(engine) for engine in ENGINES}}
+
+
+def marked(mark: str) -> list[str]:
+    """Processes of this machine that have a mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+    return found
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    mark = request.node.nodeid
+    monkeypatch.setenv(MARK, mark)
+    with no_leaks():
+        yield
+    deadline_s = time.monotonic() + 5.0
+    while marked(mark) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert marked(mark) == []
+
+
+# in the fast tests, an engine shows what depends on how it starts, signals and reports; all of it in `make proof`
+FAST = {
+    "local": set(CLAIMS),
+    "ssh": {"ranks_know_their_places", "a_killed_rank_is_named"},
+    "ray": {"ranks_know_their_places", "an_exception_is_named", "a_signal_ends_all_ranks"},
+    "slurm": {"ranks_know_their_places", "a_signal_ends_all_ranks"},
+    "mpi": {"ranks_know_their_places", "a_killed_rank_is_named"},
+}
+CASES = [
+    pytest.param(launcher, claim, marks=[] if claim in FAST[launcher] else [pytest.mark.proof])
+    for launcher in STARTS
+    for claim in CLAIMS
+]
+
+
+@pytest.mark.parametrize(("launcher", "claim"), CASES)
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_every_launcher_keeps_each_claim(launcher: str, claim: str, tmp_path: Path) -> None:
+    CLAIMS[claim](STARTS[launcher], tmp_path)
+
+
+def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "braid", "run", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_jobs_of_several_engines_run_at_the_same_time(tmp_path: Path) -> None:
+    program = ("-m", "braid.testing.launched", "places")
+    jobs = [run("--on", e, "-n", "2", "--log-dir", e, *program, cwd=tmp_path) for e in ENGINES]
+    done = [job.communicate(timeout=LIMIT_S) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0, 0], done
+    assert all("[rank 1] line 1999 of rank 1" in out for out, _ in done)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ("ray", "lost its Ray actor"),
+        ("slurm", "was ended by Slurm: Killed"),
+        pytest.param("mpi", "mpirun, exit code 137", marks=pytest.mark.proof),
+    ],
+)
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_a_killed_agent_is_named_with_the_reason_of_its_engine(
+    engine: str, reason: str, tmp_path: Path
+) -> None:
+    program = ("-m", "braid.testing.launched", "wait")
+    job = run("--on", engine, "-n", "3", "--grace", "0.2", *program, cwd=tmp_path)
+    assert job.stdout is not None
+    waiting: set[str] = set()
+    while len(waiting) < 3:
+        waiting.add(job.stdout.readline())
+    (victim,) = [
+        process
+        for process in psutil.Process(job.pid).children(recursive=True)
+        if process.cmdline()[-1:] == ["braid.launch.engines.joined_agent"]
+    ][-1:]
+    # an actor's process is the agent's parent; Slurm and MPI start agents themselves
+    victim = victim.parent() if engine == "ray" else victim
+    begin_s = time.monotonic()
+    victim.send_signal(signal.SIGKILL)
+    _, text = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 1
+    assert "HostLost" in text
+    assert reason in text
+    assert "affected" in text or engine == "mpi"  # whose only host is gone
+    assert time.monotonic() - begin_s < LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--on", "nope"], "--on must be one of ray, slurm, mpi, got 'nope'"),
+        (["--on", "ray", "-n", "9"], "room for 4 ranks of CPU=1, asked for 9: free are a CPU=2"),
+        (["--on", "slurm", "-n", "9"], "node configuration is not available. Free are n1 2 of 2"),
+        (["--on", "ray", "-n", "0"], "-n must be at least 1, got 0"),
+        (["--on", "ray", "-H", "a:2"], "--on ray chooses the nodes itself: leave -H"),
+        (["--on", "ray", "--nnodes", "2"], "--on ray starts braid on all nodes: leave --nnodes"),
+        (["--engine-options", "--time=1"], "'--time=1' needs an engine"),
+        (["--on", "slurm", "--engine-options", "'"], "cannot be split into words"),
+        (["--on", "ray", "--engine-options", "--strategy=heap"], "must be one of pack, spread"),
+        (["--on", "ray", "--engine-options", "--resources GPU=x"], "must be such as CPU=2,GPU=1"),
+        (["--on", "ray", "--engine-options", "--gpu 1"], "has no option --gpu: it has --address"),
+        (["--on", "mpi", "-H", "a:0"], "slots of a must be a number from 1"),
+        (["--on", "ray", "--stdin", "0"], "--stdin 0 needs a job on this host"),
+    ],
+)
+@pytest.mark.usefixtures("engines")
+def test_mistakes_are_named_before_anything_starts(
+    words: list[str], problem: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("")
+    assert main(["run", *words, str(script)]) == 2
+    assert problem in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ("ray", "there is no Ray cluster here: start one with `ray start --head`"),
+        ("slurm", "there is no Slurm here: no salloc on PATH"),
+        ("mpi", "there is no MPI here: neither mpirun nor mpiexec is on PATH"),
+    ],
+)
+def test_an_engine_that_is_not_here_is_named(
+    engine: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("PYTHONPATH", str(FAKES))
+    monkeypatch.delenv("FAKE_RAY_NODES", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
+    with pytest.raises(ConfigError, match=problem), no_leaks():
+        on_engine(engine)(job, QuietConsole())
+
+
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_a_node_that_cannot_start_braid_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text(
+        "#!/bin/sh\ncase $1 in --test-only) exit 0;; esac\n"
+        "echo 'python: No module named braid' >&2\nexit 1\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
+    with pytest.raises(ConfigError, match="host n1 has no agent: python: No module named braid"):
+        on_engine("slurm")(job, QuietConsole())
+
+
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_nodes_that_do_not_come_are_waited_for_so_long_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salloc = tmp_path / "salloc"
+    salloc.write_text(
+        "#!/bin/sh\necho 'salloc: job 8 queued and waiting for resources' >&2\nexec sleep 60\n"
+    )
+    salloc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
+    with pytest.raises(ConfigError, match="no nodes within 1 s: salloc: job 8 queued"):
+        on_engine("slurm", start_limit_s=1.0)(job, QuietConsole())
