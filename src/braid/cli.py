@@ -72,7 +72,7 @@ def _answer(given: list[str]) -> int:
         if given[:1] == ["run"]:
             given[1:] = separate_command(translated(given[1:]))
         elif given[:2] in (["slurm", "script"], ["k8s", "manifest"]):
-            given[2:] = separate_command(given[2:])
+            given[2:] = separate_command(joined(given[2:], "--options"))
         return _dispatch(given)
     except ConfigError as exc:
         what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
@@ -119,6 +119,15 @@ def _check_command(first: str, rest: Sequence[str]) -> None:
     )
     msg = f"there is no command {prefix}{word}: {hint}"
     raise ConfigError(msg)
+
+
+def joined(arguments: Sequence[str], option: str) -> list[str]:
+    """Join an option and its value, which may begin with dashes as an option does."""
+    words = list(arguments)
+    if option in words[:-1]:
+        index = words.index(option)
+        words[index : index + 2] = [f"{option}={words[index + 1]}"]
+    return words
 
 
 def separate_command(arguments: Sequence[str]) -> list[str]:
