@@ -11,26 +11,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from engine_starts import ENGINES, MARK, nothing_left, on_engine, run
 
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, Supervisor, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
-from braid.launch.engines.options import EngineOptions
-from braid.launch.engines.supervisor import EngineSupervisor
-from braid.testing.launch_conformance import CLAIMS, NUM_RANKS, Start
+from braid.testing.launch_conformance import CLAIMS, NUM_RANKS
 from braid.testing.leaks import no_leaks
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 FAKES = Path(__file__).parents[1] / "fakes"
-ENGINES = ("ray", "slurm", "mpi")
-MARK = "BRAID_TEST_MARK"
 LIMIT_S = 30.0
 
 
@@ -45,14 +41,6 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def on_engine(engine: str, **options: object) -> Start:
-    def start(job: JobSpec, console: QuietConsole) -> Outcome:
-        where = EngineOptions(engine=engine, num_ranks=job.num_ranks, environ=(MARK,), **options)
-        return EngineSupervisor(console).run_on(job, where)
-
-    return start
-
-
 def here(job: JobSpec, console: QuietConsole) -> Outcome:
     return Supervisor(console).run(job)
 
@@ -65,26 +53,10 @@ def by_shell(job: JobSpec, console: QuietConsole) -> Outcome:
 STARTS = {"local": here, "ssh": by_shell, **{engine: on_engine(engine) for engine in ENGINES}}
 
 
-def marked(mark: str) -> list[str]:
-    """Processes of this machine that have a mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(f"{process.pid} {' '.join(process.cmdline())}")
-    return found
-
-
-@pytest.fixture
-def nothing_left(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    mark = request.node.nodeid
-    monkeypatch.setenv(MARK, mark)
-    with no_leaks():
+@pytest.fixture(name="nothing_left")
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nothing_left(request.node.nodeid):
         yield
-    deadline_s = time.monotonic() + 5.0
-    while marked(mark) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert marked(mark) == []
 
 
 # in the fast tests, an engine shows what depends on how it starts, signals and reports; all of it in `make proof`
@@ -108,13 +80,6 @@ def test_every_launcher_keeps_each_claim(launcher: str, claim: str, tmp_path: Pa
     CLAIMS[claim](STARTS[launcher], tmp_path)
 
 
-def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "braid", "run", *words]
-    return subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 @pytest.mark.usefixtures("engines", "nothing_left")
 def test_jobs_of_several_engines_run_at_the_same_time(tmp_path: Path) -> None:
     program = ("-m", "braid.testing.launched", "places")
@@ -122,13 +87,6 @@ def test_jobs_of_several_engines_run_at_the_same_time(tmp_path: Path) -> None:
     done = [job.communicate(timeout=LIMIT_S) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], done
     assert all("[rank 1] line 1999 of rank 1" in out for out, _ in done)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +201,44 @@ def test_nodes_that_do_not_come_are_waited_for_so_long_only(
     job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
     with pytest.raises(ConfigError, match="no nodes within 1 s: salloc: job 8 queued"):
         on_engine("slurm", start_limit_s=1.0)(job, QuietConsole())
+
+
+SURVIVING = """
+import os, signal, sys, torch, braid
+group = braid.init()
+group.all_reduce(torch.ones(1))
+if group.rank == int(sys.argv[2]):
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("shard-7 is missing")
+for _ in range(10**6):
+    group.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "cause"),
+    [
+        ("kill", "1", "RankLost: died; mpirun may say how"),
+        pytest.param("raise", "1", "ValueError: shard-7 is missing", marks=pytest.mark.proof),
+        pytest.param("kill", "0", "RankLost: died; mpirun may say how", marks=pytest.mark.proof),
+        pytest.param("raise", "0", "ValueError: shard-7 is missing", marks=pytest.mark.proof),
+    ],
+)
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_survivors_without_a_launcher_print_one_block(
+    how: str, rank: str, cause: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(SURVIVING)
+    command = ["mpirun", "-np", "3", sys.executable, str(script), how, rank]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * LIMIT_S)
+    assert done.returncode != 0
+    assert done.stderr.count("braid: run stopped") == 1, done.stderr
+    block = done.stderr[done.stderr.index("braid: run stopped") :]
+    assert f"cause    rank {rank}" in block
+    assert cause in block
+    others = [str(other) for other in range(3) if str(other) != rank]
+    if (how, rank) != ("kill", "0"):  # whose store is gone, so that each survivor knows itself
+        assert f"ranks {','.join(others)} were waiting in all_reduce" in block
+    assert done.stderr.count("Traceback") == (how == "raise")

@@ -1,0 +1,80 @@
+"""Set-up that tests of engines share: launchers under test, and what a job must not leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from braid.launch import JobSpec, Outcome, QuietConsole
+from braid.launch.engines.options import EngineOptions
+from braid.launch.engines.supervisor import EngineSupervisor
+from braid.testing.launch_conformance import Start
+from braid.testing.leaks import no_leaks
+
+__all__ = ["ENGINES", "MARK", "agents_of", "nothing_left", "on_engine", "run"]
+
+ENGINES = ("ray", "slurm", "mpi")
+MARK = "BRAID_TEST_MARK"
+AGENT = "braid.launch.engines.joined_agent"
+
+
+def on_engine(engine: str, words: tuple[str, ...] = (), **options: object) -> Start:
+    """A launcher that runs jobs on an engine."""
+
+    def start(job: JobSpec, console: QuietConsole) -> Outcome:
+        where = EngineOptions(
+            engine=engine, num_ranks=job.num_ranks, words=words, environ=(MARK,), **options
+        )
+        return EngineSupervisor(console).run_on(job, where)
+
+    return start
+
+
+def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start `braid run`."""
+    command = [sys.executable, "-m", "braid", "run", *words]
+    return subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def agents_of(mark: str) -> list[psutil.Process]:
+    """Agents of this machine that have joined a launcher with a mark, or all if it is empty."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[-1:] == [AGENT] and mark in process.environ().get(MARK, ""):
+                found.append(process)
+    return found
+
+
+def marked(mark: str) -> list[str]:
+    """Processes of this machine that have a mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(f"{process.pid} {' '.join(process.cmdline())}")
+    return found
+
+
+@contextmanager
+def nothing_left(mark: str) -> Iterator[None]:
+    """Fail if a job leaves a process with a mark on this machine, or anything in this process."""
+    os.environ[MARK] = mark
+    try:
+        with no_leaks():
+            yield
+        deadline_s = time.monotonic() + 5.0
+        while marked(mark) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        assert marked(mark) == []
+    finally:
+        del os.environ[MARK]

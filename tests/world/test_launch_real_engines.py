@@ -1,0 +1,238 @@
+"""The claims of `test_launch_engines.py` on the real engines: Ray, Slurm, Open MPI, each skipped where it is not installed.
+
+Slurm is two nodes of this machine (two slurmd by name, no cgroups); Ray is two raylets; mpirun starts on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from engine_starts import ENGINES, agents_of, nothing_left, on_engine, run
+
+from braid.testing.launch_conformance import CLAIMS
+
+pytestmark = [pytest.mark.procs, pytest.mark.launcher, pytest.mark.proof]
+LIMIT_S = 60.0
+NODES, CPUS = ("n1", "n2"), 8
+DAEMONS = ("munged", "slurmctld", "slurmd")
+WORDS = {"slurm": ("--nodes=2",), "ray": ("--strategy=spread",), "mpi": ()}
+CONFIG = """\
+ClusterName=braid
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort=16817
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={place}/munge/socket
+CredType=cred/munge
+StateSaveLocation={place}/state
+SlurmdSpoolDir={place}/spool.%n
+SlurmctldPidFile={place}/slurmctld.pid
+SlurmdPidFile={place}/slurmd.%n.pid
+SlurmctldLogFile={place}/slurmctld.log
+SlurmdLogFile={place}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1
+ReturnToService=2
+InactiveLimit=0
+KillWait=5
+MinJobAge=300
+JobRequeue=1
+PropagateResourceLimits=NONE
+"""
+CLUSTER = """\
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster()
+for _ in range(2):
+    cluster.add_node(num_cpus=2)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The configuration file of a Slurm that runs here."""
+    missing = [name for name in DAEMONS if not shutil.which(name, path="/usr/sbin:/usr/bin")]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"needs root and Slurm (slurm-wlm, munge): {', '.join(missing) or 'no root'}")
+    place = tmp_path_factory.mktemp("slurm")
+    for parent in (place, *place.parents):  # munge's user passes through
+        if parent != Path("/tmp"):
+            parent.chmod(parent.stat().st_mode | 0o011)
+        else:
+            break
+    munge = place / "munge"
+    munge.mkdir(mode=0o755)
+    (place / "state").mkdir()
+    (munge / "key").write_bytes(os.urandom(1024))
+    (munge / "key").chmod(0o400)
+    for path in (munge, munge / "key"):
+        shutil.chown(path, "munge", "munge")
+    config = place / "slurm.conf"
+    lines = [CONFIG.format(place=place)]
+    for number, name in enumerate(NODES, 1):
+        (place / f"spool.{name}").mkdir()
+        lines.append(
+            f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={17000 + number} "
+            f"CPUs={CPUS} RealMemory=4000 State=UNKNOWN\n"
+        )
+    lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
+    config.write_text("".join(lines))
+    environ = {**os.environ, "SLURM_CONF": str(config)}
+    as_munge = ["setpriv", "--reuid=munge", "--regid=munge", "--clear-groups"]
+    names = ("socket", "pid-file", "log-file", "seed-file")
+    files = [f"--{name}={munge / name.partition('-')[0]}" for name in names]
+    subprocess.run(
+        [*as_munge, "/usr/sbin/munged", f"--key-file={munge / 'key'}", *files, "--force"],
+        check=True,
+    )
+    subprocess.run(["/usr/sbin/slurmctld", "-c", "-i"], env=environ, check=True)
+    for name in NODES:
+        subprocess.run(["/usr/sbin/slurmd", "-N", name], env=environ, check=True)
+    try:
+        deadline_s = time.monotonic() + LIMIT_S
+        while _output("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", **environ).split() != [*NODES]:
+            assert time.monotonic() < deadline_s, "Slurm's nodes do not come up"
+            time.sleep(0.1)
+        yield str(config)
+    finally:
+        subprocess.run(["scancel", "-u", "root"], env=environ, check=False)
+        for file in (*place.glob("slurm*.pid"), munge / "pid"):
+            _end(int(file.read_text()))
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Ray cluster of two nodes."""
+    if find_spec("ray") is None:
+        pytest.skip("needs Ray: pip install 'braid-train[ray]'")
+    place = tmp_path_factory.mktemp("ray")
+    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        cwd=place,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert cluster.stdin is not None
+    assert cluster.stdout is not None
+    with cluster:
+        yield cluster.stdout.readline().strip()
+        cluster.stdin.close()
+        cluster.wait(LIMIT_S)
+
+
+def _output(*words: str, **environ: str) -> str:
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=False).stdout
+
+
+def _end(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + 10.0
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an engine that is up."""
+    name: str = request.param
+    if name == "slurm":
+        monkeypatch.setenv("SLURM_CONF", request.getfixturevalue("slurm"))
+    elif name == "ray":
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
+    elif shutil.which("mpirun") is None:
+        pytest.skip("needs MPI: apt-get install openmpi-bin")
+    return name
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_real_engine_keeps_each_claim(
+    engine: str, claim: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    with nothing_left(request.node.nodeid):
+        CLAIMS[claim](on_engine(engine, WORDS[engine]), tmp_path)
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+def test_a_killed_agent_is_named_within_a_second(engine: str, tmp_path: Path) -> None:
+    options = " ".join(WORDS[engine])
+    words = ["--engine-options", options] if options else []
+    program = ("-m", "braid.testing.launched", "wait")
+    job = run("--on", engine, *words, "-n", "3", "--grace", "0.2", *program, cwd=tmp_path)
+    assert job.stdout is not None
+    waiting: set[str] = set()
+    while len(waiting) < 3:
+        waiting.add(job.stdout.readline())
+    agents = agents_of("")
+    victim = agents[-1].parent() if engine == "ray" else agents[-1]
+    assert victim is not None
+    victim.send_signal(signal.SIGKILL)
+    _, text = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 1
+    reasons = {"ray": "lost its Ray actor", "slurm": "was ended by Slurm", "mpi": "exit code 137"}
+    assert "HostLost" in text
+    assert reasons[engine] in text
+    assert agents_of("") == []
+
+
+@pytest.mark.parametrize("engine", ["slurm", "mpi"], indirect=True)
+def test_a_program_that_the_engine_starts_directly_finds_its_rank(
+    engine: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, torch, braid\ngroup = braid.init()\n"
+        "x = group.all_reduce(torch.tensor([1.0 + group.rank]))\n"
+        "print(group.rank, group.size, os.environ['LOCAL_RANK'], x.item(), flush=True)\n"
+    )
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    starts = {
+        "slurm": ["srun", "-N", "2", "-n", "3", "--ntasks-per-node=2"],
+        "mpi": ["mpirun", "--oversubscribe", "-np", "3"],
+    }
+    done = subprocess.run(
+        [*starts[engine], sys.executable, str(script)],
+        env={**os.environ, **as_root},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    locals_ = {"slurm": ["0", "1", "0"], "mpi": ["0", "1", "2"]}[engine]
+    assert lines == [f"{rank} 3 {locals_[rank]} 6.0" for rank in range(3)]
+
+
+@pytest.mark.parametrize("engine", ["slurm"], indirect=True)
+def test_more_than_slurm_has_is_refused_at_once(engine: str, tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    job = run("--on", engine, "-n", "400", "-m", "braid.testing.launched", "places", cwd=tmp_path)
+    _, text = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 2
+    assert "Requested node configuration is not available. Free are n1 8 of 8" in text
+    assert time.monotonic() - begin_s < LIMIT_S / 4
