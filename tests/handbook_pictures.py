@@ -283,7 +283,7 @@ def kinds_of_splits() -> str:
     device = DEVICES["a100-40gb"]
     model, _ = described("", "gpt2-medium", 1024, device, "bf16")
     machines = DescribedMachines(Cluster(levels), device, dtype="bf16")
-    return comparison(find_splits(model, machines, Training(64, param_item=2)))
+    return comparison(find_splits(model, machines, Training(64, dtype="bf16")))
 
 
 PICTURES: tuple[Callable[[], str], ...] = (
