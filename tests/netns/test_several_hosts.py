@@ -277,7 +277,9 @@ def test_a_node_whose_leader_has_no_name_or_is_not_there_says_so(lab, tmp_path, 
         hosts.braid("a", *told, "tcp://10.77.0.1:1", JOBS, "place", cwd=tmp_path, **secret),
     )
     assert "the host name 'nowhere.invalid' of node 0 is not resolvable" in nameless[2]
-    assert "node 1 cannot reach the launcher yet (tcp://10.77.0.1:1: connection refused)" in nobody[2]
+    assert (
+        "node 1 cannot reach the launcher yet (tcp://10.77.0.1:1: connection refused)" in nobody[2]
+    )
     assert (nameless[0], nobody[0]) == (2, 2)
 
 
