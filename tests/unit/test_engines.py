@@ -20,7 +20,7 @@ from braid.launch.engines.client_words import ClientWords
 from braid.launch.engines.invitation import Invitation, forget_engine
 from braid.launch.engines.kubernetes import SECRET_FILE, Manifest
 from braid.launch.engines.mpi_client import command_for, shares
-from braid.launch.engines.ray_client import Node, place
+from braid.launch.engines.ray_nodes import Node, place
 from braid.launch.engines.slurm_client import allocated, lost_task
 from braid.launch.engines.slurm_script import BatchScript
 

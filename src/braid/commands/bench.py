@@ -466,11 +466,36 @@ def bench_zero(
     return 0
 
 
+def bench_launch(
+    *,
+    on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ENGINE [...]")] = (),
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 8,
+    rounds: int = 3,
+    out: str = "runs/bench-launch",
+) -> int:
+    """Measure launchers: from the command to the first step, and from a death to the survivors.
+
+    Args:
+        on: Engines beside `braid run`, whose cluster is up: ray, slurm, mpi.
+        n: Number of ranks.
+        rounds: Rounds, in turns; figures are medians over them.
+        out: Directory for launch.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import launch
+
+    bench = launch.LaunchBench(engines=on, ranks=n, rounds=rounds, out=Path(out))
+    launch.print_launch(launch.run_launch(bench), bench.out)
+    return 0
+
+
 BENCHES: Mapping[str, Callable[..., int]] = {
     "bench comm": bench_comm,
     "bench ddp": bench_ddp,
     "bench hooks": bench_hooks,
     "bench horovod": bench_horovod,
+    "bench launch": bench_launch,
     "bench net": bench_net,
     "bench pipeline": bench_pipeline,
     "bench ps": bench_ps,

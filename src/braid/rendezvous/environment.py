@@ -178,7 +178,8 @@ class JobEnvironment:
         Raises:
             ConfigError: The variables make no sense.
         """
-        engine, values = as_torchrun(os.environ, name_of_job())
+        job = name_of_job() if "PMI_RANK" in os.environ else ""
+        engine, values = as_torchrun(os.environ, job)
         if engine == "srun" and "MASTER_ADDR" in values:
             values["MASTER_ADDR"] = address_of_node(values["MASTER_ADDR"])
         os.environ.update(values)

@@ -30,15 +30,15 @@ from braid.errors import ConfigError
 from braid.launch.engines.client_words import ClientWords, run_client
 from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
+from braid.launch.engines.ray_nodes import STRATEGIES, Node, place
 
-__all__ = ["Node", "main", "place"]
+__all__ = ["main", "run_agent"]
 
 Ended = tuple[int, str, dict[int, bytes]]
 PR_SET_PDEATHSIG = 1
 TAIL = 2000  # characters of what an agent has printed
 PROBE_LIMIT_S = 5.0
 POLL_S = 0.5
-STRATEGIES = ("pack", "spread")
 
 
 class Reserved(NamedTuple):
@@ -53,67 +53,6 @@ class Reserved(NamedTuple):
     group: Any
     bundles: list[dict[str, float]]
     actors: list[Any]
-
-
-class Node(NamedTuple):
-    """A node of the cluster.
-
-    Attributes:
-        key: Identifier of the node.
-        name: Name of its host.
-        free: Resources that nobody uses.
-    """
-
-    key: str
-    name: str
-    free: Mapping[str, float]
-
-    def fits(self, each: Mapping[str, float]) -> int:
-        """Return how many ranks have room here."""
-        counts = [
-            int(self.free.get(name, 0.0) / want + 1e-9) for name, want in each.items() if want
-        ]
-        return min(counts, default=0)
-
-
-def place(
-    nodes: Sequence[Node], num_ranks: int, each: Mapping[str, float], strategy: str = "pack"
-) -> list[tuple[Node, int]]:
-    """Choose the nodes of a job, with the number of ranks of each.
-
-    Args:
-        nodes: Nodes of the cluster.
-        num_ranks: Number of ranks; as many as have room when 0.
-        each: Resources of a rank.
-        strategy: `pack` for as few nodes as possible, `spread` for as many.
-
-    Raises:
-        ConfigError: There is too little room; the message says what is free.
-
-    >>> a, b = Node("1", "a", {"CPU": 4}), Node("2", "b", {"CPU": 2})
-    >>> [(node.name, count) for node, count in place([b, a], 5, {"CPU": 1})]
-    [('a', 4), ('b', 1)]
-    """
-    room = sorted(((n.fits(each), n) for n in nodes), key=lambda pair: (-pair[0], pair[1].name))
-    total = sum(count for count, _ in room)
-    wanted = num_ranks or total
-    if not wanted or wanted > total:
-        asked = " ".join(f"{name}={want:g}" for name, want in each.items())
-        free = "; ".join(
-            f"{n.name} " + (" ".join(f"{k}={n.free.get(k, 0.0):g}" for k in each) or "nothing")
-            for _, n in room
-        )
-        msg = (
-            f"Ray has room for {total} ranks of {asked}, asked for {num_ranks or 'at least one'}: "
-            f"free are {free or 'no nodes'}. Ask for less with -n or --resources, or wait"
-        )
-        raise ConfigError(msg)
-    counts = [0] * len(room)
-    while sum(counts) < wanted:
-        for index, (most, _) in enumerate(room):
-            left = min(most - counts[index], wanted - sum(counts))
-            counts[index] += min(left, 1) if strategy == "spread" else left
-    return [(node, count) for count, (_, node) in zip(counts, room, strict=True) if count]
 
 
 def run_agent(line: bytes, payload: bytes) -> Ended:
