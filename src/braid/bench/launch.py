@@ -128,13 +128,13 @@ def print_launch(report: LaunchReport, out: Path) -> None:
 def _once(bench: LaunchBench, name: str) -> tuple[float, float]:
     """Run two jobs; return the seconds to the first step, and from the death to the survivors."""
     began_s = time.time()
-    outcome, told = _run(bench, name, "step")
+    outcome, lines = _run(bench, name, "step")
     if not outcome.ok:
         raise ConfigError(str(outcome))
-    first_s = max(each["first_step"] for each in told if "first_step" in each) - began_s
-    outcome, told = _run(bench, name, "kill")
-    killed = [each["killed"] for each in told if "killed" in each]
-    noticed = [each["noticed"] for each in told if "noticed" in each]
+    first_s = max(each["first_step"] for each in lines if "first_step" in each) - began_s
+    outcome, lines = _run(bench, name, "kill")
+    killed = [each["killed"] for each in lines if "killed" in each]
+    noticed = [each["noticed"] for each in lines if "noticed" in each]
     if not killed or len(noticed) != bench.ranks - 1:
         raise ConfigError(str(outcome))
     return first_s, max(noticed) - killed[0]

@@ -85,15 +85,15 @@ def engines() -> Engines:
     environ = os.environ
     try:
         engine, values = as_torchrun(environ, name_of_job())
-        found = engine_rank(environ) if engine else None
+        own = engine_rank(environ) if engine else None
     except ConfigError as exc:
         return Engines(problem=str(exc))
     rank = allocation = ""
-    if found is not None:
+    if own is not None:
         address = {"MASTER_ADDR": "?", "MASTER_PORT": "?", **environ, **values}
         rank = (
-            f"{engine}, rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
-            f"{found.local_world_size}, ranks meet at {address['MASTER_ADDR']}:"
+            f"{engine}, rank {own.rank} of {own.world_size}, local rank {own.local_rank} of "
+            f"{own.local_world_size}, ranks meet at {address['MASTER_ADDR']}:"
             f"{address['MASTER_PORT']}"
         )
     elif "SLURM_JOB_ID" in environ:

@@ -33,13 +33,13 @@ def address_of_node(name: str) -> str:
         socket.getaddrinfo(name, None)
         return name
     with suppress(OSError, subprocess.TimeoutExpired):
-        told = subprocess.run(
+        answer = subprocess.run(
             ["scontrol", "show", "node", name, "--oneliner"],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
             check=False,
         )
-        words = dict(word.partition("=")[::2] for word in told.stdout.split())
+        words = dict(word.partition("=")[::2] for word in answer.stdout.split())
         return words.get("NodeAddr", name)
     return name

@@ -1,4 +1,4 @@
-"""What srun, mpirun and Kubernetes tell a process that they start, as torchrun would say it.
+"""Ranks that srun, mpirun and Kubernetes start, described by torchrun's variables.
 
     srun        SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE ...
     Open MPI    OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK ...
@@ -71,9 +71,9 @@ def engine_rank(environ: Mapping[str, str]) -> EngineRank | None:
         ConfigError: Variables of an engine are no numbers, or do not fit together.
     """
     for read in (_open_mpi, _slurm, _mpich, _kubernetes):
-        found = read(environ)
-        if found is not None:
-            return found
+        rank = read(environ)
+        if rank is not None:
+            return rank
     return None
 
 
@@ -93,42 +93,41 @@ def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[st
             meet.
     """
     inner = any(environ.get(name) for name in ("BRAID_STORE", "TORCHELASTIC_RUN_ID"))
-    found = None if inner else engine_rank(environ)
-    if found is None:
+    own = None if inner else engine_rank(environ)
+    if own is None:
         return "", {}
-    for name, value in (("RANK", found.rank), ("WORLD_SIZE", found.world_size)):
+    for name, value in (("RANK", own.rank), ("WORLD_SIZE", own.world_size)):
         given = environ.get(name, "")
-        is_count = name == "WORLD_SIZE" and found.engine == "kubernetes"
-        if given and given != str(value) and not is_count:
+        if given and given != str(value):
             msg = (
-                f"two launchers have started this process: {found.engine} says {name}={value}, and "
+                f"two launchers have started this process: {own.engine} says {name}={value}, and "
                 f"{name}={given} is set. Unset {name}, or start the program in one way"
             )
             raise ConfigError(msg)
     address = environ.get("MASTER_ADDR", "")
-    address = address or (LOOPBACK if found.is_on_one_host else found.first_host)
+    address = address or (LOOPBACK if own.is_on_one_host else own.first_host)
     if not address:
         msg = (
-            f"{found.engine} does not say where rank 0 runs: set MASTER_ADDR to its host on all "
-            f"ranks, and MASTER_PORT to a free port ({_how(found.engine)})"
+            f"{own.engine} does not say where rank 0 runs: set MASTER_ADDR to its host on all "
+            f"ranks, and MASTER_PORT to a free port ({_how(own.engine)})"
         )
         raise ConfigError(msg)
-    name = found.job or job
+    name = own.job or job
     if not (name or environ.get("MASTER_PORT")):
-        msg = f"{found.engine} does not name the job: set MASTER_PORT to a free port on all ranks"
+        msg = f"{own.engine} does not name the job: set MASTER_PORT to a free port on all ranks"
         raise ConfigError(msg)
     values = {
-        "RANK": found.rank,
-        "WORLD_SIZE": found.world_size,
-        "LOCAL_RANK": found.local_rank,
-        "LOCAL_WORLD_SIZE": found.local_world_size,
-        "GROUP_RANK": max(0, found.node_rank),
-        "GROUP_WORLD_SIZE": found.num_nodes or (1 if found.is_on_one_host else 0),
+        "RANK": own.rank,
+        "WORLD_SIZE": own.world_size,
+        "LOCAL_RANK": own.local_rank,
+        "LOCAL_WORLD_SIZE": own.local_world_size,
+        "GROUP_RANK": max(0, own.node_rank),
+        "GROUP_WORLD_SIZE": own.num_nodes or (1 if own.is_on_one_host else 0),
         "MASTER_ADDR": address,
         "MASTER_PORT": FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS,
-        "BRAID_RUN_ID": f"{found.engine}-{name or environ.get('MASTER_PORT')}",
+        "BRAID_RUN_ID": f"{own.engine}-{name or environ.get('MASTER_PORT')}",
     }
-    return found.engine, {
+    return own.engine, {
         key: str(value) for key, value in values.items() if value != "" and not environ.get(key)
     }
 
@@ -140,7 +139,7 @@ def _open_mpi(environ: Mapping[str, str]) -> EngineRank | None:
         environ, "OMPI_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"
     )
     hosts = OPEN_MPIS_HOST.search(environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    # mpirun puts rank 0 on its own host, unless it is told otherwise
+    # mpirun puts rank 0 on its own host, unless it is shown otherwise
     first = hosts[1] if hosts is not None else ""
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
     return EngineRank("mpirun", rank, size, local, local_size, first_host=first, job=job)
@@ -191,8 +190,8 @@ def _numbers(environ: Mapping[str, str], prefix: str, *names: str) -> tuple[int,
     """Return variables as numbers."""
     wrong = [name for name in names if not environ.get(prefix + name, "").isdecimal()]
     if wrong:
-        told = ", ".join(f"{prefix}{name}={environ.get(prefix + name, '')!r}" for name in wrong)
-        msg = f"the engine's variables are no numbers: {told}"
+        shown = ", ".join(f"{prefix}{name}={environ.get(prefix + name, '')!r}" for name in wrong)
+        msg = f"the engine's variables are no numbers: {shown}"
         raise ConfigError(msg)
     return tuple(int(environ[prefix + name]) for name in names)
 

@@ -55,7 +55,7 @@ class Survivor(NamedTuple):
         world_size: Number of ranks.
         launched_by: Launcher that has started the ranks.
         store: Store of all ranks.
-        health: What this rank knows of the others.
+        health: Verdicts of this rank on the others.
         events: Events of this rank.
         clock: Time source.
         start_ns: Time at which the rank joined.
@@ -122,8 +122,8 @@ class Survivor(NamedTuple):
             others = set(range(self.world_size)) - {self.rank}
             missing = others - set(known) - set(self.health.lost)
             for rank in [r for r in others - set(known) if self.store.check([f"ends/{r}"])]:
-                told = self.store.get(f"ends/{rank}", STORE_LIMIT_S)
-                known[rank] = msgspec.json.decode(told, type=RankEnd)
+                text = self.store.get(f"ends/{rank}", STORE_LIMIT_S)
+                known[rank] = msgspec.json.decode(text, type=RankEnd)
                 missing.discard(rank)
             if not missing:
                 break

@@ -1,4 +1,4 @@
-"""What every launcher of braid does, wherever it starts ranks: on this host, by ssh, by an engine.
+"""Claims that every launcher keeps, wherever it starts ranks: here, by ssh, on an engine.
 
     for claim in CLAIMS.values():
         claim(start)        # start: function of a job and a console that returns the outcome

@@ -151,13 +151,13 @@ class EngineClient:
         *lines, self._lines = self._lines.split(b"\n")
         for line in lines:
             try:
-                told = msgspec.json.decode(line, type=FromClient)
+                message = msgspec.json.decode(line, type=FromClient)
             except msgspec.MsgspecError:  # a word of the engine's own
                 self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
                 continue
-            self._hosts = tuple(Host(*host) for host in told.hosts) or self._hosts
-            if told.why:
-                self._reasons[told.lost] = told.why
+            self._hosts = tuple(Host(*host) for host in message.hosts) or self._hosts
+            if message.why:
+                self._reasons[message.lost] = message.why
 
     @property
     def last_line(self) -> str:

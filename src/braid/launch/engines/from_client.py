@@ -22,6 +22,6 @@ class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lost: int = -1
     why: str = ""
 
-    def say(self) -> None:
+    def send(self) -> None:
         """Send the message to the launcher."""
         os.write(1, msgspec.json.encode(self) + b"\n")

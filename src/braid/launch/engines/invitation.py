@@ -1,4 +1,4 @@
-"""What an agent needs to join its launcher, and where it reads its node's number.
+"""Invitation of an agent to its launcher, and the number of the agent's node.
 
     launcher ── one line of JSON ──> srun | mpirun | an actor of Ray ── stdin ──> agent of each node
 

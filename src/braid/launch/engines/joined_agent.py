@@ -34,19 +34,19 @@ def main() -> int:
         if invitation.machine != machine():  # loopback leads to this machine
             addresses = tuple(a for a in addresses if not Address.parse(a).is_loopback)
         secret = invitation.key
-        link = dial(addresses, secret, node, invitation.limit_s, _say)
+        link = dial(addresses, secret, node, invitation.limit_s, _print)
         request = JoinRequest(node, invitation.num_nodes, 0, (), secret)
         bye = serve(link, join_request=request)
     except ConfigError as exc:
-        _say(str(exc))
+        _print(str(exc))
         return CANNOT_JOIN
     if bye.exit_code == LOST_EXIT_CODE and bye.text:
-        _say(bye.text)
+        _print(bye.text)
         return LOST_EXIT_CODE
     return 0  # the launcher says how the run has ended
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"braid: {text} ({socket.gethostname()})", file=sys.stderr, flush=True)
 
 

@@ -46,8 +46,8 @@ def find_mpirun() -> tuple[str, str]:
     if program is None:
         msg = f"there is no MPI here: neither {' nor '.join(PROGRAMS)} is on PATH"
         raise ConfigError(msg)
-    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    text = told.stdout + told.stderr
+    answer = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    text = answer.stdout + answer.stderr
     if "Open MPI" in text or "Open RTE" in text or "PRRTE" in text:
         return program, OPEN_MPI
     if "HYDRA" in text or "Intel(R) MPI" in text:
@@ -101,7 +101,7 @@ def main(words: Sequence[str]) -> int:
         hosts = _used(parse_hosts(given["hosts"]), given.num_ranks or None)
     else:
         hosts = shares(_look(program, whose, given.rest), given.num_ranks)
-    FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).say()
+    FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).send()
     line = sys.stdin.buffer.readline()
     if not line:  # the launcher has given up
         return 0
@@ -123,17 +123,17 @@ def _look(program: str, whose: str, words: Sequence[str]) -> list[tuple[str, int
     each = ("-ppn", "1") if whose == MPICH else ("--map-by", "ppr:1:node")
     argv = [program, *each, *words, sys.executable, "-c", LOOK]
     try:
-        told = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        answer = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired as exc:
         msg = f"`{' '.join(argv[:3])}` does not answer within {LIMIT_S:g} s"
         raise ConfigError(msg) from exc
-    found = [line.split()[1:] for line in told.stdout.splitlines() if line.startswith("@ ")]
-    if told.returncode or not found:
-        lines = [line.strip() for line in (told.stderr or told.stdout).splitlines()]
+    nodes = [line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("@ ")]
+    if answer.returncode or not nodes:
+        lines = [line.strip() for line in (answer.stderr or answer.stdout).splitlines()]
         why = next((line for line in lines if line.strip("- ")), "it gives no reason")
-        msg = f"mpirun cannot start processes (exit code {told.returncode}): {why}"
+        msg = f"mpirun cannot start processes (exit code {answer.returncode}): {why}"
         raise ConfigError(msg)
-    return [(name, int(cores)) for name, cores in found]
+    return [(name, int(cores)) for name, cores in nodes]
 
 
 if __name__ == "__main__":

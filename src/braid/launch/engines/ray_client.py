@@ -115,7 +115,7 @@ def main(words: Sequence[str]) -> int:
     chosen = place(_nodes(ray), given.num_ranks, each, strategy)
     reserved = _reserve(ray, chosen, each)
     try:
-        FromClient(hosts=tuple((node.name, count) for node, count in chosen)).say()
+        FromClient(hosts=tuple((node.name, count) for node, count in chosen)).send()
         line = sys.stdin.buffer.readline()
         if not line:  # the launcher has given up
             return 0
@@ -166,12 +166,12 @@ def _reserve(ray: Any, chosen: Sequence[tuple[Node, int]], each: Mapping[str, fl
     bundles = [{name: count * want for name, want in each.items()} for _, count in chosen]
     labels = [{"ray.io/node-id": node.key} for node, _ in chosen]
     group = ray.util.placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
-    told = False
+    is_announced = False
     while not group.wait(POLL_S):  # others may have been faster; the launcher limits the time
         state = ray.util.placement_group_table(group)["stats"]["scheduling_state"]
-        if not told:
+        if not is_announced:
             print(f"Ray answers {state}: others use what was free", file=sys.stderr, flush=True)
-            told = True
+            is_announced = True
         if not _launcher_lives():
             ray.util.remove_placement_group(group)
             sys.exit(0)
@@ -213,14 +213,14 @@ def _wait(ray: Any, ends: dict[Any, int], results_in: str) -> int:
         try:
             status, printed, results = ray.get(done[0])
         except ray.exceptions.RayError as exc:
-            FromClient(lost=number, why=_why(exc)).say()
+            FromClient(lost=number, why=_why(exc)).send()
             code = 1
             continue
         for rank, result in results.items():
             Path(f"{results_in}.{rank}").write_bytes(result)
         if status:
             last = printed.strip().splitlines()[-1:] or ["it printed nothing"]
-            FromClient(lost=number, why=f"ended with exit code {status}: {last[0]}").say()
+            FromClient(lost=number, why=f"ended with exit code {status}: {last[0]}").send()
             print(printed, file=sys.stderr, flush=True)
             code = 1
     return code

@@ -95,7 +95,7 @@ def main(words: Sequence[str]) -> int:
     if "SLURM_JOB_ID" not in os.environ:
         _allocate(given.num_ranks or 1, given.rest)
     hosts = allocated(os.environ, given.num_ranks)
-    FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).say()
+    FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).send()
     line = sys.stdin.buffer.readline()
     if not line:  # the launcher has given up
         return 0
@@ -106,7 +106,7 @@ def main(words: Sequence[str]) -> int:
         *("--cpu-bind", "none", "--kill-on-bad-exit=0", "--quiet", *AGENT),
     ]
     environ = {name: value for name, value in os.environ.items() if name not in SIZES}
-    return run_commands([Command(argv, line, lambda told: lost_task(hosts, told))], environ)
+    return run_commands([Command(argv, line, lambda text: lost_task(hosts, text))], environ)
 
 
 def _allocate(num_ranks: int, words: Sequence[str]) -> None:
@@ -140,11 +140,11 @@ def _allocate(num_ranks: int, words: Sequence[str]) -> None:
 
 def _free() -> str:
     """Return the idle processors of each node, in Slurm's words."""
-    told = subprocess.run(
+    answer = subprocess.run(
         ["sinfo", "-h", "-N", "-o", "%N %C %t"], capture_output=True, text=True, check=False
     )
     free = []
-    for line in sorted(set(told.stdout.splitlines())):
+    for line in sorted(set(answer.stdout.splitlines())):
         name, processors, state = line.split()
         free.append(f"{name} {processors.split('/')[1]} of {processors.split('/')[3]} ({state})")
     return ", ".join(free) or "no nodes"

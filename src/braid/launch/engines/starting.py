@@ -47,7 +47,7 @@ def run_commands(commands: Sequence[Command], environ: Mapping[str, str]) -> int
         ConfigError: A command cannot be started.
     """
     running: dict[int, tuple[Command, subprocess.Popen[bytes]]] = {}
-    heard: dict[int, bytes] = {}
+    partial: dict[int, bytes] = {}
     code = 0
     with selectors.DefaultSelector() as selector:
         for command in commands:
@@ -55,7 +55,7 @@ def run_commands(commands: Sequence[Command], environ: Mapping[str, str]) -> int
             assert process.stderr is not None
             fd = process.stderr.fileno()
             selector.register(fd, selectors.EVENT_READ)
-            running[fd], heard[fd] = (command, process), b""
+            running[fd], partial[fd] = (command, process), b""
         while running:
             for key, _ in selector.select():
                 fd = key.fd
@@ -63,15 +63,15 @@ def run_commands(commands: Sequence[Command], environ: Mapping[str, str]) -> int
                 chunk = os.read(fd, CHUNK)
                 if chunk:
                     os.write(2, chunk)
-                    *lines, heard[fd] = (heard[fd] + chunk).split(b"\n")
-                    _tell(command, lines)
+                    *lines, partial[fd] = (partial[fd] + chunk).split(b"\n")
+                    _report(command, lines)
                     continue
                 selector.unregister(fd)
                 del running[fd]
                 status = process.wait()
                 if status and command.node >= 0:
                     how = f"ended with {command.argv[0]}, exit code {status}"
-                    FromClient(lost=command.node, why=how).say()
+                    FromClient(lost=command.node, why=how).send()
                 code = code or status
     return code
 
@@ -95,8 +95,8 @@ def _start(command: Command, environ: Mapping[str, str]) -> subprocess.Popen[byt
     return process
 
 
-def _tell(command: Command, lines: Sequence[bytes]) -> None:
+def _report(command: Command, lines: Sequence[bytes]) -> None:
     for line in lines:
         lost = command.lost(line.decode(errors="replace").strip())
         if lost is not None:
-            FromClient(lost=lost[0], why=lost[1]).say()
+            FromClient(lost=lost[0], why=lost[1]).send()
