@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,6 +57,12 @@ MinJobAge=300
 JobRequeue=1
 PropagateResourceLimits=NONE
 """
+
+
+class Missing(Exception):
+    """An engine is not installed."""
+
+
 CLUSTER = """\
 import sys
 from ray.cluster_utils import Cluster
@@ -68,13 +75,13 @@ cluster.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The configuration file of a Slurm that runs here."""
+@contextmanager
+def slurm(place: Path) -> Iterator[str]:
+    """Start a Slurm; gives its configuration file."""
     missing = [name for name in DAEMONS if not shutil.which(name, path="/usr/sbin:/usr/bin")]
     if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root and Slurm (slurm-wlm, munge): {', '.join(missing) or 'no root'}")
-    place = tmp_path_factory.mktemp("slurm")
+        msg = f"needs root and Slurm (slurm-wlm, munge): {', '.join(missing) or 'no root'}"
+        raise Missing(msg)
     for parent in (place, *place.parents):  # munge's user passes through
         if parent != Path("/tmp"):
             parent.chmod(parent.stat().st_mode | 0o011)
@@ -120,12 +127,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             _end(int(file.read_text()))
 
 
-@pytest.fixture(scope="module")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Ray cluster of two nodes."""
+@contextmanager
+def ray_cluster(place: Path) -> Iterator[str]:
+    """Start a Ray cluster of two nodes; gives its address."""
     if find_spec("ray") is None:
-        pytest.skip("needs Ray: pip install 'braid-train[ray]'")
-    place = tmp_path_factory.mktemp("ray")
+        msg = "needs Ray: pip install 'braid-train[ray]'"
+        raise Missing(msg)
     environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     cluster = subprocess.Popen(
         [sys.executable, "-c", CLUSTER],
@@ -155,16 +162,41 @@ def _end(pid: int) -> None:
         time.sleep(0.05)
 
 
+@contextmanager
+def mpi(place: Path) -> Iterator[str]:
+    """Find mpirun, which needs nothing to run."""
+    if shutil.which("mpirun") is None:
+        msg = "needs MPI: apt-get install openmpi-bin"
+        raise Missing(msg)
+    yield str(place)
+
+
+STARTS = {"slurm": ("SLURM_CONF", slurm), "ray": ("RAY_ADDRESS", ray_cluster), "mpi": ("", mpi)}
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Value of each engine's variable; the reason why it is not here begins with `needs`."""
+    found = {}
+    with ExitStack() as stack:
+        for name, (_, start) in STARTS.items():
+            try:
+                found[name] = stack.enter_context(start(tmp_path_factory.mktemp(name)))
+            except Missing as exc:
+                found[name] = str(exc)
+        yield found
+
+
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def engine(
+    request: pytest.FixtureRequest, clusters: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> str:
     """The name of an engine that is up."""
     name: str = request.param
-    if name == "slurm":
-        monkeypatch.setenv("SLURM_CONF", request.getfixturevalue("slurm"))
-    elif name == "ray":
-        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
-    elif shutil.which("mpirun") is None:
-        pytest.skip("needs MPI: apt-get install openmpi-bin")
+    if clusters[name].startswith("needs"):
+        pytest.skip(clusters[name])
+    if variable := STARTS[name][0]:
+        monkeypatch.setenv(variable, clusters[name])
     return name
 
 
@@ -193,7 +225,12 @@ def test_a_killed_agent_is_named_within_a_second(engine: str, tmp_path: Path) ->
     victim.send_signal(signal.SIGKILL)
     _, text = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 1
-    reasons = {"ray": "lost its Ray actor", "slurm": "was ended by Slurm", "mpi": "exit code 137"}
+    # Open MPI takes two seconds to end, and survivors do not wait for its reason
+    reasons = {
+        "ray": "lost its Ray actor",
+        "slurm": "was ended by Slurm",
+        "mpi": "has closed the connection",
+    }
     assert "HostLost" in text
     assert reasons[engine] in text
     assert agents_of("") == []
@@ -207,7 +244,8 @@ def test_a_program_that_the_engine_starts_directly_finds_its_rank(
     script.write_text(
         "import os, torch, braid\ngroup = braid.init()\n"
         "x = group.all_reduce(torch.tensor([1.0 + group.rank]))\n"
-        "print(group.rank, group.size, os.environ['LOCAL_RANK'], x.item(), flush=True)\n"
+        "line = f\"{group.rank} {group.size} {os.environ['LOCAL_RANK']} {x.item()}\\n\"\n"
+        "os.write(1, line.encode())  # as a whole: engines do not keep lines together\n"
     )
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     starts = {

@@ -122,7 +122,7 @@ def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[st
         "LOCAL_RANK": own.local_rank,
         "LOCAL_WORLD_SIZE": own.local_world_size,
         "GROUP_RANK": max(0, own.node_rank),
-        "GROUP_WORLD_SIZE": own.num_nodes or (1 if own.is_on_one_host else 0),
+        "GROUP_WORLD_SIZE": own.num_nodes or (1 if own.is_on_one_host else ""),
         "MASTER_ADDR": address,
         "MASTER_PORT": FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS,
         "BRAID_RUN_ID": f"{own.engine}-{name or environ.get('MASTER_PORT')}",

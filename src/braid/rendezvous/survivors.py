@@ -91,7 +91,6 @@ class Survivor(NamedTuple):
             last_events=last_events(ring, last_operation_end(ring) - 1),
         )
         is_symptom = end.ending is Ending.SYMPTOM
-        is_symptom = end.ending is Ending.SYMPTOM
         known, prints = {self.rank: end}, False
         try:
             self.store.set(f"ends/{self.rank}", msgspec.json.encode(end))
