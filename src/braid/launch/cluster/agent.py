@@ -64,7 +64,6 @@ from braid.wire import Secret
 __all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]
 
 SILENCE_S = 60.0  # after which the launcher counts as lost
-REPEATED_NS = 1_000_000_000
 LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
 REAPER = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
@@ -79,6 +78,8 @@ class JoinRequest(NamedTuple):
         slots: Value of `-n`.
         command: Command of the ranks.
         secret: Secret of all nodes.
+        is_on_engine: Whether an engine has started the agent: it may send SIGTERM again and again
+            while ranks save, and ends what takes too long by itself.
     """
 
     node_rank: int | None
@@ -86,6 +87,7 @@ class JoinRequest(NamedTuple):
     slots: int
     command: tuple[str, ...]
     secret: Secret
+    is_on_engine: bool = False
 
 
 def serve(
@@ -136,7 +138,7 @@ class _Agent:
         self._bye: Bye | None = None
         self._refused = ""
         self._num_signals = 0
-        self._last_signal = (0, 0)
+        self._is_on_engine = join_request is not None and join_request.is_on_engine
         self._run_id = ""
         self._node = -1
         self._secret: Secret | None = join_request.secret if join_request is not None else None
@@ -205,19 +207,15 @@ class _Agent:
 
     def _on_signals(self) -> None:
         for signum in self._inbox.drain():
-            if signum != SIGCHLD and not self._is_repeated(signum):
+            if signum != SIGCHLD:
+                if self._num_signals and signum == SIGTERM and self._is_on_engine:
+                    continue
                 self._num_signals += 1
                 self._channel.send(Signalled(signum))
                 if self._num_signals > 1:
                     self._bye = Bye(128 + signum, "braid: ended by a second signal")
         if self._ranks is not None:
             self._ranks.reap()
-
-    def _is_repeated(self, signum: int) -> bool:
-        """Whether a signal follows on an equal one at once, as Slurm's SIGTERM at a time limit."""
-        last, now_ns = self._last_signal, self._clock.now_ns()
-        self._last_signal = (signum, now_ns)
-        return signum == SIGTERM == last[0] and now_ns - last[1] < REPEATED_NS
 
     def _end_run(self, why: str) -> None:
         if self._bye is None:

@@ -99,6 +99,11 @@ class RemoteBackend:
             agent.on_message, agent.on_lost = self._on_message, self._on_lost
 
     @property
+    def is_on_engine(self) -> bool:
+        """Whether an engine has started the agents."""
+        return self._hosts_ready.starter is not None
+
+    @property
     def store_address(self) -> str:
         """Address of the launcher in the network of all hosts, unless the user named another."""
         return str(Address(host=self._hosts_ready.listen or self._hosts_ready.addresses[LAUNCHER]))

@@ -72,6 +72,8 @@ def run_agent(line: bytes, payload: bytes) -> Ended:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # dies with this actor
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks
 
+    # a worker that waits here would outlive its raylet, and this node's agent with it
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # Ray's own
     with tempfile.TemporaryDirectory(prefix="braid-ray-") as directory:
         if payload:

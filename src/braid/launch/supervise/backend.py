@@ -85,6 +85,11 @@ class RankBackend(Protocol):
         ...
 
     @property
+    def is_on_engine(self) -> bool:
+        """Whether an engine runs the nodes, which may repeat SIGTERM while ranks save."""
+        ...
+
+    @property
     def hosts(self) -> tuple[RunHost, ...]:
         """Hosts of the ranks, in rank order."""
         ...

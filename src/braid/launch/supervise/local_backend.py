@@ -41,6 +41,7 @@ class LocalBackend:
     """
 
     spans_hosts = False
+    is_on_engine = False
     deadline_ns: int | None = None
 
     def __init__(self, job: JobSpec, *, owns_process: bool = False) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from signal import SIGCHLD, SIGINT, SIGKILL, SIGUSR1
+from signal import SIGCHLD, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 from braid._version import __version__
 from braid.clock import Clock
@@ -318,6 +318,8 @@ class _Run:
     def _on_signal(self, signum: int, host: str) -> None:
         """End the run after a signal on this host or on `host`."""
         first = self._state.phase is Phase.RUNNING
+        if signum == SIGTERM and self._state.signum == SIGTERM and self._backend.is_on_engine:
+            return  # repeated by the engine while ranks save; their time limit goes on
         then = "passing it on to all ranks" if first else "ending all ranks now"
         where = f" on host {host}" if host else ""
         self._console.notice(f"{signal_name(signum)} received{where}, {then}")
