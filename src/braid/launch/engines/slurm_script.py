@@ -2,8 +2,9 @@
 
     time limit     Slurm sends USR1 to the script 2 minutes before -> SIGTERM to braid -> ranks save
                    -> `scontrol requeue` -> the next run resumes
-    preemption     Slurm sends SIGTERM to the agents, and to the script -> ranks save -> Slurm
-                   requeues the job itself -> the next run resumes
+    preemption     Slurm sends SIGTERM to the agents, and a grace time later to the script -> ranks
+                   save -> `scontrol requeue`, since the script has ended before Slurm ends it
+    scancel        the same signals, but the job is over
 
 Source: sbatch(1) of Slurm 22.05, options --signal and --requeue.
 """
@@ -24,14 +25,17 @@ braid run {words} &
 braid=$!
 reason=
 trap 'reason=limit; kill -TERM "$braid"' USR1
-trap 'reason=preempted; kill -TERM "$braid"' TERM
+trap 'kill -TERM "$braid"' TERM
 wait "$braid"
 code=$?
 while kill -0 "$braid" 2>/dev/null; do  # a signal has ended the wait, and ranks save
     wait "$braid"
     code=$?
 done
-if [ "$reason" = limit ] && [ "$code" -ne 0 ]; then
+if [ "$code" -eq 143 ] && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+    reason=preempted
+fi
+if [ -n "$reason" ] && [ "$code" -ne 0 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
