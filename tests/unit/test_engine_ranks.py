@@ -91,6 +91,8 @@ def test_jobs_of_one_host_meet_at_other_ports() -> None:
         ({**SRUN, **MPIEXEC, "PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "8"}, "mpiexec"),
         ({"JOB_COMPLETION_INDEX": "1"}, ""),  # a job that is none of ours
         ({**MPIRUN, "RANK": "2", "WORLD_SIZE": "4"}, "mpirun"),  # a script has said the same
+        # a program's own launcher, such as mp.spawn in one task of srun
+        ({**SRUN, "RANK": "1", "WORLD_SIZE": "9", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ""),
     ],
 )
 def test_the_innermost_launcher_counts(environ: Mapping[str, str], engine: str) -> None:
@@ -110,11 +112,15 @@ def test_the_innermost_launcher_counts(environ: Mapping[str, str], engine: str) 
             {**MPIRUN, "PMIX_NAMESPACE": "", "OMPI_MCA_ess_base_jobid": ""},
             "does not name the job: set MASTER_PORT",
         ),
+        (  # each host has a proxy of its own
+            {**MPIEXEC, "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a"},
+            "does not name the job: set MASTER_PORT",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_named(environ: Mapping[str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem.replace("(", r"\(")):
-        as_torchrun(environ)
+        as_torchrun(environ, "of the proxy" if "PMI_RANK" in environ else "")
 
 
 def test_an_engine_that_gives_no_rank_is_none() -> None:
@@ -136,10 +142,17 @@ def test_lists_of_nodes_are_expanded_in_their_order(parts: list[tuple[str, list[
     assert expand_hostlist(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["n[1-", "n[2-1]", "n[1-2", "a,,b", "n[x]", "n[1-99999999]", ","])
+@pytest.mark.parametrize(
+    "text",
+    ["n[1-", "n[2-1]", "n[1-2-3]", "n[1-]", "n[]", "n[1-2", "a,,b", "n[x]", "n[1-99999999]", ","],
+)
 def test_a_list_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="none of Slurm's lists"):
         expand_hostlist(text)
+
+
+def test_names_may_have_several_brackets() -> None:
+    assert expand_hostlist("r[1-2]n[07-08]x") == ["r1n07x", "r1n08x", "r2n07x", "r2n08x"]
 
 
 def test_counts_are_expanded() -> None:

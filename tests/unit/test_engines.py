@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import pickle
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from braid.launch.engines.client_words import ClientWords
 from braid.launch.engines.invitation import Invitation, forget_engine
 from braid.launch.engines.kubernetes import SECRET_FILE, Manifest
 from braid.launch.engines.mpi_client import command_for, shares
+from braid.launch.engines.ray_call import read_result
 from braid.launch.engines.ray_nodes import Node, place
 from braid.launch.engines.slurm_client import allocated, lost_task
 from braid.launch.engines.slurm_script import BatchScript
@@ -158,6 +160,7 @@ def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Pat
         ({"num_ranks": 0}, "must be at least 1"),
         ({"options": ("gpu",)}, "'gpu' is no option of sbatch"),
         ({"partition": "a\nb"}, "must be on one line"),
+        ({"name": "my job"}, "a name has letters, numbers, dots and dashes"),
     ],
 )
 def test_a_batch_script_that_cannot_work_is_refused(
@@ -166,6 +169,20 @@ def test_a_batch_script_that_cannot_work_is_refused(
     given = {"command": ("train.py",), "num_ranks": 2, **changes}
     with pytest.raises(ConfigError, match=problem):
         BatchScript(**given)
+
+
+class Unloadable(Exception):
+    """An exception that pickles, and does not unpickle."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(f"{a} {b}")
+
+
+def test_a_result_that_cannot_be_unpickled_hides_no_failure() -> None:
+    value, error = read_result(pickle.dumps((None, Unloadable("a", "b"))))
+    assert value is None
+    assert isinstance(error, TypeError)
+    assert "cannot be unpickled" in str(error)
 
 
 def manifest(**changes: object) -> Manifest:
@@ -221,6 +238,10 @@ def test_the_command_writes_a_manifest_that_only_its_user_reads(
     assert file.stat().st_mode & 0o777 == 0o600
     assert '"-m", "pkg.train", "--steps", "3"]' in file.read_text()
     assert f"kubectl apply -f {file}" in capsys.readouterr().out
+    file.chmod(0o644)  # of an earlier one
+    assert main(["k8s", "manifest", *words, "train.py"]) == 0
+    assert file.stat().st_mode & 0o777 == 0o600
+    capsys.readouterr()
     assert main(["k8s", "manifest", *words[:-1], str(tmp_path), "train.py"]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

@@ -157,5 +157,11 @@ def test_a_program_finds_a_plan_for_its_own_model(tmp_path: Path) -> None:
         )
     with pytest.raises(ConfigError, match="add a \\[device\\]"):
         braid.find_plan(model, torch.ones(4, 64), batch=16, cluster=flat(2, 0.0, 1e9))
+    with pytest.raises(ConfigError, match="forward does not take these arguments"):
+        braid.find_plan(model, torch.ones(4, 64), y=1, batch=16, cluster=from_toml(CLUSTER))
+    with pytest.raises(ConfigError, match="memory_bytes must be above 0"):
+        braid.find_plan(
+            model, torch.ones(4, 64), batch=16, cluster=from_toml(CLUSTER), memory_bytes=-5
+        )
     with pytest.raises(ConfigError, match="cannot read the cluster"):
         braid.find_plan(model, torch.ones(4, 64), batch=16, cluster="missing.toml")

@@ -427,6 +427,13 @@ def test_an_asynchronous_pipeline_has_no_bubble_and_keeps_versions(
     [
         ({"microbatches": 2}, "add pp=1 to the mesh"),
         ({"mesh": "pp=2,dp=2", "balance": (1, 2, 3)}, "balance has 3 numbers"),
+        ({"schedule": "interleaved:x"}, "there is no schedule 'interleaved:x'"),
+        ({"schedule": "nope"}, "there is no schedule 'nope'"),
+        ({"mesh": "pp=2,dp=2", "balance": (8, 0)}, "at least one layer for each stage"),
+        ({"dtype": "foo"}, "dtype must be one of fp32"),
+        ({"mesh": "pp=2,dp=2", "balance": (4, 4), "versions": "stash"}, "of a pipeline alone"),
+        ({"mesh": "pp=4", "balance": (2,) * 4, "versions": "2bw"}, "at least 4 micro-batches"),
+        ({"mesh": "pp=4", "balance": (2,) * 4, "strategy": "ps"}, "has replicas only"),
         ({"batch": 6, "mesh": "pp=1,dp=4"}, "a batch of 6 rows cannot be divided by 4 replicas"),
         ({"predicted": Prediction(seconds=1.0, parts={"lunch_s": 1.0}, memory={})}, "lunch_s"),
     ],

@@ -203,6 +203,39 @@ def test_nodes_that_do_not_come_are_waited_for_so_long_only(
         on_engine("slurm", start_limit_s=1.0)(job, QuietConsole())
 
 
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_a_signal_ends_the_wait_for_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    salloc = tmp_path / "salloc"
+    salloc.write_text("#!/bin/sh\ntouch waits\nexec sleep 60\n")
+    salloc.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    job = run("--on", "slurm", "-n", "2", "-m", "braid.testing.launched", "places", cwd=tmp_path)
+    deadline_s = time.monotonic() + LIMIT_S
+    while not (tmp_path / "waits").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    _, text = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 2
+    assert "SIGTERM received before slurm gave nodes" in text
+
+
+@pytest.mark.usefixtures("engines", "nothing_left")
+def test_what_an_engine_has_started_ends_with_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "mpirun"
+    hangs.write_text(
+        '#!/bin/sh\ncase "$*" in *--version*) echo "Open MPI";; *-np*) sleep 60;; '
+        '*) echo "@ here 2";; esac\n'
+    )
+    hangs.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=2)
+    with pytest.raises(ConfigError, match="did not join within 1 s"):
+        on_engine("mpi", start_limit_s=1.0)(job, QuietConsole())
+
+
 SURVIVING = """
 import os, signal, sys, torch, braid
 group = braid.init()

@@ -129,6 +129,7 @@ def _write(text: str, out: str, hint: str) -> int:
     try:
         fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, 0o600)  # also of a file that was there
             file.write(text)
     except OSError as exc:
         msg = f"{out} cannot be written: {exc.strerror}"

@@ -96,8 +96,10 @@ def _megatron(plan: Plan) -> str:
     notes = []
     if plan.shard > 1:
         notes.append("# Megatron's distributed optimizer divides states of the optimizer only")
-    if split.pp > 1 and (plan.versions or plan.schedule not in {"1f1b", "interleaved"}):
-        notes.append(f"# Megatron has no {plan.versions or plan.schedule}: it uses 1F1B")
+    name = plan.versions or plan.schedule.partition(":")[0]
+    if split.pp > 1 and name not in {"1f1b", "interleaved"}:
+        used = "interleaved 1F1B" if split.num_stages > split.pp else "1F1B"
+        notes.append(f"# Megatron has no {name}: it uses {used}")
     if plan.strategy:
         notes.append("# Megatron has no parameter server: it averages gradients")
     return "\n".join([" ".join(words), *notes, ""])

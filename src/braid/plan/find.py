@@ -10,6 +10,7 @@ trained. Give the plan's sizes to `braid.compose.HybridParallel` or `braid.Pipel
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,6 +54,15 @@ def captured_layers(model: nn.Module, *args: Any, **kwargs: Any) -> CapturedLaye
     Raises:
         ConfigError: The model cannot be captured.
     """
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as exc:
+        msg = f"{type(model).__name__}.forward does not take these arguments: {exc}"
+        raise ConfigError(msg) from exc
+    args, kwargs = bound.args, bound.kwargs
+    if args and kwargs:
+        msg = f"give arguments without a place ({', '.join(kwargs)}) only if all are given by name"
+        raise ConfigError(msg)
     graph = capture(model, *args, **kwargs)
     refused = graph.refused_cuts()
     modules = [i for i, node in enumerate(graph.nodes) if node.kind == "module"]
@@ -81,6 +91,8 @@ def find_plan(
     **kwargs: Any,
 ) -> Plan:
     """Return the split of a model's training that is predicted to be the fastest on a cluster.
+
+    Parameter servers are not considered: a plan is for the ranks of collectives.
 
     Args:
         model: The model.
@@ -112,9 +124,13 @@ def find_plan(
     if not isinstance(cluster, Cluster):
         try:
             cluster = from_toml(Path(cluster).read_text(encoding="utf-8"))
-        except OSError as exc:
-            msg = f"cannot read the cluster {cluster}: {exc.strerror}"
+        except (OSError, UnicodeDecodeError) as exc:
+            why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+            msg = f"cannot read the cluster {cluster}: {why}"
             raise ConfigError(msg) from exc
+    if memory_bytes is not None and not memory_bytes > 0:
+        msg = f"memory_bytes must be above 0, got {memory_bytes:g}"
+        raise ConfigError(msg)
     device = cluster.device
     if device is None:
         msg = "the cluster does not say what computes: add a [device] with a name, such as t4"
@@ -127,7 +143,7 @@ def find_plan(
     )
     costs = DescribedModel(type(model).__name__, {1: operations}, device, dtype)
     training = Training(batch, optimizer_states, dtype)
-    ranking = find_splits(costs, machines, training, asynchronous=asynchronous)
+    ranking = find_splits(costs, machines, training, asynchronous=asynchronous, servers=False)
     return Plan.of(ranking.estimator, ranking.best)
 
 

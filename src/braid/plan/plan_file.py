@@ -20,7 +20,9 @@ from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.search.estimate import Estimate, Estimator, Memory, StepTime
 from braid.plan.search.rescoring import action_s, program_of
 from braid.plan.search.split import Split
+from braid.schedule.files import check_schedule
 from braid.schedule.pipeline import VersionRule
+from braid.topology import DTYPES
 
 __all__ = ["Plan", "Prediction", "read_plan"]
 
@@ -184,9 +186,27 @@ def _actions(estimator: Estimator, split: Split) -> dict[str, float]:
     return {f"{k}{stage}": action_s(estimator, split, k, stage) for k, stage in sorted(works)}
 
 
+def _refused_by_engines(plan: Plan, split: Split) -> Iterator[str]:
+    """Yield combinations that no engine runs."""
+    if min(plan.balance, default=1) < 1:
+        yield f"balance must have at least one layer for each stage, got {list(plan.balance)}"
+    if plan.strategy and (split.pp > 1 or split.tp > 1):
+        yield "a parameter server has replicas only: leave the mesh out"
+    if plan.versions and (split.dp > 1 or split.tp > 1):
+        yield f"{plan.versions} is of a pipeline alone: use a mesh such as pp={plan.ranks}"
+    if plan.versions == "2bw" and plan.microbatches < split.pp:
+        yield f"2bw needs at least {split.pp} micro-batches, one for each stage"
+
+
 def _problems(plan: Plan) -> Iterator[str]:
     """Yield what does not fit together in a plan that was changed by hand."""
     split = plan.split
+    if problem := check_schedule(plan.schedule):
+        yield problem
+        return
+    if plan.dtype not in DTYPES:
+        yield f"dtype must be one of {', '.join(DTYPES)}, got {plan.dtype!r}"
+    yield from _refused_by_engines(plan, split)
     if split.num_ranks != plan.ranks:
         yield f"mesh {plan.mesh} has {split.num_ranks} ranks, and ranks is {plan.ranks}"
     is_row = "pp" in plan.mesh

@@ -29,6 +29,7 @@ from braid.rendezvous.slurm_names import expand_counts, expand_hostlist
 __all__ = ["EngineRank", "as_torchrun", "engine_rank"]
 
 LOOPBACK = "127.0.0.1"
+CONTRACT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that Linux gives to programs
 OPEN_MPIS_HOST = re.compile(r"tcp://([^:,;]+)")
 
@@ -93,6 +94,7 @@ def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[st
             meet.
     """
     inner = any(environ.get(name) for name in ("BRAID_STORE", "TORCHELASTIC_RUN_ID"))
+    inner = inner or all(environ.get(name) for name in CONTRACT)  # a program's own launcher
     own = None if inner else engine_rank(environ)
     if own is None:
         return "", {}
@@ -112,7 +114,7 @@ def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[st
             f"ranks, and MASTER_PORT to a free port ({_how(own.engine)})"
         )
         raise ConfigError(msg)
-    name = own.job or job
+    name = own.job or (job if own.is_on_one_host else "")  # of the proxy of this host
     if not (name or environ.get("MASTER_PORT")):
         msg = f"{own.engine} does not name the job: set MASTER_PORT to a free port on all ranks"
         raise ConfigError(msg)

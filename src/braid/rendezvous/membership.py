@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from braid.clock import Clock, MonotonicClock
 from braid.diagnose import parse_error
-from braid.errors import encodable, message_of
+from braid.errors import CommTimeout, encodable, message_of
 from braid.events import Recorder
 from braid.rendezvous.control import (
     ControlClient,
@@ -173,7 +173,8 @@ class Membership:
         try:
             text, is_symptom = self._report(value, trace)
         finally:
-            if is_symptom:  # as the launcher's console shows it
+            is_plain = self._hook is sys.__excepthook__ and not isinstance(value, CommTimeout)
+            if is_symptom and is_plain:  # as the launcher's console shows it
                 sys.stderr.write(f"braid: rank {self.context.rank} ended: {self.failure}\n")
             else:
                 self._hook(kind, value, trace)

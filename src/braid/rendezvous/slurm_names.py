@@ -10,7 +10,8 @@ __all__ = ["expand_counts", "expand_hostlist"]
 
 MOST_NAMES = 1 << 16
 COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-PART = re.compile(r"([^\[\],]*)(?:\[([\d,-]*)\])?([^\[\],]*)")
+PART = re.compile(r"([^\[\],]*)(?:\[([\d,-]*)\](.*))?")
+RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
@@ -22,16 +23,12 @@ def expand_hostlist(text: str) -> list[str]:
     >>> expand_hostlist("n[1-2,07-08]-ib,x5")
     ['n1-ib', 'n2-ib', 'n07-ib', 'n08-ib', 'x5']
     """
-    names: list[str] = []
-    for part in re.split(r",(?![^\[]*\])", text) if text else ():
-        matched = PART.fullmatch(part)
-        if matched is None or not part:
-            _refuse(text)
-        else:
-            prefix, ranges, suffix = matched[1], matched[2], matched[3]
-            numbers = [""] if ranges is None else _numbers(ranges, text)
-            names += [f"{prefix}{number}{suffix}" for number in numbers]
-    if len(names) > MOST_NAMES:
+    names = [
+        name
+        for part in (re.split(r",(?![^\[]*\])", text) if text else ())
+        for name in _expanded(part, text)
+    ]
+    if len(names) > MOST_NAMES or not all(names):
         _refuse(text)
     return names
 
@@ -55,15 +52,28 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _numbers(ranges: str, text: str) -> list[str]:
-    numbers: list[str] = []
-    for piece in ranges.split(","):
-        first, _, last = piece.partition("-")
-        last = last or first
-        if not (first and int(first) <= int(last) < int(first) + MOST_NAMES):
-            _refuse(text)
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return numbers
+def _expanded(part: str, text: str) -> list[str]:
+    """Return the names of one part, whose brackets vary from the last to the first."""
+    matched = PART.fullmatch(part)
+    if matched is None:
+        _refuse(text)
+        return []
+    prefix, ranges, rest = matched.groups()
+    if ranges is None:
+        return [prefix]
+    numbers = [number for piece in ranges.split(",") for number in _numbers(piece, text)]
+    return [prefix + number + suffix for number in numbers for suffix in _expanded(rest, text)]
+
+
+def _numbers(piece: str, text: str) -> list[str]:
+    matched = RANGE.fullmatch(piece)
+    if matched is None:
+        _refuse(text)
+        return []
+    first, last = matched[1], matched[2] or matched[1]
+    if not int(first) <= int(last) < int(first) + MOST_NAMES:
+        _refuse(text)
+    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
 
 
 def _refuse(text: str) -> None:

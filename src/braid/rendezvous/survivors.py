@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -42,8 +44,10 @@ __all__ = ["LOST", "Survivor"]
 WAIT_S = 0.6  # for the ends of other ranks; mpirun ends them a second after the first
 POLL_S = 0.01
 STORE_LIMIT_S = 0.5
+EXCHANGE_LIMIT_S = 1.5
 LOST = "RankLost"
 PRINTER, PRINTED = "ends/printer", "ends/printed"  # keys of the store
+T = TypeVar("T")
 PID = re.compile(r"\(pid (\d+)\) ")
 
 
@@ -92,25 +96,33 @@ class Survivor(NamedTuple):
         )
         is_symptom = end.ending is Ending.SYMPTOM
         known, prints = {self.rank: end}, False
-        try:
-            self.store.set(f"ends/{self.rank}", msgspec.json.encode(end))
-            if is_symptom:  # who caused it all goes on, so that the others learn of its end
-                ours = str(self.rank).encode()
-                prints = self.store.compare_set(PRINTER, b"", ours) == ours
-                known |= self._others() if prints else {}
-        except (BraidError, OSError):  # rank 0 had the store, and is gone
+        exchanged = _within(EXCHANGE_LIMIT_S, lambda: self._exchange(end, is_symptom=is_symptom))
+        if exchanged is not None:
+            prints, others = exchanged
+            known |= others
+        else:  # rank 0 had the store, and is gone or does not answer
             self.health.collect()
             prints = self.rank == min(set(range(self.world_size)) - set(self.health.lost))
         return (self._block(known) if prints else ""), is_symptom
 
+    def _exchange(self, end: RankEnd, *, is_symptom: bool) -> tuple[bool, dict[int, RankEnd]]:
+        """Tell other ranks of the end; return whether this rank prints, and the ends of others."""
+        self.store.set(f"ends/{self.rank}", msgspec.json.encode(end))
+        if not is_symptom:  # who caused it all goes on, so that the others learn of its end
+            return False, {}
+        ours = str(self.rank).encode()
+        prints = self.store.compare_set(PRINTER, b"", ours) == ours
+        return prints, self._others() if prints else {}
+
     def linger(self) -> None:
         """Keep the store of rank 0 until another rank has read all ends, or a moment has passed."""
+        if self.rank == 0:
+            _within(EXCHANGE_LIMIT_S, self._until_printed)
+
+    def _until_printed(self) -> None:
         deadline_ns = self.clock.now_ns() + round(WAIT_S * 1e9)
-        with suppress(BraidError, OSError):
-            while self.rank == 0 and self.clock.now_ns() < deadline_ns:
-                if self.store.check([PRINTED]):
-                    break
-                self.clock.sleep(POLL_S)
+        while self.clock.now_ns() < deadline_ns and not self.store.check([PRINTED]):
+            self.clock.sleep(POLL_S)
 
     def _others(self) -> dict[int, RankEnd]:
         """Return the ends that other ranks have told, once all have, or after a moment."""
@@ -149,3 +161,20 @@ class Survivor(NamedTuple):
         return render_block(
             error_block(StopReport(verdict=verdict, exit_code=1, elapsed_s=elapsed_s))
         )
+
+
+def _within(limit_s: float, do: Callable[[], T]) -> T | None:
+    """Return the result of a function of the store, or None if it fails or takes too long.
+
+    A store of torch whose server is stopped may hold a call up for ever, so a thread makes it.
+    """
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(BraidError, OSError):
+            results.append(do())
+
+    thread = threading.Thread(target=run, name="braid-survivor", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return results[0] if results else None

@@ -10,6 +10,7 @@ of an engine runs in the launcher. It ends when its agents have ended, or when i
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import subprocess
@@ -17,15 +18,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from signal import SIGCHLD, SIGINT, SIGKILL
 
 import msgspec
 
+from braid.diagnose import signal_name
 from braid.errors import ConfigError
 from braid.launch.cluster.rank_assignment import Host
 from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.options import CLIENTS
 from braid.launch.process.interfaces import machine
+from braid.launch.process.processes import SignalInbox
 
 __all__ = ["EngineClient"]
 
@@ -92,27 +96,39 @@ class EngineClient:
                 self._selector.unregister(fd)
             self._selector = None
 
-    def hosts(self, limit_s: float, notice: Callable[[str], None]) -> tuple[Host, ...]:
+    def hosts(
+        self, limit_s: float, notice: Callable[[str], None], inbox: SignalInbox
+    ) -> tuple[Host, ...]:
         """Wait for the nodes of the job.
 
         Args:
             limit_s: Seconds to wait.
             notice: Shows a text to the user.
+            inbox: Signals of this process, which end the wait.
 
         Raises:
-            ConfigError: The engine cannot give the nodes, or does not in time.
+            ConfigError: The engine cannot give the nodes, or does not in time, or this process was
+                asked to end.
+            KeyboardInterrupt: The user has pressed Ctrl-C.
         """
         deadline_s, notice_s = time.monotonic() + limit_s, time.monotonic() + NOTICE_S
         with self._selecting() as selector:
+            selector.register(inbox, selectors.EVENT_READ)
             while time.monotonic() < deadline_s:
                 selector.select(min(1.0, max(0.0, deadline_s - time.monotonic())))
+                for signum in inbox.drain():
+                    if signum == SIGINT:
+                        raise KeyboardInterrupt
+                    if signum != SIGCHLD:
+                        msg = f"{signal_name(signum)} received before {self.engine} gave nodes"
+                        raise ConfigError(msg)
                 self.read()
                 if self._hosts:
                     return self._hosts
                 if self._out not in self._open or self.has_ended:
                     raise ConfigError(self.problem())
                 if time.monotonic() >= notice_s:
-                    notice_s = deadline_s
+                    notice_s = math.inf
                     notice(f"waiting for nodes of {self.engine}: {self.last_line or 'no answer'}")
         msg = (
             f"{self.engine} has given no nodes within {limit_s:g} s: "
@@ -195,6 +211,8 @@ class EngineClient:
             if self._wait(END_LIMIT_S) is None:
                 self._popen.kill()
                 self._popen.wait()
+        with suppress(ProcessLookupError):  # what it has started, in its own session
+            os.killpg(self._popen.pid, SIGKILL)
         for pipe in (self._popen.stdout, self._popen.stderr):
             assert pipe is not None
             pipe.close()

@@ -58,7 +58,11 @@ class ClientWords(dict[str, str]):
                     raise ConfigError(msg)
                 value, index = words[index], index + 1
             made[name[2:]] = value
-        made.num_ranks, made.rest = int(made.pop("num-ranks", "0")), tuple(rest)
+        count = made.pop("num-ranks", "0")
+        if not count.isdecimal():
+            msg = f"--num-ranks must be a number, got {count!r}"
+            raise ConfigError(msg)
+        made.num_ranks, made.rest = int(count), tuple(rest)
         return made
 
     def numbers(self, name: str) -> dict[str, float]:

@@ -31,24 +31,24 @@ TEXT = """\
 apiVersion: v1
 kind: Secret
 metadata:
-  name: {name}-secret
+  name: "{name}-secret"
 data:
   secret: {secret}
 ---
 apiVersion: v1
 kind: Service
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
   selector:
-    job-name: {name}
+    job-name: "{name}"
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {name}
+  name: "{name}"
 spec:
   completionMode: Indexed
   completions: {nodes}
@@ -56,7 +56,7 @@ spec:
   backoffLimit: 0
   template:
     spec:
-      subdomain: {name}
+      subdomain: "{name}"
       restartPolicy: Never
       terminationGracePeriodSeconds: {grace}
       containers:
@@ -81,7 +81,7 @@ spec:
       volumes:
         - name: secret
           secret:
-            secretName: {name}-secret
+            secretName: "{name}-secret"
             defaultMode: 384
         - name: shared-memory
           emptyDir:
@@ -134,7 +134,9 @@ class Manifest:
     @property
     def words(self) -> list[str]:
         """Command of a pod; Kubernetes replaces $(BRAID_NODE) by its number."""
-        script = ["-m", *self.command] if self.is_module else list(self.command)
+        # Kubernetes replaces $(NAME) in words, but for $$(NAME)
+        own = [word.replace("$(", "$$(") for word in self.command]
+        script = ["-m", *own] if self.is_module else own
         of_nodes = [
             *("--nnodes", str(self.nodes), "--node-rank", "$(BRAID_NODE)"),
             *("--rdzv", f"tcp://{self.name}-0.{self.name}:{PORT}"),

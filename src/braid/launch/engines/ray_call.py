@@ -40,7 +40,10 @@ def main() -> int:
 
 def read_result(text: bytes) -> tuple[Any, BaseException | None]:
     """Return the value that a rank has returned, or the exception that it has raised."""
-    value, error = pickle.loads(text)  # noqa: S301 - of this job
+    try:
+        value, error = pickle.loads(text)  # noqa: S301 - of this job
+    except Exception as exc:  # noqa: BLE001 - of the user's own classes
+        return None, TypeError(f"what this rank has returned or raised cannot be unpickled: {exc}")
     return value, error
 
 

@@ -94,6 +94,12 @@ def main(words: Sequence[str]) -> int:
     given = ClientWords.parse(words, (), others=True)
     if "SLURM_JOB_ID" not in os.environ:
         _allocate(given.num_ranks or 1, given.rest)
+    elif given.rest:
+        msg = (
+            f"inside of Slurm job {os.environ['SLURM_JOB_ID']} its own nodes are used: leave "
+            f"{' '.join(given.rest)} out"
+        )
+        raise ConfigError(msg)
     hosts = allocated(os.environ, given.num_ranks)
     FromClient(hosts=tuple((host.name, host.slots) for host in hosts)).send()
     line = sys.stdin.buffer.readline()
@@ -140,13 +146,19 @@ def _allocate(num_ranks: int, words: Sequence[str]) -> None:
 
 def _free() -> str:
     """Return the idle processors of each node, in Slurm's words."""
-    answer = subprocess.run(
-        ["sinfo", "-h", "-N", "-o", "%N %C %t"], capture_output=True, text=True, check=False
-    )
-    free = []
-    for line in sorted(set(answer.stdout.splitlines())):
-        name, processors, state = line.split()
-        free.append(f"{name} {processors.split('/')[1]} of {processors.split('/')[3]} ({state})")
+    argv = ["sinfo", "-h", "-N", "-o", "%N %C %t"]
+    try:
+        answer = subprocess.run(
+            argv, capture_output=True, text=True, timeout=TEST_LIMIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown: sinfo does not answer"
+    lines = [line.split() for line in sorted(set(answer.stdout.splitlines()))]
+    free = [
+        f"{name} {processors.split('/')[1]} of {processors.split('/')[3]} ({state})"
+        for name, processors, state in (line for line in lines if len(line) == 3)
+        if processors.count("/") == 3
+    ]
     return ", ".join(free) or "no nodes"
 
 

@@ -11,6 +11,7 @@ Source: sbatch(1) of Slurm 22.05, options --signal and --requeue.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class BatchScript:
         texts = (self.time, self.partition, self.name, *self.options)
         if any("\n" in text for text in texts):
             problems.append("options must be on one line")
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            problems.append(f"a name has letters, numbers, dots and dashes, got {self.name!r}")
         problems += [
             f"{option!r} is no option of sbatch" for option in self.options if option[:1] != "-"
         ]
@@ -101,7 +104,7 @@ class BatchScript:
             "--open-mode=append",
             "--requeue",
             f"--signal=B:USR1@{SAVE_S}",
-            *self.options,
+            *map(_quoted, self.options),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""]
         return "\n".join(lines) + "\n" + FOLLOW.format(words=self._words())
@@ -113,3 +116,9 @@ class BatchScript:
         own = (*(("-m",) if self.is_module else ()), *self.command)
         log_dir = '--log-dir "runs/slurm-$SLURM_JOB_ID"'
         return f"{shlex.join((*fixed, *threads))} {log_dir} {shlex.join(own)}"
+
+
+def _quoted(option: str) -> str:
+    """Return an option whose value sbatch reads as one word."""
+    name, equals, value = option.partition("=")
+    return f"{name}{equals}{shlex.quote(value)}" if equals else option

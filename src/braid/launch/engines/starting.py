@@ -6,10 +6,13 @@ client ── invitation ──> stdin of each command ──> agents
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -21,6 +24,8 @@ __all__ = ["AGENT", "Command", "run_commands"]
 
 AGENT = (sys.executable, "-m", "braid.launch.engines.joined_agent")
 CHUNK = 4096
+END_LIMIT_S = 3.0  # from the end of the launcher to that of the agents
+KILL_LIMIT_S = 2.0
 
 
 class Command(NamedTuple):
@@ -48,31 +53,47 @@ def run_commands(commands: Sequence[Command], environ: Mapping[str, str]) -> int
     """
     running: dict[int, tuple[Command, subprocess.Popen[bytes]]] = {}
     partial: dict[int, bytes] = {}
-    code = 0
-    with selectors.DefaultSelector() as selector:
-        for command in commands:
-            process = _start(command, environ)
-            assert process.stderr is not None
-            fd = process.stderr.fileno()
-            selector.register(fd, selectors.EVENT_READ)
-            running[fd], partial[fd] = (command, process), b""
-        while running:
-            for key, _ in selector.select():
-                fd = key.fd
-                command, process = running[fd]
-                chunk = os.read(fd, CHUNK)
-                if chunk:
-                    os.write(2, chunk)
-                    *lines, partial[fd] = (partial[fd] + chunk).split(b"\n")
-                    _report(command, lines)
-                    continue
-                selector.unregister(fd)
-                del running[fd]
-                status = process.wait()
-                if status and command.node >= 0:
-                    how = f"ended with {command.argv[0]}, exit code {status}"
-                    FromClient(lost=command.node, why=how).send()
-                code = code or status
+    code, deadline_s = 0, math.inf
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with selectors.DefaultSelector() as selector:
+            for command in commands:
+                process = _start(command, environ)
+                assert process.stderr is not None
+                fd = process.stderr.fileno()
+                selector.register(fd, selectors.EVENT_READ)
+                running[fd], partial[fd] = (command, process), b""
+            selector.register(0, selectors.EVENT_READ)
+            while running and time.monotonic() < deadline_s:
+                for key, _ in selector.select(min(1.0, max(0.0, deadline_s - time.monotonic()))):
+                    fd = key.fd
+                    chunk = os.read(fd, CHUNK)
+                    if fd == 0:  # the launcher is done, and agents end by themselves
+                        selector.unregister(0)
+                        deadline_s = time.monotonic() + END_LIMIT_S
+                        continue
+                    command, process = running[fd]
+                    if chunk:
+                        os.write(2, chunk)
+                        *lines, partial[fd] = (partial[fd] + chunk).split(b"\n")
+                        _report(command, lines)
+                        continue
+                    selector.unregister(fd)
+                    del running[fd]
+                    status = process.wait()
+                    if status and command.node >= 0:
+                        how = f"ended with {command.argv[0]}, exit code {status}"
+                        FromClient(lost=command.node, why=how).send()
+                    code = code or status
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            try:
+                process.wait(KILL_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     return code
 
 

@@ -31,7 +31,7 @@ class EngineSupervisor(HostsSupervisor):
         check_command(job)
         words = [f"--num-ranks={options.num_ranks or 0}", *options.words]
         with SignalInbox() as inbox, EngineClient(options.engine, words) as client:
-            hosts = client.hosts(options.start_limit_s, self._console.notice)
+            hosts = client.hosts(options.start_limit_s, self._console.notice, inbox)
             where = EngineHosts(
                 hosts=hosts,
                 starter=client,

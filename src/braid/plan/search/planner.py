@@ -68,6 +68,7 @@ def find_splits(
     schedules: Sequence[str] = TRAINING,
     num_simulated: int = NUM_SIMULATED,
     asynchronous: bool = False,
+    servers: bool = True,
 ) -> Ranking:
     """Return all splits of a training, by predicted time.
 
@@ -79,6 +80,7 @@ def find_splits(
         num_simulated: Number of splits whose programs are simulated.
         asynchronous: Whether pipelines are considered whose gradients are stale: their losses are
             others than those of all other splits.
+        servers: Whether parameter servers are considered, if their costs are known.
 
     Raises:
         ConfigError: The batch cannot be divided over the ranks in any way.
@@ -91,7 +93,7 @@ def find_splits(
             model.num_layers,
             model.tensor_sizes,
             schedules=schedules,
-            servers=machines.knows_servers,
+            servers=servers and machines.knows_servers,
             asynchronous=asynchronous,
         )
     )
