@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from braid.commands import NO_DEFAULT
+from braid.commands.engines import bench_launch
 from braid.commands.plan_pipedream import bench_plan
 from braid.errors import ConfigError
 
@@ -463,30 +464,6 @@ def bench_zero(
         out=Path(out),
     )
     zero.print_zero(zero.run_zero(bench), bench.out)
-    return 0
-
-
-def bench_launch(
-    *,
-    on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ENGINE [...]")] = (),
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 8,
-    rounds: int = 3,
-    out: str = "runs/bench-launch",
-) -> int:
-    """Measure launchers: from the command to the first step, and from a death to the survivors.
-
-    Args:
-        on: Engines beside `braid run`, whose cluster is up: ray, slurm, mpi.
-        n: Number of ranks.
-        rounds: Rounds, in turns; figures are medians over them.
-        out: Directory for launch.json.
-    """
-    from pathlib import Path
-
-    from braid.bench import launch
-
-    bench = launch.LaunchBench(engines=on, ranks=n, rounds=rounds, out=Path(out))
-    launch.print_launch(launch.run_launch(bench), bench.out)
     return 0
 
 

@@ -319,7 +319,7 @@ class _Run:
         """End the run after a signal on this host or on `host`."""
         first = self._state.phase is Phase.RUNNING
         if signum == SIGTERM and self._state.signum == SIGTERM and self._backend.is_on_engine:
-            return  # repeated by the engine while ranks save; their time limit goes on
+            return  # the engine repeats it while ranks save
         then = "passing it on to all ranks" if first else "ending all ranks now"
         where = f" on host {host}" if host else ""
         self._console.notice(f"{signal_name(signum)} received{where}, {then}")
