@@ -22,7 +22,7 @@ __all__ = ["ENGINES", "MARK", "agents_of", "nothing_left", "on_engine", "run"]
 
 ENGINES = ("ray", "slurm", "mpi")
 MARK = "BRAID_TEST_MARK"
-AGENT = "braid.launch.engines.joined_agent"
+AGENT = ["-m", "braid.launch.engines.joined_agent"]
 
 
 def on_engine(engine: str, words: tuple[str, ...] = (), **options: object) -> Start:
@@ -46,13 +46,14 @@ def run(*words: str, cwd: Path) -> subprocess.Popen[str]:
 
 
 def agents_of(mark: str) -> list[psutil.Process]:
-    """Agents of this machine that have joined a launcher with a mark, or all if it is empty."""
-    found = []
-    for process in psutil.process_iter():
+    """Agents on this machine whose ranks have a mark in their environment."""
+    found = {}
+    for rank in psutil.process_iter():
         with suppress(psutil.Error):
-            if process.cmdline()[-1:] == [AGENT] and mark in process.environ().get(MARK, ""):
-                found.append(process)
-    return found
+            parent = rank.parent()
+            if rank.environ().get(MARK) == mark and parent and parent.cmdline()[1:] == AGENT:
+                found[parent.pid] = parent
+    return [found[pid] for pid in sorted(found)]
 
 
 def marked(mark: str) -> list[str]:

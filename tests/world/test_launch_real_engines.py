@@ -16,8 +16,9 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
-from engine_starts import ENGINES, agents_of, nothing_left, on_engine, run
+from engine_starts import ENGINES, MARK, agents_of, nothing_left, on_engine, run
 
 from braid.testing.launch_conformance import CLAIMS
 
@@ -210,30 +211,35 @@ def test_a_real_engine_keeps_each_claim(
 
 
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
-def test_a_killed_agent_is_named_within_a_second(engine: str, tmp_path: Path) -> None:
+def test_a_killed_agent_is_named_within_a_second(
+    engine: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     options = " ".join(WORDS[engine])
     words = ["--engine-options", options] if options else []
     program = ("-m", "braid.testing.launched", "wait")
-    job = run("--on", engine, *words, "-n", "3", "--grace", "0.2", *program, cwd=tmp_path)
-    assert job.stdout is not None
-    waiting: set[str] = set()
-    while len(waiting) < 3:
-        waiting.add(job.stdout.readline())
-    agents = agents_of("")
-    victim = agents[-1].parent() if engine == "ray" else agents[-1]
-    assert victim is not None
-    victim.send_signal(signal.SIGKILL)
-    _, text = job.communicate(timeout=LIMIT_S)
-    assert job.returncode == 1
-    # Open MPI takes two seconds to end, and survivors do not wait for its reason
-    reasons = {
-        "ray": "lost its Ray actor",
-        "slurm": "was ended by Slurm",
-        "mpi": "has closed the connection",
-    }
-    assert "HostLost" in text
-    assert reasons[engine] in text
-    assert agents_of("") == []
+    mark = request.node.nodeid
+    with nothing_left(mark):
+        words += ["--env", MARK, "-n", "3", "--grace", "0.2"]
+        job = run("--on", engine, *words, *program, cwd=tmp_path)
+        assert job.stdout is not None
+        waiting: set[str] = set()
+        while len(waiting) < 3:
+            waiting.add(job.stdout.readline())
+        agents = agents_of(mark)
+        victim = agents[-1].parent() if engine == "ray" else agents[-1]
+        assert victim is not None
+        victim.send_signal(signal.SIGKILL)
+        _, text = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == 1
+        # Open MPI takes two seconds to end, and survivors do not wait for its reason
+        reasons = {
+            "ray": "lost its Ray actor",
+            "slurm": "was ended by Slurm",
+            "mpi": "has closed the connection",
+        }
+        assert "HostLost" in text
+        assert reasons[engine] in text
+    assert psutil.wait_procs(agents, timeout=5.0)[1] == []
 
 
 @pytest.mark.parametrize("engine", ["slurm", "mpi"], indirect=True)

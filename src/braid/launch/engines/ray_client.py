@@ -85,6 +85,8 @@ def run_agent(line: bytes, payload: bytes) -> Ended:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environ,
+            # Ray sends SIGTERM to the group of an actor that is gone, which is no wish to stop
+            start_new_session=True,
             preexec_fn=as_child,  # noqa: PLW1509 - nothing of it takes a lock
         )
         printed = agent.communicate(line)[1].decode(errors="replace")
