@@ -17,14 +17,17 @@ from braid.doctor.checks import check_engines
 from braid.doctor.facts import Engines
 from braid.errors import ConfigError
 from braid.launch import Host
+from braid.launch.engines.client import EngineClient
 from braid.launch.engines.client_words import ClientWords
 from braid.launch.engines.invitation import Invitation, forget_engine
 from braid.launch.engines.kubernetes import SECRET_FILE, Manifest
 from braid.launch.engines.mpi_client import command_for, shares
+from braid.launch.engines.options import CLIENTS
 from braid.launch.engines.ray_call import read_result
 from braid.launch.engines.ray_nodes import Node, place
 from braid.launch.engines.slurm_client import allocated, lost_task
 from braid.launch.engines.slurm_script import BatchScript
+from braid.launch.process.processes import SignalInbox
 
 KEY = bytes(range(32))
 INVITED = Invitation(addresses=("tcp://10.0.0.1:9",), machine="m", num_nodes=2, secret=KEY.hex())
@@ -137,6 +140,24 @@ def test_words_of_a_client_are_its_own_or_the_engines() -> None:
         ClientWords.parse(words, {"strategy"})
     with pytest.raises(ConfigError, match="--strategy needs a value"):
         ClientWords.parse(["--strategy"], {"strategy"})
+
+
+def test_an_engine_that_is_gone_is_the_reason_for_the_loss_of_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone.py").write_text(
+        "from braid.launch.engines.from_client import FromClient\n"
+        "FromClient(hosts=(('a', 1), ('b', 1))).send()\n"
+        "FromClient(lost=1, why='was drained').send()\n"
+        "raise SystemExit('[11-25 23:54 E 20508] rpc.h:204: cannot reach the head node')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(CLIENTS, "ray", "gone")
+    with SignalInbox() as inbox, EngineClient("ray") as client:
+        assert client.hosts(20.0, print, inbox) == (Host("a", 1), Host("b", 1))
+        lost = client.why_lost(0, 20.0)
+        assert lost == "is lost with ray: cannot reach the head node"
+        assert client.why_lost(1, 20.0) == "was drained"
 
 
 def test_a_batch_script_is_valid_and_saves_before_its_time_is_over(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from signal import SIGCHLD, SIGINT, SIGKILL
+from textwrap import shorten
 
 import msgspec
 
@@ -36,6 +38,8 @@ __all__ = ["EngineClient"]
 END_LIMIT_S = 10.0
 TAIL_BYTES = 8 << 10
 CHUNK = 4096
+LOG_PREFIX = re.compile(r"^\[[^]]*\] (\S+:\d+: )?")  # time and line of an engine's log
+WHY_CHARS = 160
 NOTICE_S = 10.0  # until the first notice that nodes are not there yet
 
 
@@ -188,12 +192,18 @@ class EngineClient:
         return self.last_line or f"the client of {self.engine} ended with exit code {status}"
 
     def why_lost(self, node: int, limit_s: float) -> str:
-        """Return the engine's reason for the loss of a node; empty if it gives none in time."""
+        """Return the engine's reason for the loss of a node; empty if it gives none in time.
+
+        A client that has ended itself has lost its engine, which is the reason then.
+        """
         deadline_s = time.monotonic() + limit_s
         with self._selecting() as selector:
             while not self._reasons.get(node) and time.monotonic() < deadline_s and self._open:
                 selector.select(max(0.0, deadline_s - time.monotonic()))
                 self.read()
+        if node not in self._reasons and self._out not in self._open:
+            what = LOG_PREFIX.sub("", self.problem())
+            return f"is lost with {self.engine}: {shorten(what, WHY_CHARS)}"
         return self._reasons.get(node, "")
 
     def close(self) -> None:
