@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import ip_network
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,20 @@ def test_places_of_ranks_are_those_of_the_engine() -> None:
     addresses = [values[e].get("MASTER_ADDR", "") for e in ENGINES]
     assert addresses == ["n1", "10.0.0.1", "127.0.0.1", ""]  # the last one is set already
     assert values["srun"]["GROUP_RANK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("networks", "expected"),
+    [
+        (["192.168.1.0/24"], "192.168.1.1"),  # the first one is a bridge of rank 0's host
+        (["10.0.0.0/8", "192.168.1.0/24"], "10.0.0.1"),
+        (["172.16.0.0/16"], "10.0.0.1"),  # behind a router
+        ([], "10.0.0.1"),
+    ],
+)
+def test_ranks_meet_in_a_network_that_they_share(networks: list[str], expected: str) -> None:
+    own = [ip_network(network) for network in networks]
+    assert as_torchrun(MPIRUN, networks=own)[1]["MASTER_ADDR"] == expected
 
 
 def test_jobs_of_one_host_meet_at_other_ports() -> None:

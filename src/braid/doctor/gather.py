@@ -37,7 +37,7 @@ from braid.doctor.facts import (
 from braid.errors import ConfigError
 from braid.launch.process.oom import cgroup_paths, parse_limit
 from braid.rendezvous import wants_portable
-from braid.rendezvous.engine_job import name_of_job
+from braid.rendezvous.engine_job import name_of_job, shared_networks
 from braid.rendezvous.engine_ranks import as_torchrun, engine_rank
 
 __all__ = [
@@ -84,7 +84,7 @@ def engines() -> Engines:
     """Return the engines of clusters that this process sees."""
     environ = os.environ
     try:
-        engine, values = as_torchrun(environ, name_of_job())
+        engine, values = as_torchrun(environ, name_of_job(), shared_networks())
         own = engine_rank(environ) if engine else None
     except ConfigError as exc:
         return Engines(problem=str(exc))

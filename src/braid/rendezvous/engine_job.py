@@ -6,15 +6,20 @@ nodes as its configuration does, which the resolver may not know; Slurm itself d
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import subprocess
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
-__all__ = ["address_of_node", "name_of_job"]
+from braid.rendezvous.engine_ranks import IPNetwork
+
+__all__ = ["address_of_node", "name_of_job", "shared_networks"]
 
 PROXIES = ("hydra_pmi_proxy", "hydra_bstrap_proxy")
+INTERFACES = Path("/sys/class/net")
 LIMIT_S = 10.0
 
 
@@ -43,3 +48,18 @@ def address_of_node(name: str) -> str:
         words = dict(word.partition("=")[::2] for word in answer.stdout.split())
         return words.get("NodeAddr", name)
     return name
+
+
+def shared_networks() -> list[IPNetwork]:
+    """Return the networks of this host's interfaces, but not those that lie inside of it.
+
+    A bridge for containers often has the same address on each host, where it leads to itself.
+    """
+    networks: list[IPNetwork] = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if not (INTERFACES / name / "bridge").exists():
+            for family, ip, netmask, *_ in addresses:
+                if family == socket.AF_INET and netmask:
+                    network = ipaddress.ip_network(f"{ip}/{netmask}", strict=False)
+                    networks += [] if network.is_loopback else [network]
+    return networks

@@ -18,20 +18,23 @@ documentation of Indexed Jobs of Kubernetes.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import zlib
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, TypeAlias
 
 from braid.errors import ConfigError
 from braid.rendezvous.slurm_names import expand_counts, expand_hostlist
 
-__all__ = ["EngineRank", "as_torchrun", "engine_rank"]
+__all__ = ["EngineRank", "IPNetwork", "as_torchrun", "engine_rank"]
+
+IPNetwork: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 LOOPBACK = "127.0.0.1"
 CONTRACT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that Linux gives to programs
-OPEN_MPIS_HOST = re.compile(r"tcp://([^:,;]+)")
+OPEN_MPIS_HOST = re.compile(r"tcp://([^:;]+)")
 
 
 class EngineRank(NamedTuple):
@@ -45,7 +48,8 @@ class EngineRank(NamedTuple):
         local_world_size: Number of ranks on its host.
         node_rank: Number of its host; -1 if unknown.
         num_nodes: Number of hosts; 0 if unknown.
-        first_host: Host of rank 0; empty if unknown.
+        first_host: Host of rank 0, as its name or all of its addresses, with commas; empty if
+            unknown.
         job: Name of the job, equal on all ranks; empty if unknown.
     """
 
@@ -78,12 +82,16 @@ def engine_rank(environ: Mapping[str, str]) -> EngineRank | None:
     return None
 
 
-def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[str, str]]:
+def as_torchrun(
+    environ: Mapping[str, str], job: str = "", networks: Collection[IPNetwork] = ()
+) -> tuple[str, dict[str, str]]:
     """Return the engine that has started this process, and torchrun's variables for its rank.
 
     Args:
         environ: Environment variables.
         job: Name of the job where the engine gives none.
+        networks: Networks of this host: of several addresses of rank 0, the first one in them is
+            taken.
 
     Returns:
         Name of the engine, and variables that are not set; none without an engine, or if torchrun
@@ -107,7 +115,7 @@ def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[st
             )
             raise ConfigError(msg)
     address = environ.get("MASTER_ADDR", "")
-    address = address or (LOOPBACK if own.is_on_one_host else own.first_host)
+    address = address or (LOOPBACK if own.is_on_one_host else _near(own.first_host, networks))
     if not address:
         msg = (
             f"{own.engine} does not say where rank 0 runs: set MASTER_ADDR to its host on all "
@@ -132,6 +140,15 @@ def as_torchrun(environ: Mapping[str, str], job: str = "") -> tuple[str, dict[st
     return own.engine, {
         key: str(value) for key, value in values.items() if value != "" and not environ.get(key)
     }
+
+
+def _near(addresses: str, networks: Collection[IPNetwork]) -> str:
+    """Return the first of a host's addresses that lies in one of some networks, or the first."""
+    first, *others = addresses.split(",")
+    if not others:  # the name of a host
+        return first
+    each = [ipaddress.ip_address(address) for address in (first, *others)]
+    return str(next((ip for ip in each if any(ip in network for network in networks)), first))
 
 
 def _open_mpi(environ: Mapping[str, str]) -> EngineRank | None:

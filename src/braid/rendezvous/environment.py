@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from braid.errors import ConfigError
-from braid.rendezvous.engine_job import address_of_node, name_of_job
+from braid.rendezvous.engine_job import address_of_node, name_of_job, shared_networks
 from braid.rendezvous.engine_ranks import as_torchrun
 
 __all__ = ["JobEnvironment", "wants_portable"]
@@ -179,7 +179,7 @@ class JobEnvironment:
             ConfigError: The variables make no sense.
         """
         job = name_of_job() if "PMI_RANK" in os.environ else ""
-        engine, values = as_torchrun(os.environ, job)
+        engine, values = as_torchrun(os.environ, job, shared_networks())
         if engine == "srun" and "MASTER_ADDR" in values:
             values["MASTER_ADDR"] = address_of_node(values["MASTER_ADDR"])
         os.environ.update(values)
