@@ -114,8 +114,8 @@ def as_torchrun(
                 f"{name}={given} is set. Unset {name}, or start the program in one way"
             )
             raise ConfigError(msg)
-    address = environ.get("MASTER_ADDR", "")
-    address = address or (LOOPBACK if own.is_on_one_host else _near(own.first_host, networks))
+    first_host = LOOPBACK if own.is_on_one_host else own.first_host
+    address = environ.get("MASTER_ADDR", "") or _meeting_address(first_host, networks)
     if not address:
         msg = (
             f"{own.engine} does not say where rank 0 runs: set MASTER_ADDR to its host on all "
@@ -142,7 +142,7 @@ def as_torchrun(
     }
 
 
-def _near(addresses: str, networks: Collection[IPNetwork]) -> str:
+def _meeting_address(addresses: str, networks: Collection[IPNetwork]) -> str:
     """Return the first of a host's addresses that lies in one of some networks, or the first."""
     first, *others = addresses.split(",")
     if not others:  # the name of a host
