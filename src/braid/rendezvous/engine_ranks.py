@@ -34,7 +34,7 @@ IPNetwork: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 LOOPBACK = "127.0.0.1"
 CONTRACT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below those that Linux gives to programs
-OPEN_MPIS_HOST = re.compile(r"tcp://([^:;]+)")
+OPEN_MPIS_HOST = re.compile(r"tcp://([\d.,]+)")
 
 
 class EngineRank(NamedTuple):
