@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from braid.rendezvous.engine_ranks import IPNetwork
+from braid.rendezvous.interfaces import interfaces
 
 __all__ = ["address_of_node", "name_of_job", "shared_networks"]
 
@@ -55,11 +56,9 @@ def shared_networks() -> list[IPNetwork]:
 
     A bridge for containers often has the same address on each host, where it leads to itself.
     """
-    networks: list[IPNetwork] = []
-    for name, addresses in psutil.net_if_addrs().items():
-        if not (INTERFACES / name / "bridge").exists():
-            for family, ip, netmask, *_ in addresses:
-                if family == socket.AF_INET and netmask:
-                    network = ipaddress.ip_network(f"{ip}/{netmask}", strict=False)
-                    networks += [] if network.is_loopback else [network]
-    return networks
+    networks = [
+        ipaddress.ip_network(f"{interface.ip}/{interface.prefix}", strict=False)
+        for interface in interfaces()
+        if not (INTERFACES / interface.name / "bridge").exists()
+    ]
+    return [network for network in networks if not network.is_loopback]

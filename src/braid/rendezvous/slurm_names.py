@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NoReturn
 
 from braid.errors import ConfigError
 
@@ -57,7 +58,6 @@ def _expanded(part: str, text: str) -> list[str]:
     matched = PART.fullmatch(part)
     if matched is None:
         _refuse(text)
-        return []
     prefix, ranges, rest = matched.groups()
     if ranges is None:
         return [prefix]
@@ -69,13 +69,12 @@ def _numbers(piece: str, text: str) -> list[str]:
     matched = RANGE.fullmatch(piece)
     if matched is None:
         _refuse(text)
-        return []
     first, last = matched[1], matched[2] or matched[1]
     if not int(first) <= int(last) < int(first) + MOST_NAMES:
         _refuse(text)
     return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
 
 
-def _refuse(text: str) -> None:
+def _refuse(text: str) -> NoReturn:
     msg = f"{text!r} is none of Slurm's lists, such as n[1-3,7] or 4(x2),1"
     raise ConfigError(msg)

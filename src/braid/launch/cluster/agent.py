@@ -55,10 +55,10 @@ from braid.launch.cluster.agent_messages import (
 from braid.launch.cluster.agent_ranks import AgentRanks
 from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.process.free_port import PortReservation
-from braid.launch.process.interfaces import interfaces, machine
 from braid.launch.process.job import JobSpec, check_command
 from braid.launch.process.processes import SignalInbox, end_descendants, subreaper
 from braid.message import Message, PeerLost, PipeVan, Stream
+from braid.rendezvous.interfaces import interfaces, machine
 from braid.wire import Secret
 
 __all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]

@@ -53,10 +53,10 @@ from braid.launch.cluster.reachability import LAUNCHER
 from braid.launch.cluster.remote_backend import HostsReady, RemoteBackend
 from braid.launch.cluster.remote_shell import LocalPlacement, Placement
 from braid.launch.process.hang_state import LOOKS_PER_LIMIT
-from braid.launch.process.interfaces import interfaces, machine
 from braid.launch.process.job import JobSpec
 from braid.launch.process.processes import SignalInbox
 from braid.message import Message
+from braid.rendezvous.interfaces import interfaces, machine
 from braid.wire import SECRET_BYTES, Secret
 
 __all__ = ["HostRendezvous"]

@@ -13,9 +13,9 @@ from braid.launch.cluster.agent_messages import AGENT_ROLE, Bye
 from braid.launch.cluster.join_listener import JOIN_RUN_ID, JoinListener
 from braid.launch.cluster.options import Nodes, node_secret
 from braid.launch.cluster.reachability import LAUNCHER, Endpoint, eligible
-from braid.launch.process.interfaces import interfaces, machine
 from braid.launch.process.job import JobSpec
 from braid.rendezvous.file_meeting import FileMeeting
+from braid.rendezvous.interfaces import interfaces, machine
 from braid.wire import Address, Identity, Secret, SocketConnection, connect
 
 __all__ = ["INSECURE_WARNING", "dial", "join_first_node", "open_join_listener", "own_addresses"]

@@ -20,7 +20,7 @@ from braid.clock import Clock
 from braid.diagnose import why_unreachable
 from braid.errors import ConfigError
 from braid.launch.cluster.reachability import Attempt, Endpoint
-from braid.launch.process.interfaces import Interface
+from braid.rendezvous.interfaces import Interface
 from braid.wire import Address, Established, Handshake, Identity, Listener, Secret
 from braid.wire import Send as SendBytes
 

@@ -30,8 +30,8 @@ from braid.launch.cluster.rank_assignment import Host
 from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.options import CLIENTS
-from braid.launch.process.interfaces import machine
 from braid.launch.process.processes import SignalInbox
+from braid.rendezvous.interfaces import machine
 
 __all__ = ["EngineClient"]
 

@@ -13,7 +13,7 @@ from braid.errors import ConfigError
 from braid.launch.cluster.agent import LOST_EXIT_CODE, JoinRequest, serve
 from braid.launch.cluster.join import dial
 from braid.launch.engines.invitation import Invitation, forget_engine
-from braid.launch.process.interfaces import machine
+from braid.rendezvous.interfaces import machine
 from braid.wire import Address
 
 __all__ = ["main"]
