@@ -183,6 +183,7 @@ def test_norms_are_those_of_one_vector_sparse_and_16_bit_gradients_included():
     params = [dense, low, sparse, unused]
     assert grad_norm(params).item() == 13.0
     assert grad_norm(params, float("inf")).item() == 12.0
+    assert grad_norm([*params, params[0]]).item() == 13.0  # one that comes twice counts once
     assert clip_grad_norm_(params, 6.5).item() == 13.0
     assert grad_norm(params).item() == pytest.approx(6.5, rel=1e-3)
     before = [param.grad.clone() for param in params[:3]]

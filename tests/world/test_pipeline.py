@@ -139,6 +139,36 @@ def test_shared_weights_have_the_sum_of_their_gradients_and_count_once_in_the_no
     assert holders == {1: 1, 2: 2, 3: 3 if schedule == "1f1b" else 2}[size]
 
 
+def layers_used_twice() -> nn.Sequential:
+    """Each layer comes twice, in one stage; two layers of each stage also share a weight."""
+    model = layers()
+    for first in (0, 4):
+        a, b = model[first], model[first + 1]
+        b.linear.weight = a.linear.weight
+        model[first + 2], model[first + 3] = b, a
+    return model
+
+
+def _train_used_twice(group: Group, schedule: str) -> dict[str, torch.Tensor]:
+    pipeline = Pipeline(
+        layers_used_twice(), num_microbatches=2, schedule=schedule, process_group=group
+    )
+    pipeline.step(*batch_of(6, 0), loss=loss_of)
+    return {name: p.grad for name, p in pipeline.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_layers_that_a_stage_uses_twice_have_their_gradients_once(world, schedule):
+    expected, _ = reference([6], 2, layers_used_twice)
+    model = layers_used_twice()
+    firsts = {param: name for name, param in model.named_parameters()}
+    names = {name: firsts[param] for name, param in model.named_parameters(remove_duplicate=False)}
+    found = {}
+    for grads in world(2, _train_used_twice, schedule):
+        found |= {names[name]: grad for name, grad in grads.items()}
+    torch.testing.assert_close(found, expected)
+
+
 def _accumulate_shared(group: Group) -> list[torch.Tensor]:
     pipeline = Pipeline(shared_layers(), num_microbatches=4, process_group=group)
     for _ in range(2):

@@ -498,6 +498,8 @@ def test_the_optimizer_steps_as_one_over_all_parameters(make, settings):
         for mine, theirs in zip(params, alone.parameters(), strict=True):
             assert torch.allclose(mine.to_here(), theirs, atol=1e-6)
         assert "at least one" in said_by(lambda: rpc.DistributedOptimizer(make, []), ConfigError)
+        text = said_by(lambda: rpc.DistributedOptimizer(make, [*params, params[0]]), ConfigError)
+        assert "two references are to one parameter" in text
         with pytest.raises(TypeError, match="no_such"):
             rpc.DistributedOptimizer(make, params, no_such=1)
 

@@ -23,7 +23,8 @@ def grad_norm(
     """Return the norm of all gradients as if they were one vector.
 
     Args:
-        parameters: Parameters after backward; those without a gradient are left out.
+        parameters: Parameters after backward; those without a gradient are left out, and one that
+            comes twice counts once.
         norm_type: p of the p-norm; may be infinite.
 
     Raises:
@@ -32,7 +33,7 @@ def grad_norm(
     if not norm_type > 0:
         msg = f"norm_type must be above 0, got {norm_type}"
         raise ConfigError(msg)
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    given = [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(parameters)
     norms = [_norm(param.grad, norm_type) for param in given if param.grad is not None]
     if not norms:
         return torch.zeros(())
@@ -58,7 +59,9 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         msg = f"max_norm must not be negative, got {max_norm}"
         raise ConfigError(msg)
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = (
+        [parameters] if isinstance(parameters, torch.Tensor) else list(dict.fromkeys(parameters))
+    )
     total = grad_norm(given, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         msg = (

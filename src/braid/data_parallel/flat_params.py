@@ -103,7 +103,7 @@ class FlatParams:
 
 
 def parameters_in(params: Params) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient, also out of an optimizer's groups.
+    """Return the parameters that require a gradient, each once, also out of an optimizer's groups.
 
     Raises:
         ConfigError: `params` is something else, or there are none.
@@ -122,7 +122,7 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
     if not required:
         msg = "no parameter requires a gradient: was an iterator used twice?"
         raise ConfigError(msg)
-    return required
+    return list(dict.fromkeys(required))
 
 
 def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:

@@ -180,10 +180,10 @@ class Pipeline(nn.Module):
         Returns:
             The optimizers, for learning rate schedules and checkpoints.
         """
-        num_stages = Counter(p for own in self.stages.values() for p in set(own.parameters()))
+        num_stages = Counter(p for own in self.stages.values() for p in own.parameters())
         shared = set(self._tied.params) | {p for p, count in num_stages.items() if count > 1}
         for stage, own in self.stages.items():
-            if params := [p for p in dict.fromkeys(own.parameters()) if p not in shared]:
+            if params := [p for p in own.parameters() if p not in shared]:
                 self._optimizers[stage] = make(params)
         if rest := [p for p in num_stages if p in shared]:
             self._shared_optimizer = make(rest)

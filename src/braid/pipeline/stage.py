@@ -140,9 +140,8 @@ class Stage:
         return len(self._passes) + len(self._split)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the layers; one that two layers share comes twice."""
-        for layer in self.layers:
-            yield from layer.module.parameters()
+        """Yield the parameters of the layers, each once."""
+        yield from dict.fromkeys(p for layer in self.layers for p in layer.module.parameters())
 
     def forward(
         self,

@@ -41,6 +41,13 @@ class _LocalOptimizer:
             {**group, "params": [each.local_value() for each in group["params"]]}
             for group in groups
         ]
+        params = [p for group in local for p in group["params"]]
+        if len(set(params)) < len(params):
+            msg = (
+                "two references are to one parameter, which would be stepped twice: pass one "
+                "reference to each parameter, also where layers share it"
+            )
+            raise ConfigError(msg)
         self.optimizer = make(local, **kwargs)
         self.params = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.schedulers: list[torch.optim.lr_scheduler.LRScheduler] = []
@@ -155,6 +162,7 @@ class DistributedOptimizer:
         kwargs: Settings by name.
 
     Raises:
+        ConfigError: There are no references, or two to one parameter.
         Exception: What the optimizer's constructor raises, in its own type.
     """
 
