@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "TensorPlace",
     "flatten",
     "index_of",
     "map_tensors",
@@ -32,7 +33,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Place:
+class TensorPlace:
     """Place of a tensor that `flatten` took out; not walked itself."""
 
     index: int
@@ -49,19 +50,19 @@ def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
         index = indices.setdefault(id(leaf), len(tensors))
         if index == len(tensors):
             tensors.append(leaf)
-        return _Place(index)
+        return TensorPlace(index)
 
     return _map_leaves(tree, replace), tensors
 
 
 def unflatten(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the `tree` of `flatten` with `tensors` in their places."""
-    return _map_leaves(tree, lambda x: tensors[x.index] if isinstance(x, _Place) else x)
+    return _map_leaves(tree, lambda x: tensors[x.index] if isinstance(x, TensorPlace) else x)
 
 
 def index_of(leaf: Any) -> int | None:
     """Return the index of a tensor that `flatten` took out; None for anything else."""
-    return leaf.index if isinstance(leaf, _Place) else None
+    return leaf.index if isinstance(leaf, TensorPlace) else None
 
 
 def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -100,7 +101,7 @@ def parts_of(container: Any) -> dict[Any, Any] | None:
         return dict(container)
     if isinstance(container, list | tuple):
         return dict(enumerate(container))
-    if isinstance(container, _Place | type):
+    if isinstance(container, TensorPlace | type):
         return None
     if dataclasses.is_dataclass(container):
         names = [field.name for field in dataclasses.fields(container)]

@@ -17,7 +17,6 @@ edge for each micro-batch, and brings its structure each time.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +26,8 @@ import torch
 from braid.autograd.nested import flatten, unflatten
 from braid.comm import Group, Work
 from braid.errors import ConfigError
-from braid.pipeline.memory_order import as_in_memory, order_of, restored
+from braid.pipeline.memory_order import as_in_memory, restored
+from braid.pipeline.sent_structure import SentSpec, SentStructure, read_structure
 from braid.types import text_digest
 
 __all__ = ["Carrier", "Messages"]
@@ -83,31 +83,6 @@ class Carrier(Protocol):
         ...
 
 
-class _Spec(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    on_cpu: bool
-    order: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> _Spec:
-        on_cpu = x.device.type == "cpu"
-        return cls(tuple(x.shape), x.dtype, x.requires_grad, on_cpu, order_of(x))
-
-    def empty(self, device: torch.device | str) -> torch.Tensor:
-        """Return a tensor of this kind, without values."""
-        if self.order is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=device)
-        memory = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
-        return restored(memory, self.shape, self.order)
-
-
-class _Structure(NamedTuple):
-    tree: Any
-    specs: tuple[_Spec, ...]
-
-
 class _Layout(NamedTuple):
     """Places of small tensors in one message."""
 
@@ -119,11 +94,11 @@ class _Expected(NamedTuple):
     """The last structure on an edge; its layout if its tensors are small enough for one message."""
 
     digest: int
-    structure: _Structure
+    structure: SentStructure
     layout: _Layout | None
 
 
-def _layout_of(specs: Sequence[_Spec]) -> _Layout | None:
+def _layout_of(specs: Sequence[SentSpec]) -> _Layout | None:
     """Return places for tensors in one message behind a digest; None if they are too large."""
     at, offsets = HEADER_BYTES, []
     for spec in specs:
@@ -198,8 +173,8 @@ class Messages:
         self._starter = group.starting()
         self._device = device or torch.device("cpu")
         self._sent: set[tuple[int, int, int]] = set()
-        self._structures: dict[tuple[int, int, int], _Structure] = {}
-        self._descriptions: dict[_Structure, tuple[bytes, int]] = {}
+        self._structures: dict[tuple[int, int, int], SentStructure] = {}
+        self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
         self._under_way: list[_Sent] = []
         # last structure that was sent and received, by peer and edge
         self._expected_there: dict[tuple[int, int], _Expected] = {}
@@ -208,10 +183,10 @@ class Messages:
     def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
         """See `Carrier`."""
         tree, tensors = flatten(value)
-        specs = tuple(map(_Spec.of, tensors))
+        specs = tuple(map(SentSpec.of, tensors))
         parts = value if type(value) is tuple else (value,)
         is_plain = all(isinstance(part, torch.Tensor) for part in parts)
-        structure = _Structure(tree, specs)
+        structure = SentStructure(tree, specs)
         raw, digest = self._described(structure, is_plain=is_plain)
         if edge:  # its messages need not come in the order in which others go
             self._send(torch.tensor([digest, len(raw)]), peer, edge)
@@ -244,8 +219,7 @@ class Messages:
         digest, nbytes = announced.tolist()
         if nbytes:
             raw = self._group.recv(torch.empty(nbytes, dtype=torch.uint8), peer, tag=edge)
-            # from a rank of the same job, which runs the same program
-            self._structures[peer, edge, digest] = pickle.loads(raw.numpy().tobytes())  # noqa: S301
+            self._structures[peer, edge, digest] = read_structure(raw.numpy().tobytes())
         structure = self._structures[peer, edge, digest]
         self._expected_here[peer, edge] = _Expected(digest, structure, _layout_of(structure.specs))
         tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
@@ -263,7 +237,7 @@ class Messages:
         self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
     ) -> list[torch.Tensor]:
         """See `Carrier`."""
-        tensors = [_Spec.of(x).empty(x.device) for x in like]
+        tensors = [SentSpec.of(x).empty(x.device) for x in like]
         self._recv(tensors, peer, edge)
         return tensors
 
@@ -288,11 +262,11 @@ class Messages:
         for group in (self._group, *self.others):
             group.abort(text)
 
-    def _described(self, structure: _Structure, *, is_plain: bool) -> tuple[bytes, int]:
+    def _described(self, structure: SentStructure, *, is_plain: bool) -> tuple[bytes, int]:
         """Return the bytes of a structure and their digest; kept for tensors and tuples of them."""
         if is_plain and (known := self._descriptions.get(structure)) is not None:
             return known
-        raw = pickle.dumps(structure)
+        raw = structure.as_bytes()
         described = raw, text_digest(raw.hex()) & DIGEST_MASK
         if is_plain:
             self._descriptions[structure] = described
