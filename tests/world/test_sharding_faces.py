@@ -15,6 +15,7 @@ from training import said_by
 import braid
 from braid import FullyShardedDataParallel
 from braid.comm import Group
+from braid.data_parallel import DistributedDataParallel, MixedPrecision
 from braid.data_parallel.ddp.reference import accumulate
 from braid.errors import ConfigError
 from braid.params.exact_norm import clip_pieces_
@@ -163,6 +164,53 @@ def _accumulated(group: Group, base: Model, stage: int) -> Any:
         engine.zero_grad()
         twice = [a - b for a, b in zip(twice, own, strict=True)]
     return whole, max(float(piece.abs().max()) for piece in twice if piece.numel())
+
+
+def one_number() -> nn.Module:
+    model = nn.utils.skip_init(nn.Linear, 1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def _many_ones(group: Group, stage: int) -> list[float]:
+    """The sum of 512 gradients of 1, of which 511 stay local, twice."""
+    model = one_number()
+    dtypes: dict[str, Any] = {"reduce_dtype": torch.float32, "master_dtype": torch.float32}
+    if stage == 3:
+        dtypes["param_dtype"] = torch.bfloat16
+    else:
+        model.bfloat16()
+    engine = Sharding(model, group, ShardingOptions(stage=stage, **dtypes))
+    ones = torch.ones(1, 1, dtype=torch.bfloat16)
+    sums = []
+    for _ in range(2):
+        with engine.no_sync():
+            for _ in range(511):
+                model(ones).sum().backward()
+        model(ones).sum().backward()
+        sums += [piece.item() for piece in engine.pieces() if piece.numel()]
+        engine.zero_grad()
+    return sums
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_accumulates_locally_has_the_dtype_of_sums_over_ranks(world, stage):
+    sums = [x for own in world(2, _many_ones, stage) for x in own]
+    assert sums == [512.0, 512.0]
+
+
+def _many_ones_of_ddp(group: Group) -> float:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = DistributedDataParallel(one_number(), process_group=group, mixed_precision=precision)
+    with model.no_sync():
+        for _ in range(511):
+            model(torch.ones(1, 1)).sum().backward()
+    model(torch.ones(1, 1)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_data_parallel_training_in_mixed_precision_accumulates_in_32_bits(world):
+    assert world(2, _many_ones_of_ddp) == [512.0, 512.0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

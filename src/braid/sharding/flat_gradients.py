@@ -6,7 +6,8 @@
     finish   waits, sums over replicas, and puts the averages into `.grad` of the owned pieces
 
 Sums are in the order of ranks and are divided once, at the end. Averages are added to what the
-pieces have from earlier backwards.
+pieces have from earlier backwards. What accumulates locally, without sums over ranks, has the dtype
+of these sums: 512 gradients of 1 are 512, where bfloat16 would end at 256.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class FlatGradients:
         )
         self._work: Work | None = None
         self._earlier: list[tuple[int, torch.Tensor]] = []
+        self._local: dict[int, torch.Tensor] = {}  # sums of leaves of another dtype than the sums'
 
     def busy(self) -> list[FlatGradients]:
         """Return the gradients that use the slots now."""
@@ -98,7 +100,27 @@ class FlatGradients:
 
     def has_gradients(self) -> list[bool]:
         """Return whether each whole parameter has a gradient on this rank."""
-        return [leaf.grad is not None for leaf in self.flat.leaves]
+        return [bool(self._grads_of(i)) for i in range(len(self.flat.leaves))]
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of whole parameters that have accumulated on this rank."""
+        return [grad for i in range(len(self.flat.leaves)) for grad in self._grads_of(i)]
+
+    def _grads_of(self, index: int) -> list[torch.Tensor]:
+        """Return the local sum of a leaf's gradients, and the gradient that is not in it."""
+        grads = self._local.get(index), self.flat.leaves[index].grad
+        return [grad.detach() for grad in grads if grad is not None]
+
+    def accumulate(self, index: int) -> None:
+        """Add a whole parameter's gradient to its local sum, if that has another dtype."""
+        leaf = self.flat.leaves[index]
+        if leaf.grad is None or leaf.dtype == self.flat.dtypes.reduce:
+            return
+        grad, leaf.grad = leaf.grad.detach(), None
+        if index in self._local:
+            self._local[index].add_(grad)
+        else:
+            self._local[index] = grad.to(self.flat.dtypes.reduce)
 
     def launch(self) -> None:
         """Take the gradients of the whole parameters and start their sum; both slots are free."""
@@ -111,12 +133,13 @@ class FlatGradients:
             for i, owned in enumerate(self.flat.owned)
             if owned.grad is not None
         ]
-        for leaf, view in zip(self.flat.leaves, self._views, strict=True):
-            if leaf.grad is None:
-                view.zero_()
-            else:
-                view.copy_(leaf.grad.detach())
-                leaf.grad = None
+        for i, (leaf, view) in enumerate(zip(self.flat.leaves, self._views, strict=True)):
+            first, *others = self._grads_of(i) or [view.new_zeros(())]
+            view.copy_(first)
+            for grad in others:
+                view.add_(grad)
+            leaf.grad = None
+        self._local.clear()
         self._work = self._request.start(steps_by=StepsBy.WAITER)
 
     def finish(self) -> None:
@@ -159,6 +182,7 @@ class FlatGradients:
         """Drop the gradients of whole parameters, and forget a sum that was never waited for."""
         for leaf in self.flat.leaves:
             leaf.grad = None
+        self._local.clear()
         self.is_launched = False
 
 

@@ -48,7 +48,7 @@ def live_bytes(sharding: Sharding, optimizer: torch.optim.Optimizer) -> LiveByte
     for own in sharding.gradients:
         gradients += own.kept_memory()
         slots += own.shared_memory()
-        gradients += [leaf.grad for leaf in own.flat.leaves if leaf.grad is not None]
+        gradients += own.local_gradients()
     states = [
         value
         for state in optimizer.state.values()

@@ -103,6 +103,8 @@ class ShardReducer(GradientListener):
         """
         self.backward_begins()
         gradients = self._owner[position]
+        if not self._sums:
+            gradients.accumulate(position - self._firsts[id(gradients)])
         if position in self._seen:
             if gradients.is_launched:
                 raise ConfigError(_late_text(self._records[position].name))
