@@ -2,7 +2,7 @@
 
 from braid.sharding.engine import Sharding, sharding_of
 from braid.sharding.fsdp import FullyShardedDataParallel
-from braid.sharding.fully_shard import FSDPModule, fully_shard
+from braid.sharding.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method
 from braid.sharding.grad_scaler import ShardedGradScaler
 from braid.sharding.layouts import Bytes, Layouts, layouts_of
 from braid.sharding.memory import LiveBytes, live_bytes
@@ -36,6 +36,7 @@ __all__ = [
     "layouts_of",
     "live_bytes",
     "needs_whole",
+    "register_fsdp_forward_method",
     "restore_sharded",
     "shard_optimizer",
     "sharded_numbers",

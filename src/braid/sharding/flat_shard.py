@@ -13,7 +13,7 @@ A reduce-scatter makes gradients of the whole vector into those of the pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,7 @@ class FlatShard:
         owned: Parameters of the optimizer: this rank's pieces.
         leaves: Parameters that compute; between uses of a unit, they have no values at stage 3.
         sites: Modules and names under which each parameter is registered.
+        is_entered: Whether modules compute with the whole parameters.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class FlatShard:
         self.dtypes = dtypes
         self.title = title
         self.sites: list[list[tuple[nn.Module, str]]] = []
+        self.is_entered = False
         self.places = places
         rank = places.group.rank
         self._low, self._high = partition.bounds[rank : rank + 2]
@@ -247,13 +249,19 @@ class FlatShard:
         size = self._full.element_size()
         return offset // size if 0 <= offset < self.partition.length * size else -1
 
+    def named_sites(self) -> Iterator[tuple[ParamRecord, Sequence[tuple[nn.Module, str]]]]:
+        """Yield each parameter with its modules and names."""
+        yield from zip(self.records, self.sites, strict=True)
+
     def enter(self) -> None:
         """Let modules compute with the whole parameters."""
+        self.is_entered = True
         if self.stage == 3:
             _register(self.sites, self.leaves)
 
     def leave(self) -> None:
         """Let modules have this rank's pieces as parameters."""
+        self.is_entered = False
         if self.stage == 3:
             _register(self.sites, self.owned)
 

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.nested import map_tensors
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params.process_groups import group_of
@@ -236,21 +235,6 @@ def _groups_of(process_group: Any, mesh: Any) -> GroupsOfMesh:
 
 def _cast(sharding: Sharding, policy: MixedPrecisionPolicy) -> None:
     """Convert inputs of units, and outputs of the model, to the policy's data types."""
-    wanted, output_dtype = policy.param_dtype, policy.output_dtype
-
-    def to(dtype: torch.dtype) -> Any:
-        return lambda x: x.to(dtype) if x.is_floating_point() else x
-
-    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        assert wanted is not None
-        return map_tensors(args, to(wanted)), map_tensors(kwargs, to(wanted))
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-        assert output_dtype is not None
-        return map_tensors(output, to(output_dtype))
-
-    if wanted is not None and policy.cast_forward_inputs:
-        for unit in sharding.units:
-            unit.module.register_forward_pre_hook(before, with_kwargs=True)
-    if output_dtype is not None:
-        sharding.model.register_forward_hook(after)
+    for unit in sharding.units if policy.cast_forward_inputs else ():
+        unit.input_dtype = policy.param_dtype
+    sharding.units[0].output_dtype = policy.output_dtype

@@ -13,6 +13,7 @@ the same objects before and after, so an optimizer may be made in between.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,11 +23,14 @@ from torch import nn
 from braid.errors import ConfigError
 from braid.sharding import gathered_state
 from braid.sharding.engine import Sharding
-from braid.sharding.fsdp import make_sharding, refuse_placement
+from braid.sharding.fsdp import FullyShardedDataParallel, make_sharding, refuse_placement
+from braid.sharding.residency import CALL
+from braid.sharding.units import MARK
 
-__all__ = ["FSDPModule", "fully_shard"]
+__all__ = ["FSDPModule", "fully_shard", "register_fsdp_forward_method"]
 
 NOTE = "braid_fully_shard"  # arguments of the call, as an attribute of the module
+OUTER = "braid_fully_shard_outer"  # the next module around it that was passed after it
 
 
 class FSDPModule:
@@ -34,8 +38,7 @@ class FSDPModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; the first one of the outermost module divides it before."""
-        if NOTE in vars(self):
-            _engine_of(self)  # type: ignore[arg-type]  # a module, see the class
+        _divide(self)  # type: ignore[arg-type]  # a module, see the class
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the module
 
     @property
@@ -127,6 +130,9 @@ def fully_shard(
     if NOTE in vars(module):
         msg = f"this {type(module).__name__} has been passed to fully_shard before: pass it once"
         raise ConfigError(msg)
+    for unit in module.modules():
+        if NOTE in vars(unit):
+            vars(unit).setdefault(OUTER, module)
     kind = type(module)
     module.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
     vars(module)[NOTE] = {
@@ -146,23 +152,67 @@ def _engine_of(module: nn.Module) -> Sharding:
     Raises:
         ConfigError: The module is a unit of another one.
     """
+    _divide(module)
     engine = vars(module).get("braid_fully_shard_engine")
-    if isinstance(engine, Sharding):
-        return engine
-    note = vars(module).get(NOTE)
-    if note is None:
+    if not isinstance(engine, Sharding):
         msg = (
             f"{type(module).__name__} is a unit of a sharded model: use the methods of the model "
             "that fully_shard was called with last"
         )
         raise ConfigError(msg)
-    inner = [m for m in module.modules() if NOTE in vars(m)]
+    return engine
+
+
+def _divide(module: nn.Module) -> None:
+    """Divide the outermost model around a module, if that has not been done."""
+    if NOTE not in vars(module):
+        return
+    model = module
+    while OUTER in vars(model):
+        model = vars(model)[OUTER]
+    inner = [m for m in model.modules() if NOTE in vars(m)]
+    note = dict(vars(model)[NOTE])
     for unit in inner:
         del vars(unit)[NOTE]
-    note = dict(note)
-    units = [unit for unit in inner if unit is not module]
-    sharding = make_sharding(
-        module, note.pop("process_group"), note.pop("mesh"), units=units or None, **note
+        vars(unit).pop(OUTER, None)
+    units = [unit for unit in inner if unit is not model]
+    vars(model)["braid_fully_shard_engine"] = make_sharding(
+        model, note.pop("process_group"), note.pop("mesh"), units=units or None, **note
     )
-    vars(module)["braid_fully_shard_engine"] = sharding
-    return sharding
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gather a unit's parameters also while another method than forward computes with them.
+
+    No-op for a module without sharded parameters.
+
+    Args:
+        module: A `FullyShardedDataParallel`, or a unit of a sharded model, such as a module passed
+            to `fully_shard`.
+        method_name: Name of the method, such as "encode".
+
+    Raises:
+        ConfigError: There is no such method, or the module has parameters of a unit around it.
+    """
+    if isinstance(module, FullyShardedDataParallel):
+        module = module.module
+    original = getattr(module, method_name, None)
+    if not callable(original):
+        msg = f"{type(module).__name__} has no method {method_name!r}"
+        raise ConfigError(msg)
+    if not any(key in vars(module) for key in (NOTE, CALL)):
+        if any(hasattr(param, MARK) for param in module.parameters()):
+            msg = (
+                f"{type(module).__name__} is not a unit of the sharded model: pass it in units=, "
+                "or register the method of the model that calls it"
+            )
+            raise ConfigError(msg)
+        return
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        _divide(module)
+        call = vars(module).get(CALL)  # a module without parameters is not a unit
+        return original(*args, **kwargs) if call is None else call(original, args, kwargs)
+
+    setattr(module, method_name, method)

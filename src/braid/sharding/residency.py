@@ -15,7 +15,7 @@ parameters of a unit that was freed too early, is gathered when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -23,14 +23,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from braid.autograd.nested import tensors_in
+from braid.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
 from braid.params.autograd_grad import is_in_backward
 from braid.params.optimizer_in_place import refuse_copy
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.saved_params import SavedParams
 
-__all__ = ["Residency", "Unit"]
+__all__ = ["CALL", "Residency", "Unit"]
+
+CALL = "braid_unit_call"  # runs a function as the unit's forward, as an attribute of its module
 
 NO_GRAPH = (
     "a backward with create_graph=True keeps parameters for a second one, and at stage 3 their "
@@ -49,6 +51,8 @@ class Unit:
 
     Attributes:
         name, module, flats, frees_after_forward: As given.
+        input_dtype: Data type that floating inputs of a forward are converted to, if any.
+        output_dtype: Data type that floating outputs are converted to, if any.
         num_forwards: Number of forward passes under way.
         num_pushed: Number of them that replace what autograd saves.
         in_backward: Whether a backward has reached the unit's outputs.
@@ -66,6 +70,8 @@ class Unit:
         self.module = module
         self.flats = list(flats)
         self.frees_after_forward = frees_after_forward
+        self.input_dtype: torch.dtype | None = None
+        self.output_dtype: torch.dtype | None = None
         self.num_forwards = 0
         self.num_pushed = 0
         self.in_backward = False
@@ -125,6 +131,7 @@ class Residency:
         self._aside: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._num_pinned = 0
+        self._is_by_parts = False  # an engine begins steps, and runs units without the root
         for unit in self.units if self._slots else self.units[:1]:
             self._add_hooks(unit)
 
@@ -133,6 +140,8 @@ class Residency:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for unit in self.units:
+            vars(unit.module).pop(CALL, None)
 
     def gather_all(self) -> None:
         """Gather all units, each into new memory where it has none of its own, until `free_all`."""
@@ -169,9 +178,27 @@ class Residency:
         module = unit.module
         before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
         self._handles += [
-            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
+        vars(module)[CALL] = partial(self._call, unit)
+        for flat in unit.flats if self._slots else ():
+            names = {module: r.name for r, own in flat.named_sites() for module, _ in own}
+            for holder, name in names.items():  # after the hook above, where this is the module
+                refuse = partial(_refuse_pieces, flat, name)
+                self._handles.append(holder.register_forward_pre_hook(refuse))
+
+    def _call(
+        self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a function as the forward of a unit."""
+        output = None
+        try:
+            args, kwargs = self._before_forward(unit, unit.module, args, kwargs)
+            output = function(*args, **kwargs)
+        finally:
+            output = self._after_forward(unit, unit.module, args, output)
+        return output
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled with a module that has these hooks.
@@ -181,11 +208,12 @@ class Residency:
         """
         refuse_copy("a sharded model")
 
-    def _before_forward(self, unit: Unit, _module: nn.Module, _args: Any) -> None:
+    def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         again = is_in_backward()  # a checkpoint computes a forward again
         is_root = unit is self.units[0]
-        if is_root and not again and not unit.num_forwards:
-            self.begin()
+        is_outside = not self._is_by_parts and not any(u.num_forwards for u in self.units)
+        if not again and (not unit.num_forwards if is_root else is_outside):
+            self._begin()
         unit.num_forwards += 1
         self._make_whole(unit)
         if not again:
@@ -196,9 +224,14 @@ class Residency:
         if self._slots:
             self._saved.push()
             unit.num_pushed += 1
+        return _in_dtype(args, unit.input_dtype), _in_dtype(kwargs, unit.input_dtype)
 
     def begin(self) -> None:
-        """Begin a forward of the root; for engines that run units without it."""
+        """Begin a step of an engine that runs units without the root; forwards do not, then."""
+        self._is_by_parts = True
+        self._begin()
+
+    def _begin(self) -> None:
         self._reset()
         if not self._num_pinned:
             self.free_all()
@@ -208,10 +241,14 @@ class Residency:
         self._earlier_order, self.order = self.order, []
         self._places = {}
 
-    def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> Any:
         if unit.num_pushed:
             unit.num_pushed -= 1
             self._saved.pop()
+        self._free_after_forward(unit, output)
+        return _in_dtype(output, unit.output_dtype)
+
+    def _free_after_forward(self, unit: Unit, output: Any) -> None:
         if not unit.num_forwards:  # an exception has ended it before it began
             return
         unit.num_forwards -= 1
@@ -325,3 +362,26 @@ class Residency:
         for flat in () if unit is None else unit.flats:
             if flat.slot is not None and flat.slot.holder is None and flat.full is None:
                 flat.start_gather()
+
+
+def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a value whose floating tensors have a data type, if one is given."""
+    if dtype is None:
+        return value
+    return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def _refuse_pieces(flat: FlatShard, name: str, module: nn.Module, _args: Any) -> None:
+    """Refuse a forward of a module that has pieces of its parameters.
+
+    Raises:
+        ConfigError: The unit of the module's parameters is not in use.
+    """
+    if not flat.is_entered:
+        msg = (
+            f"{type(module).__name__} computes with {name!r} while only this rank's piece of it is "
+            "here: parameters are whole in the forward of the sharded model. Call "
+            "register_fsdp_forward_method(model, 'name of the method') for another method that "
+            "computes, or compute inside `with model.gathered():` without gradients"
+        )
+        raise ConfigError(msg)
