@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -216,3 +217,52 @@ def test_copies_of_parts_hand_values_past_each_other():
     assert torch.equal(value, model(**images(3)))
     stashes, pops = zip(*map(skips_of, parts), strict=True)
     assert [list(map(len, keys)) for keys in (stashes, pops)] == [[1, 0, 0, 0], [0, 0, 1, 0]]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+class Doubling(nn.Module):
+    """Runs `meanwhile` in the midst of its forward."""
+
+    def __init__(self, meanwhile: Any = lambda: None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.meanwhile = meanwhile
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meanwhile()
+        return Doubled.apply(self.layer(x))
+
+
+def test_overlapping_captures_of_two_threads_leave_torch_as_it_was():
+    own = vars(torch.autograd.Function)["apply"]
+    second_runs, first_ended = threading.Event(), threading.Event()
+    graphs: list[CapturedGraph] = []
+
+    def capture_doubling(meanwhile: Any) -> None:
+        graphs.append(capture(Doubling(meanwhile), torch.ones(4, 3)))
+
+    def outlast_the_first() -> None:
+        second_runs.set()
+        first_ended.wait(60)
+
+    second = threading.Thread(target=capture_doubling, args=(outlast_the_first,))
+
+    def start_the_second() -> None:
+        if not second.ident:
+            second.start()
+        second_runs.wait(60)
+
+    capture_doubling(start_the_second)
+    first_ended.set()
+    second.join()
+    assert vars(torch.autograd.Function)["apply"] is own
+    assert [graph.nodes[-1].target.__name__ for graph in graphs] == ["Doubled"] * 2

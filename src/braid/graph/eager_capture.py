@@ -107,7 +107,7 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
         inside = {module for _, atom in atoms for module in atom.modules()}
         _check_hooks(model, inside)
         stack.enter_context(_buffers_kept(model, inside))
-        with recorder, functions_recorded(recorder):
+        with recorder, functions_recorded:
             result = model(*args, **kwargs)
         tree, results = recorder.end(result)
     graph = CapturedGraph(

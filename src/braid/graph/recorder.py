@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -63,10 +63,12 @@ class Recorder(TorchFunctionMode):
         for x in inputs:
             self._data.add(self._new(x))
 
-    def is_listening(self) -> bool:
-        """Whether calls of this thread are recorded now."""
+    @staticmethod
+    def listening() -> Recorder | None:
+        """Return the innermost recorder of this thread that records calls now."""
         stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
-        return not self._inside and self in stack
+        recorder = next((mode for mode in reversed(stack) if isinstance(mode, Recorder)), None)
+        return None if recorder is None or recorder._inside else recorder  # noqa: SLF001 - of this class
 
     def value_of(self, x: torch.Tensor) -> int:
         """Return the number of a value; one that nothing has made is a tensor of the model."""
@@ -216,24 +218,46 @@ class Applied:
         return self.kind.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-@contextmanager
-def functions_recorded(recorder: Recorder) -> Iterator[None]:
-    """Let autograd.Functions be recorded as one call each, for this thread.
+class _FunctionsRecorded:
+    """Replaces `apply` of autograd.Function until the last capture that runs has ended.
 
-    Function modes of torch see the operations in a function's forward only, and not its backward.
+    Function modes of torch see the operations in a function's forward only, and not its backward,
+    and torch has no other place to observe `apply`. The replacement knows no recorder: it looks for
+    one among the modes of the calling thread, so other threads and other captures are unaffected.
     """
-    own = vars(torch.autograd.Function)["apply"]
 
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction or not recorder.is_listening():
-            return own.__func__(cls, *args, **kwargs)
-        return recorder.call_function(cls, args, kwargs)
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_captures = 0
+        self._original = vars(torch.autograd.Function)["apply"]
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = own  # type: ignore[method-assign]
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_captures += 1
+            if self._num_captures == 1:
+                self._original = vars(torch.autograd.Function)["apply"]
+                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_captures -= 1
+            if self._num_captures == 0:
+                torch.autograd.Function.apply = self._original  # type: ignore[method-assign]
+
+    def original(self, cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+        """Return torch's own `apply` of a function."""
+        own: Callable[..., Any] = self._original.__get__(None, cls)
+        return own
+
+
+functions_recorded = _FunctionsRecorded()
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    recorder = None if cls is CheckpointFunction else Recorder.listening()
+    if recorder is None:
+        return functions_recorded.original(cls)(*args, **kwargs)
+    return recorder.call_function(cls, args, kwargs)
 
 
 def _version_of(x: torch.Tensor) -> int:
