@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, S
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
 from braid.testing.pool import ProcessPool, RankDiedError
 
+TORCH_OFFERS_ALL = hasattr(dist, "set_timeout")  # its own functions, to all backends: since 2.14
 SOON = timedelta(seconds=0.3)
 
 
@@ -183,10 +185,11 @@ def _some_do_not_come_with(options: dict[str, Any]) -> tuple[str, str]:
     return _some_do_not_come(**options)
 
 
-def test_torch_offers_its_own_monitored_barrier_to_gloo_only(tmp_path: Path) -> None:
+def test_torch_before_2_14_offers_its_own_monitored_barrier_to_gloo_only(tmp_path: Path) -> None:
+    refusal = pytest.raises(ValueError, match="only implemented for GLOO")
     with (
         process_group("braid", 0, 1, str(tmp_path / "store")),
-        pytest.raises(ValueError, match="only implemented for GLOO"),
+        nullcontext() if TORCH_OFFERS_ALL else refusal,
     ):
         dist.monitored_barrier()
 
@@ -207,12 +210,23 @@ def test_deadline_can_be_set_later(pool: ProcessPool, tmp_path: Path) -> None:
     assert "within 0.3 s" in text
 
 
-def test_torch_sets_deadlines_of_its_own_backends_only(tmp_path: Path) -> None:
-    with (
-        process_group("braid", 0, 1, str(tmp_path / "store")),
-        pytest.warns(UserWarning, match="only supported for either nccl or gloo"),
-    ):
-        c10d._set_pg_timeout(SOON)
+def _with_a_deadline_of_torch() -> Any:
+    def main(group: Any) -> str:
+        if not TORCH_OFFERS_ALL:
+            with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+                c10d._set_pg_timeout(SOON, group)
+            return ""
+        dist.set_timeout(SOON, group)
+        return "" if dist.get_rank() else error_of(dist.all_reduce, torch.ones(2), group=group)[1]
+
+    return together(main)
+
+
+def test_torch_from_2_14_sets_the_deadline_of_any_backend(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    text, _ = run(pool, tmp_path, 2, _with_a_deadline_of_torch)
+    assert "within 0.3 s" in text or not TORCH_OFFERS_ALL
 
 
 def _late_in_the_background() -> Any:

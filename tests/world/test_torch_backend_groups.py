@@ -88,7 +88,9 @@ def _split_by_torch() -> Any:
         world: Any = dist.group.WORLD
         world.bound_device_id = torch.device("cpu", 0)
         group = dist.split_group(None, [[0, 2]])
-        return group and (dist.get_process_group_ranks(group), summed(group))
+        if group in (None, dist.GroupMember.NON_GROUP_MEMBER):  # None before torch 2.14
+            return None
+        return dist.get_process_group_ranks(group), summed(group)
 
 
 def test_torch_splits_it_where_it_asks(pool: ProcessPool, tmp_path: Path) -> None:
@@ -104,15 +106,15 @@ def _made_by_members_only() -> Any:
         return []
     sums = []
     for _ in range(3):
-        # torch gives the second one the name of the first, which has gone
+        # before 2.14, torch gives the second one the name of the first, which has gone
         group = dist.new_group([0, 2], use_local_synchronization=True)
-        sums.append((group.group_name, summed(group)))
+        sums.append(summed(group))
         dist.destroy_process_group(group)
-    return [sum_ for _, sum_ in sums], len({name for name, _ in sums})
+    return sums
 
 
 def test_members_alone_make_groups_again_and_again(pool: ProcessPool, tmp_path: Path) -> None:
-    ends = [5.0, 5.0, 5.0], 1
+    ends = [5.0, 5.0, 5.0]
     assert run(pool, tmp_path, 3, _made_by_members_only) == [ends, [], ends]
 
 

@@ -38,7 +38,7 @@ class BraidProcessGroup(Collectives):
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         # braid needs a deadline; torch's unset one means its own default
         timeout_s = seconds(options.timeout) or c10d.default_pg_timeout.total_seconds()
-        meeting = Meeting(options.store, options.group_id, ranks, options.group_rank, timeout_s)
+        meeting = Meeting(options.store, ranks, options.group_rank, timeout_s)
         shared_world, group = shared_worlds.open(meeting)
         return cls(shared_world, group, Foreign(options, ranks), options.store, shared_worlds)
 

@@ -55,14 +55,12 @@ class Meeting(NamedTuple):
 
     Attributes:
         store: torch's store, with this group's prefix.
-        name: torch's name of the group.
         ranks: Global ranks of the members.
         rank: Index of this rank among them.
         timeout_s: Seconds to wait for the other members.
     """
 
     store: Any
-    name: str
     ranks: tuple[int, ...]
     rank: int
     timeout_s: float
@@ -83,12 +81,13 @@ class SharedWorld:
         ranks: Global ranks, as torch counts them.
         world: Group of all these ranks; belongs to `owner`.
         owner: Closed last; None if the world is not ours to close.
-        joining: Number of times that this process has met others here; keeps the keys of an earlier
-            time apart.
+        store: Store in which members of new groups meet. The stores that torch gives new groups
+            have their names as prefixes, and torch 2.14 may name one group differently on each
+            rank: after `new_group(use_local_synchronization=True)` of some ranks.
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], world: Group, owner: _Owner | None, joining: int
+        self, ranks: tuple[int, ...], world: Group, owner: _Owner | None, store: Store
     ) -> None:
         self.ranks = ranks
         self.world = world
@@ -97,7 +96,7 @@ class SharedWorld:
         self.backward = Backward()
         self.spare_cores = _has_spare_cores(len(ranks))
         self._owner = owner
-        self._joining = joining
+        self._store = store
         self._groups: list[Group] = []
         self._meetings: dict[str, tuple[int, str]] = {}  # of each set of ranks: number, last name
         self._pid = os.getpid()
@@ -110,15 +109,14 @@ class SharedWorld:
 
     def select(self, meeting: Meeting) -> Group:
         """Return a new group of ranks of this world; called by its members only."""
-        store = PrefixStore(f"braid/join-{self._joining}", _store(meeting))
         ranks = [self.ranks.index(rank) for rank in meeting.ranks]
-        # torch gives a name again when the group that had it is gone; what was said then is still
-        # in the store
         key = "_".join(map(str, ranks))
         number, previous = self._meetings.get(key, (0, ""))
-        name = f"{meeting.name} of torch {key}, {number + 1}"
+        name = f"{key}, {number + 1}"
         timeout_s = min(meeting.timeout_s, FIRST_DEADLINE_S)
-        group = self.world.select(ranks, store, name=name, previous=previous, timeout_s=timeout_s)
+        group = self.world.select(
+            ranks, self._store, name=name, previous=previous, timeout_s=timeout_s
+        )
         self._meetings[key] = (number + 1, name)
         self._groups.append(group)
         return group
@@ -240,19 +238,20 @@ class _StoreMeeting:
 
 def _new_shared_world(meeting: Meeting, program: Group | None) -> SharedWorld:
     size = len(meeting.ranks)
-    store = _store(meeting)
+    store: Store = TorchStore(meeting.store, meeting.timeout_s)
     joining = claim(PrefixStore("braid", store), meeting.rank)
+    store = PrefixStore(f"braid/join-{joining}", store)  # apart from the keys of an earlier time
     if program is not None and (program.rank, program.size) == (meeting.rank, size):
-        return SharedWorld(meeting.ranks, program, None, joining)
+        return SharedWorld(meeting.ranks, program, None, store)
     environment = _environment()
     if environment is not None and (environment.rank, environment.world_size) == (
         meeting.rank,
         size,
     ):
         joined = _LauncherJob(environment, meeting.timeout_s)
-        return SharedWorld(meeting.ranks, joined.world, joined, joining)
-    met = _StoreMeeting(meeting, PrefixStore(f"braid/join-{joining}", store))
-    return SharedWorld(meeting.ranks, met.world, met, joining)
+        return SharedWorld(meeting.ranks, joined.world, joined, store)
+    met = _StoreMeeting(meeting, store)
+    return SharedWorld(meeting.ranks, met.world, met, store)
 
 
 def _failure() -> str:
@@ -276,7 +275,3 @@ def _environment() -> JobEnvironment | None:
     except ConfigError:  # torch needs none of it when rank and size are passed
         return None
     return environment if environment.launched_by == "braid" else None
-
-
-def _store(meeting: Meeting) -> Store:
-    return TorchStore(meeting.store, meeting.timeout_s)
