@@ -374,3 +374,66 @@ def test_an_operation_without_a_rule_gathers(world):
         assert "all_gather tp" in text
         assert "forward: 1 all_gather" in text
         assert picture.startswith("<svg")
+
+
+def thrice(operation: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = operation(x, x, x)
+    return y
+
+
+TWICE = {
+    "einsum of rows": lambda h: torch.einsum("bi,bj->b", h, h),
+    "einsum of products": lambda h: torch.einsum("bi,bj->bij", h, h),
+    "einsum of columns": lambda h: torch.einsum("bi,ci->bc", h, h),
+    "three of an einsum": lambda h: torch.einsum("bi,ij,bj->b", h, h, h),
+    "matmul": lambda h: h @ h,
+    "mm": torch.mm,
+    "mm of a transposed": lambda h: h @ h.T,
+    "bmm": lambda h: torch.bmm(h[None], h[None]),
+    "bmm of one view": lambda h: thrice(lambda a, b, _c: torch.bmm(a, b), h[None]),
+    "addmm": lambda h: torch.addmm(h, h, h),
+    "baddbmm": lambda h: thrice(torch.baddbmm, h.view(1, 4, 4)),
+    "linear": lambda h: functional.linear(h, h),
+    "add": lambda h: h + h,
+    "where": lambda h: torch.where(h > 0, h, h),
+    "cat": lambda h: torch.cat([h, h], dim=1),
+    "stack": lambda h: torch.stack([h, h]),
+    "attention": lambda h: thrice(functional.scaled_dot_product_attention, h[None]),
+    "outer": lambda h: torch.outer(h[0], h[0]),
+}
+
+
+class Twice(nn.Module):
+    """An operation that takes one value several times."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.up = empty(nn.Linear, 3, 4)
+        self.operation = TWICE[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.operation(h, h) if self.operation is torch.mm else self.operation(h)
+
+
+def _twice(group: Group, name: str) -> Any:
+    model = filled(Twice(name))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = parallelize(model, group, {"up": "column"}, inputs=x)
+    y = model(x)
+    y.square().sum().backward()
+    return dict(found), y.detach(), grads_of(model, group)
+
+
+@pytest.mark.filterwarnings("ignore:no rule says")
+@pytest.mark.parametrize("name", TWICE)
+def test_a_value_that_an_operation_takes_twice_may_be_split_differently_each_time(world, name):
+    model = filled(Twice(name))
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = model(x)
+    y.square().sum().backward()
+    for kinds, own, grads in world(2, _twice, name):
+        assert kinds == {"up": "column"}
+        torch.testing.assert_close(own, y.detach(), rtol=1e-12, atol=1e-12)
+        for key, param in model.named_parameters():
+            torch.testing.assert_close(grads[key], param.grad, rtol=1e-11, atol=1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,6 +47,24 @@ class Call:
                 yield value
             elif isinstance(value, list | tuple):
                 yield from self._tensors(value)
+
+    def replace_tensors(self, tensors: Iterable[fx.Node]) -> None:
+        """Put other tensors in the places of `tensors()`, in the same order.
+
+        One value that comes several times among the arguments may get a different one each time.
+        """
+        rest = iter(tensors)
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, fx.Node) and tensor_of(value) is not None:
+                return next(rest)
+            return [*map(replaced, value)] if isinstance(value, list | tuple) else value
+
+        if not self.arguments:
+            self.node.args = tuple(map(replaced, self.node.args))
+        for name, value in self.arguments.items():
+            if isinstance(value, fx.Node | list | tuple):
+                self.set(name, replaced(value))
 
     def set(self, name: str, value: Any) -> None:
         """Change an argument of the node."""

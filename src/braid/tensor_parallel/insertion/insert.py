@@ -300,14 +300,16 @@ class Insertion:
         self.origins.pop(node)
 
     def _gather_all(self, node: fx.Node, xs: Sequence[fx.Node], reason: str) -> None:
+        call, inputs = Call(node), []
         for x in xs:
             moved = self.convert(x, self.whole(len(self.layout(x).dims)), reason, node)
-            if moved is not x and draws(Call(node)):  # in the order in which a whole value lies
+            if moved is not x and draws(call):  # in the order in which a whole value lies
                 with self.graph.inserting_before(node):
                     ordered = self.graph.call_function(torch.ops.aten.contiguous.default, (moved,))
                 ordered.meta = dict(x.meta)
                 moved = ordered
-            node.replace_input_with(x, moved)
+            inputs.append(moved)
+        call.replace_tensors(inputs)
         self._set_whole(node, xs)
 
     def _item(self, node: fx.Node) -> None:
@@ -363,10 +365,13 @@ class Insertion:
         moving = {axis for axes, _ in chosen.values() for axis in axes}
         moving.update(axis for x in xs for axis in self.layout(x).varying)
         self._set_sizes(call, labels, chosen)
-        for x, dims in zip(xs, labels.inputs, strict=True):
-            target = self._target(dims, chosen, moving, self._has_grad.get(x, False))
-            moved = self.convert(x, target, f"{call.name} needs other dims whole or split", node)
-            node.replace_input_with(x, moved)
+        reason = f"{call.name} needs other dims whole or split"
+        call.replace_tensors(
+            self.convert(
+                x, self._target(dims, chosen, moving, self._has_grad.get(x, False)), reason, node
+            )
+            for x, dims in zip(xs, labels.inputs, strict=True)
+        )
         outputs = [
             self._output(dims, chosen, moving, summed, unpacked=labels.unpacked)
             for dims in labels.outputs
