@@ -199,7 +199,7 @@ def run(
         on: Hosts to run on.
         roles: Servers and workers of a parameter server.
     """
-    from braid.commands.several_hosts import choose_where, run_on
+    from braid.commands.several_hosts import NO_FRAME_MAC, choose_where, run_on
     from braid.launch import JobSpec, Supervisor, TerminalConsole
 
     if module and no_python:
@@ -224,7 +224,7 @@ def run(
         resume=resume,
         stdin_rank=stdin,
         where=options,
-        environ=roles.environ(),
+        environ=roles.environ() | ({NO_FRAME_MAC: "1"} if on.no_frame_mac else {}),
         expendable=roles.expendable,
     )
     prefixed = where is not None or job.num_ranks > 1

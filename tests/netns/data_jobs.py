@@ -32,6 +32,14 @@ def everything() -> None:
     say(f"{group.engine.transport.hosts} {exact} {ring} {close} {torch.equal(y, expected)}")
 
 
+def codes() -> None:
+    """Whether frames to ranks of other hosts carry codes."""
+    group = braid.init()
+    links = group.engine.transport._links.by_rank
+    here = [link._connection.has_codes for link in links.values()]
+    say(f"{here} {group.all_reduce(torch.ones(1_000_000)).sum().item():.0f}")
+
+
 def losing(directory: str) -> None:
     """Reduce until the network is gone."""
     group = braid.init()

@@ -45,6 +45,18 @@ def test_a_launched_job_reduces_over_hosts_in_every_way(lab, tmp_path):
     ], found.text
 
 
+def test_frames_between_hosts_carry_codes_unless_an_option_says_so(lab, tmp_path):
+    hosts = lab(2)
+    usual = hosts.run("-H", "a:2,b:1", JOBS, "codes", cwd=tmp_path)
+    without = hosts.run("--no-frame-mac", "-H", "a:2,b:1", JOBS, "codes", cwd=tmp_path)
+    for done_run, codes in ((usual, True), (without, False)):
+        assert sorted(done_run.out.splitlines()) == [
+            f"[rank {rank}] {[codes] * number} 3000000" for rank, number in enumerate((1, 1, 2))
+        ], done_run.text
+    word = "--no-frame-mac: anyone on the way between the hosts"
+    assert (word in usual.text, word in without.text) == (False, True)
+
+
 def test_ranks_that_were_started_by_hand_trust_each_other_by_a_file(lab, tmp_path):
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(range(32)))

@@ -194,6 +194,10 @@ def test_no_option_means_this_host():
 def test_options_are_said_again_for_the_line_that_resumes():
     _, reached = choose(hosts="a:2,b:2", num_ranks=3, rsh="ip netns exec {host}")
     _, met = choose(nnodes=2, node_rank=0, rdzv="tcp://a:29400", num_ranks=2, insecure_network=True)
+    _, fast = choose(hosts="a:2,b:2", no_frame_mac=True)
+    assert fast == ("-H", "a:2,b:2", "--no-frame-mac")
+    with pytest.raises(ConfigError, match="--no-frame-mac needs several hosts"):
+        choose(no_frame_mac=True)
     assert reached == ("-n", "3", "-H", "a:2,b:2", "--rsh", "ip netns exec {host}")
     assert met == ("--nnodes", "2", "--node-rank", "0", "--rdzv", "tcp://a:29400", "-n", "2", "--insecure-network")  # fmt: skip
 

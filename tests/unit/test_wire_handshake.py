@@ -127,7 +127,7 @@ def test_another_version_is_refused_and_named():
     other.start()
     newer = hello.data[: len(MAGIC)] + b"\0\x63" + hello.data[len(MAGIC) + 2 :]
     send, refused = other.feed(newer)
-    assert "expected version 1 of braid's protocol, got 99" in refused.reason
+    assert "expected version 2 of braid's protocol, got 99" in refused.reason
     assert "another version" in one.feed(send.data)[-1].reason
 
 
@@ -143,7 +143,7 @@ def test_another_protocol_is_refused_at_its_first_bytes_and_gets_no_answer(start
 def test_any_bytes_are_waited_for_or_refused(data):
     for side in (client(), server()):
         side.start()
-        for instruction in side.feed(MAGIC + b"\0\x01" + data[: FRAME_BYTES - 10]):
+        for instruction in side.feed(MAGIC + b"\0\x02" + data[: FRAME_BYTES - 10]):
             assert isinstance(instruction, (Send, Refused))
 
 

@@ -36,6 +36,8 @@ class HostOptions:
         rdzv_timeout: Longest time for hosts to answer (default: 60), or for nodes to come (default:
             300), in seconds.
         insecure_network: Trust every node that comes, without BRAID_SECRET_FILE.
+        no_frame_mac: Send frames between ranks of several hosts without message authentication
+            codes: faster, and whoever is on the way can change them.
         network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts
             may use, with commas.
         listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the
@@ -56,5 +58,6 @@ class HostOptions:
     rdzv: Text = ""
     rdzv_timeout: Seconds = None
     insecure_network: bool = False
+    no_frame_mac: bool = False
     network_interface: Text = ""
     listen: Text = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from braid.commands.host_options import HostOptions
@@ -18,6 +19,11 @@ __all__ = ["choose_where", "run_on"]
 
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
 NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
+NO_FRAME_MAC = "BRAID_NO_FRAME_MAC"
+NO_FRAME_MAC_WARNING = (
+    "--no-frame-mac: anyone on the way between the hosts of this job can change what its ranks "
+    "send each other. Use it only on a network of your own"
+)
 
 
 def choose_where(
@@ -33,6 +39,12 @@ def choose_where(
     Raises:
         ConfigError: Options exclude or need each other.
     """
+    if options.no_frame_mac:
+        where, repeated = choose_where(replace(options, no_frame_mac=False), num_ranks, environ)
+        if where is None:
+            msg = "--no-frame-mac needs several hosts: frames inside a host have no codes"
+            raise ConfigError(msg)
+        return where, (*repeated, "--no-frame-mac")
     o = options
     reached = {"-H": o.hosts, "--hostfile": o.hostfile}
     how = {"--rsh": o.rsh, "--remote-python": o.remote_python, "--env": o.env}
@@ -69,6 +81,8 @@ def run_on(where: Hosts | Nodes | EngineOptions, job: JobSpec, console: Console)
             "several hosts is empty; leave it out, or run with -n alone"
         )
         raise ConfigError(msg)
+    if job.environ.get(NO_FRAME_MAC) == "1":
+        console.notice(NO_FRAME_MAC_WARNING)
     if isinstance(where, EngineOptions):
         outcome = EngineSupervisor(console).run_on(job, where)
         return outcome.exit_code, str(outcome)

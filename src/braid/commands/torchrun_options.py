@@ -33,7 +33,9 @@ REFUSED: Mapping[str, str] = {
     "--run-path": "give the script itself, or -m MODULE",
     "--node-failure-timeout": "hosts that fall silent are named after 30 s",
 }
-OWN_FLAGS = frozenset({"-m", "--module", "--no-python", "--insecure-network", "-h", "--help"})
+OWN_FLAGS = frozenset(
+    {"-m", "--module", "--no-python", "--insecure-network", "--no-frame-mac", "-h", "--help"}
+)
 OWN = (
     "-n", "--num-ranks", "--log-dir", "--port", "--timeout", "--threads", "--stopped-limit",
     "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",

@@ -26,7 +26,7 @@ from braid.ps.node import Node
 from braid.ps.options import Options
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
 from braid.ps.roles import SCHEDULER, Role, name_of, role_of
-from braid.rendezvous import wants_portable
+from braid.rendezvous import wants_frame_codes, wants_portable
 from braid.wire import Secret, local_address
 
 __all__ = ["join", "join_running"]
@@ -81,7 +81,8 @@ def join(
             "least one server and at least one worker"
         )
         raise ConfigError(msg)
-    secret = Secret(group.objects.broadcast(os.urandom(32)))
+    key = group.objects.broadcast(os.urandom(32))
+    secret = Secret(key, seals_frames=wants_frame_codes())
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
     if role == "worker" and number >= workers:

@@ -16,7 +16,7 @@ from braid.rendezvous.control import (
     Saved,
     Stop,
 )
-from braid.rendezvous.environment import JobEnvironment, wants_portable
+from braid.rendezvous.environment import JobEnvironment, wants_frame_codes, wants_portable
 
 __all__ = [
     "ControlClient",
@@ -32,5 +32,6 @@ __all__ = [
     "RankLost",
     "Saved",
     "Stop",
+    "wants_frame_codes",
     "wants_portable",
 ]

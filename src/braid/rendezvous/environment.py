@@ -273,6 +273,21 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
     return portable
 
 
+def wants_frame_codes(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether frames between hosts carry codes: always, unless `BRAID_NO_FRAME_MAC` is 1.
+
+    Args:
+        environ: Environment variables; those of this process when None.
+
+    Raises:
+        ConfigError: The variable is neither 0 nor 1.
+    """
+    reader = _Reader(os.environ if environ is None else environ)
+    without = reader.switch("BRAID_NO_FRAME_MAC")
+    _refuse(reader.problems)
+    return not without
+
+
 def _network_problems(environment: JobEnvironment) -> list[str]:
     problems = []
     listen = environment.listen

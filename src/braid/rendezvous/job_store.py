@@ -49,8 +49,8 @@ def open_job_store(environment: JobEnvironment, timeout_s: float) -> JobStore:
         ConfigError: The file of the secret is missing, or others can read it.
     """
     if environment.launched_by == "braid":
-        secret, connection = dial_store(environment, timeout_s)
-        _, network = network_of(environment, secret)
+        launchers, connection = dial_store(environment, timeout_s)
+        secret, network = network_of(environment, launchers)
         return JobStore(StoreClient(connection), secret, network, connection)
     own, network = network_of(environment, None)
     if environment.has_torch_store:

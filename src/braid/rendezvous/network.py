@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from braid.errors import ConfigError
-from braid.rendezvous.environment import JobEnvironment
+from braid.rendezvous.environment import JobEnvironment, wants_frame_codes
 from braid.transport import Network
 from braid.wire import Address, Secret
 
@@ -26,10 +26,13 @@ def network_of(environment: JobEnvironment, secret: Secret | None) -> tuple[Secr
     towards = environment.master_addr
     if environment.store_address:
         towards = Address.parse(environment.store_address).host or towards
-    network = Network(environment.listen, towards, insecure=environment.insecure_network)
+    seals = wants_frame_codes()
+    network = Network(
+        environment.listen, towards, insecure=environment.insecure_network, seals_frames=seals
+    )
     if secret is None and environment.secret_file:
         secret = Secret.from_file(environment.secret_file)
-    return secret, network
+    return None if secret is None else secret.sealing(seals), network
 
 
 def network_of_program(

@@ -43,11 +43,13 @@ class Network(NamedTuple):
         listen: Address to listen on; when empty, the one from which this host reaches `towards`.
         towards: A host of the job, such as that of the store.
         insecure: Let the secret of the connections travel through the store as plain text.
+        seals_frames: Whether frames between hosts carry message authentication codes.
     """
 
     listen: str = ""
     towards: str = ""
     insecure: bool = False
+    seals_frames: bool = True
 
 
 class Call(NamedTuple):
@@ -211,7 +213,8 @@ def _agree_on_secret(
     if secret is not None:
         return secret, job
     made = secrets.token_hex(32) if meeting.rank == 0 else ""
-    return Secret(bytes.fromhex(meeting.gather("shm/secret", made)[0])), job
+    key = bytes.fromhex(meeting.gather("shm/secret", made)[0])
+    return Secret(key, seals_frames=network.seals_frames), job
 
 
 def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:

@@ -25,11 +25,12 @@ from typing import Protocol
 
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError, CommTimeout, PeerLostError
+from braid.wire.frame_mac import FrameKeys, FrameMac
 from braid.wire.frames import Allocate, Buffer, Frame, FrameDecoder, FrameLimits, encode
 from braid.wire.handshake import Identity
 from braid.wire.unsent import Unsent
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection", "is_inside_host"]
 
 DEFAULT_TIMEOUT_S = 300.0
 # With the system's 208 KiB, both ends of a unix socket sleep after every 208 KiB. TCP adapts its
@@ -84,6 +85,7 @@ class SocketConnection:
         sock: Connected AF_UNIX or TCP socket; owned and closed by this object.
         peer: Proven identity of the other end.
         limits: Limits of a frame, in both directions.
+        keys: Keys of the frames' codes, from the handshake; None for frames without codes.
         clock: Clock for deadlines; the host's when None.
         send_timeout_s: Seconds for which `send` waits for a peer that does not read.
 
@@ -98,6 +100,7 @@ class SocketConnection:
         peer: Identity,
         *,
         limits: FrameLimits | None = None,
+        keys: FrameKeys | None = None,
         clock: Clock | None = None,
         send_timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -112,7 +115,9 @@ class SocketConnection:
         self._limits = limits or FrameLimits()
         self._clock = clock or MonotonicClock()
         self._send_timeout_s = send_timeout_s
-        self._decoder = FrameDecoder(self._limits)
+        self._mac = None if keys is None else FrameMac(keys.sent)
+        received = None if keys is None else FrameMac(keys.received)
+        self._decoder = FrameDecoder(self._limits, mac=received)
         self._outbox = Unsent(sock.sendmsg)
         self._send_lock = threading.Lock()
         self._gone: OSError | None = None  # error that showed that the peer accepts nothing
@@ -144,13 +149,12 @@ class SocketConnection:
     @property
     def is_local(self) -> bool:
         """Whether the other end seems to be on this host, by its address."""
-        if self._socket.family == socket.AF_UNIX:
-            return True
-        try:
-            here, there = self._socket.getsockname(), self._socket.getpeername()
-        except OSError:  # it has gone already
-            return False
-        return bool(here[0] == there[0])
+        return is_inside_host(self._socket)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether frames carry message authentication codes."""
+        return self._mac is not None
 
     def fileno(self) -> int:
         """Descriptor for a selector, -1 after `close`."""
@@ -200,7 +204,7 @@ class SocketConnection:
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
-            self._outbox.add(pieces)
+            self._queue(pieces, has_buffers=bool(buffers))
             deadline_ns = self._clock.now_ns() + round(self._send_timeout_s * 1e9)
             while not self._drain():
                 if not self._wait(select.POLLOUT, deadline_ns):
@@ -228,7 +232,7 @@ class SocketConnection:
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
-            self._outbox.add(pieces)
+            self._queue(pieces, has_buffers=bool(buffers))
             self._drain()
             return self._outbox.nbytes
 
@@ -305,6 +309,16 @@ class SocketConnection:
     def __repr__(self) -> str:
         return f"<SocketConnection to {self._peer}{', ended' if self._ended else ''}>"
 
+    def _queue(self, pieces: list[memoryview], *, has_buffers: bool) -> None:
+        """Append a frame to the outbox; one with codes is sent part by part."""
+        if self._mac is None:
+            self._outbox.add(pieces)
+            return
+        for number, part in enumerate(self._mac.sealed(pieces, has_buffers=has_buffers)):
+            if number:
+                self._drain()
+            self._outbox.add(part)
+
     def _drain(self) -> bool:
         """Send from the outbox until it is empty (True) or the kernel accepts no more."""
         if self._gone is not None and not self._ended:
@@ -352,6 +366,17 @@ class SocketConnection:
             # Wakes threads that poll this descriptor; closing alone would not.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def is_inside_host(sock: socket.socket) -> bool:
+    """Return whether both ends of a connected socket seem to be on this host."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    try:
+        here, there = sock.getsockname(), sock.getpeername()
+    except OSError:  # the peer has gone already
+        return False
+    return bool(here[0] == there[0])
 
 
 def _broke(cause: OSError) -> str:

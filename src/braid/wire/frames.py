@@ -12,6 +12,8 @@ the receiver's.
     | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | ...
       ------- 8 bytes, little endian ---
 
+Between hosts, codes follow the head and the buffers (`frame_mac`).
+
 The decoder reads ahead up to 16 KiB while it looks for a head, so small messages cost one system
 call or less; of a large one at most those 16 KiB are copied.
 """
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from braid.errors import CommError, ConfigError
+from braid.wire.frame_mac import CODE_BYTES, FrameMac
 
 __all__ = ["MAX_META_BYTES", "Allocate", "Buffer", "Frame", "FrameDecoder", "FrameLimits", "encode"]
 
@@ -131,10 +134,14 @@ class FrameDecoder:
 
     Args:
         limits: Limits beyond which a frame is refused.
+        mac: Codes that the frames must have; None for frames without codes.
     """
 
-    def __init__(self, limits: FrameLimits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self, limits: FrameLimits = DEFAULT_LIMITS, *, mac: FrameMac | None = None
+    ) -> None:
         self._limits = limits
+        self._mac = mac
         self._scratch = memoryview(bytearray(READ_AHEAD_BYTES))
         self._begin = 0  # scratch[begin:end] has been read and not been used
         self._end = 0
@@ -167,7 +174,7 @@ class FrameDecoder:
     def advance(self, nbytes: int) -> None:
         """Record that `nbytes` have been written to the beginning of `next_view()`."""
         if self._meta is not None:
-            self._filled += nbytes
+            self._fill(nbytes)
         else:
             self._end += nbytes
 
@@ -179,7 +186,8 @@ class FrameDecoder:
                 these sizes. Called once per frame that has buffers; new memory when None.
 
         Raises:
-            CommError: The bytes are not a frame, or exceed the limits; nothing was allocated.
+            CommError: The bytes are not a frame, exceed the limits, or have the wrong code.
+                Nothing was allocated, unless the code of the buffers is wrong.
             ConfigError: `allocate` returned memory of other sizes.
         """
         if self._meta is None and not self._open(allocate or _allocate):
@@ -191,12 +199,14 @@ class FrameDecoder:
             if count:
                 here = self._scratch[self._begin : self._begin + count]
                 target[self._filled : self._filled + count] = here
-                self._filled += count
+                self._fill(count)
                 self._begin += count
             if self._filled < len(target):
                 return None
             self._index += 1
             self._filled = 0
+        if self._mac is not None and self._buffers:
+            self._verify(self._buffers.pop())
         frame = Frame(self._meta, self._buffers)
         self._meta = None
         self._head_bytes = _HEADER.size
@@ -228,21 +238,43 @@ class FrameDecoder:
             head = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
             msg = f"expected the head of a frame, got {head!r}: the stream is out of step"
             raise CommError(msg)
-        self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes
+        code_bytes = 0 if self._mac is None else CODE_BYTES
+        self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes + code_bytes
         if have < self._head_bytes:
             self._check(meta_bytes, count)  # before there is memory for the rest of the head
             return False
-        end = begin + self._head_bytes
+        end = begin + self._head_bytes - code_bytes
+        if self._mac is not None:
+            self._mac.begin(self._scratch[begin:end])
+            self._verify(self._scratch[end : end + code_bytes])
         meta = bytes(self._scratch[end - meta_bytes : end])
         sizes: tuple[int, ...] = ()
         if count:
             sizes = struct.unpack_from(f"<{count}Q", self._scratch, begin + _HEADER.size)
         self._check(meta_bytes, count, sum(sizes))
         self._buffers = _checked(allocate(meta, sizes), sizes) if count else []
-        self._begin = end
+        if self._mac is not None and count:
+            self._buffers.append(memoryview(bytearray(CODE_BYTES)))
+        self._begin = end + code_bytes
         self._meta = meta
         self._index = self._filled = 0
         return True
+
+    def _fill(self, nbytes: int) -> None:
+        """Record that `nbytes` more of the current buffer are there."""
+        if self._mac is not None and self._index + 1 < len(self._buffers):  # the last is the code
+            self._mac.update(self._buffers[self._index][self._filled : self._filled + nbytes])
+        self._filled += nbytes
+
+    def _verify(self, code: memoryview) -> None:
+        assert self._mac is not None
+        if not self._mac.verify(code):
+            msg = (
+                "a received frame has the wrong message authentication code: somebody on the way "
+                "changed, repeated or dropped bytes, or the sender's program changed a tensor "
+                "while it was being sent"
+            )
+            raise CommError(msg)
 
     def _check(self, meta_bytes: int, count: int, buffer_bytes: int = 0) -> None:
         violation = self._limits.violation(meta_bytes, count, buffer_bytes)

@@ -8,6 +8,9 @@ Idea: three frames of one fixed size. Each side contributes a fresh nonce and pr
 the secret by an HMAC over everything both have said, with a label for the direction. The state
 machine is pure: bytes in, instructions out.
 
+HELLO and ANSWER also say whether their side wants codes on the frames that follow (`frame_mac`). If
+one of them does, both ends derive a key for each direction from the same bytes as the proofs.
+
     client                                                         server
       HELLO   version, run, role, rank, epoch, nonce_c     ---->
               <----  ANSWER  version, run, role, rank, epoch, nonce_s, HMAC("server", HELLO, ANSWER)
@@ -39,6 +42,7 @@ from enum import Enum, IntEnum
 from typing import Literal, NamedTuple, TypeAlias
 
 from braid.errors import ConfigError, InternalError
+from braid.wire.frame_mac import FrameKeys
 from braid.wire.secret import Secret
 
 __all__ = [
@@ -53,16 +57,18 @@ __all__ = [
     "Send",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
 MAGIC = b"BRAID\r\n\x00"  # the line end shows a transport that rewrites line ends
-# magic, version, kind, refusal code, run id, role, rank, epoch, nonce, signature
+# magic, version, kind, refusal code (HELLO, ANSWER: whether frames have codes), run id, role, rank,
+# epoch, nonce, signature
 _FRAME = struct.Struct("!8sHBB64s16sqq32s32s")
 _PREFIX = struct.Struct("!8sH")  # the same in all versions to come
 FRAME_BYTES = _FRAME.size
 _SIGNED_BYTES = FRAME_BYTES - 32
 _RUN_ID_BYTES = 64
 _ROLE_BYTES = 16
+_KEY_LABELS = {"client": b"braid frames: client", "server": b"braid frames: server"}
 _LABELS = {"client": b"braid handshake: client", "server": b"braid handshake: server"}
 
 Side: TypeAlias = Literal["client", "server"]
@@ -96,9 +102,15 @@ class Send(NamedTuple):
 
 
 class Established(NamedTuple):
-    """Instruction: the peer has proven its identity; later bytes belong to the connection."""
+    """Instruction: the peer has proven its identity; later bytes belong to the connection.
+
+    Attributes:
+        peer: The identity.
+        keys: Keys of the codes of all frames; None for frames without codes.
+    """
 
     peer: Identity
+    keys: FrameKeys | None = None
 
 
 class Refused(NamedTuple):
@@ -173,12 +185,21 @@ class Handshake:
         secret: The job's secret.
         identity: Identity of this side.
         nonce: 32 fresh random bytes; drawn by the driver, so that tests can repeat a handshake.
+        seals_frames: Whether this side wants codes on frames.
 
     Raises:
         ConfigError: A field of `identity` does not fit the frame.
     """
 
-    def __init__(self, side: Side, secret: Secret, identity: Identity, nonce: bytes) -> None:
+    def __init__(
+        self,
+        side: Side,
+        secret: Secret,
+        identity: Identity,
+        nonce: bytes,
+        *,
+        seals_frames: bool = False,
+    ) -> None:
         if len(nonce) != NONCE_BYTES:
             msg = f"a nonce must have {NONCE_BYTES} bytes, got {len(nonce)}"
             raise InternalError(msg)
@@ -195,6 +216,7 @@ class Handshake:
         self._hello = b""  # the signed part of each
         self._answer = b""
         self._peer: Identity | None = None
+        self._seals_frames = seals_frames
 
     @property
     def needs(self) -> int:
@@ -279,12 +301,13 @@ class Handshake:
                 f"expected a process of run {self._identity.run_id!r}, got one of run "
                 f"{self._peer.run_id!r}: is this the right address?",
             )
+        self._seals_frames |= fields.code != 0
         if self._side == "client":
             self._answer = signed
             if not self._signed_by("server", fields.signature):
                 return self._refuse(_Code.PROOF, self._no_proof())
             self._state = _State.DONE
-            return [Send(self._frame(_Kind.PROOF, "client")), Established(self._peer)]
+            return [Send(self._frame(_Kind.PROOF, "client")), self._established(self._peer)]
         self._hello = signed
         self._answer = self._frame(_Kind.ANSWER)[:_SIGNED_BYTES]
         self._state = _State.PROOF
@@ -295,7 +318,17 @@ class Handshake:
         if not self._signed_by("client", fields.signature):
             return self._refuse(_Code.PROOF, self._no_proof())
         self._state = _State.DONE
-        return [Established(self._peer)]
+        return [self._established(self._peer)]
+
+    def _established(self, peer: Identity) -> Established:
+        if not self._seals_frames:
+            return Established(peer)
+        other: Side = "client" if self._side == "server" else "server"
+        sent, received = (
+            self._secret.sign(_KEY_LABELS[side], self._hello, self._answer)
+            for side in (self._side, other)
+        )
+        return Established(peer, FrameKeys(sent, received))
 
     def _signed_by(self, side: Side, signature: bytes) -> bool:
         return self._secret.verify(signature, _LABELS[side], self._hello, self._answer)
@@ -317,7 +350,9 @@ class Handshake:
         signature = b""
         if sign_as is not None:
             signature = self._secret.sign(_LABELS[sign_as], self._hello, self._answer)
-        nonce = self._nonce if kind in {_Kind.HELLO, _Kind.ANSWER} else b""
+        nonce = b""
+        if kind in {_Kind.HELLO, _Kind.ANSWER}:
+            nonce, code = self._nonce, int(self._seals_frames)
         return _FRAME.pack(
             MAGIC,
             PROTOCOL_VERSION,

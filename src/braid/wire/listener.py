@@ -28,7 +28,7 @@ from typing import NamedTuple
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommTimeout, ConfigError, RendezvousError, StaleError
 from braid.wire.address import Address
-from braid.wire.connection import SocketConnection
+from braid.wire.connection import SocketConnection, is_inside_host
 from braid.wire.frames import FrameLimits
 from braid.wire.handshake import NONCE_BYTES, Established, Handshake, Identity, Refused, Send
 from braid.wire.secret import Secret
@@ -232,7 +232,10 @@ class Listener:
         """Begin the handshake with a client."""
         sock.setblocking(False)
         nonce = os.urandom(NONCE_BYTES)
-        handshake = Handshake("server", self._secret, self._identity, nonce)
+        seals_frames = self._secret.seals_frames and not is_inside_host(sock)
+        handshake = Handshake(
+            "server", self._secret, self._identity, nonce, seals_frames=seals_frames
+        )
         handshake.start()
         deadline_ns = self._clock.now_ns() + round(HANDSHAKE_LIMIT_S * 1e9)
         half = _HalfOpen(sock, handshake, deadline_ns, where, host)
@@ -292,7 +295,11 @@ class Listener:
                         self._forget(half)
                         self._accepted.append(
                             SocketConnection(
-                                half.sock, instruction.peer, limits=self._limits, clock=self._clock
+                                half.sock,
+                                instruction.peer,
+                                limits=self._limits,
+                                keys=instruction.keys,
+                                clock=self._clock,
                             )
                         )
                     else:
@@ -343,13 +350,18 @@ def connect(
     deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
     pause_s = _RETRY_FIRST_S
     while True:
-        nonce = os.urandom(NONCE_BYTES)
-        handshake = Handshake("client", secret, identity, nonce)
         try:
             sock = _open(where, deadline_ns, clock)
             try:
-                peer = _prove(sock, handshake, address, deadline_ns, clock)
-                return SocketConnection(sock, peer, limits=limits, clock=clock)
+                handshake = Handshake(
+                    "client",
+                    secret,
+                    identity,
+                    os.urandom(NONCE_BYTES),
+                    seals_frames=secret.seals_frames and not is_inside_host(sock),
+                )
+                peer, keys = _prove(sock, handshake, address, deadline_ns, clock)
+                return SocketConnection(sock, peer, limits=limits, keys=keys, clock=clock)
             except BaseException:
                 sock.close()
                 raise
@@ -386,10 +398,10 @@ def _open(where: Address, deadline_ns: int, clock: Clock) -> socket.socket:
 
 def _prove(
     sock: socket.socket, handshake: Handshake, address: str, deadline_ns: int, clock: Clock
-) -> Identity:
+) -> Established:
     """Run the client's side of a handshake; OSError means that another try may succeed."""
     instructions = handshake.start()
-    peer: Identity | None = None
+    established: Established | None = None
     while True:
         for instruction in instructions:
             if isinstance(instruction, Send):
@@ -398,9 +410,9 @@ def _prove(
                 msg = f"handshake with {address} failed: {instruction.reason}"
                 raise RendezvousError(msg)
             else:
-                peer = instruction.peer
-        if peer is not None:
-            return peer
+                established = instruction
+        if established is not None:
+            return established
         sock.settimeout(_remaining_s(deadline_ns, clock))
         data = sock.recv(handshake.needs)
         if not data:

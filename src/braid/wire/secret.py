@@ -34,14 +34,19 @@ class Secret:
 
     Args:
         key: Exactly 32 bytes, from a source of cryptographic randomness.
+        seals_frames: See the attribute.
+
+    Attributes:
+        seals_frames: Whether frames between hosts carry message authentication codes; they do, too,
+            if the peer's secret says so.
 
     Raises:
         ConfigError: `key` has another length.
     """
 
-    __slots__ = ("_key",)
+    __slots__ = ("_key", "seals_frames")
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, seals_frames: bool = True) -> None:
         if len(key) != SECRET_BYTES:
             msg = (
                 f"a secret must have {SECRET_BYTES} bytes, got {len(key)}: make one with "
@@ -49,6 +54,11 @@ class Secret:
             )
             raise ConfigError(msg)
         self._key = bytes(key)
+        self.seals_frames = seals_frames
+
+    def sealing(self, seals_frames: bool) -> Secret:
+        """Return this secret with another choice of `seals_frames`."""
+        return Secret(self._key, seals_frames=seals_frames)
 
     @classmethod
     def generate(cls) -> Secret:

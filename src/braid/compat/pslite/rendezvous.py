@@ -26,6 +26,7 @@ from braid.ps import kv
 from braid.ps.kv.messages import SCHEMA, Candidate, Numbered
 from braid.ps.kv.rendezvous import VAN, make_van
 from braid.ps.roles import SCHEDULER, Role, name_of
+from braid.rendezvous import wants_frame_codes
 from braid.wire import SECRET_BYTES, Secret
 
 __all__ = ["SecretDesk", "start_by_hand"]
@@ -118,7 +119,7 @@ def start_by_hand(
 
 def _secret(environment: Environment, timeout_s: float) -> Secret:
     if environment.secret_file:
-        return Secret.from_file(environment.secret_file)
+        return Secret.from_file(environment.secret_file).sealing(wants_frame_codes())
     if environment.insecure:
         return PUBLIC
     port = environment.port

@@ -34,7 +34,7 @@ __all__ = [
 # Variables that make ranks behave alike; any other variable belongs to the host on which it is set.
 OF_THE_JOB = (  # the same on all hosts, however they are started
     *("BRAID_SERVERS", "BRAID_REPLICAS", "BRAID_SPARES", "BRAID_ON_WORKER_LOSS"),
-    "BRAID_ROLES",
+    *("BRAID_ROLES", "BRAID_NO_FRAME_MAC"),
     *("DMLC_NUM_SERVER", "DMLC_NUM_WORKER"),
 )
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "BRAID_PORTABLE", *OF_THE_JOB)
