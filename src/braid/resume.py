@@ -14,6 +14,7 @@ ranks own shards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -40,10 +41,11 @@ from braid.checkpoint import (
 )
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.snapshot import OWN, JoinedSnapshot
+from braid.checkpoint.stored_state import unloadable
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.context import membership, world
-from braid.errors import CheckpointError, ConfigError, StaleError
+from braid.errors import BraidError, CheckpointError, ConfigError, StaleError
 from braid.expert_parallel import is_of_experts
 from braid.pipeline import Pipeline
 from braid.pipeline.asynchronous import AsynchronousPipeline
@@ -191,6 +193,8 @@ def load(
         return 0
     loaded = checkpoint.load(where, group=group)
     kept = loaded.manifest.state.get(PARTS, {})
+    if not isinstance(kept, dict):
+        raise unloadable(loaded.path, PARTS, f"Expected `object`, got {str(kept)[:80]}")
     if missing := sorted(set(parts) - set(kept)):
         msg = (
             f"{loaded.path} has no state of {', '.join(missing)}, but of "
@@ -207,13 +211,26 @@ def load(
     else:
         restore_training(loaded, _unwrapped(model), optimizer)
     for name, part in parts.items():
-        part.load_state_dict(from_plain(kept[name], loaded.read))
-    _restore_random(loaded)
+        with _naming(loaded, f"{PARTS}.{name}"):
+            part.load_state_dict(from_plain(kept[name], loaded.read))
+    with _naming(loaded, RANDOM):
+        _restore_random(loaded)
     control = _launcher()
     if control is not None and group.rank == 0:
         step, path = loaded.manifest.step, str(loaded.path)
         control.send(Loaded(step, path, wanted or "auto"))
     return loaded.manifest.step + 1
+
+
+@contextlib.contextmanager
+def _naming(loaded: Checkpoint, field: str) -> Iterator[None]:
+    """Turn any error of loading a field into a CheckpointError that names the field."""
+    try:
+        yield
+    except BraidError:
+        raise
+    except Exception as exc:
+        raise unloadable(loaded.path, field, f"{type(exc).__name__}: {exc}") from exc
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+import braid
 from braid.checkpoint import (
     ReplicatedSnapshot,
     Slice,
     compare,
     load,
+    loading,
     ls,
     read_manifest,
     restore_training,
@@ -29,6 +31,7 @@ from braid.checkpoint import (
     verify,
 )
 from braid.checkpoint.agreement import Report, exchange
+from braid.checkpoint.manifest import encode_manifest
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.testing.worlds import run_threads
@@ -497,6 +500,54 @@ def test_a_state_that_was_forged_is_an_error_with_the_name_of_the_field(
             restore_training(
                 load(tmp_path, group=group), net, optimizer, generators={"data": torch.Generator()}
             )
+
+    run_threads(1, main)
+
+
+def test_a_file_of_another_length_is_not_hashed(tmp_path, monkeypatch):
+    path = run_threads(1, save_all, str(tmp_path))[0]
+    file = path / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes() + b"x")
+    monkeypatch.setattr(loading, "hash_file", lambda _: pytest.fail("it was read"))
+    with pytest.raises(CheckpointError, match="truncated or extended"):
+        verify(path)
+
+
+FORGED_PARTS = [
+    ("parts", None), ("parts", 7), ("parts", []), ("parts", "ab"),
+    *[
+        (("parts", "scheduler"), value)
+        for value in (
+            None, 7, "x", [], [1], {}, {"dict": {}}, {"dict": {"_schedulers": 3}}, {"tuple": [1]},
+            {"dict": {"last_epoch": {"tensor": "nowhere"}}}, {"dict": {"base_lrs": {"x": 1}}},
+            {"float": "1.5"}, {"a": 1, "b": 2}, [[[{"tuple": 3}]]],
+        )
+    ],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), FORGED_PARTS, ids=str)
+def test_parts_that_were_forged_are_an_error_that_names_them(
+    tmp_path, field, value
+):
+    def main(group: Group) -> None:
+        with torch.random.fork_rng():
+            net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        chained = torch.optim.lr_scheduler.ChainedScheduler(
+            [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+        )
+        parts = {"model": net, "optimizer": optimizer, "scheduler": chained}
+        path = braid.save(tmp_path, **parts, step=3, group=group)
+        state = read_manifest(path).state
+        if isinstance(field, str):
+            state[field] = value
+        else:
+            state[field[0]][field[1]] = value
+        forged = msgspec.structs.replace(read_manifest(path), state=state)
+        (path / "manifest.json").write_bytes(encode_manifest(forged))
+        with pytest.raises(CheckpointError, match=r"parts|scheduler|nowhere|optimizer's state"):
+            braid.load(tmp_path, **parts, group=group)
 
     run_threads(1, main)
 

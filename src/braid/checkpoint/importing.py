@@ -4,27 +4,26 @@ model.load_state_dict(read_model("model.safetensors"))
 
 .safetensors                     a file, or a directory of Hugging Face with an index or without
 .pt .pth .bin                    torch.save of a state dict, also inside of a larger dict
-a directory with .metadata       torch's distributed checkpoint
 a directory with manifest.json   a checkpoint of braid, or a directory of them
+format="dcp"                     a directory of torch's distributed checkpoint
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from braid.checkpoint.exporting import model_tensors
 from braid.checkpoint.loading import open_last
-from braid.errors import CheckpointError
+from braid.checkpoint.manifest import MAX_MANIFEST_BYTES
+from braid.checkpoint.torch_distributed import METADATA_NAME, regular_file, stored_tensors
+from braid.errors import CheckpointError, ConfigError
 
 __all__ = ["read_model"]
 
@@ -33,72 +32,112 @@ ROOTS = ("model", "state_dict", "model_state_dict", "module")  # of a model in a
 INDEX = "model.safetensors.index.json"
 
 
-def read_model(source: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def read_model(
+    source: str | os.PathLike[str],
+    *,
+    format: Literal["auto", "dcp"] = "auto",  # noqa: A002 - the field's word
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a model by name, on the CPU, for `load_state_dict`.
 
-    Nothing is executed: files of torch are read with `weights_only=True`. The description of a
-    distributed checkpoint of torch is a pickle, so read only those whose writer you trust.
+    Nothing in a file is executed: files of torch are read with `weights_only=True`, and the
+    description of a distributed checkpoint by an unpickler that knows its classes only.
 
     Args:
         source: File or directory in one of the formats above.
+        format: `dcp` for a distributed checkpoint of torch; any other format is recognised.
 
     Raises:
         CheckpointError: It is in none of them, damaged, or has no model.
+        ConfigError: There is no such format.
     """
     path = Path(source)
+    if format not in {"auto", "dcp"}:
+        msg = f"there is no format {format!r}: choose auto or dcp"
+        raise ConfigError(msg)
     try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        if path.suffix in TORCH_SUFFIXES:
-            return _model_in(path, torch.load(path, map_location="cpu", weights_only=True))
-        if (path / ".metadata").is_file():
-            return _distributed(path)
-        if (path / INDEX).is_file():
-            index = json.loads((path / INDEX).read_text())
-            return _joined([path / name for name in sorted(set(index["weight_map"].values()))])
-        if files := sorted(path.glob("*.safetensors")) if not _is_own(path) else []:
-            return _joined(files)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, KeyError) as exc:
+        tensors = _distributed(path) if format == "dcp" else _read(path)
+    except CheckpointError:
+        raise
+    except Exception as exc:  # a file may hold anything, and its readers raise anything
         msg = f"cannot read the model in {path}: {type(exc).__name__}: {exc}"
         raise CheckpointError(msg) from exc
+    if tensors is not None:
+        return tensors
     if not path.is_dir():
         known = ", ".join(sorted({".safetensors", *TORCH_SUFFIXES}))
         msg = f"{path} is no model that is known here: give a file ({known}) or a directory"
         raise CheckpointError(msg)
+    if (path / METADATA_NAME).exists() and not _is_own(path):
+        msg = f"{path} is a distributed checkpoint of torch: pass format='dcp'"
+        raise CheckpointError(msg)
     return model_tensors(open_last(path))
 
 
+def _read(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return the model in a file or directory of another program; None if it is in neither."""
+    if path.suffix == ".safetensors":
+        return load_file(regular_file(path.parent, path.name))
+    if path.suffix in TORCH_SUFFIXES:
+        file = regular_file(path.parent, path.name)
+        return _model_in(path, torch.load(file, map_location="cpu", weights_only=True))
+    if not path.is_dir():
+        return None
+    if (path / INDEX).exists():
+        return _joined(path, _indexed(regular_file(path, INDEX)))
+    if not _is_own(path) and (files := sorted(path.glob("*.safetensors"))):
+        return _joined(path, [file.name for file in files])
+    return None
+
+
+def _indexed(path: Path) -> list[str]:
+    """Return the names of files in an index of Hugging Face."""
+    with path.open("rb") as file:
+        raw = file.read(MAX_MANIFEST_BYTES)
+    return sorted(set(json.loads(raw)["weight_map"].values()))
+
+
 def _is_own(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    return (path / "manifest.json").exists()
 
 
-def _joined(files: list[Path]) -> dict[str, torch.Tensor]:
+def _joined(directory: Path, names: list[str]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors |= load_file(file)
+    for name in names:
+        tensors |= load_file(regular_file(directory, name))
     return tensors
 
 
 def _distributed(path: Path) -> dict[str, torch.Tensor]:
     """Return the model of torch's distributed checkpoint."""
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: PLC0415 - slow
-
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "model.pt"
-        dcp_to_torch_save(path, file)
-        return _model_in(path, torch.load(file, map_location="cpu", weights_only=True))
+    stored: dict[str, Any] = {}
+    for keys, read in stored_tensors(path):
+        inner = stored
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[keys[-1]] = read
+    model = _state_dict_in(stored).items()
+    return _only_tensors(path, {name: read() if callable(read) else read for name, read in model})
 
 
 def _model_in(path: Path, stored: Any) -> dict[str, torch.Tensor]:
     """Return the state dict in what was stored."""
+    model = _state_dict_in(stored)
+    if not isinstance(model, Mapping):
+        msg = f"{path} has no state dict, but {type(model).__name__}"
+        raise CheckpointError(msg)
+    return _only_tensors(path, model)
+
+
+def _state_dict_in(stored: Any) -> Any:
+    """Return the state dict inside of a larger dict; what was stored if it is inside of none."""
     for root in ROOTS:
         if isinstance(stored, Mapping) and isinstance(stored.get(root), Mapping):
-            stored = stored[root]
-            break
-    if not isinstance(stored, Mapping):
-        msg = f"{path} has no state dict, but {type(stored).__name__}"
-        raise CheckpointError(msg)
-    tensors = {str(name): value for name, value in stored.items()}
+            return stored[root]
+    return stored
+
+
+def _only_tensors(path: Path, model: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+    tensors = {str(name): value for name, value in model.items()}
     others = [name for name, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if others or not tensors:
         what = f"{', '.join(others[:5])} besides tensors" if others else "no tensors"

@@ -17,7 +17,13 @@ import torch
 
 from braid.errors import CheckpointError
 
-__all__ = ["StoredOptimizer", "generator_states", "require_like", "stored_optimizer"]
+__all__ = [
+    "StoredOptimizer",
+    "generator_states",
+    "require_like",
+    "stored_optimizer",
+    "unloadable",
+]
 
 
 class StoredOptimizer(msgspec.Struct, frozen=True):
@@ -51,10 +57,10 @@ def stored_optimizer(path: object, state: Mapping[str, Any]) -> StoredOptimizer:
         stored = msgspec.convert(state.get("optimizer", {}), StoredOptimizer)
     except msgspec.ValidationError as exc:
         problem, _, field = str(exc).partition(" - at `$")
-        raise _wrong(path, f"optimizer{field.rstrip('`')}", problem) from exc
+        raise unloadable(path, f"optimizer{field.rstrip('`')}", problem) from exc
     for index, names in enumerate(stored.names):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise _wrong(path, f"optimizer.groups[{index}].names", "Expected a list of text")
+            raise unloadable(path, f"optimizer.groups[{index}].names", "Expected a list of text")
     return stored
 
 
@@ -68,7 +74,7 @@ def generator_states(
     """
     kept = state.get("generators", {})
     if not isinstance(kept, dict):
-        raise _wrong(path, "generators", f"Expected `object`, got {_shown(kept)}")
+        raise unloadable(path, "generators", f"Expected `object`, got {_shown(kept)}")
     states = {}
     for name, generator in generators.items():
         if name not in kept:
@@ -80,7 +86,7 @@ def generator_states(
             torch.Generator(generator.device).set_state(states[name])
         except (binascii.Error, TypeError, ValueError, RuntimeError) as exc:
             problem = f"it is no state of a generator on {generator.device}: {exc}"
-            raise _wrong(path, f"generators.{name}", problem) from exc
+            raise unloadable(path, f"generators.{name}", problem) from exc
     return states
 
 
@@ -92,10 +98,11 @@ def require_like(path: object, field: str, stored: Any, current: Any) -> None:
     """
     numbers = (Real, torch.Tensor)
     if isinstance(current, numbers) and not (stored is None or isinstance(stored, numbers)):
-        raise _wrong(path, field, f"Expected a number, got {_shown(stored)}")
+        raise unloadable(path, field, f"Expected a number, got {_shown(stored)}")
 
 
-def _wrong(path: object, field: str, problem: str) -> CheckpointError:
+def unloadable(path: object, field: str, problem: str) -> CheckpointError:
+    """Return the error for a field of `state` that cannot be loaded."""
     return CheckpointError(
         f"state.{field} of {path} cannot be loaded: {problem}. Use another checkpoint of this "
         "run; this one was altered, or not written by braid"

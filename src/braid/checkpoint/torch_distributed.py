@@ -1,0 +1,169 @@
+"""Reads torch's distributed checkpoint (DCP), and runs nothing that is in it.
+
+Problem: its description, the file `.metadata`, is a pickle, and torch reads it with an unpickler
+that runs code. torch also unpickles the values that are not tensors.
+
+Idea: an unpickler that knows the names of the description's classes, and nothing else. Instead of
+torch's classes it makes objects without methods of ours, made for each file, so that a file cannot
+change torch's. Tensors are read by `torch.load(weights_only=True)`, from the described part of a
+file in the same directory. Other values are not read.
+
+Source: torch.distributed.checkpoint.metadata and .filesystem (torch 2.10 to 2.14).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.errors import CheckpointError
+
+__all__ = ["METADATA_NAME", "StoredTensor", "regular_file", "stored_tensors"]
+
+METADATA_NAME = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+        "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},  # of Python 3.13
+}  # fmt: skip
+_VALUES: dict[str, Any] = {"collections.OrderedDict": dict, "builtins.set": set}
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a distributed checkpoint.
+
+    Attributes:
+        path: Keys of the dictionaries in which it was saved.
+        read: Function that reads it; None for a value that is not a tensor.
+    """
+
+    path: tuple[str, ...]
+    read: Callable[[], torch.Tensor] | None
+
+
+def regular_file(directory: Path, name: object) -> Path:
+    """Return a file that a description names, if it is a regular one in `directory` itself.
+
+    Raises:
+        CheckpointError: The name leads elsewhere, or to a directory, a pipe or a device.
+    """
+    if not isinstance(name, str) or Path(name).name != name or "\0" in name or name == "..":
+        msg = f"{directory} names the file {str(name)[:80]!r}, which is not one of its own"
+        raise CheckpointError(msg)
+    path = directory / name
+    if path.exists() and not path.is_file():
+        msg = f"{path} is not a regular file"
+        raise CheckpointError(msg)
+    return path
+
+
+def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
+    """Yield what a distributed checkpoint holds.
+
+    Raises:
+        Exception: The description is not one; the caller names the checkpoint.
+    """
+    metadata = _read_metadata(regular_file(directory, METADATA_NAME))
+    places = {(index.fqn, _sizes(index)): info for index, info in metadata.storage_data.items()}
+    paths = vars(metadata).get("planner_data") or {}
+    for name, entry in metadata.state_dict_metadata.items():
+        path = tuple(map(str, paths.get(name, (name,))))
+        if type(entry).__name__ == "TensorStorageMetadata":
+            tensor = _Stored(directory, name, entry, places)
+            yield StoredTensor(path, tensor.read)
+        else:
+            yield StoredTensor(path, None)
+
+
+class _Stored(NamedTuple):
+    """Where the pieces of a tensor are."""
+
+    directory: Path
+    name: str
+    entry: Any
+    places: Mapping[tuple[str, tuple[int, ...] | None], Any]
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor."""
+        shape, dtype = tuple(self.entry.size), self.entry.properties.state[0]
+        chunks = [(tuple(c.offsets), tuple(c.sizes)) for c in self.entry.chunks]
+        infos = [self.places[self.name, offsets] for offsets, _ in chunks]
+        if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(shape):
+            msg = f"the pieces of {self.name} do not add up to its shape {list(shape)}"
+            raise CheckpointError(msg)
+        pieces = [self._piece(i, sizes, dtype) for i, (_, sizes) in zip(infos, chunks, strict=True)]
+        out = torch.empty(shape, dtype=dtype)  # no larger than what has been read
+        for (offsets, sizes), piece in zip(chunks, pieces, strict=True):
+            ranges = zip(offsets, sizes, shape, strict=True)
+            if any(low < 0 or low + extent > full for low, extent, full in ranges):
+                msg = f"a piece of {self.name} is outside of its shape {list(shape)}"
+                raise CheckpointError(msg)
+            box = [slice(low, low + extent) for low, extent in zip(offsets, sizes, strict=True)]
+            out[tuple(box)] = piece
+        return out
+
+    def _piece(self, info: Any, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if vars(info).get("transform_descriptors"):
+            msg = f"{self.name} is stored by {info.transform_descriptors}: read it with torch"
+            raise CheckpointError(msg)
+        with regular_file(self.directory, info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            raw = file.read(info.length)
+        piece = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+        if not isinstance(piece, torch.Tensor) or (piece.shape, piece.dtype) != (sizes, dtype):
+            msg = f"a piece of {self.name} is not a tensor of {dtype} {list(sizes)}"
+            raise CheckpointError(msg)
+        return piece
+
+
+def _sizes(index: Any) -> tuple[int, ...] | None:
+    offset = vars(index).get("offset")
+    return None if offset is None else tuple(offset)
+
+
+def _read_metadata(path: Path) -> Any:
+    kinds: dict[str, type] = {}
+
+    class Described:
+        """An object of a class of the description; classes of their own for each file."""
+
+        def __new__(cls, *args: Any) -> Described:
+            made = super().__new__(cls)
+            made.__dict__["state"] = args
+            return made
+
+        def __setstate__(self, state: Any) -> None:
+            self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+        def __hash__(self) -> int:
+            return hash((self.__dict__.get("fqn"), self.__dict__.get("offset")))
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Described) and self.__dict__ == other.__dict__
+
+    class Restricted(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            value = _VALUES.get(f"{module}.{name}")
+            if value is None and module == "torch":
+                value = getattr(torch, name, None)
+                value = value if value is torch.Size or isinstance(value, torch.dtype) else None
+            if value is None and name in _CLASSES.get(module, ()):
+                value = kinds.setdefault(name, type(name, (Described,), {}))
+            if value is None:
+                msg = f"it asks for {module}.{name}, which is not of a distributed checkpoint"
+                raise pickle.UnpicklingError(msg)
+            return value
+
+    with path.open("rb") as file:
+        return Restricted(file).load()
