@@ -527,9 +527,7 @@ FORGED_PARTS = [
 
 
 @pytest.mark.parametrize(("field", "value"), FORGED_PARTS, ids=str)
-def test_parts_that_were_forged_are_an_error_that_names_them(
-    tmp_path, field, value
-):
+def test_parts_that_were_forged_are_an_error_that_names_them(tmp_path, field, value):
     def main(group: Group) -> None:
         with torch.random.fork_rng():
             net = _net()

@@ -69,7 +69,7 @@ def regular_file(directory: Path, name: object) -> Path:
 
 
 def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
-    """Yield what a distributed checkpoint holds.
+    """Yield the entries of a distributed checkpoint.
 
     Raises:
         Exception: The description is not one; the caller names the checkpoint.
@@ -87,7 +87,7 @@ def stored_tensors(directory: Path) -> Iterator[StoredTensor]:
 
 
 class _Stored(NamedTuple):
-    """Where the pieces of a tensor are."""
+    """A tensor in pieces, and their places in files."""
 
     directory: Path
     name: str
