@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -570,3 +571,45 @@ def test_a_rank_that_leaves_a_checkpoint_by_an_exception_is_named_to_the_others(
     first, second = world(2, _breaks)
     assert ["an exception ended the backward of rank 1" in text for text in first] == [True]
     assert second == ["stop"]
+
+
+class Blind(torch.autograd.Function):
+    """A product whose backward returns None for the second factor."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Undefined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Blind.apply(self.net(x), self.weight)
+
+
+def _undefined(group: Group, wraps: bool) -> tuple[list[str], list[float], int]:
+    module = model = Undefined()
+    optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.5)
+    if wraps:
+        model = DistributedDataParallel(module, process_group=group)
+    else:
+        DistributedOptimizer(optimizer, process_group=group)
+    for step in range(STEPS):
+        loss_of(model, group.rank, step).backward()
+        optimizer.step()
+        without = [name for name, param in module.named_parameters() if param.grad is None]
+        optimizer.zero_grad()
+    return without, module.weight.tolist(), len(optimizer.state)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_gradient_that_a_function_leaves_undefined_stays_none(world, wraps):
+    assert world(2, _undefined, wraps) == [(["weight"], [1.0, 1.0], 4)] * 2

@@ -128,10 +128,13 @@ class GradientHooks:
 
 
 def _on_gradient(
-    reference: weakref.ref[GradientListener], position: int, _param: torch.Tensor
+    reference: weakref.ref[GradientListener], position: int, param: torch.Tensor
 ) -> None:
+    # autograd also calls hooks when a function returned None for the gradient; any other hook may
+    # have dropped a gradient, which listeners refuse
+    is_undefined = param.grad is None and len(param._post_accumulate_grad_hooks) == 1  # noqa: SLF001 - no public way
     listener = reference()
-    if listener is not None:
+    if listener is not None and not is_undefined:
         listener.on_gradient(position)
 
 
