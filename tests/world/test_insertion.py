@@ -437,3 +437,28 @@ def test_a_value_that_an_operation_takes_twice_may_be_split_differently_each_tim
         torch.testing.assert_close(own, y.detach(), rtol=1e-12, atol=1e-12)
         for key, param in model.named_parameters():
             torch.testing.assert_close(grads[key], param.grad, rtol=1e-11, atol=1e-12)
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad / 2
+
+
+class WithFunction(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Halved.apply(super().forward(x))
+
+
+def test_a_function_whose_backward_the_graph_would_lose_is_refused(world):
+    def refused(group: Group) -> str:
+        x = torch.ones(2, 6, WIDTH)
+        return said_by(lambda: parallelize(WithFunction(0.0), group, inputs=x), ConfigError)
+
+    (text,) = world(1, refused)
+    assert "the backward of the autograd.Function Halved, called at " in text
+    assert f"{__file__}:{WithFunction.forward.__code__.co_firstlineno + 1}" in text

@@ -28,8 +28,9 @@ from torch import nn
 from braid.autograd.nested import flatten, map_tensors
 from braid.autograd.rng_and_autocast import generators_of
 from braid.errors import ConfigError
+from braid.graph.autograd_functions import functions_seen
 from braid.graph.captured import CapturedGraph
-from braid.graph.recorder import Recorder, functions_recorded
+from braid.graph.recorder import Recorder
 from braid.graph.variables import check_rows, with_devices, with_modes, with_rows
 
 __all__ = ["capture", "kept_as_it_was"]
@@ -107,7 +108,7 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
         inside = {module for _, atom in atoms for module in atom.modules()}
         _check_hooks(model, inside)
         stack.enter_context(_buffers_kept(model, inside))
-        with recorder, functions_recorded:
+        with recorder, functions_seen:
             result = model(*args, **kwargs)
         tree, results = recorder.end(result)
     graph = CapturedGraph(

@@ -10,24 +10,22 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils.checkpoint import CheckpointFunction
 
 from braid.autograd.nested import flatten, map_tensors
 from braid.errors import ConfigError
+from braid.graph.autograd_functions import FunctionMode
 from braid.graph.captured import Modes, Node
 from braid.graph.refused import RANDOM, check_function, is_sized_by_data, line
 
-__all__ = ["Applied", "Recorder", "functions_recorded"]
+__all__ = ["Applied", "Recorder"]
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(FunctionMode):
     """Records the calls of one run.
 
     Args:
@@ -63,12 +61,10 @@ class Recorder(TorchFunctionMode):
         for x in inputs:
             self._data.add(self._new(x))
 
-    @staticmethod
-    def listening() -> Recorder | None:
-        """Return the innermost recorder of this thread that records calls now."""
-        stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
-        recorder = next((mode for mode in reversed(stack) if isinstance(mode, Recorder)), None)
-        return None if recorder is None or recorder._inside else recorder  # noqa: SLF001 - of this class
+    @property
+    def sees_functions(self) -> bool:
+        """Whether calls are recorded now: not inside of an atom."""
+        return not self._inside
 
     def value_of(self, x: torch.Tensor) -> int:
         """Return the number of a value; one that nothing has made is a tensor of the model."""
@@ -216,48 +212,6 @@ class Applied:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""
         return self.kind.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-class _FunctionsRecorded:
-    """Replaces `apply` of autograd.Function until the last capture that runs has ended.
-
-    Function modes of torch see the operations in a function's forward only, and not its backward,
-    and torch has no other place to observe `apply`. The replacement knows no recorder: it looks for
-    one among the modes of the calling thread, so other threads and other captures are unaffected.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._num_captures = 0
-        self._original = vars(torch.autograd.Function)["apply"]
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_captures += 1
-            if self._num_captures == 1:
-                self._original = vars(torch.autograd.Function)["apply"]
-                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_captures -= 1
-            if self._num_captures == 0:
-                torch.autograd.Function.apply = self._original  # type: ignore[method-assign]
-
-    def original(self, cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-        """Return torch's own `apply` of a function."""
-        own: Callable[..., Any] = self._original.__get__(None, cls)
-        return own
-
-
-functions_recorded = _FunctionsRecorded()
-
-
-def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    recorder = None if cls is CheckpointFunction else Recorder.listening()
-    if recorder is None:
-        return functions_recorded.original(cls)(*args, **kwargs)
-    return recorder.call_function(cls, args, kwargs)
 
 
 def _version_of(x: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ Source: torch.export's documentation, "training IR".
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from braid.errors import ConfigError
+from braid.graph.autograd_functions import FunctionMode, functions_seen
 from braid.tensor_parallel.insertion.calls import Call, shape_of, tensor_of
 from braid.tensor_parallel.insertion.labels import equal
 
@@ -83,7 +85,7 @@ def capture(
     own = {**dict(model.named_buffers(remove_duplicate=False))}
     own.update(model.named_parameters(remove_duplicate=False))
     own_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # not a recomputation's
-    with _whole(model, shapes), torch.enable_grad(), own_hooks:
+    with _whole(model, shapes), torch.enable_grad(), own_hooks, functions_seen, _NoFunctions():
         try:
             exported = torch.export.export(
                 model,
@@ -111,6 +113,16 @@ def capture(
     _name_dtypes(module.graph)
     _fold_linear(module.graph)
     return Captured(module, exported.call_spec.out_spec)
+
+
+class _NoFunctions(FunctionMode):
+    """Refuses autograd.Functions: torch.export keeps their forward, and loses their backward."""
+
+    def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - refused
+        caller = sys._getframe(2)  # noqa: SLF001 - behind the replaced `apply`
+        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        msg = f"the backward of the autograd.Function {kind.__name__}, called at {place}, is lost"
+        raise ConfigError(msg)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

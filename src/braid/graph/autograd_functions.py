@@ -1,0 +1,80 @@
+"""Function modes that also see the calls of autograd.Functions.
+
+Problem: function modes of torch see the operations in a function's forward, and not its backward,
+which a graph of these operations then lacks. torch has no place to observe `Function.apply`.
+
+Idea: `apply` is replaced while some model is captured. The replacement knows no mode: it looks for
+one among the modes of the calling thread, so other threads and other captures are unaffected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+__all__ = ["FunctionMode", "functions_seen"]
+
+
+class FunctionMode(TorchFunctionMode):
+    """Function mode whose `call_function` gets the calls of autograd.Functions.
+
+    It gets the calls of this thread inside of `functions_seen`, apart from re-entrant checkpoints.
+    """
+
+    sees_functions: Any = True
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    def call_function(self, kind: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
+        """Run `kind.apply(*args, **kwargs)`."""
+        raise NotImplementedError
+
+
+class _FunctionsSeen:
+    """Replaces `apply` of autograd.Function until the last capture that runs has ended."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_captures = 0
+        self._original = vars(torch.autograd.Function)["apply"]
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_captures += 1
+            if self._num_captures == 1:
+                self._original = vars(torch.autograd.Function)["apply"]
+                torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_captures -= 1
+            if self._num_captures == 0:
+                torch.autograd.Function.apply = self._original  # type: ignore[method-assign]
+
+    def original(self, cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+        """Return torch's own `apply` of a function."""
+        own: Callable[..., Any] = self._original.__get__(None, cls)
+        return own
+
+
+functions_seen = _FunctionsSeen()
+
+
+def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
+    mode = next((mode for mode in reversed(stack) if isinstance(mode, FunctionMode)), None)
+    if mode is None or not mode.sees_functions or cls is CheckpointFunction:
+        return functions_seen.original(cls)(*args, **kwargs)
+    return mode.call_function(cls, args, kwargs)
