@@ -217,7 +217,7 @@ class ProcessPool:
             RankDiedError: A process ended without an answer.
             Exception: The exception of the rank that failed first.
         """
-        self._read_reports(self._children[:size])
+        self._read_reports(list(self._children))
         while len(self._children) < size:
             self._children.append(_Child(self._directory.name))
         self._num_jobs += 1
