@@ -599,7 +599,7 @@ def _undefined(group: Group, wraps: bool) -> tuple[list[str], list[float], int]:
     module = model = Undefined()
     optimizer = torch.optim.AdamW(module.parameters(), weight_decay=0.5)
     if wraps:
-        model = DistributedDataParallel(module, process_group=group)
+        model = DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
     else:
         DistributedOptimizer(optimizer, process_group=group)
     for step in range(STEPS):
