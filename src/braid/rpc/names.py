@@ -12,16 +12,20 @@ torch only operators, `nn`, `optim` and `distributions`, since `torch.load` runs
     __main__:Net.forward      a function, class or method of a permitted module
     lookup                    whatever was registered under this name
 
-The program's own modules are permitted: `__main__`, and those that lie below its directory.
+The program's own modules are permitted: `__main__`, and modules whose file lies below its directory
+where their name says, counted from that directory or from one above it. So what an interpreter or
+an environment below that directory brings is not of the program: its modules are found from a
+directory of their own. A module is judged before it is imported, and so are the packages above it.
 """
 
 from __future__ import annotations
 
 import builtins
-import importlib.util
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from braid.rpc.mistakes import RpcError
 __all__ = ["Names", "register"]
 
 _TORCH_MODULES = ("torch.nn", "torch.optim", "torch.distributions", "torch.special", "torch.linalg")
+INSTALLED = frozenset({"site-packages", "dist-packages"})
 _TORCH_REFUSED = frozenset({"from_file", "load", "save", "set_", "set_data"})
 _PLAIN_TYPES = {
     f"{kind.__module__}:{kind.__qualname__}": kind
@@ -172,20 +177,7 @@ class Names:
             or _below(module, (*self._allowed, *_TORCH_MODULES))
         ):
             return True
-        if _below(module, ("braid",)):
-            return False
-        known = sys.modules.get(module)
-        origin = getattr(known, "__file__", None)
-        if known is None:
-            try:
-                spec = importlib.util.find_spec(module)
-            except (ImportError, ValueError):
-                return False
-            origin = spec.origin if spec is not None else None
-        if origin is None or self._program is None:
-            return False
-        path = Path(origin).resolve()
-        return path.is_relative_to(self._program) and "site-packages" not in path.parts
+        return self._program is not None and _is_of_program(module, self._program)
 
 
 def _module_of(target: Any) -> str:
@@ -206,6 +198,44 @@ def _program_directory() -> Path | None:
     """Return the directory of the program; None in an interpreter at a prompt."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     return None if path is None else Path(path).resolve().parent
+
+
+def _is_of_program(module: str, program: Path) -> bool:
+    """Return whether a module, imported or not, lies below the program's directory as it says."""
+    names = module.split(".")
+    if names[0] in {"braid", *sys.stdlib_module_names} or not all(map(str.isidentifier, names)):
+        return False
+    if module in sys.modules:
+        file = getattr(sys.modules[module], "__file__", None)
+    else:
+        file = _file_to_import(names, program)
+    if file is None:
+        return False
+    path = Path(file).resolve()
+    place = path.parent if path.name.startswith("__init__.") else path.parent / _stem(path)
+    if place.parts[-len(names) :] != tuple(names) or INSTALLED & {*path.parts}:
+        return False
+    root = place.parents[len(names) - 1]
+    return path.is_relative_to(program) and program.is_relative_to(root)
+
+
+def _file_to_import(names: list[str], program: Path) -> Path | None:
+    """Return the file below the program's directory that an import of a module would run."""
+    spec = PathFinder.find_spec(names[0])
+    if spec is None:
+        return None
+    top = Path(spec.origin or next(iter(spec.submodule_search_locations or [""]))).resolve()
+    for root in (program, *program.parents):
+        place = root.joinpath(*names)
+        tops = (root / names[0], root / f"{names[0]}.py", root / names[0] / "__init__.py")
+        for file in (place.with_name(f"{names[-1]}.py"), place / "__init__.py"):
+            if top in tops and file.is_file():
+                return file
+    return None
+
+
+def _stem(path: Path) -> str:
+    return path.name.partition(".")[0]  # of a compiled module `x.cpython-311.so`, too
 
 
 def _torch_name(target: Any, name: str) -> str | None:
