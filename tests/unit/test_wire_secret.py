@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 
 import pytest
 
-from braid.errors import ConfigError
-from braid.wire import Secret
+from braid.errors import ConfigError, RendezvousError
+from braid.wire import Identity, Listener, Secret, connect, local_address
 
 KEY = bytes(range(32))
 
@@ -84,3 +85,24 @@ def test_a_secret_never_shows_and_is_never_pickled():
 
 def test_generated_secrets_differ():
     assert Secret.generate().sign(b"") != Secret.generate().sign(b"")
+
+
+def test_a_key_that_others_may_know_is_for_sockets_that_name_their_user():
+    secret = Secret(bytes(32), for_one_user=True)
+    who = Identity("run", "rpc", 0)
+    with pytest.raises(ConfigError, match=r"no secret of its own.*BRAID_SECRET_FILE"):
+        Listener("tcp://127.0.0.1:0", secret, who)
+    with Listener("tcp://127.0.0.1:0", Secret(bytes(32)), who) as stranger:
+        with pytest.raises(RendezvousError, match="no secret of its own"):
+            connect(stranger.address, secret, who, timeout_s=5.0)
+        assert stranger.accept_ready() == []
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="the system does not name users")
+def test_a_key_that_others_may_know_lets_no_other_user_in(monkeypatch):
+    secret = Secret(bytes(32), for_one_user=True)
+    address = local_address("test")
+    with Listener(address, secret, Identity("run", "rpc", 0)):
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        with pytest.raises(RendezvousError, match="expected a process of user 4711, got one of"):
+            connect(address, secret, Identity("run", "rpc", 1), timeout_s=5.0)

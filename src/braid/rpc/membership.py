@@ -279,7 +279,7 @@ def _has_launcher() -> bool:
 
 
 def _secret(store: Store, job: JobStore, *, is_local: bool) -> Secret:
-    """Return the secret of the job, or one from the store where nobody else can listen."""
+    """Return the secret of the job, or one from the store, which tells jobs of a user apart."""
     if job.secret is not None:
         return job.secret
     if not is_local and not job.network.insecure:
@@ -289,7 +289,8 @@ def _secret(store: Store, job: JobStore, *, is_local: bool) -> Secret:
         )
         raise ConfigError(msg)
     made = os.urandom(32).hex().encode()
-    return Secret(bytes.fromhex(store.compare_set("secret", b"", made).decode()))
+    key = bytes.fromhex(store.compare_set("secret", b"", made).decode())
+    return Secret(key, for_one_user=is_local)  # other users of the host can read torch's store
 
 
 def _address(network: Network, *, is_local: bool) -> str:

@@ -62,8 +62,7 @@ class DescriptorService:
     @staticmethod
     def _answer(client: socket.socket) -> None:
         client.settimeout(_TIMEOUT_S)
-        raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+        if not _is_of_same_user(client):
             return
         try:
             (number,) = _QUESTION.unpack(client.recv(_QUESTION.size))
@@ -73,6 +72,11 @@ class DescriptorService:
                 socket.send_fds(client, [b"+"], [number])
         except (OSError, struct.error):
             return  # a peer that died or asked for nonsense gets an end of file
+
+
+def _is_of_same_user(peer: socket.socket) -> bool:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
 
 
 def open_through_services(
@@ -90,8 +94,10 @@ def open_through_services(
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
                 client.settimeout(_TIMEOUT_S)
                 client.connect(f"\0{services[rank]}")
-                client.sendall(_QUESTION.pack(number))
-                _, fds, _, _ = socket.recv_fds(client, 1, 1)
+                fds: list[int] = []
+                if _is_of_same_user(client):  # others could write its name into the store
+                    client.sendall(_QUESTION.pack(number))
+                    _, fds, _, _ = socket.recv_fds(client, 1, 1)
         except OSError as exc:
             msg = (
                 f"rank {rank} (pid {addresses[rank].pid}) is gone: its descriptor service does "

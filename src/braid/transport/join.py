@@ -76,7 +76,8 @@ def connect(
     meeting = Meeting(rank, world_size, store, clock=clock, health=health, timeout_s=timeout_s)
     apart = portable or not (has_ordered_stores() and is_atomic_between_processes())
     hosts = meeting.hosts(PORTABLE if apart else SHARED_MEMORY, host or host_name())
-    network = Network() if network is None or len(set(hosts)) == 1 else network
+    if len(set(hosts)) == 1:
+        network = Network(one_host=True)
     if apart:  # every rank is on its own
         here, hosts = hosts.count(hosts[rank]), tuple(range(world_size))
     else:
@@ -100,7 +101,7 @@ def connect(
             mirrors = MirroredMemory(r for r in range(world_size) if hosts[r] != hosts[rank])
             undo.callback(mirrors.close)
             links: dict[int, Link] = {}
-            calls = call_all(meeting, hosts, secret, network)
+            calls = call_all(meeting, hosts, secret, network or Network())
             for call in calls.values():
                 undo.callback(call.connection.close)
             for peer, call in calls.items():

@@ -1,9 +1,10 @@
 """Connections between ranks that do not share memory.
 
 Each rank calls the remote ranks before it and answers those behind it. Both ends prove that they
-know the job's secret, which comes from the launcher or from the user. Inside one host, where nobody
-else can listen, 32 random bytes that rank 0 puts into the store serve as the secret: whoever may
-join the job there may also join here. Over a network they are used only if the user permits it.
+know the job's secret, which comes from the launcher or from the user. Without one, ranks of one
+host meet at unix sockets, where the system says that both ends are of one user; 32 random bytes
+that rank 0 puts into the store tell jobs apart. Over a network these bytes are the secret only if
+the user permits it.
 Several jobs of one user may share a secret file, so both ends also name their job, by a random word
 that rank 0 has put into the store.
 
@@ -18,6 +19,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 from typing import NamedTuple
 
 from braid.diagnose import reach_table
@@ -25,7 +27,7 @@ from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.store.exchange import LOOK_S
 from braid.transport.meeting import Meeting
 from braid.transport.reachability import own_address_towards, probe
-from braid.wire import Address, Identity, Listener, Secret, SocketConnection
+from braid.wire import Address, Identity, Listener, Secret, SocketConnection, local_address
 from braid.wire import connect as dial
 
 __all__ = ["LOST_AFTER_S", "Call", "Network", "call_all"]
@@ -44,12 +46,14 @@ class Network(NamedTuple):
         towards: A host of the job, such as that of the store.
         insecure: Let the secret of the connections travel through the store as plain text.
         seals_frames: Whether frames between hosts carry message authentication codes.
+        one_host: Whether all ranks are on this host.
     """
 
     listen: str = ""
     towards: str = ""
     insecure: bool = False
     seals_frames: bool = True
+    one_host: bool = False
 
 
 class Call(NamedTuple):
@@ -77,7 +81,7 @@ class _Endpoint(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> _Endpoint:
-        pid, host, address = text.split("@")
+        pid, host, address = text.split("@", 2)
         return cls(int(pid), host, address)
 
 
@@ -102,14 +106,13 @@ def call_all(
     who = Identity(job, ROLE, me)
     with contextlib.ExitStack() as stack:
         try:
-            listen = network.listen or own_address(network)
-            wanted = Address(host=listen, port=0)
+            wanted = _place_to_listen(job_secret, network)
             listener = stack.enter_context(
                 Listener(
-                    str(wanted),
+                    wanted,
                     job_secret,
                     who,
-                    listen_anywhere=not wanted.is_loopback,
+                    listen_anywhere=not Address.parse(wanted).is_loopback,
                     clock=meeting.clock,
                 )
             )
@@ -166,6 +169,12 @@ def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> li
     return texts
 
 
+def _place_to_listen(secret: Secret, network: Network) -> str:
+    if secret.for_one_user:
+        return local_address(ROLE)
+    return str(Address(host=network.listen or own_address(network), port=0))
+
+
 def own_address(network: Network) -> str:
     """Return the address of this host on the network of a job.
 
@@ -214,7 +223,9 @@ def _agree_on_secret(
         return secret, job
     made = secrets.token_hex(32) if meeting.rank == 0 else ""
     key = bytes.fromhex(meeting.gather("shm/secret", made)[0])
-    return Secret(key, seals_frames=network.seals_frames), job
+    # elsewhere than on Linux the system does not say who connects: there the store is trusted
+    for_one_user = network.one_host and sys.platform == "linux"
+    return Secret(key, seals_frames=network.seals_frames, for_one_user=for_one_user), job
 
 
 def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:

@@ -96,6 +96,9 @@ class Listener:
                 "listen_anywhere=True (`--listen ADDR`) to allow it"
             )
             raise ConfigError(msg)
+        if problem := _one_user_problem(secret, wanted):
+            msg = f"cannot listen on {address}: {problem}"
+            raise ConfigError(msg)
         Handshake("server", secret, identity, bytes(NONCE_BYTES))  # refuses a bad identity now
         self._secret = secret
         self._identity = identity
@@ -346,6 +349,9 @@ def connect(
         ConfigError: `address` or `identity` is malformed.
     """
     where = Address.parse(address)
+    if problem := _one_user_problem(secret, where):
+        msg = f"refused the listener at {address}: {problem}"
+        raise RendezvousError(msg)
     clock = clock or MonotonicClock()
     deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
     pause_s = _RETRY_FIRST_S
@@ -459,6 +465,16 @@ def _remove_stale(address: Address) -> None:
             probe.connect(address.path)
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
+
+
+def _one_user_problem(secret: Secret, address: Address) -> str | None:
+    """Say why nobody can be trusted at an address; None if somebody can."""
+    if not secret.for_one_user or (address.is_unix and hasattr(socket, "SO_PEERCRED")):
+        return None
+    return (
+        "the job has no secret of its own, and the system does not say of which user a peer there "
+        "is: set BRAID_SECRET_FILE to a file with 32 random bytes (mode 0600)"
+    )
 
 
 def _same_user_problem(sock: socket.socket) -> str | None:

@@ -35,18 +35,24 @@ class Secret:
     Args:
         key: Exactly 32 bytes, from a source of cryptographic randomness.
         seals_frames: See the attribute.
+        for_one_user: See the attribute.
 
     Attributes:
         seals_frames: Whether frames between hosts carry message authentication codes; they do, too,
             if the peer's secret says so.
+        for_one_user: Whether others may know the key, for example from a store that anybody can
+            read. Then only a unix socket is trusted, where the system says that the peer is of the
+            same user, and the key tells jobs apart.
 
     Raises:
         ConfigError: `key` has another length.
     """
 
-    __slots__ = ("_key", "seals_frames")
+    __slots__ = ("_key", "for_one_user", "seals_frames")
 
-    def __init__(self, key: bytes, *, seals_frames: bool = True) -> None:
+    def __init__(
+        self, key: bytes, *, seals_frames: bool = True, for_one_user: bool = False
+    ) -> None:
         if len(key) != SECRET_BYTES:
             msg = (
                 f"a secret must have {SECRET_BYTES} bytes, got {len(key)}: make one with "
@@ -55,10 +61,11 @@ class Secret:
             raise ConfigError(msg)
         self._key = bytes(key)
         self.seals_frames = seals_frames
+        self.for_one_user = for_one_user
 
     def sealing(self, seals_frames: bool) -> Secret:
         """Return this secret with another choice of `seals_frames`."""
-        return Secret(self._key, seals_frames=seals_frames)
+        return Secret(self._key, seals_frames=seals_frames, for_one_user=self.for_one_user)
 
     @classmethod
     def generate(cls) -> Secret:
