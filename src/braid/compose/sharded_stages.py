@@ -27,6 +27,7 @@ from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.expert_parallel import is_of_experts
+from braid.params import fill_missing_gradients
 from braid.sharding import ShardedSnapshot, Sharding, ShardingOptions, attach, sharded_numbers
 from braid.sharding.optimizer import refuse_wrong_rules
 from braid.sharding.units import default_units
@@ -93,10 +94,7 @@ class ShardedStages:
     def average(self) -> None:
         """Average gradients over replicas."""
         self.sharding.average()
-        for _, param in self._kept:
-            if is_of_experts(param) and param.grad is None:  # no token has come
-                param.grad = torch.zeros_like(param)
-        grads = [(param, param.grad) for _, param in self._kept if param.grad is not None]
+        grads = fill_missing_gradients([param for _, param in self._kept], [self._group])
         for param, grad in grads:
             if is_of_experts(param):  # the sum of the losses of all ranks that share them
                 grad.div_(self._group.size // self._alike.size)

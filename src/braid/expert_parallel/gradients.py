@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.params import fill_missing_gradients
 from braid.params.exact_norm import clip_counted_
 
 __all__ = ["average_gradients", "clip_grad_norm_", "is_of_experts"]
@@ -27,21 +28,19 @@ def is_of_experts(param: torch.Tensor) -> bool:
 def average_gradients(model: nn.Module, group: Group, replicas: Group | None = None) -> None:
     """Make gradients those of the mean of all ranks' losses, in place.
 
-    A parameter without a gradient on this rank counts as having zeros.
+    A parameter without a gradient on this rank counts as having zeros where another rank has one;
+    a parameter that no rank has used keeps the gradient None.
 
     Args:
         model: Model with divided experts.
         group: Ranks that share them.
         replicas: Ranks that have the same experts, if there are several such groups.
 
-    Cost: one all_reduce of the gradients of all parameters but experts; with `replicas` one of all
-        gradients over them.
+    Cost: one all_reduce of a byte per parameter, and one of the gradients of all parameters but
+        experts; with `replicas` one more of each over them.
     """
     params = [param for param in model.parameters() if param.requires_grad]
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    grads = [(param, param.grad) for param in params if param.grad is not None]
+    grads = fill_missing_gradients(params, [group] if replicas is None else [group, replicas])
     with group.coalesce() as block:
         for param, grad in grads:
             if not is_of_experts(param):

@@ -7,6 +7,7 @@ from braid.params.flat import FlatBuffer, allocator
 from braid.params.grad_bucket import GradBucket, Hook
 from braid.params.gradient_hooks import GradientHooks
 from braid.params.hook_schedule import StateHook
+from braid.params.missing_gradients import fill_missing_gradients
 from braid.params.reducer import GradientReducer
 from braid.params.reducer_options import Outcome, ReducerListener, ReducerOptions
 from braid.params.reducer_policy import ReducerPolicy
@@ -34,5 +35,6 @@ __all__ = [
     "Status",
     "StatusLayout",
     "allocator",
+    "fill_missing_gradients",
     "plan_buckets",
 ]

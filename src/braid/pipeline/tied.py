@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.params import fill_missing_gradients
 from braid.pipeline.stage import Layer
 
 __all__ = ["TiedParams"]
@@ -79,11 +80,13 @@ class TiedParams:
     def add_up(self) -> None:
         """Add the gradients of all copies; a collective of their ranks.
 
-        Cost: one all_reduce of each shared parameter.
+        A parameter that no stage has used keeps the gradient None.
+
+        Cost: one all_reduce of each shared parameter, and one of a byte for each.
         """
-        for param, group in self._tied:
-            if param.requires_grad:
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
+        for group in self.groups:
+            params = [p for p, own in self._tied if own is group and p.requires_grad]
+            for param, grad in fill_missing_gradients(params, [group]):
                 param.grad = group.all_reduce(grad)
 
     def counts_elsewhere(self, param: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from braid.errors import ConfigError
 from braid.message import Delivery
 from braid.message.tensors import as_buffers, from_buffers, memory_of
 from braid.ps.messages import Pull, Pulled, Push
-from braid.ps.storage import range_of_shard
+from braid.ps.storage import parts_in, range_of_shard
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec
 
@@ -116,8 +116,14 @@ class DenseTable(Table):
         """
         return self.push_async(grad.detach().clone(memory_format=torch.contiguous_format))
 
-    def push_async(self, grad: torch.Tensor, *, priority: int = 0) -> int:
+    def push_async(self, grad: torch.Tensor, *, has: Sequence[bool] = (), priority: int = 0) -> int:
         """Push like `push`, but without a copy: do not change the gradient before it is accepted.
+
+        Args:
+            grad: The gradient.
+            has: Whether each parameter of a table declared with `sizes` has a gradient; all have
+                one when empty. Others are not stepped unless another worker has one.
+            priority: Urgency of the request.
 
         Raises:
             ConfigError: It has another shape or dtype than the table.
@@ -127,11 +133,24 @@ class DenseTable(Table):
         flat, clock = grad.detach().contiguous().view(-1), self.clock
 
         def build(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
-            specs, buffers = as_buffers([self._part(flat, part) for part in parts])
-            nested = [[spec] for spec in specs]
+            pushes = [self._push_of(flat, part, has) for part in parts]
+            specs, buffers = as_buffers([tensor for push in pushes for tensor in push])
+            rest = iter(specs)
+            nested = [[next(rest) for _ in push] for push in pushes]
             return Push(self.epoch, self.name, clock, parts, nested), buffers
 
         return self._push(build, priority)
+
+    def _push_of(
+        self, flat: torch.Tensor, part: int, has: Sequence[bool]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a push to a shard."""
+        grad = self._part(flat, part)
+        if all(has):
+            return (grad,)
+        inside = parts_in(self._spec.sizes, range_of_shard(len(flat), part, self.num_shards))
+        flags = torch.tensor([has[number] for number, _ in inside], dtype=torch.uint8)
+        return (grad,) if bool(flags.all()) else (grad, flags)
 
     def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
         return flat[range_of_shard(len(flat), part, self.num_shards)]

@@ -93,12 +93,17 @@ class _Partition:
             self.push()
 
     def push(self) -> None:
-        """Push all gradients; those that a backward has not made are zero."""
+        """Push all gradients, and which parameters have one; the others have zeros."""
         if self.is_pushed:
             return
+        has = [param.grad is not None for param in self.params]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        flat = torch.cat([grad.detach().reshape(-1).cpu() for grad in grads])
-        self.table.push_async(flat, priority=self.priority)
+        parts = [grad.detach().reshape(-1).cpu() for grad in grads]
+        if self.optimizer is None:
+            self.table.push_async(torch.cat(parts), has=has, priority=self.priority)
+        else:  # sums of flags say on how many workers a parameter has one
+            flags = torch.tensor(has, dtype=parts[0].dtype)
+            self.table.push_async(torch.cat([*parts, flags]), priority=self.priority)
         self.is_pushed = True
 
     def pull(self) -> None:
@@ -115,12 +120,13 @@ class _Partition:
         self.table.wait(self._pull)
         self._pull = None
         if self.optimizer is None or self._is_first:
-            for param, view in zip(self.params, self._flat.views, strict=True):
+            for param, view in zip(self.params, self._flat.views, strict=False):
                 if param.data_ptr() != view.data_ptr():
                     param.copy_(view)
         else:
-            for param, view in zip(self.params, self._flat.views, strict=True):
-                param.grad = view.to(param.device)
+            *views, counts = self._flat.views
+            for param, view, count in zip(self.params, views, counts.tolist(), strict=True):
+                param.grad = view.to(param.device) if count else None
             self.optimizer.step()
         self._is_first = False
         for param in self.params:
@@ -132,8 +138,9 @@ class ParameterServer(nn.Module):
 
     Gradients leave in backward: to clip them, or to look at them, run it inside of `accumulate()`,
     as `step` then pushes. Buffers, such as the statistics of batch normalization, stay each
-    worker's own. A parameter without a gradient counts as one with a gradient of zero. A worker
-    that does not call `step` keeps others waiting, as the consistency says.
+    worker's own. A parameter that no worker has a gradient of is not stepped, as in one process;
+    where some have one, the others count as zeros. A worker that does not call `step` keeps others
+    waiting, as the consistency says.
 
     Args:
         module: The module. Workers begin with the servers' values of its parameters.
@@ -188,18 +195,22 @@ class ParameterServer(nn.Module):
             msg = f"{type(module).__name__} has no parameter that requires a gradient"
             raise ConfigError(msg)
         for number, (params, make) in enumerate(partitions):
-            flat = FlatBuffer([p.shape for p in params], params[0].dtype, _on_cpu)
+            on_workers = where == "workers"
+            counts = [torch.Size([len(params)])] if on_workers else []
+            flat = FlatBuffer([*(p.shape for p in params), *counts], params[0].dtype, _on_cpu)
+            flat.tensor.zero_()
             with torch.no_grad():
-                for param, view in zip(params, flat.views, strict=True):
+                for param, view in zip(params, flat.views, strict=False):
                     view.copy_(param)
             table = node.dense(
                 f"{name}.{number}",
                 flat.tensor,
-                None if where == "workers" else make,
+                None if on_workers else make,
                 consistency,
+                sizes=() if on_workers else [p.numel() for p in params],
             )
             if node.is_worker:
-                self._add(table, params, flat, make if where == "workers" else None)
+                self._add(table, params, flat, make if on_workers else None)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """Run the module, once its parameters have arrived."""

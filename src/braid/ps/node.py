@@ -35,10 +35,12 @@ from braid.ps.storage import (
     Eviction,
     Init,
     Normal,
+    ParameterStorage,
     Rule,
     SparseStorage,
     Storage,
     SumStorage,
+    parts_in,
     range_of_shard,
 )
 from braid.ps.storage.steppers import MakeOptimizer
@@ -151,6 +153,8 @@ class Node:
         values: torch.Tensor,
         optimizer: Rule | MakeOptimizer | None,
         consistency: Consistency = BSP,
+        *,
+        sizes: Sequence[int] = (),
     ) -> DenseTable:
         """Declare a dense table; all nodes declare the same ones.
 
@@ -161,22 +165,32 @@ class Node:
                 element by itself, such as `partial(torch.optim.SGD, lr=0.1)`; servers step it.
                 None where servers only sum: a pull then returns the last clock's gradient.
             consistency: When pushes are applied, and pulls answered.
+            sizes: Lengths of the parameters that the values consist of, if pushes may lack the
+                gradients of some; each is stepped by itself.
 
         Raises:
             ConfigError: There is a table of this name, the values are not floating-point, the
-                optimizer needs a whole parameter, or the quorum exceeds the workers.
+                optimizer needs a whole parameter, the quorum exceeds the workers, or `sizes` do
+                not add up to the values or have no optimizer.
         """
         if not values.is_floating_point():
             msg = f"table {name!r} needs floating-point values, got {values.dtype}"
             raise ConfigError(msg)
         flat = values.detach().reshape(-1)
+        if sizes and (sum(sizes) != len(flat) or optimizer is None):
+            msg = f"table {name!r} has {len(flat)} values and {optimizer}, got sizes {[*sizes]}"
+            raise ConfigError(msg)
         num_shards = num_dense_shards(values.nbytes)
 
         def make(shard: int) -> Storage:
-            own = flat[range_of_shard(len(flat), shard, num_shards)]
+            places = range_of_shard(len(flat), shard, num_shards)
+            own = flat[places]
             if optimizer is None:
                 return SumStorage(own, table=name)
-            return DenseStorage(own, optimizer, table=name)
+            if not sizes:
+                return DenseStorage(own, optimizer, table=name)
+            lengths = [length for _, length in parts_in(sizes, places)]
+            return ParameterStorage(own, optimizer, lengths, table=name)
 
         make(0)  # says what is wrong on all nodes
         spec = TableSpec(
@@ -184,8 +198,9 @@ class Node:
             num_shards=num_shards,
             consistency=consistency,
             make_storage=make,
-            form=f"{values.dtype}{list(values.shape)}, {consistency}",
+            form=f"{values.dtype}{list(values.shape)} {[*sizes]}, {consistency}",
             first=_checksum(flat) if self._server is not None else 0,
+            sizes=tuple(sizes),
         )
         self._declare(spec)
         table = DenseTable(self._client, spec, values)

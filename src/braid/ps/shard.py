@@ -21,7 +21,7 @@ from braid.ps.protocol.instructions import (
 )
 from braid.ps.protocol.progress import Record
 from braid.ps.protocol.shard_state import ShardState
-from braid.ps.storage import Storage, Tensors
+from braid.ps.storage import SparseStorage, Storage, Tensors
 
 __all__ = ["Shard"]
 
@@ -118,7 +118,7 @@ class Shard:
 
     def _compensated(self, value: Tensors, pulled: Tensors, strength: float) -> Tensors:
         """Return a late gradient corrected for what has changed since it was begun."""
-        if len(value) != 1 or len(pulled) != 1:
+        if isinstance(self.storage, SparseStorage) or not pulled:
             return value
-        (grad,), (then,), (now,) = value, pulled, self.storage.read(())
-        return (grad + strength * grad * grad * (now - then),)
+        (grad, *has), (then,), (now,) = value, pulled, self.storage.read(())
+        return (grad + strength * grad * grad * (now - then), *has)

@@ -32,6 +32,7 @@ class TableSpec:
         make_storage: Function of a shard's number that returns its storage.
         form: Shape, dtype and whatever else all nodes must agree on, as text.
         first: Checksum of the first values, on which servers must agree.
+        sizes: Lengths of the parameters that a dense table consists of, if it has several.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TableSpec:
     make_storage: Callable[[int], Storage]
     form: str = ""
     first: int = 0
+    sizes: tuple[int, ...] = ()
 
     def virtual(self, shard: int) -> int:
         """Return the virtual shard of a shard."""

@@ -7,7 +7,8 @@ from braid.ps.storage.dense import DenseStorage, SumStorage
 from braid.ps.storage.eviction import Eviction
 from braid.ps.storage.initial_rows import Constant, Init, Normal, Uniform
 from braid.ps.storage.keys import shard_of, to_signed, to_unsigned
-from braid.ps.storage.resharding import join_shards, range_of_shard, split_state
+from braid.ps.storage.parameters import ParameterStorage
+from braid.ps.storage.resharding import join_shards, parts_in, range_of_shard, split_state
 from braid.ps.storage.rules import FTRL, SGD, Adagrad, Adam, AdamW, RowWiseAdagrad, Rule
 from braid.ps.storage.sparse import SparseStorage
 from braid.ps.storage.storage import State, Storage, Tensors
@@ -24,6 +25,7 @@ __all__ = [
     "Eviction",
     "Init",
     "Normal",
+    "ParameterStorage",
     "RowWiseAdagrad",
     "Rule",
     "SparseStorage",
@@ -33,6 +35,7 @@ __all__ = [
     "Tensors",
     "Uniform",
     "join_shards",
+    "parts_in",
     "range_of_shard",
     "shard_of",
     "split_state",

@@ -26,7 +26,15 @@ from braid.ps.storage.rules import Rule
 from braid.ps.storage.steppers import ADVICE, MakeOptimizer, stepper_of
 from braid.ps.storage.storage import State, Storage, Tensors
 
-__all__ = ["DenseStorage", "SumStorage"]
+__all__ = ["DenseStorage", "SumStorage", "sum_of"]
+
+
+def sum_of(grads: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
+    """Add gradients in the given order, and scale the sum once, in the first one's memory."""
+    total = grads[0].detach().contiguous()
+    for grad in grads[1:]:
+        total.add_(grad.detach())
+    return total if scale == 1.0 else total.mul_(scale)
 
 
 class _Vector(Storage):
@@ -44,6 +52,11 @@ class _Vector(Storage):
         self._values = values.detach().clone(memory_format=torch.contiguous_format)
         self._updates = 0
 
+    @property
+    def values(self) -> torch.Tensor:
+        """The live vector; `read` returns what later calls of `apply` do not change."""
+        return self._values
+
     def check(self, push: Tensors) -> None:
         expected = Expected("grad", self._values.dtype, tuple(self._values.shape))
         advice = "Give workers and servers the same table"
@@ -58,10 +71,7 @@ class _Vector(Storage):
         A first push that is not contiguous is copied. Sums are rounded to the table's dtype at each
         addition, as autograd does where one process computes the gradients in turn.
         """
-        total = pushes[0][0].detach().contiguous()
-        for (grad,) in pushes[1:]:
-            total.add_(grad.detach())
-        return (total if scale == 1.0 else total.mul_(scale),)
+        return (sum_of([grad for (grad,) in pushes], scale),)
 
     @abstractmethod
     def read(self, query: Tensors) -> Tensors:

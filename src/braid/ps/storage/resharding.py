@@ -12,6 +12,7 @@ A dense table has a range of elements on each shard; a sparse one the ids that `
     values, state.*           [n]                 [rows, width], in the order of ids
     ids, last_update                              [rows], [rows, 1]
     candidate.*                                   [candidates], [candidates, 1]
+    sizes, param.*            [parameters]
     updates                   the same            the largest; last_update keeps its distance
     num_*                                         added up; a split leaves them on shard 0
     lr, scalars               the same            the same
@@ -20,6 +21,7 @@ A dense table has a range of elements on each shard; a sparse one the ids that `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -27,9 +29,10 @@ from braid.errors import ConfigError
 from braid.ps.storage.keys import shard_of
 from braid.ps.storage.storage import State
 
-__all__ = ["join_shards", "range_of_shard", "split_state"]
+__all__ = ["PARAM", "join_shards", "parts_in", "range_of_shard", "split_state"]
 
 CANDIDATE = "candidate."
+PARAM = "param."  # numbers of whole parameters, such as counts of steps
 LAST_UPDATES = ("last_update", f"{CANDIDATE}last_update")
 
 
@@ -37,6 +40,21 @@ def range_of_shard(numel: int, shard: int, num_shards: int) -> slice:
     """Return the elements of a dense shard; lengths differ by one at most."""
     begin, end = (k * numel // num_shards for k in (shard, shard + 1))
     return slice(begin, end)
+
+
+def parts_in(sizes: Sequence[int], own: slice) -> list[tuple[int, int]]:
+    """Return the parameters that a range has elements of: their numbers, and how many elements.
+
+    Args:
+        sizes: Lengths of all parameters of a table, in their order.
+        own: Elements of a shard.
+    """
+    ends = [*accumulate(sizes)]
+    lengths = [
+        min(end, own.stop) - max(end - size, own.start)
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+    return [(number, length) for number, length in enumerate(lengths) if length > 0]
 
 
 def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
@@ -54,6 +72,8 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
     if not states:
         msg = "a table has at least one shard, got the states of none"
         raise ConfigError(msg)
+    if all("sizes" in state for state in states):
+        states = _with_same_names(states)
     for shard, state in enumerate(states):
         if state.keys() != states[0].keys():
             differ = ", ".join(sorted(state.keys() ^ states[0].keys()))
@@ -84,10 +104,7 @@ def split_state(state: Mapping[str, torch.Tensor], num_shards: int) -> list[Stat
     if "ids" not in state:
         numel = len(state["values"])
         ranges = [range_of_shard(numel, shard, num_shards) for shard in range(num_shards)]
-        return [
-            {name: (each[own] if each.dim() else each).clone() for name, each in state.items()}
-            for own in ranges
-        ]
+        return [_range_of(state, own) for own in ranges]
     shards_of_rows = shard_of(state["ids"], num_shards)
     shards_of_candidates = shard_of(state[f"{CANDIDATE}ids"], num_shards)
     parts: list[State] = []
@@ -103,6 +120,36 @@ def split_state(state: Mapping[str, torch.Tensor], num_shards: int) -> list[Stat
                 part[name] = each.clone() if shard == 0 else _without_counts(name, each)
         parts.append(part)
     return parts
+
+
+def _range_of(state: Mapping[str, torch.Tensor], own: slice) -> State:
+    """Return the state of a range of elements of a dense table."""
+    part = {
+        name: (each[own] if each.dim() else each).clone()
+        for name, each in state.items()
+        if name != "sizes" and not name.startswith(PARAM)
+    }
+    if "sizes" in state:
+        parts = parts_in(state["sizes"].tolist(), own) or [(0, 0)]
+        numbers = [number for number, _ in parts]
+        part["sizes"] = torch.tensor([length for _, length in parts])
+        part |= {name: state[name][numbers] for name in state if name.startswith(PARAM)}
+    return part
+
+
+def _with_same_names(states: Sequence[Mapping[str, torch.Tensor]]) -> list[State]:
+    """Return states in which parameters that were never stepped have zeros, too."""
+    examples = {name: each for state in states for name, each in state.items() if each.dim()}
+    return [
+        {
+            name: state[name]
+            if name in state
+            else example.new_zeros(len(state["sizes" if name.startswith(PARAM) else "values"]))
+            for name, example in examples.items()
+        }
+        | {name: each for name, each in state.items() if not each.dim()}
+        for state in states
+    ]
 
 
 def _joined_ranges(states: Sequence[Mapping[str, torch.Tensor]]) -> State:

@@ -1,0 +1,192 @@
+"""Storage of a dense shard that consists of several parameters, each stepped by itself.
+
+Problem: a parameter server puts many small parameters into one table. An optimizer leaves a
+parameter without a gradient as it is, with its state and its count of steps. One vector that is
+stepped as a whole cannot do so: weight decay and momentum would move what no worker has used.
+
+Idea: one `DenseStorage` for each parameter. A push says which parameters have a gradient, if some
+have none; an update has those that some push has.
+
+    grad   |-- weight --|- bias -|-- head --|       has   1 0 1     the bias is not stepped
+
+State, as exported: numbers of each element lie along the vector, numbers of a whole parameter, such
+as its count of steps, in `param.*`, in the order of `sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from braid.ps.storage.checks import Expected, check_tensors
+from braid.ps.storage.dense import DenseStorage, sum_of
+from braid.ps.storage.resharding import PARAM
+from braid.ps.storage.rules import Rule
+from braid.ps.storage.steppers import MakeOptimizer
+from braid.ps.storage.storage import State, Storage, Tensors
+
+__all__ = ["ParameterStorage"]
+
+COMMON = {"values", "updates", "lr"}
+HAS_STATE = f"{PARAM}has_state"
+
+
+class ParameterStorage(Storage):
+    """A shard of a dense table of several parameters, stepped by an optimizer.
+
+    A push is `(grad,)` or `(grad, has)`, a query is `()`, and a read gives `(values,)`.
+
+    Args:
+        values: First values of the shard; copied.
+        rule: See `DenseStorage`.
+        sizes: Lengths of the parts of parameters that the shard consists of.
+        table: Name of the table, for messages.
+
+    Shape:
+        values, grad: [n], n = sum of sizes. has: [number of sizes], uint8.
+
+    Raises:
+        ConfigError: See `DenseStorage`.
+    """
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        rule: Rule | MakeOptimizer,
+        sizes: Sequence[int],
+        *,
+        table: str,
+    ) -> None:
+        self.table = table
+        self._rule = rule
+        self._sizes = list(sizes) or [0]
+        self._updates = 0
+        self._parts = self._made(values)
+        self._whole: torch.Tensor | None = None
+
+    def _made(self, values: torch.Tensor) -> list[DenseStorage]:
+        parts = torch.split(values, self._sizes)
+        return [DenseStorage(part, self._rule, table=self.table) for part in parts]
+
+    def check(self, push: Tensors) -> None:
+        """See `Storage`."""
+        dtype, length = self._parts[0].values.dtype, sum(self._sizes)
+        expected = [
+            Expected("grad", dtype, (length,)),
+            Expected("has", torch.uint8, (len(self._sizes),)),
+        ]
+        advice = "Give workers and servers the same table"
+        check_tensors(self.table, "a push", push, expected[: max(1, len(push))], advice)
+
+    def check_query(self, query: Tensors) -> None:
+        """See `Storage`."""
+        self._parts[0].check_query(query)
+
+    def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
+        """Add pushes in the given order; the update has the parameters that some push has."""
+        total = sum_of([push[0] for push in pushes], scale)
+        if any(len(push) == 1 for push in pushes):
+            return (total,)
+        has = torch.stack([push[1] for push in pushes]).amax(0)
+        return (total,) if bool(has.all()) else (total, has)
+
+    @torch.no_grad()
+    def apply(self, update: Tensors) -> None:
+        """Take one step with the parameters that have a gradient."""
+        grads = torch.split(update[0], self._sizes)
+        has = update[1].tolist() if len(update) > 1 else [1] * len(grads)
+        for part, grad, some in zip(self._parts, grads, has, strict=True):
+            if some:
+                part.apply((grad,))
+        self._updates += 1
+        self._whole = None
+
+    def read(self, query: Tensors) -> Tensors:  # noqa: ARG002 - empty
+        """Return a copy of the values, the same one until the next `apply`."""
+        if self._whole is None:
+            self._whole = torch.cat([part.values for part in self._parts])
+        return (self._whole,)
+
+    def export(self) -> State:
+        """See `Storage`."""
+        exports = [part.export() for part in self._parts]
+        state: State = {
+            "values": torch.cat([export["values"] for export in exports]),
+            "updates": torch.tensor(self._updates),
+            "lr": exports[0]["lr"],
+            "sizes": torch.tensor(self._sizes),
+            HAS_STATE: torch.tensor([int(export.keys() > COMMON) for export in exports]),
+        }
+        examples = {name: each for export in exports for name, each in export.items()}
+        for name, example in examples.items():
+            if name in COMMON:
+                continue
+            if example.dim():
+                state[name] = torch.cat(
+                    [
+                        export.get(name, example.new_zeros(size))
+                        for export, size in zip(exports, self._sizes, strict=True)
+                    ]
+                )
+            else:
+                zero = torch.zeros_like(example)
+                numbers = torch.stack([export.get(name, zero) for export in exports])
+                state[f"{PARAM}{name}"] = numbers
+        return state
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `Storage`."""
+        dtype, length = self._parts[0].values.dtype, sum(self._sizes)
+        expected = [Expected("values", dtype, (length,)), Expected("sizes", torch.int64, (None,))]
+        given = [state[name] for name in ("values", "sizes") if name in state]
+        advice = "Split a table's state into as many shards as the table has"
+        check_tensors(self.table, "the state", given, expected, advice)
+        parts, sizes = self._made(state["values"]), state["sizes"].tolist()
+        ends = torch.tensor([*accumulate(sizes)])
+        starts = [*accumulate(self._sizes, initial=0)]
+        for part, (start, end) in zip(parts, pairwise(starts), strict=True):
+            index = min(int(torch.searchsorted(ends, start, right=True)), len(sizes) - 1)
+            part.load(_part_of(state, slice(start, end), index))
+        self._parts, self._whole = parts, None
+        self._updates = int(state["updates"])
+
+    def statistics(self) -> dict[str, int]:
+        """See `Storage`."""
+        num_bytes = sum(part.values.nbytes for part in self._parts)
+        return {"num_updates": self._updates, "num_bytes": num_bytes}
+
+    @property
+    def lr(self) -> float:
+        """See `Storage`."""
+        return self._parts[0].lr
+
+    def set_lr(self, lr: float) -> None:
+        """See `Storage`."""
+        for part in self._parts:
+            part.set_lr(lr)
+
+    def check_lr(self, lr: float) -> None:
+        """See `Storage`."""
+        self._parts[0].check_lr(lr)
+
+
+def _part_of(state: Mapping[str, torch.Tensor], own: slice, index: int) -> State:
+    """Return the state of one parameter, as `DenseStorage` has it.
+
+    Args:
+        state: State of the shard.
+        own: Elements of the parameter.
+        index: Number of the parameter in the state's `sizes`.
+    """
+    has_state = bool(state[HAS_STATE][index])
+    part: State = {}
+    for name, value in state.items():
+        if name in COMMON:
+            part[name] = value[own] if value.dim() else value
+        elif has_state and name not in {"sizes", HAS_STATE}:
+            whole = name.startswith(PARAM)
+            part[name.removeprefix(PARAM)] = value[index] if whole else value[own]
+    return part
