@@ -158,6 +158,26 @@ def test_a_model_without_a_plan_has_the_gradients_of_one_process(
                 assert (grads[name] - param.grad).abs().max() <= 1e-13 * largest, name
 
 
+def _outside(group: Group) -> list[str]:
+    model = filled(Language())
+    parallelize(model, group, inputs={"ids": BATCH, "labels": BATCH})
+    inside = {"ids": BATCH.contiguous(), "labels": BATCH.contiguous()}
+    wrong = [
+        {**inside, name: BATCH.clone().fill_(number)}
+        for name in inside
+        for number in (VOCABULARY, -1)
+    ]
+    return [said_by(lambda x=x: model(**x), IndexError) for x in wrong]
+
+
+def test_ids_and_labels_outside_of_the_vocabulary_are_an_index_error(world):
+    for row, before, label, other in world(2, _outside):
+        assert "index out of range in self" in row
+        assert row == before
+        assert "targets must be from 0 to 23" in label
+        assert "got -1" in other
+
+
 def _modes(group: Group) -> tuple[float, bool, float]:
     """Gaps in evaluation, whether undividing restores the model, and the gap of a norm."""
     whole, model = filled(Language(0.3)), filled(Language(0.3))

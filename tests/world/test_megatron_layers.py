@@ -423,6 +423,16 @@ def _refusals() -> list[str]:
         lambda: column(4, 4).sharded_state_dict(),
         lambda: t.ColumnParallelLinear(4, 4, config=fused, init_method=normal),
         lambda: t.VocabParallelEmbedding(5, 4, config=config, init_method=normal),
+        *(
+            lambda n=n, options=options: t.VocabParallelEmbedding(
+                4, 4, config=ModelParallelConfig(**options), init_method=normal
+            )(torch.tensor([n]))
+            for n in (4, -1)
+            for options in (
+                {"use_cpu_initialization": True},
+                {"use_cpu_initialization": True, "deterministic_mode": True},
+            )
+        ),
         lambda: t.scatter_to_tensor_model_parallel_region(x),
         lambda: t.scatter_to_sequence_parallel_region(x),
         lambda: t.split_tensor_along_last_dim(x, 2),
@@ -431,7 +441,7 @@ def _refusals() -> list[str]:
         lambda: t.set_tensor_model_parallel_attributes(column(4, 4).weight, True, 0, 1),
         lambda: column(4, 4, tp_group=dist.new_group([0, 1], backend="gloo")),
     ]
-    texts = [said_by(call) for call in calls]
+    texts = [said_by(call, Exception) for call in calls]
     parallel_state.destroy_model_parallel()
     return texts
 
@@ -448,6 +458,7 @@ REFUSED = [
     "braid.save",
     "gradient_accumulation_fusion=True: leave it False",
     "num_embeddings 5 is not divisible by 2",
+    *["IndexError: index"] * 4,
     "5 is not divisible by 2",
     "3 is not divisible by 2",
     "5 is not divisible by 2",

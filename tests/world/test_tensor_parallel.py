@@ -204,6 +204,38 @@ def test_an_embedding_divided_by_rows_is_the_whole_one(world, size):
     assert all(world(size, _embed))
 
 
+def _outside(group: Group) -> list[tuple[int, str, str]]:
+    """Ids and targets, with what the whole layer raises and what the divided one does."""
+    whole = filled(empty(nn.Embedding, 8, 3))
+    divided = VocabParallelEmbedding.shard(copy.deepcopy(whole), group)
+    logits = torch.zeros(1, 8)
+    part = Slicing(1).part_of(logits, group.rank, group.size)
+
+    def raised(call: Any, number: int) -> str:
+        try:
+            call(torch.tensor([number]))
+        except Exception as exc:  # noqa: BLE001 - it is compared
+            return type(exc).__name__
+        return "nothing"
+
+    def loss(target: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_cross_entropy(group, part, target)
+
+    pairs = (whole, divided), (lambda target: functional.cross_entropy(logits, target), loss)
+    return [
+        (n, raised(one, n), raised(other, n))
+        for one, other in pairs
+        for n in (*range(-17, 18), -100)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ids_and_targets_outside_of_the_whole_raise_what_torch_raises(world, size):
+    for found in world(size, _outside):
+        assert [n for n, one, other in found if one != other] == []
+        assert {one for _, one, _ in found} == {"IndexError", "nothing"}
+
+
 def _cross_entropy(group: Group, smoothing: float, dtype: torch.dtype) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(3)
     logits = (torch.randn(6, 8, generator=generator) * 9).to(dtype).requires_grad_()

@@ -41,6 +41,7 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ConfigError: Shapes do not fit, or `label_smoothing` is not from 0 to 1.
+        IndexError: A target is outside of the classes of all ranks, as in torch.
 
     Cost: an all_reduce of 4 bytes a row, and one of 8 (12 with label smoothing).
     """
@@ -60,7 +61,7 @@ def vocab_parallel_cross_entropy(
             f"targets must be from 0 to {logits.shape[-1] * group.size - 1}, or {ignore_index} to "
             f"be left out, got {wrong[0].item()}"
         )
-        raise ConfigError(msg)
+        raise IndexError(msg)
     own = target.masked_fill(ignored, 0)
     losses = _Loss.apply(group, logits, own, label_smoothing)  # type: ignore[no-untyped-call]
     return cast("torch.Tensor", losses).masked_fill(ignored, 0)

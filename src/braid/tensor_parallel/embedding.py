@@ -1,6 +1,7 @@
 """An embedding whose rows are divided over ranks.
 
-Ids of other ranks' rows are looked up as row 0 and masked; the sum over ranks has all rows.
+Ids of other ranks' rows are looked up as row 0 and masked; the sum over ranks has all rows. An id
+outside of the whole table has no row on any rank, so that each rank raises torch's own IndexError.
 
 Source: M. Shoeybi et al., Megatron-LM, 2019, section 3.
 """
@@ -19,7 +20,27 @@ from braid.errors import ConfigError
 from braid.tensor_parallel.linear import slice_param
 from braid.tensor_parallel.slices import Slicing
 
-__all__ = ["VocabParallelEmbedding"]
+__all__ = ["VocabParallelEmbedding", "local_rows"]
+
+
+def local_rows(
+    ids: torch.Tensor, first: int, count: int, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of ids in this rank's rows, and which of them these are.
+
+    Args:
+        ids: Rows of the whole table.
+        first: First row of this rank.
+        count: Number of rows of this rank.
+        total: Number of rows of the whole table.
+
+    Returns:
+        Rows of this rank: 0 for rows of other ranks, `count`, which is none, for ids that the whole
+        table does not have. And whether each id is a row of this rank.
+    """
+    own = (ids >= first) & (ids < first + count)
+    elsewhere = torch.where((ids >= 0) & (ids < total), 0, count)
+    return torch.where(own, ids - first, elsewhere), own
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -66,10 +87,13 @@ class VocabParallelEmbedding(nn.Embedding):
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids."""
+        """Return the rows of ids.
+
+        Raises:
+            IndexError: The whole table has no such row; raised on all ranks.
+        """
         count = self.weight.shape[0]
-        own = (ids >= self.first) & (ids < self.first + count)
-        local = torch.where(own, ids - self.first, 0)
+        local, own = local_rows(ids, self.first, count, count * self.group.size)
         padding = None
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first < count:
             padding = self.padding_idx - self.first

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from braid.comm import Group
 from braid.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from braid.tensor_parallel.embedding import local_rows
 
 __all__ = ["DividedAttention", "DividedDropout", "OwnPart", "VocabLoss", "VocabRows"]
 
@@ -109,20 +110,23 @@ class DividedAttention(nn.Module):
 class VocabRows(nn.Module):
     """Rows of an embedding of which this rank has some; the result is a term of a sum."""
 
-    def __init__(self, index: int, padding: int) -> None:
+    def __init__(self, index: int, num_parts: int, padding: int) -> None:
         super().__init__()
         self.index = index
+        self.num_parts = num_parts
         self.padding = padding
 
     def forward(self, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return rows, zeros for those of other ranks."""
+        """Return rows, zeros for those of other ranks.
+
+        Raises:
+            IndexError: The whole table has no such row; raised on all ranks.
+        """
         count = weight.shape[0]
         first = self.index * count
-        own = (ids >= first) & (ids < first + count)
+        local, own = local_rows(ids, first, count, count * self.num_parts)
         padding = self.padding - first
-        rows = functional.embedding(
-            torch.where(own, ids - first, 0), weight, padding if 0 <= padding < count else None
-        )
+        rows = functional.embedding(local, weight, padding if 0 <= padding < count else None)
         return rows.masked_fill(~own.unsqueeze(-1), 0)
 
 

@@ -45,7 +45,10 @@ def _embedding(insertion: Insertion, call: Call) -> bool:
     ids = insertion.convert(ids, whole_ids, "ids of an embedding are whole", call.node)
     partial = Layout(insertion.mesh, ((),) * (len(whole_ids.dims) + 1), (axis,))
     rows = insertion.replace(
-        call, lambda groups: VocabRows(groups(axis).rank, padding), (weight, ids), partial
+        call,
+        lambda groups: VocabRows(groups(axis).rank, groups(axis).size, padding),
+        (weight, ids),
+        partial,
     )
     insertion.reduce(rows)
     return True

@@ -16,6 +16,7 @@ from braid.compat.megatron.tensor_parallel.mappings import (
 from braid.compat.megatron.tensor_parallel.utils import VocabUtility
 from braid.compat.megatron.utils import part_size
 from braid.tensor_parallel import Slicing
+from braid.tensor_parallel.embedding import local_rows
 
 __all__ = ["VocabParallelEmbedding"]
 
@@ -59,9 +60,13 @@ class VocabParallelEmbedding(DividedLayer):
         self.weight = self.make_weight((num_embeddings, embedding_dim), Slicing(0), init_method)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids, shape [batch, positions, embedding_dim]."""
-        own = (input_ >= self.vocab_start_index) & (input_ < self.vocab_end_index)
-        local = torch.where(own, input_ - self.vocab_start_index, 0)
+        """Return the rows of ids, shape [batch, positions, embedding_dim].
+
+        Raises:
+            IndexError: The whole table has no such row; raised on all ranks.
+        """
+        count = self.num_embeddings_per_partition
+        local, own = local_rows(input_, self.vocab_start_index, count, self.num_embeddings)
         if self.deterministic_mode:
             rows = self.weight[local]
         else:
