@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -588,3 +589,22 @@ def test_a_group_that_other_ranks_make_in_another_order_is_given_up_in_time(worl
     assert "ranks [1] have not come to the meeting 'select/mine 0/0' within 0.2 s" in first
     assert "ranks [0] have not come to the meeting 'select/mine 1/0'" in second
     assert "whether all ranks make their groups in the same order" in second
+
+
+def _averages(group: Group, dtype: torch.dtype) -> list[str]:
+    x = torch.tensor([5 + group.rank]).to(dtype)
+    if group.rank:  # filters belong to all threads
+        group.all_reduce(x, "avg")
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group.all_reduce(x, "avg")
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.complex64])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_average_of_integers_says_that_it_loses_its_fraction(world, size, dtype):
+    said = {text for own in world(size, _averages, dtype) for text in own}
+    assert len(said) == int(size > 1 and dtype in {torch.int64, torch.uint8})
+    assert all("an average of integers loses its fraction" in text for text in said)

@@ -12,6 +12,7 @@ digest, but each user reads its own end: `send(float32[4], to rank 2)`.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,10 @@ __all__ = ["Collective", "Describer"]
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
 HIERARCHICAL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+INTEGER_AVERAGE = (
+    "an average of integers loses its fraction (5 and 6 have the average 5), and the sum behind it "
+    "may overflow: convert the tensor to float before"
+)
 MAX_KNOWN = 8192  # descriptions kept; a job with more shapes than that describes some of them again
 
 
@@ -143,6 +148,9 @@ class Describer:
             _check_wire(c)
         if c.dtype is not None and c.kind in REDUCTIONS:
             check_op(c.op, c.dtype)
+            whole_numbers = not (c.dtype.is_floating_point or c.dtype.is_complex)
+            if c.op == "avg" and whole_numbers and len(self._ranks) > 1:
+                warnings.warn(INTEGER_AVERAGE, UserWarning, stacklevel=2)
         text = _text(c)
         digest = self._names.add(text)
         if c.kind in {"send", "recv"}:
