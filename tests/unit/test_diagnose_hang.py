@@ -524,4 +524,5 @@ def test_calls_in_a_circle_are_a_deadlock():
     report = find_hang(callers(SLEEPS, call(20, 0)), now_ns=NOW, limit_ns=LIMIT)
     assert report.waiting_ranks == (0, 1, 2)
     assert report.missing_ranks == ()
-    assert "wait for each other" in str(report)
+    assert "wait for each other's calls" in str(report)
+    assert "RpcOptions(num_worker_threads=...)" in str(report)

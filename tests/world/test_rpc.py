@@ -272,7 +272,7 @@ def test_what_cannot_leave_leaves_nothing_behind():
         assert "the result is a _thread.lock" in said_by(
             lambda: rpc.rpc_sync("w1", returns_lock), rpc.RpcError
         )
-        assert "1 and 2" in said_by(lambda: rpc.rpc_sync("w1", raises_odd), RuntimeError)
+        assert "1 and 2" in said_by(lambda: rpc.rpc_sync("w1", raises_odd), Odd)
         assert rpc.rpc_sync("w1", who) == "w1"
         _until(lambda: not any(each.num_under_way for each in agents), agents)
         del kept, mine

@@ -123,7 +123,9 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
         f"rank {b.view.rank} in {b.operation.label} for {_awaited(b)}" for b in blocked[:MAX_LISTED]
     )
     kind = "order"
-    if all(b.operation.is_message for b in blocked):
+    if all(b.operation.is_call for b in blocked):
+        kind = "calls"
+    elif all(b.operation.is_message for b in blocked):
         kind = "messages"
     elif len({b.operation.group for b in blocked}) > 1:
         kind = "groups"
@@ -160,6 +162,7 @@ WAIT_FOR: Mapping[str, str] = {
     "order": "wait for each other in different operations",
     "groups": "wait for each other in different groups",
     "messages": "wait for each other's messages",
+    "calls": "wait for each other's calls",
 }
 ADVICE: Mapping[str, str] = {
     "left": "let every rank call the same operations to the end, and leave only then",
@@ -183,6 +186,8 @@ ADVICE: Mapping[str, str] = {
     "order": "make all ranks call the same operations in the same order",
     "groups": "let all ranks use their groups in the same order",
     "messages": "let one side send before it receives, or use async_op=True",
+    "calls": "raise RpcOptions(num_worker_threads=...) if calls call each other more deeply than a "
+    "node has threads, or let a function return a future (rpc.functions.async_execution)",
 }
 
 

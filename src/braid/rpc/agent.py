@@ -27,6 +27,7 @@ from braid.errors import (
     ConfigError,
     PeerLostError,
     RendezvousError,
+    StaleError,
 )
 from braid.message import Delivery, Message, PeerLost, Van, split_node
 from braid.rpc.all_gather import AllGathers
@@ -45,6 +46,7 @@ from braid.rpc.spans import CallSpans
 from braid.rpc.turns import Turns
 from braid.rpc.workers import Directory, WorkerInfo, node_of
 from braid.store import HashStore, Store
+from braid.transport.reachability import probe
 from braid.wire import Buffer
 
 if TYPE_CHECKING:
@@ -143,6 +145,8 @@ class Agent:
         """Wait for a future, and receive meanwhile; 0 for no deadline, -1 for the node's own."""
         if future.done():
             return future.value()
+        if self.is_closed:
+            raise self._ended()
         seconds = self.timeout_s if timeout < 0 else timeout
         future.add_done_callback(lambda _: self._turns.notify())
         if not self._turns.wait(future.done, seconds or None, lambda _: False):
@@ -235,6 +239,8 @@ class Agent:
             PeerLostError: The node was lost, and cannot be reached again.
             RendezvousError: The node cannot be reached.
         """
+        if self.is_closed:
+            raise self._ended()
         if to == self.info.id:
             copies = [memoryview(bytearray(each)) for each in buffers]
             number = number or self._van.new_id()
@@ -248,15 +254,28 @@ class Agent:
             is_first = isinstance(message, Call) or (  # others go to nodes that were connected
                 isinstance(message, Fork) and to not in self.lost_nodes
             )
-            if self.is_closed or answers or not is_first:
+            if answers or not is_first:
                 self.undelivered(to)
                 return
             self._connect(to, _CONNECT_S if isinstance(message, Call) else _PROBE_S)
         self._van.send(node, message, buffers=buffers, answers=answers, message_id=number)
 
+    def _ended(self) -> StaleError:
+        """Return the error for a call, or a value, of a node that has ended."""
+        msg = (
+            f"the node {self.info.name} has ended by rpc.shutdown(), and its references with it: "
+            "use them before, or call rpc.init_rpc() and make them again"
+        )
+        return StaleError(msg)
+
     def _connect(self, to: int, within_s: float) -> None:
         """Connect to a node; for one that was lost, only look whether it can be reached again."""
         is_lost, record = to in self.lost_nodes, self.directory.find(to)
+        if is_lost:  # a connection would try again until its deadline
+            failed = probe({to: record.address}, self._van.clock, timeout_s=_AGAIN_S)
+            if failed:
+                msg = f"{record.name} is lost, and cannot be reached again: {failed[to]}"
+                raise PeerLostError(msg, rank=to)
         try:
             self._van.connect(
                 node_of(to), record.address, timeout_s=_AGAIN_S if is_lost else within_s

@@ -6,6 +6,7 @@ Call ──> find the function, unpack, run, pack ──> Reply or Raised
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from concurrent.futures import CancelledError
@@ -19,13 +20,15 @@ from braid.rpc.codec import Packed, tensors_of
 from braid.rpc.current import act_for
 from braid.rpc.functions import is_async_execution
 from braid.rpc.messages import Call, Edge, Raised, Reply
-from braid.rpc.outcomes import Later, awaited, described, outcome
+from braid.rpc.outcomes import Later, awaited, described, is_described, outcome
 from braid.rpc.scope import Scope, enter
 
 if TYPE_CHECKING:
     from braid.rpc.agent import Agent
 
 __all__ = ["Callee"]
+
+LOG = logging.getLogger(__name__)
 
 NOTHING = b"\xc0"  # None in msgpack
 NUM_CANCELLED = 1024  # calls whose cancelling is remembered until they begin
@@ -93,7 +96,7 @@ class Callee:
             error = exc
         if span is not None:
             span.end()
-        if isinstance(value, Later):
+        if type(value) is Later:  # a value may say anything of its class
             answer = partial(self._finish, delivery, call, sender)
             value.future.add_done_callback(lambda done: answer(*outcome(done)))
         else:
@@ -143,20 +146,28 @@ class Callee:
         try:
             if agent.is_closed:
                 return
-            if call.creation is not None:
-                own = None if error is None else described(agent.info.name, error)
-                agent.references.set_value(call.creation.ref, value, own)
-            elif error is None and (error := self._answer(delivery, call, sender, value)) is None:
-                return
-            else:
-                text = str(described(agent.info.name, error))
-                raised = Raised(agent.names.exception_name(error), text)
-                agent.transmit(sender, raised, answers=delivery.id)
+            if error is None and call.creation is not None:
+                agent.references.set_value(call.creation.ref, value, None)
+            elif error is not None or (error := self._answer(delivery, call, sender, value)):
+                self._raise(delivery, call, sender, error)
         finally:
             with self._lock:
                 del self._scopes[sender, delivery.id]
                 self.num_running -= 1
             agent.notify_if_idle()
+
+    def _raise(self, delivery: Delivery, call: Call, sender: int, error: BaseException) -> None:
+        """Answer a call by an error, or keep it in place of the result."""
+        agent = self._agent
+        name = agent.names.exception_name(error)
+        is_new = not is_described(agent.info.name, error)
+        own, text = described(agent.info.name, error)
+        if is_new and not issubclass(type(error), CancelledError):
+            LOG.warning("%s, called by node %d, failed: %s", call.function, sender, text)
+        if call.creation is not None:
+            agent.references.set_value(call.creation.ref, None, own)
+        else:
+            agent.transmit(sender, Raised(name, text), answers=delivery.id)
 
     def _answer(
         self, delivery: Delivery, call: Call, sender: int, value: Any
@@ -170,7 +181,7 @@ class Callee:
                 with agent.contexts.entered(call.edge):
                     edge = agent.contexts.outgoing(packed.tensors, sender)
             self._reply(delivery, sender, packed, edge)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
             return exc
         return None
 

@@ -216,7 +216,7 @@ class Caller:
             tensors = tensors_of(message.body, delivery.buffers)
             tensors = self._agent.contexts.incoming(message.edge, tensors, sender)
             value = self._agent.codec.unpack(message.body.packed, tensors, delivery.sender)
-        except Exception as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
             self._pending.finish(delivery.answers, None, exc)
             return
         self._pending.finish(delivery.answers, value, None)
@@ -247,7 +247,8 @@ class Caller:
         name = self._agent.directory.find(call.to).name
         text = (
             f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
-            "call; raise the timeout if that is right"
+            "call; raise the timeout if that is right. Calls that call each other more deeply than "
+            "RpcOptions(num_worker_threads=) wait for ever"
         )
         return CommTimeout(text)
 

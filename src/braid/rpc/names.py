@@ -128,8 +128,12 @@ class Names:
         return self._known[name]
 
     def exception_name(self, error: BaseException) -> str:
-        """Return the name of the type of an exception."""
-        return f"{_module_of(type(error))}:{type(error).__qualname__}"
+        """Return the name of the type of an exception; never raises."""
+        try:
+            name = f"{_module_of(type(error))}:{type(error).__qualname__}"
+            return name.encode().decode()
+        except Exception:  # noqa: BLE001 - a metaclass may make anything of both
+            return "builtins:RuntimeError"
 
     def exception_of(self, name: str) -> type[BaseException] | None:
         """Return a type of exception of Python, torch, braid or the program; None for others."""

@@ -5,20 +5,42 @@ them is the future that keeps the error, neither ever dies: the future is of C++
 collector cannot see the cycle.
 
 Idea: a future keeps an error without frames, and each wait raises a copy.
+
+The classes of errors are programs', and their methods may raise, exit or wait for ever. So an error
+is described beside the thread that must answer, and made and copied without its constructor.
 """
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import copy
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import BuiltinFunctionType, ClassMethodDescriptorType
 from typing import Any
 
 import msgspec
 import torch
 
-__all__ = ["AnswerFuture", "Later", "Outcome", "awaited", "described", "error_like", "outcome"]
+from braid import errors
+
+__all__ = [
+    "AnswerFuture",
+    "Later",
+    "Outcome",
+    "awaited",
+    "described",
+    "error_like",
+    "is_described",
+    "outcome",
+]
+
+MAX_TEXT = 64 << 10  # characters: a text is for people
+MAX_PART = 4 << 10
+TEXT_S = 1.0  # for an error to make its text
 
 
 class AnswerFuture(torch.futures.Future[Any]):
@@ -41,7 +63,7 @@ class AnswerFuture(torch.futures.Future[Any]):
 
     def set_exception(self, result: Any) -> None:
         """Complete the future with an error."""
-        kept = result.with_traceback(None)
+        kept = BaseException.with_traceback(result, None)
 
         def raise_copy(error: BaseException) -> None:
             raise _copy_of(error)
@@ -98,30 +120,137 @@ def outcome(future: torch._C.Future[Any]) -> tuple[Any, BaseException | None]:
         return None, exc
 
 
-def described(node: str, error: BaseException) -> BaseException:
-    """Return an error of the same type whose text has the traceback of this node.
+def described(node: str, error: BaseException) -> tuple[BaseException, str]:
+    """Return an error of the same type, and its text with the traceback of this node; never raises.
 
     The error itself loses its traceback.
     """
-    if str(error).startswith(f"On {node}:"):
-        return error.with_traceback(None)
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    error.__traceback__ = None
-    return error_like(type(error), f"On {node}:\n{error!r}\n{trace}")
+    text = _text_of(node, error)
+    _TRACEBACK.__set__(error, None)
+    return error_like(type(error), text), text
+
+
+def is_described(node: str, error: BaseException) -> bool:
+    """Return whether an error was made by `described` in a node."""
+    args = _ARGS.__get__(error)
+    return len(args) == 1 and type(args[0]) is str and args[0].startswith(f"On {node}:")
 
 
 def error_like(kind: type[BaseException], text: str) -> BaseException:
-    """Return an error of a type with a text; a RuntimeError if it cannot be made of a text."""
+    """Return an error of a type with a text; never raises, and runs no code of a program's type.
+
+    The constructor of such a type is not called, since it may need other arguments, or do anything:
+    so attributes that it sets are missing. The error is a RuntimeError if the type cannot be made
+    without its code, and for SystemExit, KeyboardInterrupt and others that are not an Exception:
+    they would end the caller.
+    """
     try:
-        return kind(text)
-    except Exception:  # noqa: BLE001 - such as types with other arguments
+        error = _made(kind, text)
+        _ARGS.__set__(error, (text,))
+    except Exception:  # noqa: BLE001 - such as types of groups of exceptions
         return RuntimeError(text)
+    return error
+
+
+def _made(kind: type[BaseException], text: str) -> BaseException:
+    if not issubclass(kind, Exception) or type(kind) is not type:
+        return RuntimeError(text)
+    if getattr(errors, kind.__name__, None) is kind:  # ours, with attributes that have defaults
+        ours: BaseException = kind(text)
+        return ours
+    is_safe = isinstance(_static(kind, "__init_subclass__"), ClassMethodDescriptorType)
+    if not is_safe or not isinstance(_static(kind, "__new__"), BuiltinFunctionType):
+        return RuntimeError(text)
+    # UnicodeDecodeError, for example, makes its text of five arguments
+    if not all(_is_own_text(_static(kind, name)) for name in ("__str__", "__repr__")):
+        namespace = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **_TEXT}
+        kind = type(kind.__name__, (kind,), namespace)
+    error: BaseException = kind.__new__(kind, text)
+    return error
+
+
+def _is_own_text(method: object) -> bool:
+    return any(method is each for each in _OWN_TEXTS)
+
+
+# as `BaseException` has them, whatever a program's class makes of the names
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
+_ARGS: Any = BaseException.__dict__["args"]
+_OWN_TEXTS = [
+    *(kind.__dict__["__str__"] for kind in (BaseException, OSError, KeyError, ImportError)),
+    BaseException.__dict__["__repr__"],
+]
+_TEXT = {
+    "__str__": lambda self: self.args[0],
+    "__repr__": lambda self: f"{type(self).__name__}({self.args[0]!r})",
+}
+_PLAIN_VALUES = (str, int, float, bool, bytes, type(None))
+
+
+def _static(kind: type, name: str) -> Any:
+    """Return an attribute of a class as it stands in a class, without its descriptor's code."""
+    return next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+
+
+def _text_of(node: str, error: BaseException) -> str:
+    """Return the text of an error with its traceback, whatever its methods do."""
+    if is_described(node, error):
+        return str(_ARGS.__get__(error)[0])
+    trace = _TRACEBACK.__get__(error)
+    texts: list[str] = []
+
+    def write() -> None:
+        with contextlib.suppress(BaseException):
+            lines = traceback.format_exception(type(error), error, trace)
+            texts.append("\n".join([f"On {node}:", *map(_shortened, (repr(error), *lines))]))
+
+    if _is_plain(error):
+        write()
+    else:  # it may wait for ever
+        writer = threading.Thread(target=write, name="braid-rpc-text", daemon=True)
+        writer.start()
+        writer.join(TEXT_S)
+    if not texts:
+        name = type.__repr__(type(error))
+        lines = [f"{name}, whose text cannot be made", *traceback.format_tb(trace)]
+        texts = ["\n".join([f"On {node}:", *lines])]
+    return _shortened(texts[0], MAX_TEXT).encode(errors="backslashreplace").decode()
+
+
+def _shortened(text: str, limit: int = MAX_PART) -> str:
+    """Return a text whose middle is left out if it is too long, without the end of its line."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]} ... {len(text) - 2 * half:,} characters ... {text[-half:]}"
+    return text.removesuffix("\n")
+
+
+def _is_builtin(kind: type) -> bool:
+    return type(kind) is type and getattr(builtins, kind.__name__, None) is kind
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Return whether the text of an error is made without code of a program."""
+    return (
+        _is_builtin(type(error))
+        and all(type(value) in _PLAIN_VALUES for value in error.args)
+        and error.__cause__ is error.__context__ is None
+        and not hasattr(error, "__notes__")
+    )
 
 
 def _copy_of(error: BaseException) -> BaseException:
-    """Return a copy of an error; the error itself if it cannot be copied."""
+    """Return a copy of an error, made without its constructor; the error if that cannot be."""
+    kind = type(error)
     try:
-        other = copy.copy(error)
-    except Exception:  # noqa: BLE001 - such as types with other arguments
+        if _is_builtin(kind):
+            other: BaseException = copy.copy(error)
+            return other
+        if not isinstance(_static(kind, "__new__"), BuiltinFunctionType):
+            return error
+        other = kind.__new__(kind, *error.args)
+        _ARGS.__set__(other, error.args)
+        vars(other).update(vars(error))
+    except Exception:  # noqa: BLE001 - such as a type of groups of exceptions
         return error
-    return other if type(other) is type(error) else error
+    return other

@@ -138,8 +138,8 @@ def _answer(
         if len(results) != len(calls):
             msg = f"a batch of {len(calls)} calls needs as many results, got {len(results)}"
             raise ConfigError(msg)
-    except Exception as exc:  # noqa: BLE001 - whatever it is, the callers must learn it
-        error = described(current_agent().info.name, exc)
+    except BaseException as exc:  # noqa: BLE001 - whatever it is, the callers must learn it
+        error, _ = described(current_agent().info.name, exc)
         for _, future in calls:
             future.set_exception(error)
         return

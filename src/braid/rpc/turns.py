@@ -22,6 +22,8 @@ Source: D. Schmidt et al., "Leader/Followers", PLoP 2000.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from braid.errors import CommTimeout, StaleError
 from braid.message import Delivery, Van
 
 __all__ = ["REST_S", "Turns"]
+
+LOG = logging.getLogger(__name__)
 
 REST_S = 0.002
 _ALERT_S = 0.2  # after the last message, for which an idle thread looks whether somebody leads
@@ -79,6 +83,7 @@ class Turns:
         self._num_running = 0  # of the bounded ones
         self._num_urgent = 0
         self._threads: list[threading.Thread] = []
+        self._numbers = itertools.count()  # of threads
         self._has_standby = False
         self._ticked_ns = 0
         self._waited_ns = 0  # when a thread of the program waited last
@@ -176,7 +181,7 @@ class Turns:
             self._is_closed = True
             self._idle.notify_all()
             self._notify_all()
-        for thread in self._threads:
+        for thread in list(self._threads):  # each takes itself out
             if thread is not threading.current_thread():
                 thread.join(5.0)
 
@@ -213,7 +218,7 @@ class Turns:
             return
 
     def _spawn(self) -> None:
-        name = f"braid-rpc-{self._van.node}-{len(self._threads)}"
+        name = f"braid-rpc-{self._van.node}-{next(self._numbers)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -269,7 +274,10 @@ class Turns:
                     self._step()
             finally:
                 self._num_idle -= 1
+                self._threads.remove(threading.current_thread())
                 self._notify_all()
+                if not self._is_closed and not self._num_idle:
+                    self._wake_pool()  # another takes the place of this one
 
     def _step(self) -> None:
         if self._urgent:
@@ -314,6 +322,10 @@ class Turns:
             self._wake_pool()
         try:
             self._unlocked(self._handle, delivery, arrived_ns)
+        except StaleError:
+            raise
+        except BaseException:  # what a program does must not end the threads of its node
+            LOG.exception("%s could not handle %s", self._van.node, type(delivery.message).__name__)
         finally:
             self._num_idle += 1
 
