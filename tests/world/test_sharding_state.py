@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from sharding_models import Model, differing, loss_of, values
-from training import said_by
+from torch import nn
+from training import linear, said_by
 
 from braid import DistributedDataParallel, FullyShardedDataParallel, resume
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
-from braid.sharding import Sharding, ShardingOptions, attach
+from braid.sharding import Sharding, ShardingOptions, attach, gathered_state, sharding_of
 
 Whole = dict[str, Any]
 
@@ -194,3 +195,87 @@ def _copied(group: Group, whole: bool) -> Any:
 def test_whole_state_dicts_continue_a_training(world, whole):
     for first, second in world(2, _copied, whole):
         assert differing(second, first) == []
+
+
+class Scaled(nn.Module):
+    """Has parameters without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear(3, 4)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.shift = nn.Parameter(torch.tensor(-0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)) * self.scale + self.shift
+
+
+BY_ELEMENTS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "AdamW": {},
+    "Adam": {"amsgrad": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {},
+    "Rprop": {},
+}
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for number in steps:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))  # on all ranks
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _resumed(group: Group, kind: str, name: str, directory: str) -> Whole:
+    """Whole parameters after a training that was saved, loaded, and shared out in the middle."""
+
+    def made(loads: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = Scaled()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **BY_ELEMENTS[name])
+        if not loads:
+            _trained(model, optimizer, range(1))  # states that are cut
+        engine = Sharding(model, group, ShardingOptions(stage=int(kind)))
+        attach(engine, optimizer)
+        return model, optimizer
+
+    model, optimizer = made(loads=False)
+    _trained(model, optimizer, range(1, 3))
+    resume.save(directory, model=model, optimizer=optimizer, step=0, group=group)
+    kept = gathered_state.optimizer_state_dict(sharding_of(model), optimizer)
+    model, optimizer = made(loads=True)
+    resume.load(directory, model=model, optimizer=optimizer, group=group)
+    _trained(model, optimizer, range(3, 4))
+    gathered_state.load_optimizer_state_dict(sharding_of(model), optimizer, kept)
+    _trained(model, optimizer, range(4, 5))
+    with sharding_of(model).gathered():
+        return values(model)
+
+
+def _all_resumed(group: Group, kind: str, directory: str) -> dict[str, Whole]:
+    return {
+        name: _resumed(group, kind, name, f"{directory}/{group.size} {name}")
+        for name in BY_ELEMENTS
+    }
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(("kind", "size"), [("1", 1), ("2", 3), ("3", 3)])
+def test_parameters_without_dims_are_saved_loaded_and_stepped(procs, kind, size, tmp_path: Path):
+    ranks = procs(size, _all_resumed, kind, str(tmp_path))
+    for name, options in BY_ELEMENTS.items():
+        model = Scaled()
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
+        _trained(model, optimizer, range(3))
+        kept = copy.deepcopy(optimizer.state_dict())
+        _trained(model, optimizer, range(3, 4))
+        optimizer.load_state_dict(kept)
+        _trained(model, optimizer, range(4, 5))
+        for found in ranks:
+            torch.testing.assert_close(found[name], values(model), msg=name)

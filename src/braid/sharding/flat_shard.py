@@ -322,10 +322,14 @@ class FlatShard:
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:
-        """Return what this rank owns of a parameter, as a view of memory for the rank's part."""
+        """Return what this rank owns of a parameter, as a view of memory for the rank's part.
+
+        A parameter without dims keeps its shape on its owner, so that states that optimizers make
+        have the shapes of one process.
+        """
         piece, shape = self.pieces[index], self.shapes[index]
         part = memory[piece.start : piece.start + piece.numel]
-        if not self.whole:
+        if not self.whole and (shape or not piece.numel):
             return part
         return part.view(shape if piece.numel else (0, *shape[1:]))
 
