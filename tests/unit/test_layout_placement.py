@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import math
 from itertools import pairwise, permutations
 
@@ -131,11 +132,14 @@ def test_on_one_host_every_order_takes_as_long(mesh, nbytes):
     assert placement.crossing() == ()
 
 
-@given(data=st.data(), mesh=meshes((1, 2, 4)))
-def test_tp_lies_inside_a_host_whenever_it_divides_the_hosts_ranks(data, mesh):
+@given(data=st.data(), tp=st.sampled_from((2, 4)), others=st.permutations(("dp", "pp")))
+def test_tp_lies_inside_a_host_whenever_it_divides_the_hosts_ranks(data, tp, others):
+    sizes = {axis: data.draw(st.sampled_from((1, 2, 4))) for axis in others}
+    mesh = Mesh({"tp": tp} | sizes)
     cluster = data.draw(clusters(mesh.size))
-    tp = mesh.axes.get("tp", 1)
-    assume(tp > 1 and cluster.levels[0].size % tp == 0)
+    assume(cluster.levels[0].size % tp == 0)
+    steps = itertools.pairwise(cluster.levels)
+    assume(all(2 * up.bytes_per_s <= low.bytes_per_s * low.size for low, up in steps))
     placement = place(mesh, cluster)
     assert "tp" not in placement.crossing()
     assert placement.best.axes["tp"].spread == {"host": tp}

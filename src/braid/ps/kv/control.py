@@ -117,7 +117,7 @@ class KVScheduler(Control):
         if self.state.is_complete and self.state.lost:
             self._act([Publish(tuple(self.state.addresses))])
 
-    def _act(self, instructions: Sequence[Instruction[Opened]]) -> None:
+    def _act(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
             if isinstance(each, Publish):
                 self._publish(each.nodes)

@@ -88,7 +88,7 @@ class Sparsified(msgspec.Struct, tag="sparsified", frozen=True):
     numel: int
 
 
-Head: TypeAlias = "Compressed | FixedPointed | Sparsified"
+Head: TypeAlias = Compressed | FixedPointed | Sparsified
 
 
 class Coding(msgspec.Struct, frozen=True):

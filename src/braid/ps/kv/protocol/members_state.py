@@ -14,7 +14,7 @@ Source: PS-Lite's Postoffice and the control messages of its Van.
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from braid.errors import CommError
 from braid.ps.kv.groups import ALL, members_of
@@ -31,20 +31,20 @@ class Publish(NamedTuple):
     nodes: tuple[str, ...]
 
 
-class Release(NamedTuple, Generic[Ticket]):
+class Release(NamedTuple):
     """Answer these requests."""
 
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[Any, ...]
 
 
-class Refuse(NamedTuple, Generic[Ticket]):
+class Refuse(NamedTuple):
     """Refuse these requests."""
 
-    tickets: tuple[Ticket, ...]
+    tickets: tuple[Any, ...]
     text: str
 
 
-Instruction: TypeAlias = "Publish | Release[Ticket] | Refuse[Ticket]"
+Instruction: TypeAlias = "Publish | Release | Refuse"
 
 
 class MembersState(Generic[Ticket]):
@@ -103,7 +103,7 @@ class MembersState(Generic[Ticket]):
             self._numbers[asked] = number
         return self._numbers[asked]
 
-    def joins(self, node: str, incarnation: int, address: str) -> list[Instruction[Ticket]]:
+    def joins(self, node: str, incarnation: int, address: str) -> list[Instruction]:
         """Take in a node.
 
         Raises:
@@ -123,12 +123,12 @@ class MembersState(Generic[Ticket]):
         first = len(self.addresses) == len(self._all) - 1
         return [Publish(tuple(self.addresses) if first else (node,))] if self.is_complete else []
 
-    def loses(self, node: str, reason: str) -> list[Instruction[Ticket]]:
+    def loses(self, node: str, reason: str) -> list[Instruction]:
         """Record the loss of a node; barriers that wait for it are refused."""
         if node in self.departed or node not in self._lives or node in self.lost:
             return []
         self.lost[node] = reason
-        done: list[Instruction[Ticket]] = []
+        done: list[Instruction] = []
         for (customer, group), waiting in list(self._barriers.items()):
             if node in self._members(group):
                 del self._barriers[customer, group]
@@ -138,7 +138,7 @@ class MembersState(Generic[Ticket]):
 
     def enters(
         self, node: str, customer: int, group: int, ticket: Ticket
-    ) -> list[Instruction[Ticket]]:
+    ) -> list[Instruction]:
         """Let a node wait until all of a group have come to the barrier of a customer.
 
         Raises:
@@ -158,10 +158,10 @@ class MembersState(Generic[Ticket]):
         del self._barriers[customer, group]
         return [Release(tuple(waiting.values()))]
 
-    def departs(self, node: str) -> list[Instruction[Ticket]]:
+    def departs(self, node: str) -> list[Instruction]:
         """Record that a node is done."""
         self.departed.add(node)
-        done: list[Instruction[Ticket]] = []
+        done: list[Instruction] = []
         for (customer, group), waiting in list(self._barriers.items()):
             if node in self._members(group):
                 del self._barriers[customer, group]
@@ -180,7 +180,7 @@ class MembersState(Generic[Ticket]):
         counts = self._counts
         return frozenset(members_of(group, counts["server"], counts["worker"]))
 
-    def _refuse(self, group: int, tickets: list[Ticket]) -> Refuse[Ticket]:
+    def _refuse(self, group: int, tickets: list[Ticket]) -> Refuse:
         members = self._members(group)
         reasons = [f"{node} is lost ({self.lost[node]})" for node in sorted(members & {*self.lost})]
         reasons += [f"{node} has left" for node in sorted(members & self.departed)]
