@@ -6,7 +6,7 @@ WORKERS ?= 2
 BUDGET_S := 630
 READY := $(VENV)/.ready
 
-.PHONY: demo test proof check bench docs engines frameworks clean
+.PHONY: demo test test-torch proof check bench docs engines frameworks clean
 
 demo: $(READY)
 	$(BIN)/braid demo
@@ -15,6 +15,17 @@ test: $(READY)
 	@began=$$(date +%s); $(MAKE) check \
 	&& $(BIN)/python -m pytest -n $(WORKERS) -m "not proof"; code=$$?; \
 	echo "make test took $$(($$(date +%s) - began)) s of $(BUDGET_S) s"; exit $$code
+
+# the tests with another torch, in an environment beside: make test-torch TORCH=2.14.1
+# (another Python: make test PYTHON=python3.12 VENV=.venv-3.12)
+test-torch: $(VENV)-torch-$(TORCH)/.ready
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest -n $(WORKERS) -m "not proof"
+
+$(VENV)-torch-%/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	sed '/^torch==/d; /^torchvision==/d' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt 'torch==$*' -e '.[dev]'
+	touch $@
 
 proof: $(READY) engines check
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not frameworks" --hypothesis-profile=proof
@@ -60,4 +71,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(VENV)-frameworks runs dist build site
+	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-torch-* runs dist build site
