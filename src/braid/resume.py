@@ -40,7 +40,7 @@ from braid.checkpoint import (
     training_tensors,
 )
 from braid.checkpoint.directory import CheckpointDirectory
-from braid.checkpoint.snapshot import OWN, JoinedSnapshot
+from braid.checkpoint.snapshot import OWN, FailedSnapshot, JoinedSnapshot
 from braid.checkpoint.stored_state import unloadable
 from braid.comm import Group
 from braid.compose import HybridParallel
@@ -109,9 +109,14 @@ def save(
     _refuse_parts_of(model, group)
     _check_parts(parts, "state_dict", model)
     others: dict[str, torch.Tensor] = {}
-    kept = {
-        name: to_plain(part.state_dict(), f"{PARTS}/{name}", others) for name, part in parts.items()
-    }
+    kept, failed = {}, None
+    try:
+        for name, part in parts.items():
+            kept[name] = to_plain(part.state_dict(), f"{PARTS}/{name}", others)
+    except BraidError:  # the same on all ranks
+        raise
+    except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
+        failed = FailedSnapshot(exc)
     others |= {f"{OWN}{RANDOM}/{name}": state for name, state in _random_states().items()}
 
     def notify_launcher(saved_step: int, path: Path, sha256_ok: bool) -> None:
@@ -131,6 +136,7 @@ def save(
         snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
         numbers = training_numbers(plain, optimizer)
     state = {**numbers, PARTS: kept}
+    snapshot = failed or snapshot
     if saver is not None:
         saver.save(directory, snapshot, step=step, state=state, keep=keep, on_saved=notify_launcher)
         return CheckpointDirectory(directory).final(step)

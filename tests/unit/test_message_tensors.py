@@ -8,10 +8,12 @@ import sys
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError
 from braid.message import Schema
-from braid.message.tensors import as_buffers, from_buffers, memory_of
+from braid.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
 from braid.testing.simulated_van import Network
 from braid.types import TensorSpec
 
@@ -119,3 +121,45 @@ def test_memory_in_pieces_is_refused():
 def test_the_room_imports_no_torch():
     code = "import sys, braid.message; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8),
+    *(torch.bool, torch.complex64, torch.complex128),
+]
+VIEWS = {
+    "transposed": lambda x: x.transpose(0, -1),
+    "a dim of one element": lambda x: x[:, :1],
+    "a column": lambda x: x[..., 0],
+    "one element": lambda x: x[:1, 0],
+    "every other": lambda x: x[::2],
+    "expanded": lambda x: x[None].expand(2, *x.shape),
+    "conjugate": torch.conj,
+    "imaginary part": lambda x: x.conj().imag if x.is_complex() else x,
+    "negative": lambda x: x if x.dtype in {torch.bool, torch.uint8} else torch._neg_view(x),
+    "no elements": lambda x: x[:0],
+    "trained": lambda x: x.requires_grad_(x.is_floating_point() or x.is_complex()),
+}
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    views=st.lists(st.sampled_from(sorted(VIEWS)), max_size=3),
+)
+def test_bytes_of_any_view_are_those_of_its_values(dtype, shape, views):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.complex128)
+    x = (x if dtype.is_complex else x.real.abs() * 3).to(dtype)
+    for name in views:
+        if x.dim() > 1:
+            x = VIEWS[name](x.detach())
+    found = bytearray(bytes_of(x))
+    assert len(found) == x.numel() * x.element_size()
+    if found:
+        assert torch.equal(torch.frombuffer(found, dtype=x.dtype).reshape(x.shape), x)
+
+
+def test_memory_of_a_lazy_view_is_refused():
+    for lazy in (torch._neg_view(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj()):
+        with pytest.raises(ConfigError, match="no memory in one piece"):
+            memory_of(lazy)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import nn
+from training import said_by
 
 import braid
 from braid.checkpoint import (
+    BackgroundSaver,
     ReplicatedSnapshot,
     Slice,
     compare,
@@ -625,3 +629,93 @@ def test_ranks_as_threads_may_make_the_first_decoder_of_a_report_at_the_same_tim
         )
         types.append(outer)
     assert run_threads(3, _exchange_new_types, types) == [60] * 3
+
+
+def test_lazy_views_are_saved_as_their_values(tmp_path):
+    z = torch.complex(torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 1)
+    views = {"model/imag": z.conj().imag, "model/column": z.real.bfloat16()[:, :1]}
+    assert views["model/imag"].is_neg()
+    save_alone(tmp_path, [ReplicatedSnapshot(views)], step=1)
+    found = loading.open_last(tmp_path)
+    assert all(torch.equal(found.read(name), value) for name, value in views.items())
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("cannot be told")
+
+
+ERRORS = {
+    "RuntimeError: no memory": lambda: RuntimeError("no memory"),
+    "KeyError: 'x'": lambda: KeyError("x"),
+    "MemoryError": MemoryError,
+    "Untold": Untold,
+    "caf?": lambda: ValueError("caf\udce9"),
+}
+PLACES = ("pieces", "write_pieces", "publish", "state_dict")
+
+
+class Failing:
+    """State of a rank that cannot be collected: a snapshot, or a part of a training."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def pieces(self) -> list[Slice]:
+        return [] if self._error is None else self._raise()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"x": 1} if self._error is None else self._raise()
+
+    def _raise(self) -> Any:
+        raise self._error
+
+
+def _fails(group: Group, place: str, name: str, directory: str) -> list[str]:
+    """Saves of which one fails on one rank, and what that raises here."""
+    one = 0 if place == "publish" else 1
+    error = ERRORS[name]() if group.rank == one else None
+    snapshot = ReplicatedSnapshot(tensors(), rank=group.rank, size=group.size)
+    said = []
+    with BackgroundSaver(group) as saver:
+        if place == "state_dict":
+            model = nn.Module()
+            call = partial(braid.save, directory, model=model, step=1, group=group)
+            said += [
+                said_by(lambda: call(part=Failing(error)), CheckpointError),
+                said_by(lambda: (call(part=Failing(error), saver=saver), saver.wait())),
+            ]
+        else:
+            own = snapshot if place != "pieces" else Failing(error)
+            said += [
+                said_by(lambda: save(directory, own, step=1, group=group), CheckpointError),
+                said_by(lambda: (saver.save(directory, own, step=1), saver.wait())),
+            ]
+    return said
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("place", PLACES)
+def test_any_exception_of_one_rank_is_the_same_error_on_all(tmp_path, monkeypatch, place, name):
+    make_error = ERRORS[name]
+
+    def fail(home: Any, pieces: Any, step: int, rank: int, *rest: Any) -> Any:
+        if rank == 1:
+            raise make_error()
+        return write(home, pieces, step, rank, *rest)
+
+    def refuse(*_args: Any) -> Any:
+        raise make_error()
+
+    write = saving.write_pieces
+    if place == "write_pieces":
+        monkeypatch.setattr(saving, "write_pieces", fail)
+    if place == "publish":
+        monkeypatch.setattr(saving, "publish", refuse)
+    first, second = run_threads(2, _fails, place, name, str(tmp_path))
+    assert first == second
+    for text in first:
+        assert text.startswith("CheckpointError: cannot save checkpoint")
+        assert name in text
+        assert "Earlier checkpoints are untouched" in text
+    assert ls(tmp_path) == []

@@ -8,6 +8,7 @@ every rank raise the same CheckpointError.
 from __future__ import annotations
 
 import threading
+import traceback
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ import torch
 from braid.comm import Group
 from braid.errors import CheckpointError
 
-__all__ = ["Report", "exchange", "raise_problems"]
+__all__ = ["Report", "exchange", "problem_of", "raise_problems"]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -40,7 +41,8 @@ def exchange(group: Group, report: R) -> list[R]:
 
     Cost: two all_gathers, of 8 bytes and of the longest report.
     """
-    data = msgspec.msgpack.encode(report)
+    problem = report.problem.encode(errors="replace").decode()  # such as names of files
+    data = msgspec.msgpack.encode(msgspec.structs.replace(report, problem=problem))
     lengths = group.all_gather(torch.tensor([len(data)])).tolist()
     mine = torch.zeros(max(lengths), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -51,6 +53,11 @@ def exchange(group: Group, report: R) -> list[R]:
         decoder.decode(row[:length].numpy().tobytes())
         for row, length in zip(rows, lengths, strict=True)
     ]
+
+
+def problem_of(exc: Exception) -> str:
+    """Return what an exception says, also one that cannot be printed."""
+    return "".join(traceback.format_exception_only(exc)).strip()
 
 
 def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) -> None:

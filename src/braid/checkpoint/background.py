@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from braid.checkpoint.saving import OnSaved, save
-from braid.checkpoint.snapshot import Slice, Snapshot
+from braid.checkpoint.snapshot import FailedSnapshot, Slice, Snapshot
 from braid.comm import Group
 
 __all__ = ["BackgroundSaver", "Saving"]
@@ -116,8 +116,14 @@ class BackgroundSaver:
         """
         began = time.perf_counter()
         self.wait()
-        pieces = [self._copied(piece) for piece in snapshot.pieces()]
-        values, facts = copy.deepcopy(dict(state or {})), copy.deepcopy(dict(numerics or {}))
+        copies: Snapshot
+        values: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
+        try:
+            copies = _Copies([self._copied(piece) for piece in snapshot.pieces()])
+            values, facts = copy.deepcopy(dict(state or {})), copy.deepcopy(dict(numerics or {}))
+        except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
+            copies = FailedSnapshot(exc)
         saving = Saving(step, time.perf_counter() - began)
 
         def write() -> None:
@@ -126,7 +132,7 @@ class BackgroundSaver:
             try:
                 path = save(
                     directory,
-                    _Copies(pieces),
+                    copies,
                     step=step,
                     group=self._group,
                     state=values,

@@ -12,6 +12,7 @@ import torch
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.loading import Checkpoint, read_manifest
 from braid.errors import CheckpointError
+from braid.message.tensors import bytes_of
 
 __all__ = ["Comparison", "Listed", "compare", "ls"]
 
@@ -121,8 +122,7 @@ def _open(path: str | os.PathLike[str]) -> Checkpoint:
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    bits = [t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (x, y)]
-    return torch.equal(*bits)
+    return bytes_of(x) == bytes_of(y)
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

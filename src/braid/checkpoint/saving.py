@@ -18,14 +18,16 @@ import errno
 import logging
 import os
 import socket
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from braid.checkpoint.agreement import Report, exchange, raise_problems
+from braid.checkpoint.agreement import R, Report, exchange, problem_of, raise_problems
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.loading import read_manifest
 from braid.checkpoint.manifest import (
@@ -114,9 +116,16 @@ def save(
         raise ConfigError(msg)
     home = CheckpointDirectory(directory)
     action = f"cannot save checkpoint {home.final(step)}"
-    # wide dtypes first: every value is aligned
-    pieces = sorted(snapshot.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset))
-    plans = exchange(group, _prepare(home, pieces, step, first=group.rank == 0))
+    pieces: list[Slice] = []
+
+    def prepare() -> _Plan:
+        # wide dtypes first: every value is aligned
+        pieces.extend(
+            sorted(snapshot.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset))
+        )
+        return _prepare(home, pieces, step, first=group.rank == 0)
+
+    plans = exchange(group, _attempt(prepare, _Plan))
     need = sum(plan.need for plan in plans) + MANIFEST_RESERVE_BYTES
     space = ""
     if plans[0].free < need:
@@ -128,11 +137,14 @@ def save(
     try:
         raise_problems(action, [p.problem for p in plans], size=group.size, remedy=REMEDY)
         raise_problems(action, [space], size=1, remedy=REMEDY)
-        written = exchange(group, write_pieces(home, pieces, step, group.rank, plans[0].writer))
+        write = partial(write_pieces, home, pieces, step, group.rank, plans[0].writer)
+        written = exchange(group, _attempt(write, Written))
         raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
         done = Report()
         if group.rank == 0:
-            done = publish(home, written, step, state or {}, numerics or {})
+            done = _attempt(
+                lambda: publish(home, written, step, state or {}, numerics or {}), Report
+            )
         reports = exchange(group, done)
         raise_problems(action, [r.problem for r in reports], size=group.size, remedy=REMEDY)
     except CheckpointError:
@@ -194,6 +206,8 @@ def save_alone(
             problems = [done.problem] if done.problem else []
     except OSError as exc:
         problems = [exc.strerror or errno.errorcode.get(exc.errno or 0, str(exc))]
+    except Exception as exc:  # noqa: BLE001 - nothing is left, whatever it is
+        problems = [problem_of(exc)]
     if problems:
         if began:  # else the hidden directory is that of another run
             home.discard(step)
@@ -201,6 +215,17 @@ def save_alone(
     if keep is not None:
         home.prune(keep, step)
     return home.final(step)
+
+
+def _attempt(action: Callable[[], R], failed: Callable[[str], R]) -> R:
+    """Return the report of an action, or one of any exception: the other ranks wait for it."""
+    try:
+        return action()
+    except Exception as exc:  # noqa: BLE001 - see above
+        # as text: a record that keeps the traceback would keep its frames, and all that they hold
+        text = traceback.format_exc().encode(errors="backslashreplace").decode()
+        LOG.warning("saving failed on this rank:\n%s", text)
+        return failed(problem_of(exc))
 
 
 def _prepare(home: CheckpointDirectory, pieces: list[Slice], step: int, *, first: bool) -> _Plan:

@@ -24,6 +24,7 @@ import torch
 
 __all__ = [
     "OWN",
+    "FailedSnapshot",
     "JoinedSnapshot",
     "ReplicatedSnapshot",
     "Slice",
@@ -88,6 +89,21 @@ class Snapshot(Protocol):
     def pieces(self) -> Iterable[Slice]:
         """Return the slices that this rank owns; all ranks together own every element once."""
         ...
+
+
+class FailedSnapshot:
+    """State that this rank could not collect, which a save reports to all ranks.
+
+    Args:
+        error: Exception that ended the attempt.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def pieces(self) -> Iterable[Slice]:
+        """Raise the error."""
+        raise self._error
 
 
 class JoinedSnapshot:

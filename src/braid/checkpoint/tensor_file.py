@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from braid.checkpoint.manifest import FileEntry
 from braid.errors import CheckpointError
+from braid.message.tensors import bytes_of
 
 __all__ = ["DTYPES", "hash_file", "read_piece", "tensor_file_bytes", "write_tensor_file"]
 
@@ -66,7 +67,7 @@ def write_tensor_file(
     nbytes = 0
     with path.open("xb", buffering=0) as file:
         blocks = itertools.chain(
-            [memoryview(_header(tensors, metadata))], map(_bytes_of, tensors.values())
+            [memoryview(_header(tensors, metadata))], map(bytes_of, tensors.values())
         )
         for block in blocks:
             for start in range(0, len(block), CHUNK_BYTES):
@@ -145,10 +146,3 @@ def _header(
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # values begin aligned
     return struct.pack("<Q", len(text)) + text
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    tensor = tensor.detach().cpu().contiguous()
-    # one element may have any stride and yet be contiguous
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy().data)

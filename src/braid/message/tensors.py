@@ -27,7 +27,7 @@ import torch
 from braid.errors import CommError, ConfigError
 from braid.types import TensorSpec
 
-__all__ = ["as_buffers", "from_buffers", "memory_of"]
+__all__ = ["as_buffers", "bytes_of", "from_buffers", "memory_of"]
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES.values()}
@@ -58,8 +58,7 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
             )
             raise ConfigError(msg)
         specs.append(TensorSpec(tuple(tensor.shape), _NAMES[tensor.dtype], tensor.requires_grad))
-        # Without need no `detach`: it lets other threads run, and then waits for them.
-        buffers.append(_plain_bytes(tensor.detach() if tensor.requires_grad else tensor))
+        buffers.append(bytes_of(tensor))
     return specs, buffers
 
 
@@ -93,8 +92,13 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
     return tensors
 
 
-def _plain_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of any dense tensor, of a copy where they are not plain memory."""
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of any dense tensor, of a copy where they are not plain memory.
+
+    Plain memory is contiguous, on the CPU, and no lazy conjugate or negation.
+    """
+    # without need no `detach`: it lets other threads run, and then waits for them
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_cpu and tensor.dtype in _SIMPLE:
         with contextlib.suppress(RuntimeError):  # such as a lazy negation
             array = tensor.numpy()
@@ -109,7 +113,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     Raises:
         ConfigError: Its memory is elsewhere, or not in one piece.
     """
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj():
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if not tensor.is_cpu or not tensor.is_contiguous() or is_lazy:
         msg = (
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
             f"{tensor.device} has no memory in one piece on the CPU: use a contiguous copy"
@@ -117,5 +122,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
         raise ConfigError(msg)
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
+    # dims of length 1 may have any stride in a contiguous tensor
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

@@ -15,6 +15,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import MismatchError
+from braid.message.tensors import bytes_of
 from braid.params.table import ParamRecord
 from braid.types import first_few
 
@@ -66,5 +67,4 @@ def compare_values(
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of a tensor's bits; 0 if it has none."""
-    flat = tensor.detach().contiguous().view(-1).cpu()
-    return zlib.crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
+    return zlib.crc32(bytes_of(tensor)) if tensor.numel() else 0

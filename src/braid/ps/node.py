@@ -15,7 +15,7 @@ import torch
 from braid.errors import BraidError, CheckpointError, CommTimeout, ConfigError, PeerLostError
 from braid.events import Recorder
 from braid.message import Van
-from braid.message.tensors import memory_of
+from braid.message.tensors import bytes_of
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
@@ -509,5 +509,4 @@ class Node:
 
 def _checksum(flat: torch.Tensor) -> int:
     """Return a checksum of values."""
-    plain = flat.cpu().contiguous()
-    return zlib.crc32(memory_of(plain)) if len(plain) else 0
+    return zlib.crc32(bytes_of(flat)) if len(flat) else 0

@@ -37,6 +37,7 @@ from braid.data_parallel.flat_params import (
 from braid.data_parallel.step_counts import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
+from braid.message.tensors import bytes_of
 from braid.params.process_groups import group_of
 
 __all__ = ["DiLoCo"]
@@ -225,5 +226,5 @@ class DiLoCo(WrappedOptimizer):
 
 def _checksum(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one checksum for each of `flats`, each rank's own."""
-    checksums = [zlib.crc32(flat.cpu().view(torch.uint8).numpy().data) for flat in flats]
+    checksums = [zlib.crc32(bytes_of(flat)) for flat in flats]
     return torch.tensor(checksums, device="cpu")

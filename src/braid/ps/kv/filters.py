@@ -26,7 +26,7 @@ from typing import TypeAlias
 import torch
 
 from braid.errors import ConfigError
-from braid.message.tensors import memory_of
+from braid.message.tensors import bytes_of
 from braid.ps.kv.messages import Coding, Compressed, FixedPointed, Head, Sparsified
 from braid.ps.kv.parcel import Parcel, compress, refuse_nonfinite
 
@@ -38,7 +38,7 @@ _Place: TypeAlias = tuple[int, bytes, int]  # server, digest of the keys, number
 
 def digest_of(keys: torch.Tensor) -> bytes:
     """Return 16 bytes that stand for keys."""
-    return hashlib.blake2b(memory_of(keys.contiguous()), digest_size=DIGEST_BYTES).digest()
+    return hashlib.blake2b(bytes_of(keys), digest_size=DIGEST_BYTES).digest()
 
 
 class Filter(ABC):  # noqa: B024 - each method has a default

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from braid.errors import CommError, ConfigError
-from braid.message.tensors import as_buffers, from_buffers, memory_of
+from braid.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
 from braid.ps.kv.messages import Compressed, FixedPointed, Head
 from braid.types import TensorSpec
 
@@ -118,7 +118,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def compress(name: str, tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, Head]:
     """Return the compressed bytes of a tensor, and how to undo that."""
-    data = bytearray(zlib.compress(memory_of(tensor.contiguous()), level))
+    data = bytearray(zlib.compress(bytes_of(tensor), level))
     dtype = str(tensor.dtype).removeprefix("torch.")
     return torch.frombuffer(data, dtype=torch.uint8), Compressed(name, dtype, tensor.numel())
 
