@@ -39,6 +39,7 @@ from braid.checkpoint import (
     training_numbers,
     training_tensors,
 )
+from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.snapshot import OWN, FailedSnapshot, JoinedSnapshot
 from braid.checkpoint.stored_state import unloadable
@@ -133,6 +134,9 @@ def save(
         numbers = sharded_numbers(sharding, optimizer)
     else:
         tensors = training_tensors(plain, optimizer) | others
+        if not hasattr(optimizer, "is_own"):  # else each rank writes its own buffers
+            buffers = agreed_buffers(plain, [group])
+            tensors |= {f"model/{name}": buffer for name, buffer in buffers.items()}
         snapshot = ReplicatedSnapshot(tensors, rank=group.rank, size=group.size)
         numbers = training_numbers(plain, optimizer)
     state = {**numbers, PARTS: kept}

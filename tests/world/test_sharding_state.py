@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch import nn
 from training import linear, said_by
 
 from braid import DistributedDataParallel, FullyShardedDataParallel, resume
+from braid.checkpoint.agreed_buffers import agreed_buffers
+from braid.checkpoint.loading import open_last
 from braid.comm import Group
+from braid.compose import HybridParallel
 from braid.errors import CheckpointError, ConfigError
 from braid.sharding import Sharding, ShardingOptions, attach, gathered_state, sharding_of
 
@@ -279,3 +283,75 @@ def test_parameters_without_dims_are_saved_loaded_and_stepped(procs, kind, size,
         _trained(model, optimizer, range(4, 5))
         for found in ranks:
             torch.testing.assert_close(found[name], values(model), msg=name)
+
+
+class Normed(nn.Sequential):
+    """Has running statistics, and a buffer of which no rule is known."""
+
+    def __init__(self) -> None:
+        super().__init__(linear(3, 4), nn.BatchNorm1d(4), linear(4, 2))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def _normed(group: Group, kind: str, directory: str, same: bool) -> Any:
+    """Own buffers of a rank, those of a checkpoint, those of a whole state, and warnings."""
+    plain = Normed()
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0 if same else group.rank))
+    model: Any = plain
+    if kind == "fsdp":
+        model = FullyShardedDataParallel(plain, group)
+    elif kind == "ddp":
+        model = DistributedDataParallel(plain, process_group=group, broadcast_buffers=False)
+    elif kind != "zero":
+        layers = list(plain)
+        model = HybridParallel(
+            plain, "dp=2", group, layers=layers, num_microbatches=1, shard=int(kind)
+        )
+    else:
+        Sharding(plain, group, ShardingOptions(stage=1))
+    if isinstance(model, HybridParallel):
+        model.step(x, torch.zeros(6, 2), loss=nn.functional.mse_loss)
+    else:
+        model(x).sum().backward()
+    if not same:
+        plain.seen.fill_(group.rank + 1)
+    own = {name: x.clone() for name, x in plain.named_buffers()}
+    resume.save(directory, model=model, step=0, group=group)
+    saved = open_last(directory)
+    whole = model.state_dict() if kind == "fsdp" else own
+    assert all(torch.equal(x, own[name]) for name, x in plain.named_buffers())
+    return own, {name: saved.read(f"model/{name}") for name in own}, {n: whole[n] for n in own}
+
+
+@pytest.mark.filterwarnings("ignore:buffers .* differ between ranks")
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("kind", ["fsdp", "zero", "ddp", "0", "2"])
+def test_statistics_of_ranks_that_differ_are_averaged_in_a_checkpoint(world, tmp_path, kind, same):
+    (first, saved, whole), (second, also, other) = world(2, _normed, kind, str(tmp_path), same)
+    assert all(torch.equal(saved[name], also[name]) for name in saved)
+    if kind == "fsdp":
+        assert all(torch.equal(saved[name], x) for name, x in (*whole.items(), *other.items()))
+    for name in ("1.running_mean", "1.running_var"):
+        assert torch.equal(first[name], second[name]) == same
+        mean = ((first[name].double() + second[name].double()) / 2).float()
+        assert torch.equal(saved[name], mean)
+    assert torch.equal(saved["seen"], first["seen"])
+    assert saved["1.num_batches_tracked"] == 1
+
+
+def _unequal(group: Group) -> list[str]:
+    model = Normed()
+    model.seen.fill_(group.rank)
+    if group.rank:  # filters belong to all threads
+        agreed_buffers(model, [group])
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        agreed_buffers(model, [group])
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.filterwarnings("ignore:buffers .* differ between ranks")
+def test_buffers_that_cannot_be_averaged_are_named(world):
+    (text,) = world(2, _unequal)[0]
+    assert text.startswith("buffers seen differ between ranks")

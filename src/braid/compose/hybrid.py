@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from braid.autograd.nested import map_tensors, tensors_in
 from braid.checkpoint import ReplicatedSnapshot, Snapshot, training_numbers, training_tensors
+from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
 from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
@@ -268,12 +269,14 @@ class HybridParallel:
             ConfigError: The optimizer lacks parameters of the model that other stages train.
         """
         further = dict(others or {})
+        buffers = agreed_buffers(self.model, [self._replicas])
         if self._sharded is not None:
             tensors = self._sharded.kept_tensors(optimizer)
             numbers = self._sharded.numbers(optimizer)
         else:
             tensors = training_tensors(self.model, optimizer)
             numbers = training_numbers(self.model, optimizer)
+        tensors |= {f"model/{name}": buffer for name, buffer in buffers.items()}
         own = {name: x for name, x in further.items() if name.startswith(OWN)}
         shared = {name: x for name, x in further.items() if name not in own}
         of_layers = HybridSnapshot(

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from braid.checkpoint import Slice, Snapshot
 from braid.checkpoint.snapshot import param_of
-from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.expert_parallel import is_of_experts
@@ -132,7 +131,7 @@ class ShardedStages:
         optimizer.state.update(states)
 
     def kept_tensors(self, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-        """Return parameters that this rank trains whole, with their states, and all buffers."""
+        """Return parameters that this rank trains whole, with their states."""
         tensors: dict[str, torch.Tensor] = {}
         for name, param in self._kept:
             tensors[f"model/{name}"] = param
@@ -140,8 +139,7 @@ class ShardedStages:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optimizer/{name}/{key}"] = value
-        buffers = kept_buffers(self.sharding.model)
-        return tensors | {f"model/{name}": buffer for name, buffer in buffers.items()}
+        return tensors
 
     def snapshot(self, optimizer: Optimizer | None) -> Snapshot:
         """Return this rank's pieces as boxes of whole tensors."""

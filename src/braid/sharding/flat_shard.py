@@ -59,6 +59,11 @@ class Places:
     replicas: Group | None = None
 
     @property
+    def groups(self) -> list[Group]:
+        """Groups that together are all ranks whose gradients are averaged."""
+        return [self.group] if self.replicas is None else [self.group, self.replicas]
+
+    @property
     def num_ranks(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return self.group.size * (1 if self.replicas is None else self.replicas.size)

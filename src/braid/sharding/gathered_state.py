@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.training_state import kept_buffers
 from braid.errors import ConfigError
 from braid.sharding.engine import Sharding
@@ -29,11 +30,12 @@ __all__ = [
 def state_dict(sharding: Sharding) -> dict[str, torch.Tensor]:
     """Return whole parameters and buffers under the names of the model; a collective.
 
-    Tied parameters come under each of their names, as in torch.
+    Tied parameters come under each of their names, as in torch. Buffers are the same on all ranks,
+    see `agreed_buffers`.
 
     Cost: one all_gather of each unit; memory for the whole model.
     """
-    whole: dict[str, torch.Tensor] = {}
+    whole = agreed_buffers(sharding.model, sharding.places.groups)
     for flat in sharding.flats:
         for record, value in zip(flat.records, flat.whole_values(), strict=True):
             whole.update(dict.fromkeys(record.names, value))

@@ -4,7 +4,8 @@ A rank's piece of a parameter is a range of its elements: a part of a row, whole
 part of a row. As boxes of the whole tensor they are in a checkpoint like those of any other
 division, so it can be loaded by another number of ranks, another stage, or without sharding.
 
-    model/NAME               boxes of parameters, in the dtype of the model; buffers of rank 0
+    model/NAME               boxes of parameters, in the dtype of the model; buffers, of which
+                             running statistics that differ between ranks are averaged
     optimizer/NAME/exp_avg   boxes of states with the shape of the parameter
     optimizer/NAME/step      other states, from the owner of the parameter's first element
     optimizer/NAME/master    boxes of the optimizer's numbers, if they are of another dtype
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from braid.checkpoint import Checkpoint, Slice, restore_training, training_numbers
+from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.snapshot import param_of
-from braid.checkpoint.training_state import kept_buffers, merged_numbers
+from braid.checkpoint.training_state import merged_numbers
 from braid.sharding.engine import Sharding
 from braid.sharding.flat_shard import FlatShard
 from braid.sharding.partition import boxes_of
@@ -34,6 +36,8 @@ MASTER = "master"
 class ShardedSnapshot:
     """The part of a sharded training that this rank writes; a `Snapshot` of `braid.checkpoint`.
 
+    All ranks make it: they agree on buffers, see `agreed_buffers`.
+
     Args:
         sharding: The engine.
         optimizer: Optimizer that steps on its pieces; None to leave it out.
@@ -42,6 +46,7 @@ class ShardedSnapshot:
     def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._sharding = sharding
         self._optimizer = optimizer
+        self._buffers = agreed_buffers(sharding.model, sharding.places.groups)
 
     def pieces(self) -> Iterable[Slice]:
         """Yield the boxes of this rank; one of all replicas writes."""
@@ -52,8 +57,7 @@ class ShardedSnapshot:
             for index in range(len(flat.records)):
                 yield from self._of(flat, index)
         if places.group.rank == 0:
-            model = self._sharding.model
-            for name, tensor in {**self._sharding.ignored(), **kept_buffers(model)}.items():
+            for name, tensor in {**self._sharding.ignored(), **self._buffers}.items():
                 shape = tuple(tensor.shape)
                 yield Slice(f"model/{name}", shape, (0,) * len(shape), tensor.detach())
 

@@ -136,9 +136,7 @@ class MembersState(Generic[Ticket]):
                 done.append(self._refuse(group, list(waiting.values())))
         return [*done, *([Publish(tuple(self.addresses))] if self.is_complete else [])]
 
-    def enters(
-        self, node: str, customer: int, group: int, ticket: Ticket
-    ) -> list[Instruction]:
+    def enters(self, node: str, customer: int, group: int, ticket: Ticket) -> list[Instruction]:
         """Let a node wait until all of a group have come to the barrier of a customer.
 
         Raises:

@@ -1,0 +1,75 @@
+"""Buffers of a model as a checkpoint keeps them, where each rank has changed its own.
+
+Problem: batch normalization on each rank follows the rank's own samples. A checkpoint has one value
+of each buffer, and one rank's statistics are of its samples only.
+
+Idea: running means and variances that differ are averaged over ranks. Means are then those of all
+samples; variances lack what means of ranks differ by, as with any average of local statistics. For
+other buffers no rule is known: the first rank's are kept, and a warning names them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from braid.checkpoint.training_state import kept_buffers
+from braid.comm import Group
+from braid.message.tensors import bytes_of
+from braid.types import first_few
+
+__all__ = ["agreed_buffers"]
+
+
+def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """Return the buffers that `state_dict` would hold, the same on all ranks; a collective.
+
+    Buffers that are equal on all ranks are returned as they are. The model is not changed.
+
+    Args:
+        model: Model with the same buffers on all ranks, up to values.
+        groups: Ranks that train it; several groups if along several axes.
+
+    Cost: two all_reduces of 8 bytes a buffer, and one of each running statistic that differs.
+    """
+    own = kept_buffers(model)
+    buffers = {name: buffer.detach() for name, buffer in own.items()}
+    if not buffers:
+        return buffers
+    sums = torch.tensor([zlib.crc32(bytes_of(x)) if x.numel() else 0 for x in buffers.values()])
+    low, high = sums.clone(), sums.clone()
+    for group in groups:
+        low, high = group.all_reduce(low, "min"), group.all_reduce(high, "max")
+    statistics = {
+        id(x)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for x in (module.running_mean, module.running_var)
+    }
+    unknown = []
+    for (name, buffer), differs in zip(list(buffers.items()), (low != high).tolist(), strict=True):
+        if not differs:
+            continue
+        if id(own[name]) in statistics:
+            wide = buffer.double()
+            for group in groups:
+                wide = group.all_reduce(wide, "avg")
+            buffers[name] = wide.to(buffer.dtype)
+        else:
+            unknown.append(name)
+            buffers[name] = buffer.clone()
+            for group in groups:
+                group.broadcast(buffers[name], 0)
+    if unknown:
+        warnings.warn(
+            f"buffers {first_few(unknown)} differ between ranks: a checkpoint and a whole state "
+            "have those of the first rank. Make them equal before, or compute them from all ranks",
+            UserWarning,
+            stacklevel=2,
+        )
+    return buffers
