@@ -353,5 +353,5 @@ def _unequal(group: Group) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:buffers .* differ between ranks")
 def test_buffers_that_cannot_be_averaged_are_named(world):
-    (text,) = world(2, _unequal)[0]
+    (text,) = set(world(2, _unequal)[0])  # threads share what is caught
     assert text.startswith("buffers seen differ between ranks")
