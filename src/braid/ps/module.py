@@ -28,8 +28,10 @@ al., ByteScheduler, SOSP 2019 (partitions, priorities, crossing the barrier).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 import torch
@@ -291,7 +293,9 @@ class ParameterServer(nn.Module):
             for param, view in zip(params, flat.views, strict=True):
                 param.data = view
         for param in params:
-            param.register_post_accumulate_grad_hook(self._hook(partition))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_ready, weakref.ref(self), weakref.ref(partition))
+            )
         partition.pull()
         self._partitions.append(partition)
         if self._cross_barrier:
@@ -300,13 +304,17 @@ class ParameterServer(nn.Module):
                 if own & set(layer.parameters(recurse=False)):
                     layer.register_forward_pre_hook(lambda *_: partition.arrive())
 
-    def _hook(self, partition: _Partition) -> Callable[[torch.Tensor], None]:
-        def ready(param: torch.Tensor) -> None:
-            if not self._accumulates:
-                assert isinstance(param, nn.Parameter), "hooks are on parameters"
-                partition.ready(param)
 
-        return ready
+def _ready(
+    server: weakref.ref[ParameterServer], partition: weakref.ref[_Partition], param: nn.Parameter
+) -> None:
+    """Record a gradient, unless it accumulates.
+
+    References are weak: the garbage collector does not see that a parameter keeps its hooks alive.
+    """
+    net, own = server(), partition()
+    if net is not None and own is not None and not net._accumulates:  # noqa: SLF001 - its hook
+        own.ready(param)
 
 
 def _groups(
