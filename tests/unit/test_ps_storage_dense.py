@@ -257,3 +257,11 @@ def test_a_state_that_does_not_fit_changes_nothing():
     for each in (storage, optimizer):
         with pytest.raises(ConfigError, match="-1"):
             each.set_lr(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_16_bit_pushes_are_rounded_once(dtype):
+    storage = DenseStorage(torch.zeros(2, dtype=dtype), SGD(1.0), table="w")
+    pushes = [(torch.tensor([1.0, 100.0], dtype=dtype),) for _ in range(1024)]
+    (total,) = storage.merge(pushes, 0.5)
+    assert total.tolist() == [512.0, 51200.0]  # the sum of the second is beyond float16

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
 from braid.ps.storage.checks import Expected, check_floating, check_tensors, described
 from braid.ps.storage.rules import Rule
@@ -30,11 +31,14 @@ __all__ = ["DenseStorage", "SumStorage", "sum_of"]
 
 
 def sum_of(grads: Sequence[torch.Tensor], scale: float) -> torch.Tensor:
-    """Add gradients in the given order, and scale the sum once, in the first one's memory."""
+    """Add gradients in the given order, and scale the sum once, in the first one's memory.
+
+    Sums of 16-bit numbers are in float32 and rounded once, as those over a group of ranks.
+    """
     total = grads[0].detach().contiguous()
-    for grad in grads[1:]:
-        total.add_(grad.detach())
-    return total if scale == 1.0 else total.mul_(scale)
+    parts = [total, *(grad.detach() for grad in grads[1:])]
+    combine(parts, total, "sum", None if scale == 1.0 else scale)
+    return total
 
 
 class _Vector(Storage):
@@ -68,8 +72,7 @@ class _Vector(Storage):
     def merge(self, pushes: Sequence[Tensors], scale: float) -> Tensors:
         """Add pushes in the given order, and scale the sum once, in the first push's memory.
 
-        A first push that is not contiguous is copied. Sums are rounded to the table's dtype at each
-        addition, as autograd does where one process computes the gradients in turn.
+        A first push that is not contiguous is copied. See `sum_of`.
         """
         return (sum_of([grad for (grad,) in pushes], scale),)
 
