@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training import said_by
+from training import linear, said_by
 
 import braid
+from braid import resume
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.errors import CommError, ConfigError
@@ -350,3 +351,54 @@ def test_mistakes_are_named(world):
         assert "GPT is no nn.Sequential" in everything
         assert "balance must be 2 numbers" in balance
         assert "max_norm must not be negative" in norm
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter that has no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def _resumed(group: Group, shard: int, directory: str) -> list[bool]:
+    """Whether a training goes on from a checkpoint with the same bits, for some optimizers."""
+
+    def step(hybrid: HybridParallel, optimizer: torch.optim.Optimizer, number: int) -> None:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+        hybrid.zero_grad()
+        hybrid.step(x, x, loss=nn.functional.mse_loss)
+        optimizer.step()
+
+    same = []
+    for make in (torch.optim.Adagrad, torch.optim.AdamW):
+        trained = []
+        for loads in (False, True):
+            blocks = nn.ModuleList(Scaled() for _ in range(3))
+            own = nn.ModuleDict({"blocks": blocks})
+            optimizer = make(own.parameters(), lr=0.1)
+            if loads:  # before anything is divided
+                resume.load(directory, model=own, optimizer=optimizer, group=group)
+            hybrid = HybridParallel(
+                own, "dp=2", group, layers=list(blocks), num_microbatches=1, shard=shard
+            )
+            hybrid.attach(optimizer)
+            for number in () if loads else range(2):
+                step(hybrid, optimizer, number)
+            if not loads:
+                resume.save(directory, model=hybrid, optimizer=optimizer, step=1, group=group)
+            step(hybrid, optimizer, 2)
+            hybrid.make_whole()
+            trained.append([param.detach().clone() for param in own.parameters()])
+        same.append(all(map(torch.equal, *trained)))
+    return same
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("shard", [1, 3])
+def test_parameters_without_dims_go_on_from_a_checkpoint(procs, tmp_path, shard):
+    assert procs(2, _resumed, shard, str(tmp_path)) == [[True, True]] * 2
