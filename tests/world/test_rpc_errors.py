@@ -193,7 +193,7 @@ def _quick(monkeypatch):
 @pytest.mark.parametrize("name", NASTY)
 def test_every_exception_is_an_answer(name, caplog):
     expected = TYPES.get(name, RuntimeError)
-    with first_of(2, **ALLOWED), caplog.at_level(logging.WARNING, "braid"):
+    with first_of(2, **ALLOWED) as agents, caplog.at_level(logging.WARNING, "braid"):
         reference = rpc.remote("w1", raise_it, (name,))
         future = rpc.rpc_async("w1", raise_it, (name,), timeout=20)
         for call in (
@@ -209,10 +209,45 @@ def test_every_exception_is_an_answer(name, caplog):
             assert "in raise_it" in text.replace("\\n", "\n")
             text.encode()
         assert rpc.rpc_sync("w1", fine, timeout=20) == 5
+        assert all(agent.wait_idle(20) for agent in agents)  # so that a shutdown ends
     logged = [each.getMessage() for each in caplog.records]
     assert (
         sum("test_rpc_errors:raise_it, called by node 0, failed: On w1:" in x for x in logged) >= 2
     )
+
+
+class OddResult:
+    """A result that cannot travel, and does not say so quietly."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return fail() if self.way == "class" else OddResult
+
+    def __getattr__(self, name: str) -> Any:
+        if self.way == "exit":
+            leave()
+        if self.way == "interrupt":
+            interrupt()
+        raise AttributeError(name)
+
+
+def odd(way: str) -> OddResult:
+    return OddResult(way)
+
+
+@pytest.mark.parametrize("way", ["class", "exit", "interrupt", "usual"])
+def test_every_result_is_answered(way):
+    with first_of(2, **ALLOWED) as agents:
+        reference = rpc.remote("w1", odd, (way,))
+        with pytest.raises((RuntimeError, ValueError), match="On w1:"):
+            rpc.rpc_sync("w1", odd, (way,), timeout=20)
+        with pytest.raises((RuntimeError, ValueError), match="On w1:"):
+            reference.to_here(20)
+        assert rpc.rpc_sync("w1", fine, timeout=20) == 5
+        assert all(agent.wait_idle(20) for agent in agents)
 
 
 def test_seventeen_bad_exceptions_leave_a_node_that_hears():
