@@ -5,6 +5,7 @@ torch's docstrings apply to the methods that have torch's names; these say only 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ c10d: Any = distributed_c10d  # its stubs know a part of it only
 
 _CPU = torch.device("cpu")
 
+NUM_DROPPED = 16  # works that a rank may start between the one of DDP's `join` and its backward
 LARGE_BYTES = 256 << 10  # from here a spare core carries it out; below, handing it over costs more
 
 Call = Callable[[Any, bool], Any]
@@ -86,6 +88,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._name = self._desc = ""
         self._coalesced: list[Started] | None = None
         self._splits: list[BaseProcessGroup] = []
+        self.dropped: deque[PendingWork] = deque(maxlen=NUM_DROPPED)
 
     @property
     def braid_group(self) -> Group | None:
@@ -197,13 +200,16 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         """Return torch's face of a work that is under way."""
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return PendingWork(work, outputs, self._finish_later, source)
+        return PendingWork(work, outputs, self, source)
 
-    def _finish_later(self, work: Started, future: WorkFuture) -> None:
+    def finish_later(self, work: Started, future: WorkFuture, /) -> None:
+        """Finish a future when its work has ended, whoever waits for it."""
         if self.ended:  # and with it all that was started in it
             future.finish()
         elif inside_backward():
             self._shared_world.backward.finish_at_end(future)
+            # a hook may wait inside of backward for the future that C++ has made of this one
+            self._shared_world.poller.when_done(work, future.finish, rarely=True)
         else:
             self._shared_world.poller.when_done(work, future.finish)
 
@@ -244,6 +250,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             return
         group, self._group = self._group, _Ended(text)
         self._now = self._later = self._group
+        self.dropped.clear()
         for split in (
             self._splits
         ):  # which torch may not know of, and which would keep the shared_world open

@@ -86,7 +86,7 @@ class BraidProcessGroup(Collectives):
         parts, self._coalesced = self._coalesced, None
         if not parts:
             return FinishedWork([])
-        return PendingWork(Works(parts, []), [], self._finish_later)
+        return PendingWork(Works(parts, []), [], self)
 
     # Groups of some members.
 

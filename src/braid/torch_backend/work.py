@@ -5,14 +5,16 @@ a work that is under way (`PendingWork`). torch's own `_create_work_from_future`
 `wait()` swallows the exception.
 
 torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python
-sees all of it.
+sees all of it. C++ may keep a work whose Python object is gone, as DDP's `join` does: it would then
+wait for ever in the base class. So the last works that were dropped without a wait stay alive.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import Work as TorchWork
 from torch.futures import Future
@@ -89,13 +91,27 @@ class FinishedWork(TorchWork):
         return future
 
 
+class Owner(Protocol):
+    """The process group of a work.
+
+    Attributes:
+        dropped: The last works that were dropped without a wait.
+    """
+
+    dropped: deque[PendingWork]
+
+    def finish_later(self, work: Started, future: WorkFuture, /) -> None:
+        """Finish a future when its work has ended, whoever waits for it."""
+        ...
+
+
 class PendingWork(TorchWork):
     """A collective that may be under way.
 
     Args:
         started: Work of braid.
         outputs: Tensors that will hold the result.
-        finish_later: Sees to it that a future of `started` is set, whoever waits.
+        owner: Process group.
         source: Returns the group rank that a message came from.
     """
 
@@ -103,15 +119,20 @@ class PendingWork(TorchWork):
         self,
         started: Started,
         outputs: list[Any],
-        finish_later: Callable[[Started, WorkFuture], None],
+        owner: Owner,
         source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self._started = started
         self._outputs = outputs
-        self._finish_later = finish_later
+        self._owner = owner
         self._source = source
         self._future: WorkFuture | None = None
+        self._is_waited = False
+
+    def __del__(self) -> None:
+        if not self._is_waited:
+            self._owner.dropped.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the tensors hold the result.
@@ -120,6 +141,7 @@ class PendingWork(TorchWork):
             CommTimeout: `timeout` passed; the collective goes on.
             CommError: The collective failed.
         """
+        self._is_waited = True
         self._started.wait(seconds(timeout))
         return True
 
@@ -161,7 +183,10 @@ class PendingWork(TorchWork):
         """Return a future of the list of tensors; the same at every call."""
         if self._future is None:
             self._future = WorkFuture(self._started.wait, self._outputs)
-            self._finish_later(self._started, self._future)
+            if self._is_waited:
+                self._future.finish()  # C++ takes its value without another wait
+            else:
+                self._owner.finish_later(self._started, self._future)
         return self._future
 
     def get_future_result(self) -> Future[Any]:
