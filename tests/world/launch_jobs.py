@@ -182,6 +182,24 @@ def hang_without_events() -> None:
     wait()
 
 
+def survive(first: str, later: str, victim: str, culprit: str) -> None:
+    """One rank dies; another one hears of that and ends the run, by itself or by the launcher."""
+    rank = Rank()
+    number = os.environ["RANK"]
+    if number == victim:
+        rank.store.wait(["joined"])
+        fail(first, victim)
+    if number == culprit:
+        rank.store.set("joined", b"")
+        while not any(isinstance(news, RankLost) for news in rank.control.poll()):
+            time.sleep(0.001)
+        if later == "SIGTERM":
+            os.kill(int(os.environ["BRAID_LAUNCHER_PID"]), signal.SIGTERM)
+        elif later != "timeout":
+            fail(later, culprit)
+    wait()
+
+
 def eat() -> None:
     """Use memory until the kernel ends it."""
     hoard = []

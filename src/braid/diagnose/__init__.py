@@ -29,6 +29,7 @@ from braid.diagnose.verdict import (
     Verdict,
     clause,
     describe,
+    exit_code,
     judge,
     signal_name,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "clause",
     "describe",
     "error_block",
+    "exit_code",
     "final_error",
     "find_hang",
     "judge",

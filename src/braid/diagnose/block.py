@@ -105,6 +105,9 @@ def error_block(report: StopReport) -> list[tuple[str, str]]:
         affected = tuple(sorted(ends, key=lambda end: end.rank))
         report = replace(report, verdict=replace(report.verdict, cause=(), affected=affected))
     rows += _labelled("cause", list(report.links) or _cause(report.verdict))
+    rows += _labelled(
+        "survived", [_survived(end, report.verdict) for end in report.verdict.survived]
+    )
     if not report.ok:
         rows += _labelled("affected", _affected(report.verdict))
     if report.saved is not None:
@@ -180,6 +183,16 @@ def _cause(verdict: Verdict) -> list[str]:
     if not verdict.certain:
         lines.append("uncertain: every rank failed because of another one; this is the likeliest")
     return ["\n".join(lines)]
+
+
+def _survived(end: RankEnd, verdict: Verdict) -> str:
+    """Return the line of an earlier end that the run survived."""
+    host = f" on host {end.host}" if end.host else ""
+    doing = f" {end.last_events}" if end.last_events else ""
+    before = ""
+    if verdict.cause:
+        before = f", {_seconds((verdict.cause[0].ended_ns - end.ended_ns) / 1e9)} before"
+    return f"rank {end.rank}{host} (pid {end.pid}){before}: {describe(end)}{doing}"
 
 
 def _last_line(end: RankEnd) -> str:

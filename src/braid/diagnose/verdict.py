@@ -11,6 +11,9 @@ words of the user's text. The verdict names the first cause in time, and all ran
 error: one bad option fails all ranks. A symptom is blamed only if there is no cause, and the
 verdict is then marked as uncertain.
 
+A death that the run survived is kept apart, since the verdict is about the fault that ended the
+run. Such a death is the cause only if no cause follows it, and a symptom names its rank.
+
 A connection error of the program's own, or a last line that speaks of a connection, is *doubtful*:
 it is a cause unless another rank has an undoubted one.
 
@@ -26,6 +29,7 @@ it is a cause unless another rank has an undoubted one.
     error of a lost peer, also in the exception chain  | symptom
     connection error that braid and torch did not raise| doubtful
     any other error, any other exit code               | cause
+    survived: the run went on after it                 | cause if only symptoms follow, and name it
 """
 
 from __future__ import annotations
@@ -45,10 +49,12 @@ __all__ = [
     "Verdict",
     "clause",
     "describe",
+    "exit_code",
     "judge",
     "signal_name",
 ]
 
+TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 SYMPTOM_TYPES = frozenset(
     {
         "PeerLostError", "CommTimeout", "StaleError", "RendezvousError",
@@ -114,6 +120,7 @@ class RankEnd:
         last_line: Last line of stderr, for programs that print no traceback.
         last_line_s: Seconds between the last line of stderr and the end.
         last_events: Description of what the rank was doing; see `braid.diagnose.last_events`.
+        survived: Whether the run went on without the rank.
     """
 
     rank: int
@@ -134,6 +141,7 @@ class RankEnd:
     last_line: str = ""
     last_line_s: float = 0.0
     last_events: str = ""
+    survived: bool = False
 
     @property
     def ending(self) -> Ending:
@@ -175,12 +183,14 @@ class Verdict:
             their side of a mismatch; empty if no rank did.
         affected: All other ranks, by rank.
         certain: False if there are only symptoms, so that `cause` is the likeliest rank.
+        survived: Earlier ends that the run survived, by time.
     """
 
     kind: str
     cause: tuple[RankEnd, ...] = ()
     affected: tuple[RankEnd, ...] = ()
     certain: bool = field(default=True)
+    survived: tuple[RankEnd, ...] = ()
 
 
 def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
@@ -194,7 +204,42 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
     Returns:
         The verdict; `cause` is empty if every rank finished or was stopped on request.
     """
-    by_rank = sorted(ends, key=lambda end: end.rank)
+    by_time = sorted(ends, key=lambda end: (end.ended_ns, end.rank))
+    survived = [end for end in by_time if end.survived]
+    by_rank = sorted((end for end in by_time if not end.survived), key=lambda end: end.rank)
+    kind, cause, certain = _fault(by_rank, survived, stopped_by)
+    return Verdict(
+        kind=kind,
+        cause=tuple(cause),
+        affected=tuple(end for end in by_rank if end not in cause),
+        certain=certain,
+        survived=tuple(end for end in survived if end not in cause),
+    )
+
+
+def exit_code(verdict: Verdict, signum: int) -> int:
+    """Return the exit code of a run.
+
+    Args:
+        verdict: Reason for the end of the run.
+        signum: Number of the signal that interrupted the run; 0 if none.
+    """
+    if verdict.kind == "timeout":
+        return TIMEOUT_EXIT_CODE
+    if verdict.kind == "interrupted":
+        return 128 + signum
+    if not verdict.cause:
+        return 0
+    cause = verdict.cause[0]
+    if verdict.kind in {"exception", "left"}:  # also if a signal then ended the process
+        return cause.exit_code or 1
+    return 128 + cause.signal if cause.signal else cause.exit_code or 1
+
+
+def _fault(
+    by_rank: Sequence[RankEnd], survived: Sequence[RankEnd], stopped_by: str
+) -> tuple[str, list[RankEnd], bool]:
+    """Return the kind and the ranks of the fault that ended the run, and whether it is certain."""
     symptoms = [end for end in by_rank if end.ending is Ending.SYMPTOM]
     named = {rank for end in symptoms for rank in end.names}
     causes = [e for e in by_rank if e.ending is Ending.CAUSE or _left_early(e, named, symptoms)]
@@ -210,19 +255,21 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
         ]
     if causes:
         first = min(causes, key=lambda end: end.ended_ns)
-        return _verdict(_kind(first), [e for e in causes if _alike(e, first)], by_rank)
+        return _kind(first), [e for e in causes if _alike(e, first)], True
     if stopped_by:
-        return _verdict(stopped_by, [], by_rank)
+        return stopped_by, [], True
+    needed = [end for end in survived if end.rank in named]
+    if needed:  # the run could not go on without it after all
+        return _kind(needed[-1]), needed[-1:], True
     if doubtful:
         first = min(doubtful, key=lambda end: end.ended_ns)
         blamed = [end for end in doubtful if _alike(end, first)]
-        return _verdict(_kind(first), blamed, by_rank, certain=len(blamed) == len(doubtful))
+        return _kind(first), blamed, len(blamed) == len(doubtful)
     if not symptoms:
         stopped = [end for end in by_rank if end.stopped_s is not None]
-        return _verdict("stopped" if stopped else "finished", stopped[:1], by_rank)
+        return "stopped" if stopped else "finished", stopped[:1], True
     suspect = _suspect(by_rank, symptoms, named)
-    certain = suspect.stopped_s is not None
-    return _verdict(_kind(suspect), [suspect], by_rank, certain=certain)
+    return _kind(suspect), [suspect], suspect.stopped_s is not None
 
 
 def describe(end: RankEnd) -> str:
@@ -316,7 +363,7 @@ def _left_unclosed(end: RankEnd) -> bool:
     return end.unclosed and not end.asked_to_stop
 
 
-def _suspect(by_rank: list[RankEnd], symptoms: list[RankEnd], named: set[int]) -> RankEnd:
+def _suspect(by_rank: Sequence[RankEnd], symptoms: list[RankEnd], named: set[int]) -> RankEnd:
     """Return the likeliest cause if there are only symptoms."""
     stopped = [end for end in by_rank if end.stopped_s is not None]
     if stopped:
@@ -351,14 +398,6 @@ def _aborted_after(end: RankEnd) -> bool:
     """Whether the rank aborted after an exception, as C++ does, or torch's threads at shutdown."""
     by_abort = end.signal == signals.SIGABRT
     return by_abort and end.error is not None and end.error.type != "Fatal Python error"
-
-
-def _verdict(
-    kind: str, cause: Sequence[RankEnd], by_rank: Sequence[RankEnd], *, certain: bool = True
-) -> Verdict:
-    named = {end.rank for end in cause}
-    affected = tuple(end for end in by_rank if end.rank not in named)
-    return Verdict(kind=kind, cause=tuple(cause), affected=affected, certain=certain)
 
 
 def _memory(kill: MemoryKill) -> str:

@@ -24,6 +24,7 @@ from braid.diagnose import (
     SavedCheckpoint,
     Verdict,
     clause,
+    exit_code,
     judge,
     rank_list,
     signal_name,
@@ -79,7 +80,6 @@ from braid.wire import Identity, Listener
 __all__ = ["carry_out"]
 
 NOTICE_NS = 2_000_000  # a surviving rank may notice a death this long before the launcher does
-TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 
 def carry_out(
@@ -211,7 +211,7 @@ class _Run:
         has_timeline = any(process.box.has_events for process in self.ranks.values())
         verdict = self._verdict()
         outcome = Outcome(
-            exit_code=_exit_code(verdict, self._state.signum),
+            exit_code=exit_code(verdict, self._state.signum),
             verdict=verdict,
             elapsed_s=(self._clock.now_ns() - self._start_ns) / 1e9,
             log_dir=self._log_dir,
@@ -339,8 +339,11 @@ class _Run:
             if change[:2] == ("killed", SIGKILL) and not by_us:
                 change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
-            self._announce(end)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
+            if facts.survived:
+                process.end = replace(end, survived=True)
+            else:
+                self._announce(end)
 
     def _on_clients(self) -> None:
         for connection in self._listener.accept_ready():
@@ -444,8 +447,6 @@ class _Run:
 
     def _verdict(self) -> Verdict:
         ends = [process.end for process in self.ranks.values() if process.end is not None]
-        if self._state.fault_ns is None:
-            ends = [end for end in ends if end.rank not in self._job.expendable]
         verdict = judge(ends, stopped_by=self._state.stopped_by)
         fault_ns = self._state.fault_ns
         at_ns = None if fault_ns is None else fault_ns - NOTICE_NS
@@ -453,6 +454,7 @@ class _Run:
             verdict,
             cause=tuple(self._with_last_events(end, None) for end in verdict.cause),
             affected=tuple(self._with_last_events(end, at_ns) for end in verdict.affected),
+            survived=tuple(self._with_last_events(end, None) for end in verdict.survived),
         )
 
     def _with_last_events(self, end: RankEnd, at_ns: int | None) -> RankEnd:
@@ -485,16 +487,3 @@ def _limits(job: JobSpec) -> Limits:
         interrupt_ns=round(job.interrupt_limit_s * 1e9),
         timeout_ns=None if job.timeout_s is None else round(job.timeout_s * 1e9),
     )
-
-
-def _exit_code(verdict: Verdict, signum: int) -> int:
-    if verdict.kind == "timeout":
-        return TIMEOUT_EXIT_CODE
-    if verdict.kind == "interrupted":
-        return 128 + signum
-    if not verdict.cause:
-        return 0
-    cause = verdict.cause[0]
-    if verdict.kind in {"exception", "left"}:  # also if a signal then ended the process
-        return cause.exit_code or 1
-    return 128 + cause.signal if cause.signal else cause.exit_code or 1

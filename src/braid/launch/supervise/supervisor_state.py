@@ -23,7 +23,8 @@ state machine touches no process, signal, socket or clock.
     any           a rank stopped               warn                             same
     any           a rank stopped for too long  send RankLost, SIGKILL it        same
     any           a rank ended                 send RankLost                    same
-    RUNNING       a signal ended an expendable send RankLost, warn              same
+    RUNNING       an expendable rank died,     send RankLost, warn: the run     same
+                  without an error reported    survives it
 """
 
 from __future__ import annotations
@@ -174,6 +175,7 @@ class RankFacts:
         signalled: Whether the launcher sent the process a signal that ends it.
         failed_ns: Time at which the rank reported its failure, before any signal; else None.
         loss_sent: Whether the remaining ranks were informed of the loss.
+        survived: Whether the rank died, and the run went on without it.
     """
 
     alive: bool = True
@@ -183,6 +185,7 @@ class RankFacts:
     signalled: bool = False
     failed_ns: int | None = None
     loss_sent: bool = False
+    survived: bool = False
 
 
 class SupervisorState:
@@ -199,7 +202,8 @@ class SupervisorState:
         ranks: Facts about the started ranks.
         stopped_by: `timeout` or `interrupted` if that came before any failure; else empty.
         signum: Number of the signal that interrupted the run; 0 if none.
-        fault_ns: Time of the first failure, interrupt or time-out; None if there was none.
+        fault_ns: Time of the failure, interrupt or time-out that ended the run; None if there was
+            none.
     """
 
     def __init__(
@@ -270,11 +274,17 @@ class SupervisorState:
         loss = self._send_loss(event.rank, event.reason, left=event.ok)
         if event.ok:
             return loss
-        spared = event.rank in self._expendable and facts.failed_ns is None
-        if spared and self.phase is Phase.RUNNING:
+        if self._survives(event.rank):
             return [*loss, Warn(event.rank, 0, event.reason)]
         self._fault(now_ns)
         return loss
+
+    def _survives(self, rank: int) -> bool:
+        """Record and return whether the run goes on after the death of `rank`."""
+        facts = self.ranks[rank]
+        spared = rank in self._expendable and facts.failed_ns is None
+        facts.survived = facts.survived or (spared and self.phase is Phase.RUNNING)
+        return facts.survived
 
     def _failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]
@@ -305,6 +315,7 @@ class SupervisorState:
                 continue
             if now_ns >= facts.stopped_ns + self._limits.stopped_ns:
                 facts.declared_dead = True
+                self._survives(rank)  # what follows before the process is reaped is a later fault
                 lasted_s = (now_ns - facts.stopped_ns) / 1e9
                 reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.3g} s"
                 out += self._send_loss(rank, reason)

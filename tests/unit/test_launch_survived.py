@@ -1,0 +1,176 @@
+"""The verdict is about the fault that ended the run, whatever deaths the run survived before."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.diagnose import (
+    ParsedError,
+    RankEnd,
+    StopReport,
+    Verdict,
+    error_block,
+    exit_code,
+    judge,
+    render_block,
+)
+from braid.launch.supervise.supervisor_state import (
+    Exited,
+    Interrupted,
+    Limits,
+    Phase,
+    ReportedFailure,
+    SendSignal,
+    Started,
+    Stopped,
+    SupervisorState,
+    Tick,
+)
+from survived_deaths import FIRST, STORIES, Story
+
+S = 1_000_000_000
+LIMITS = Limits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=1000 * S)
+KILL = int(signal.SIGKILL)
+
+
+class Play:
+    """A run without processes: ranks end as they are told, or by the signals of the launcher."""
+
+    def __init__(self, story: Story) -> None:
+        self.state = SupervisorState(story.num_ranks, LIMITS, 0, story.expendable)
+        self.ends: dict[int, RankEnd] = {}
+        self.now_ns = 0
+        for rank in range(story.num_ranks):
+            self.state.handle(Started(rank), 0)
+
+    def event(self, event: object, after_ns: int = S) -> None:
+        """Let time pass, then let something happen, and obey the instructions."""
+        self.now_ns += after_ns
+        for instruction in self.state.handle(event, self.now_ns):
+            if isinstance(instruction, SendSignal):
+                for rank in instruction.ranks:
+                    self.end(rank, signal=instruction.signum)
+
+    def end(self, rank: int, error: ParsedError | None = None, **how: int) -> None:
+        """End a process as `Rank.ended` and the supervisor record it."""
+        facts = self.state.ranks[rank]
+        if not facts.alive:
+            return
+        self.event(Exited(rank, "ended", ok=False), 0)
+        self.ends[rank] = RankEnd(
+            rank=rank,
+            ended_ns=self.now_ns,
+            error=error,
+            asked_to_stop=facts.signalled and facts.failed_ns is None,
+            declared_dead=facts.declared_dead,
+            stopped_s=None if facts.stopped_ns is None else (self.now_ns - facts.stopped_ns) / 1e9,
+            survived=facts.survived,
+            **how,
+        )
+
+    def fail(self, rank: int, how: str) -> None:
+        """Let a rank fail in one of the ways of `FIRST` and `LATER`."""
+        self.now_ns += S
+        if how == "kill":
+            self.end(rank, signal=KILL)
+        elif how == "exit":
+            self.end(rank, exit_code=3)
+        elif how == "stop":
+            self.event(Stopped(rank, int(signal.SIGSTOP)))
+            self.event(Tick(), LIMITS.stopped_ns)
+        elif how == "raise":
+            self.event(ReportedFailure(rank, "raised ValueError"))
+            self.end(rank, ParsedError(type="ValueError", message="x"), exit_code=1)
+        elif how == "timeout":
+            self.event(Tick(), LIMITS.timeout_ns)
+        else:
+            self.event(Interrupted(int(signal.SIGTERM)))
+
+    def finish(self) -> Verdict:
+        """Let the others end, and return the verdict."""
+        while self.state.phase is not Phase.DONE:
+            self.event(Tick(), LIMITS.interrupt_ns)
+        return judge(self.ends.values(), stopped_by=self.state.stopped_by)
+
+    def told(self, verdict: Verdict) -> tuple[str, list[int], bool, int]:
+        """Return what a user is told of the end."""
+        causes = [end.rank for end in verdict.cause]
+        return verdict.kind, causes, verdict.certain, exit_code(verdict, self.state.signum)
+
+
+@pytest.mark.parametrize("story", STORIES, ids="-".join)
+def test_after_a_survived_death_the_later_fault_is_the_cause(story):
+    play = Play(story)
+    play.fail(story.victim, story.first)
+    assert (play.state.phase, play.state.fault_ns) == (Phase.RUNNING, None)
+    play.fail(story.culprit, story.later)
+    verdict = play.finish()
+    assert play.told(verdict) == story.verdict
+    assert [end.rank for end in verdict.survived] == [story.victim]
+    assert story.victim not in [end.rank for end in verdict.affected]
+
+
+def test_a_fault_before_a_given_up_rank_is_reaped_is_a_later_one():
+    state = SupervisorState(2, LIMITS, 0, frozenset({1}))
+    for rank in range(2):
+        state.handle(Started(rank), 0)
+    state.handle(Stopped(1, int(signal.SIGSTOP)), S)
+    state.handle(Tick(), S + LIMITS.stopped_ns)
+    state.handle(Interrupted(int(signal.SIGTERM)), S + LIMITS.stopped_ns)
+    state.handle(Exited(1, "ended", ok=False), S + LIMITS.stopped_ns)
+    assert (state.ranks[1].survived, state.stopped_by) == (True, "interrupted")
+
+
+@given(st.data(), st.sampled_from(STORIES))
+def test_survived_deaths_change_nothing_of_the_verdict(data, story):
+    play = Play(story)
+    victims = data.draw(st.permutations(sorted(story.expendable)))
+    victims = victims[: data.draw(st.integers(0, len(victims)))]
+    for victim in victims:
+        play.fail(victim, data.draw(st.sampled_from(FIRST)))
+    play.fail(story.culprit, story.later)
+    verdict = play.finish()
+    assert play.told(verdict) == story.verdict
+    assert [end.rank for end in verdict.survived] == victims
+
+
+LOST = ParsedError(type="PeerLostError", message="rank 1 was killed by signal 9 (SIGKILL)")
+
+
+def test_a_death_that_ends_the_run_after_all_is_the_cause():
+    killed = RankEnd(rank=1, pid=101, ended_ns=1, signal=KILL, survived=True)
+    worker = RankEnd(rank=4, pid=104, ended_ns=9, exit_code=1, error=LOST)
+    verdict = judge([killed, worker])
+    assert (verdict.kind, verdict.cause, verdict.certain) == ("signal", (killed,), True)
+    assert (verdict.affected, verdict.survived, exit_code(verdict, 0)) == ((worker,), (), 137)
+
+
+def test_a_survived_death_that_no_error_names_is_not_blamed():
+    killed = RankEnd(rank=1, ended_ns=1, signal=KILL, survived=True)
+    late = ParsedError(type="CommTimeout", message="no progress for 300 s")
+    worker = RankEnd(rank=4, ended_ns=9, exit_code=1, error=late)
+    verdict = judge([killed, worker])
+    assert (verdict.cause, verdict.certain, verdict.survived) == ((worker,), False, (killed,))
+
+
+def test_the_block_lists_survived_deaths_by_time():
+    ends = [
+        RankEnd(rank=0, pid=100, ended_ns=9 * S, exit_code=3),
+        RankEnd(
+            rank=1, pid=101, ended_ns=4 * S, signal=KILL, last_events="in serve", survived=True
+        ),
+        RankEnd(rank=2, pid=102, ended_ns=2 * S, exit_code=3, survived=True),
+        RankEnd(rank=3, pid=103, ended_ns=9 * S, signal=15, asked_to_stop=True),
+    ]
+    report = StopReport(verdict=judge(ends), exit_code=3, elapsed_s=9.0)
+    assert render_block(error_block(report)) == (
+        "braid: run stopped after 9.0 s (exit 3)\n"
+        "  cause    rank 0 (pid 100): exited with code 3\n"
+        "  survived rank 2 (pid 102), 7.0 s before: exited with code 3\n"
+        "           rank 1 (pid 101), 5.0 s before: killed by signal 9 (SIGKILL) in serve\n"
+        "  affected rank 3 ended by braid (SIGTERM)"
+    )
