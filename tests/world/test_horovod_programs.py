@@ -117,19 +117,25 @@ def test_sparse_gradients_stay_sparse_also_on_ranks_that_have_none(
         assert torch.allclose(weights, expected, atol=1e-6)
 
 
-def _made_dense(group: Group) -> bool:
+def _reduced_as_dense(group: Group) -> tuple[bool, list[list[float]]]:
     with horovod(group):
         table = nn.Embedding(4, 2, sparse=True)
-        optimizer = torch.optim.Adam(table.parameters())
+        with torch.no_grad():
+            table.weight.fill_(1.0)
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.5)
         hvd.DistributedOptimizer(optimizer, table.named_parameters(), sparse_as_dense=True)
-        table(torch.tensor([hvd.rank()])).sum().backward()
+        if hvd.rank():
+            table(torch.tensor([hvd.rank()])).sum().backward()
         optimizer.step()
         assert table.weight.grad is not None
-        return table.weight.grad.is_sparse
+        return table.weight.grad.is_sparse, table.weight.tolist()
 
 
-def test_sparse_as_dense_makes_them_dense(procs):
-    assert procs(2, _made_dense) == [False, False]
+def test_gradients_that_are_reduced_as_dense_ones_become_sparse_again(procs):
+    for is_sparse, (first, second, *others) in procs(2, _reduced_as_dense):
+        assert is_sparse
+        assert second == pytest.approx([0.5, 0.5])
+        assert [first, *others] == [[1.0, 1.0]] * 3
 
 
 # Optimizers.
@@ -160,6 +166,25 @@ def _state(group: Group, kind: str) -> list[Any]:
             values(net),
             {(key, name): str(v) for key, each in state.items() for name, v in each.items()},
         ]
+
+
+def _fresh_state(group: Group) -> list[Any]:
+    with horovod(group):
+        net = Net()
+        before = values(net)
+        optimizer = torch.optim.AdamW(net.parameters(), 0.1, weight_decay=0.5)
+        hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        grads = [param.grad is not None and not param.grad.any() for param in net.parameters()]
+        states = [{k: v.unique().tolist() for k, v in s.items()} for s in optimizer.state.values()]
+        same = all(map(torch.equal, values(net), before))
+        return [same, grads, states, optimizer.param_groups[0]["weight_decay"]]
+
+
+def test_a_fresh_optimizer_gets_the_state_that_it_begins_with(procs):
+    count = len(list(Net().parameters()))
+    fresh = {"step": [0.0], "exp_avg": [0.0], "exp_avg_sq": [0.0]}
+    assert procs(2, _fresh_state) == [[True, [True] * count, [fresh] * count, 0.5]] * 2
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

@@ -595,7 +595,7 @@ def _later(group: Group, kind: str) -> list[torch.Tensor]:
                 optimizer.step()
             if before is not None:
                 before.step()
-        assert len(calls) == 4
+        assert len(calls) == 5  # and the step in which the optimizer made its state
         return [param.detach().clone() for param in net.parameters()]
 
 
@@ -755,7 +755,7 @@ def test_sparse_gradients_are_averaged(procs, dense: bool):
     (sum(table(torch.tensor([r, 3])).square().sum() for r in range(2)) / 2).backward()
     torch.optim.SGD(table.parameters(), lr=0.5).step()
     for sparse, (found,) in procs(2, _embedding, dense):
-        assert sparse is not dense
+        assert sparse  # again, where it was reduced as a dense one
         torch.testing.assert_close(found, table.weight.detach())
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from braid.compat.megatron.failure import UsageError
 from braid.store import exchange
 from braid.store.torch_store import TorchStore
+from braid.torch_internals import default_store
 
 __all__ = ["check_alike"]
 
@@ -33,8 +34,7 @@ def check_alike(call: str, arguments: Mapping[str, object]) -> None:
     """
     own = {name: getattr(value, "__qualname__", repr(value)) for name, value in arguments.items()}
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    # a private name of torch, which has no public one
-    store = TorchStore(dist.distributed_c10d._get_default_store())  # noqa: SLF001
+    store = TorchStore(default_store())
     number = store.add(f"braid/{call}/{rank}", 1)
     topic = f"{call}, call {number}"
     sent = json.dumps(own).encode()

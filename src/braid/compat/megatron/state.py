@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from braid.compat.megatron.failure import NotInitializedError, UsageError
 from braid.compat.megatron.groups import create_group
+from braid.torch_internals import known_groups
 
 __all__ = ["STATE", "GlobalMemoryBuffer", "ParallelState"]
 
@@ -129,7 +130,7 @@ class ParallelState:
 
     def alive(self) -> list[Any]:
         """Return the groups that torch has not destroyed, the last one first."""
-        known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}  # noqa: SLF001
+        known = known_groups() if dist.is_initialized() else {}
         return [g for g in reversed(dict.fromkeys(self.groups.values())) if g in known]
 
     def require(self, kind: str) -> None:

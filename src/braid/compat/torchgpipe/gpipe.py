@@ -11,6 +11,7 @@ from torch import nn
 
 from braid.compat.torchgpipe.microbatch import check
 from braid.pipeline.device_pipeline import DevicePipeline
+from braid.torch_internals import own_modules
 
 __all__ = ["BalanceError", "GPipe"]
 
@@ -123,7 +124,7 @@ class GPipe(DevicePipeline):
         return list(self)[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        yield from chain.from_iterable(part._modules.values() for part in self.partitions)  # noqa: SLF001
+        yield from chain.from_iterable(own_modules(part).values() for part in self.partitions)
 
     def cuda(self, device: Any = None) -> GPipe:  # noqa: ARG002 - the signature of modules
         """Refuse: see MOVING_DENIED."""

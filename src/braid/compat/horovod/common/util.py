@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ __all__ = [
     "rocm_built",
     "split_list",
 ]
+
+_cache = functools.cache  # a decorator that programs import
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -63,6 +64,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the root's optimizer state and options to all ranks, whatever they have.
 
+    As in Horovod, an optimizer without state gets the state that it begins with, and gradients of
+    zeros. Parameters stay as they are.
+
     Args:
         optimizer: Optimizer over the same parameters on all ranks.
         root_rank: Global rank of the root.
@@ -76,6 +80,8 @@ def broadcast_optimizer_state(
     with refused_on_all("broadcast", "object.optimizer.size", process_set):
         is_root = _is_root(root_rank, process_set)
         _check_optimizer(optimizer)
+        if not optimizer.state:
+            _make_state(optimizer)
     tensors: list[torch.Tensor] = []
     outline = _outline(optimizer.state_dict(), tensors) if is_root else None
     about = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors]
@@ -194,6 +200,35 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "what you need by broadcast_object"
         )
         raise ConfigError(msg)
+
+
+@torch.no_grad()
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, by a step that changes nothing."""
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"] if p.requires_grad]
+    values = [param.clone() for param in params]
+    decays = [group.get("weight_decay") for group in groups]
+    for param in params:
+        zeros = torch.zeros_like(param)
+        is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        param.grad = zeros.to_sparse() if is_sparse else zeros
+    for group, decay in zip(groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = 0.0
+    alone = getattr(optimizer, "skip_synchronize", contextlib.nullcontext)
+    with alone():
+        optimizer.step()
+    for group, decay in zip(groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
+    for param, value in zip(params, values, strict=True):
+        param.copy_(value)
+        steps = optimizer.state[param].get("step") if param in optimizer.state else None
+        if isinstance(steps, torch.Tensor):
+            steps.zero_()
+        elif steps is not None:
+            optimizer.state[param]["step"] = 0
 
 
 def _is_root(root_rank: int, process_set: ProcessSet) -> bool:

@@ -50,7 +50,7 @@ class GradientReduction(GradientListener):
         op: Average or Sum.
         predivide: Part of the division of an average that happens before the sum.
         groups: Parameters whose gradients are reduced together.
-        sparse_as_dense: Make sparse gradients dense.
+        sparse_as_dense: Reduce sparse gradients as dense ones, and make the results sparse.
         process_set: Ranks that take part.
         only_sparse: Whether the optimizer takes sparse gradients alone.
 
@@ -86,6 +86,8 @@ class GradientReduction(GradientListener):
         self.op = op
         self._factors = (1.0 / predivide, predivide)
         self._sparse_as_dense = sparse_as_dense
+        # parameters whose results become sparse again
+        self._restored = set(names if only_sparse and sparse_as_dense else ())
         self.process_set = process_set
         self._groups = {param: tuple(group) for group in groups for param in group}
         self.passes = 1
@@ -266,6 +268,7 @@ class GradientReduction(GradientListener):
             is_sparse = param in self._sparse
             grad = param.grad = _empty_sparse(param) if is_sparse else torch.zeros_like(param)
         if grad.is_sparse and (self._sparse_as_dense or param in self._groups):
+            self._restored.add(param)
             grad = param.grad = grad.to_dense()
         return grad
 
@@ -315,6 +318,9 @@ class GradientReduction(GradientListener):
                 param.grad = result
             elif result.data_ptr() != grad.data_ptr():
                 grad.copy_(result)
+        for param in self._restored:
+            if param.grad is not None and not param.grad.is_sparse:
+                param.grad = param.grad.to_sparse(1)
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure behind which gradients are those of all ranks."""

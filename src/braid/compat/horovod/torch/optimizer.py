@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: Older name of `groups`.
         groups: Parameters whose gradients are reduced together: a number of groups, or lists of
             parameters.
-        sparse_as_dense: Make sparse gradients dense.
+        sparse_as_dense: Reduce sparse gradients as dense ones, and make the results sparse.
         process_set: Ranks that take part; on others the optimizer stays as it was.
 
     The optimizer gets `synchronize()`, `skip_synchronize()` and `set_backward_passes_per_step(n)`.
