@@ -52,6 +52,8 @@ def listed(found: Finding | list[Finding]) -> list[Finding]:
         (checks.check_versions(VERSIONS._replace(torch=""))[1], "problem", "not installed"),
         (checks.check_versions(VERSIONS._replace(torch="2.9.1"))[1], "problem", "but braid needs 2.10 or newer"),
         (checks.check_versions(VERSIONS._replace(torch_error="no libgomp"))[1], "problem", "no libgomp"),
+        (checks.check_versions(VERSIONS._replace(torch="3.0.1"))[1], "note", "newer than "),
+        (checks.check_versions(VERSIONS._replace(torch_lacks=("torch._C._a",)))[1], "problem", "lacks torch._C._a"),
         (checks.check_versions(VERSIONS._replace(numpy="1.24.0"))[2], "problem", "but braid needs 1.26 or newer"),
         (checks.check_versions(VERSIONS)[3], "ok", "0.1.0 in /venv/braid"),
         (checks.check_system(SYSTEM), "ok", "glibc 2.36"),

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from braid.autograd.nested import flatten, unflatten
 from braid.autograd.recompute_plan import LayerCost
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.autograd.streams import current_stream, synchronize
 from braid.clock import Clock, MonotonicClock
+from braid.torch_internals import TorchDispatchMode, pytree, storage_id
 
 __all__ = ["LiveBytes", "PeakBytes", "bytes_of", "measure", "seconds_of"]
 
@@ -122,7 +121,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and register what it returns."""
         output = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(output):
+        for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().resizable():
                 self.live.register(leaf)
         return output
@@ -179,4 +178,4 @@ def _as_leaves(x: Any) -> Any:
 def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     """Return the bytes of each storage, by its identity; those on meta have no address."""
     storages = [t.untyped_storage() for t in tensors]
-    return {s._cdata: s.nbytes() for s in storages if s.nbytes()}  # noqa: SLF001 - it has no other
+    return {storage_id(s): s.nbytes() for s in storages if s.nbytes()}

@@ -45,6 +45,7 @@ from braid.autograd.nested import flatten, unflatten
 from braid.autograd.phony import phony
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
+from braid.torch_internals import current_graph_task, version_of
 
 __all__ = ["RecomputeError", "checkpoint"]
 
@@ -198,7 +199,7 @@ class _Call:
         with self._lock:
             # what another pass left behind may be of other parameters
             # only this number identifies a backward pass
-            number = torch._C._current_graph_task_id()  # noqa: SLF001
+            number = current_graph_task()
             if number != self._pass or number == NO_PASS:
                 self._recomputed.clear()
                 self._pass = number
@@ -278,7 +279,7 @@ def _changed(changed: str, before: int, now: int) -> str:
 
 
 def _version(x: torch.Tensor) -> int:
-    return x._version  # noqa: SLF001 - its name in torch's documentation, too
+    return version_of(x)
 
 
 def _note(x: torch.Tensor) -> _Note:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
 from braid.message.tensors import bytes_of
+from braid.torch_internals import NormBase
 from braid.types import first_few
 
 __all__ = ["agreed_buffers"]
@@ -48,7 +48,7 @@ def agreed_buffers(model: nn.Module, groups: Sequence[Group]) -> dict[str, torch
     statistics = {
         id(x)
         for module in model.modules()
-        if isinstance(module, _NormBase)
+        if isinstance(module, NormBase)
         for x in (module.running_mean, module.running_var)
     }
     unknown = []

@@ -26,6 +26,13 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from braid.torch_internals import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_backward_on_cpu,
+    flash_attention_on_cpu,
+)
+
 __all__ = ["FlashKernelCPU", "FlashKernelCUDA", "Kernel", "MatmulKernel", "kernel_for", "merge"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -113,7 +120,7 @@ class FlashKernelCPU:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+        flash = flash_attention_on_cpu
         out, lse = flash(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
@@ -130,7 +137,7 @@ class FlashKernelCPU:
         scale: float,
     ) -> Tensors:
         """See `Kernel`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+        flash = flash_attention_backward_on_cpu
         return cast("Tensors", flash(grad, q, k, v, out, lse, 0.0, causal, scale=scale))
 
 
@@ -141,7 +148,7 @@ class FlashKernelCUDA:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+        flash = flash_attention
         k, v = _repeated_as_is(k, q.shape[1]), _repeated_as_is(v, q.shape[1])
         out, lse, *_ = flash(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
@@ -159,7 +166,7 @@ class FlashKernelCUDA:
         scale: float,
     ) -> Tensors:
         """See `Kernel`."""
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
+        flash = flash_attention_backward
         heads = q.shape[1]
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which is none
         none: Any = None

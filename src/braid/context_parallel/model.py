@@ -30,6 +30,7 @@ from braid.context_parallel.ring import ring_attention
 from braid.context_parallel.sequence import position_ids, split_sequence
 from braid.context_parallel.transformers import Transformers, is_transformers
 from braid.errors import ConfigError
+from braid.torch_internals import forward_pre_hooks
 
 __all__ = ["ContextParallel", "context_parallel"]
 
@@ -102,7 +103,7 @@ def context_parallel(
 
 
 def _is_divided(module: nn.Module) -> bool:
-    hooks = module._forward_pre_hooks.values()  # noqa: SLF001
+    hooks = forward_pre_hooks(module).values()
     return any(isinstance(getattr(hook, "__self__", None), ContextParallel) for hook in hooks)
 
 

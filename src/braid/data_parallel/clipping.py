@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from braid.errors import ConfigError
+from braid.torch_internals import sparse_values
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
@@ -73,7 +74,7 @@ def clip_grad_norm_(
     for param in given:
         if param.grad is not None:
             # values() wants it coalesced
-            numbers = param.grad._values() if param.grad.is_sparse else param.grad  # noqa: SLF001
+            numbers = sparse_values(param.grad) if param.grad.is_sparse else param.grad
             numbers.mul_(factor.to(numbers.device))  # not in 16 bits, where a small factor is zero
     return total
 

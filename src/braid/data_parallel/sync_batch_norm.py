@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params.process_groups import group_of
+from braid.torch_internals import BatchNorm, LazyNorm, disable_dynamo, own_modules
 
 __all__ = ["SyncBatchNorm"]
 
@@ -67,7 +66,7 @@ class _Batch(NamedTuple):
     group: Group
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation over the batches of all ranks of a group, on any device.
 
     In training every rank calls it, and calls backward through it, equally often. The inputs of all
@@ -132,7 +131,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         return self._over_ranks(x)
 
-    @_disable_dynamo  # messages are no part of a graph
+    @disable_dynamo  # messages are no part of a graph
     def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         if self.process_group is None:  # it has been pickled
             self.process_group = group_of(None)
@@ -175,13 +174,13 @@ class SyncBatchNorm(_BatchNorm):
         _check_convertible(module)
         converted: dict[int, nn.Module] = {}  # one that is used twice stays one
         for child in list(module.modules()):
-            if isinstance(child, _BatchNorm):
+            if isinstance(child, BatchNorm):
                 converted_child = cls.__new__(cls)
                 vars(converted_child).update(vars(child))
                 vars(converted_child)["process_group"] = group
                 converted[id(child)] = converted_child
         for parent in list(module.modules()):
-            children = parent._modules  # noqa: SLF001 - named_children() leaves out second names
+            children = own_modules(parent)
             for name, original in children.items():
                 children[name] = converted.get(id(original), original)
         return converted.get(id(module), module)
@@ -354,15 +353,15 @@ def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_convertible(module: nn.Module) -> None:
-    forwards = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
+    forwards = {BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
     for name, child in module.named_modules():
-        if isinstance(child, _LazyNormBase):
+        if isinstance(child, LazyNorm):
             msg = (
                 f"{type(child).__name__} {name or 'itself'} does not know its number of channels "
                 "yet: call the module once before it is converted"
             )
             raise ConfigError(msg)
-        if isinstance(child, _BatchNorm) and type(child).forward not in forwards:
+        if isinstance(child, BatchNorm) and type(child).forward not in forwards:
             msg = (
                 f"{type(child).__name__} {name or 'itself'} has a forward of its own, which "
                 "conversion to SyncBatchNorm would lose: replace it by hand"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from braid._version import TORCH_VERSIONS
 from braid.doctor.facts import (
     Accelerators,
     Clocks,
@@ -64,6 +65,15 @@ def check_versions(facts: Versions) -> list[Finding]:
         findings[1] = problem(
             "torch", f"{facts.torch}, cannot be imported: {facts.torch_error}", advice
         )
+    elif facts.torch_lacks:
+        fact = f"{facts.torch} lacks {', '.join(facts.torch_lacks)}, which braid uses"
+        findings[1] = problem("torch", fact, f"pip install 'torch=={TORCH_VERSIONS[-1]}'")
+    elif _numbers(facts.torch)[:2] > _numbers(TORCH_VERSIONS[-1])[:2]:
+        fact = (
+            f"{facts.torch}, newer than {TORCH_VERSIONS[-1]}, the newest that braid was tested with"
+        )
+        advice = f"if an error names torch, pip install 'torch=={TORCH_VERSIONS[-1]}'"
+        findings[1] = note("torch", fact, advice)
     findings.append(
         ok("braid", f"{facts.braid} in {facts.braid_path}" if facts.braid_path else facts.braid)
     )

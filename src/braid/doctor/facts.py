@@ -31,6 +31,7 @@ class Versions(NamedTuple):
     braid: str
     braid_path: str = ""
     torch_error: str = ""
+    torch_lacks: tuple[str, ...] = ()  # private names that braid uses
 
 
 class System(NamedTuple):

@@ -63,9 +63,10 @@ CLOCK_READS = 2000
 
 def versions() -> Versions:
     """Return the versions of Python, torch, numpy and braid; imports torch."""
-    error = ""
+    error, lacks = "", ()
     try:
         importlib.import_module("torch")
+        lacks = tuple(importlib.import_module("braid.torch_internals").missing())
     except ModuleNotFoundError as exc:
         error = "" if exc.name == "torch" else str(exc)
     except Exception as exc:  # noqa: BLE001 - any error of a broken installation is the finding
@@ -77,6 +78,7 @@ def versions() -> Versions:
         braid=__version__,
         braid_path=str(Path(__file__).parents[1]),
         torch_error=error,
+        torch_lacks=lacks,
     )
 
 

@@ -23,6 +23,7 @@ from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result, neutral
 from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.fusion.request import Request
+from braid.torch_internals import foreach_copy_
 
 __all__ = ["Operation", "Operations", "default_operations", "missing_memory", "needed_bytes"]
 
@@ -140,14 +141,14 @@ class BufferedAllReduce(_AllReduceBase):
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         flat, views = self._buffer.views(batch, tensors)
         with self._activities.span("copy in", batch.nbytes):
-            torch._foreach_copy_(views, tensors)
+            foreach_copy_(views, tensors)
             scale(flat, batch.request.prescale)
         with self._activities.span("transfer", batch.nbytes):
             self._group.all_reduce(flat, batch.request.op, algorithm=self._algorithm)
         outs = [_out(entry) for entry in entries]
         with self._activities.span("copy out", batch.nbytes):
             scale(flat, batch.request.postscale)
-            torch._foreach_copy_(outs, views)
+            foreach_copy_(outs, views)
         return list(outs)
 
 

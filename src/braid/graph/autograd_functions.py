@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from braid.torch_internals import function_modes
+
 __all__ = ["FunctionMode", "functions_seen"]
 
 
@@ -73,7 +75,7 @@ functions_seen = _FunctionsSeen()
 
 
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call] # noqa: SLF001
+    stack = function_modes()
     mode = next((mode for mode in reversed(stack) if isinstance(mode, FunctionMode)), None)
     if mode is None or not mode.sees_functions or cls is CheckpointFunction:
         return functions_seen.original(cls)(*args, **kwargs)

@@ -32,6 +32,13 @@ from braid.graph.autograd_functions import functions_seen
 from braid.graph.captured import CapturedGraph
 from braid.graph.recorder import Recorder
 from braid.graph.variables import check_rows, with_devices, with_modes, with_rows
+from braid.torch_internals import (
+    backward_hooks,
+    call_replaced,
+    call_with_hooks,
+    own_buffers,
+    transient_buffers,
+)
 
 __all__ = ["capture", "kept_as_it_was"]
 
@@ -119,7 +126,7 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
         transient=frozenset(
             f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
-            for name in module._non_persistent_buffers_set  # noqa: SLF001 - torch has no face for it
+            for name in transient_buffers(module)
         ),
         num_inputs=len(inputs),
         result_tree=tree,
@@ -136,10 +143,10 @@ def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
         (f"{path}.{name}" if path else name, module, name, buffer)
         for path, module in model.named_modules()
         if module not in inside
-        for name, buffer in module._buffers.items()  # noqa: SLF001 - with those that are None
+        for name, buffer in own_buffers(module).items()
     ]
     yield
-    replaced = [path for path, module, name, x in own if module._buffers.get(name) is not x]  # noqa: SLF001
+    replaced = [path for path, module, name, x in own if own_buffers(module).get(name) is not x]
     if replaced:
         msg = (
             f"the model replaces its buffer {', '.join(replaced)} between its modules, which a "
@@ -168,7 +175,7 @@ def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[No
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()  # noqa: SLF001 - with those that are None
+        for name, buffer in own_buffers(module).items()
     ]
     states = [(generator, generator.get_state()) for generator in generators_of(tensors)]
     try:
@@ -177,7 +184,7 @@ def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[No
         for module, is_training in modes:
             module.training = is_training
         for module, name, buffer, content in buffers:
-            module._buffers[name] = buffer  # noqa: SLF001
+            own_buffers(module)[name] = buffer
             if buffer is not None and content is not None:
                 with torch.no_grad():
                     buffer.copy_(content)
@@ -188,17 +195,9 @@ def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[No
 @contextmanager
 def _recorded(recorder: Recorder, name: str, module: nn.Module) -> Iterator[None]:
     """Let calls of a module be recorded, with its hooks inside of them."""
-    own = vars(module)  # an attribute of the object goes before the method that `__call__` calls
-    compiled = own.get("_compiled_call_impl")
-    call = module._call_impl  # noqa: SLF001 - with hooks, which `forward` leaves out
-    own |= {"_call_impl": partial(recorder.call_module, name, module, call)}
-    own |= {"_compiled_call_impl": None}
-    try:
+    call = partial(recorder.call_module, name, module, call_with_hooks(module))
+    with call_replaced(module, call):
         yield
-    finally:
-        del own["_call_impl"], own["_compiled_call_impl"]
-        if compiled is not None:
-            own["_compiled_call_impl"] = compiled
 
 
 def _check_hooks(model: nn.Module, inside: set[nn.Module]) -> None:
@@ -206,7 +205,7 @@ def _check_hooks(model: nn.Module, inside: set[nn.Module]) -> None:
     names = [
         name or "the model"
         for name, module in model.named_modules()
-        if module not in inside and (module._backward_hooks or module._backward_pre_hooks)  # noqa: SLF001
+        if module not in inside and (backward_hooks(module))
     ]
     if names:
         msg = (

@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - torch's own dictionaries: registering refuses names that a module has itself
 """A part of a model as a module: some of its modules and tensors, under their names in the model.
 
 Empty modules stand for those that own them. So `state_dict` of a part is a part of the model's.
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from braid.torch_internals import own_buffers, own_modules, own_parameters, transient_buffers
 
 __all__ = ["Owner", "add_module", "add_tensor", "owner_at", "part_of"]
 
@@ -47,8 +48,8 @@ def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = (
     for name in tensors:
         *path, leaf = name.split(".")
         owner = model.get_submodule(".".join(path))
-        is_transient = leaf in owner._non_persistent_buffers_set
-        if leaf in owner._buffers or leaf in owner._parameters:
+        is_transient = leaf in transient_buffers(owner)
+        if leaf in own_buffers(owner) or leaf in own_parameters(owner):
             add_tensor(part, name, attrgetter(leaf)(owner), is_transient=is_transient)
         else:
             vars(owner_at(part, path))[leaf] = vars(owner)[leaf]
@@ -58,7 +59,7 @@ def part_of(model: nn.Module, modules: Iterable[str], tensors: Iterable[str] = (
 def add_module(part: nn.Module, name: str, module: nn.Module) -> None:
     """Let a part have a module of the model under its name there."""
     *path, leaf = name.split(".")
-    owner_at(part, path)._modules[leaf] = module
+    own_modules(owner_at(part, path))[leaf] = module
 
 
 def add_tensor(part: nn.Module, name: str, tensor: torch.Tensor, *, is_transient: bool) -> None:
@@ -66,19 +67,19 @@ def add_tensor(part: nn.Module, name: str, tensor: torch.Tensor, *, is_transient
     *path, leaf = name.split(".")
     owner = owner_at(part, path)
     if isinstance(tensor, nn.Parameter):
-        owner._parameters[leaf] = tensor
+        own_parameters(owner)[leaf] = tensor
         return
-    owner._buffers[leaf] = tensor
+    own_buffers(owner)[leaf] = tensor
     if is_transient:
-        owner._non_persistent_buffers_set.add(leaf)
+        transient_buffers(owner).add(leaf)
 
 
 def owner_at(part: nn.Module, path: Sequence[str]) -> nn.Module:
     """Return the module at a path of names; makes empty ones where there are none."""
     module = part
     for name in path:
-        inner = module._modules.get(name)
+        inner = own_modules(module).get(name)
         if inner is None:
-            inner = module._modules[name] = Owner()
+            inner = own_modules(module)[name] = Owner()
         module = inner
     return module

@@ -21,6 +21,7 @@ from braid.errors import ConfigError
 from braid.graph.autograd_functions import FunctionMode
 from braid.graph.captured import Modes, Node
 from braid.graph.refused import RANDOM, check_function, is_sized_by_data, line
+from braid.torch_internals import storage_id, version_of
 
 __all__ = ["Applied", "Recorder"]
 
@@ -158,9 +159,9 @@ class Recorder(FunctionMode):
         kwargs: Any,
     ) -> Any:
         tree, used = flatten((args, kwargs))
-        versions = [_version_of(x) for x in used]
+        versions = [version_of(x) for x in used]
         result = call(*args, **kwargs)
-        written = [x for x, v in zip(used, versions, strict=True) if _version_of(x) != v]
+        written = [x for x, v in zip(used, versions, strict=True) if version_of(x) != v]
         _, made = flatten(result)
         if not made and not written and kind == "function":
             return result
@@ -214,14 +215,9 @@ class Applied:
         return self.kind.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _version_of(x: torch.Tensor) -> int:
-    """Return the number of writes to a tensor; torch does not count those to inference tensors."""
-    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch shows it nowhere else
-
-
 def _memory_of(x: torch.Tensor) -> int:
     try:
-        return int(x.untyped_storage()._cdata)  # noqa: SLF001 - as torch compares storages
+        return storage_id(x.untyped_storage())
     except (RuntimeError, NotImplementedError):  # of sparse tensors
         return -id(x)
 

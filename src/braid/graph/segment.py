@@ -1,4 +1,3 @@
-# ruff: noqa: SLF001 - torch's own dictionaries: registering refuses names that a segment has itself
 """A part of a captured model as a module, which takes and returns the values that cross its cuts.
 
 The first segment takes the batch: one tensor, or a tuple of those that were captured. The last one
@@ -33,6 +32,7 @@ from braid.graph.captured import CapturedGraph, Node, check_cuts
 from braid.graph.parts import Owner, add_module, add_tensor, owner_at
 from braid.graph.skips import Namespace, SkipKey, current_skips
 from braid.graph.variables import Situation, resolved
+from braid.torch_internals import own_buffers, own_modules, own_parameters, transient_buffers
 
 __all__ = ["Segment", "segments", "share_modules"]
 
@@ -129,7 +129,7 @@ class Segment(nn.Module):
             return self._tensors[value]
         *path, leaf = self._graph.names[value].split(".")
         owner = owner_at(self, path)
-        tensor = owner._parameters.get(leaf, owner._buffers.get(leaf))
+        tensor = own_parameters(owner).get(leaf, own_buffers(owner).get(leaf))
         assert tensor is not None
         return tensor
 
@@ -246,16 +246,16 @@ def share_modules(whole: nn.Module, segment: Segment) -> None:
     for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         setattr(segment, name, getattr(whole, name))
     whole.training = segment.training
-    segment._whole = (whole,)
+    segment._whole = (whole,)  # noqa: SLF001 - its continuation
 
 
 def _merge(whole: nn.Module, part: nn.Module) -> None:
-    for name, inner in part._modules.items():
-        own = whole._modules.get(name)
+    for name, inner in own_modules(part).items():
+        own = own_modules(whole).get(name)
         if isinstance(own, Owner) and isinstance(inner, Owner):
             _merge(own, inner)
         elif own is None or isinstance(own, Owner):  # which is empty beside the module itself
-            whole._modules[name] = inner
-    whole._parameters.update(part._parameters)
-    whole._buffers.update(part._buffers)
-    whole._non_persistent_buffers_set.update(part._non_persistent_buffers_set)
+            own_modules(whole)[name] = inner
+    own_parameters(whole).update(own_parameters(part))
+    own_buffers(whole).update(own_buffers(part))
+    transient_buffers(whole).update(transient_buffers(part))

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from braid.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
 from braid.graph.captured import BatchDevice, ByMode, Node, Scaled, name_of
 from braid.graph.recorder import Applied
+from braid.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn
 
 __all__ = ["Spelling", "Unspelled", "spell_path"]
 
@@ -44,7 +44,7 @@ TORCH: tuple[tuple[str, Any], ...] = (
     ("torch.linalg", torch.linalg),
     ("torch.fft", torch.fft),
     ("torch.special", torch.special),
-    ("torch._C._nn", torch._C._nn),  # noqa: SLF001 - functions that have no other name
+    ("torch._C._nn", functions_of_nn),
 )
 
 

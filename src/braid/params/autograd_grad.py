@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from braid.errors import ConfigError
 from braid.params.table import ParamRecord
+from braid.torch_internals import current_graph_task, queue_callback, will_execute
 
 __all__ = ["at_end_of_backward", "is_in_backward", "is_nested", "is_returned", "refuse_grad"]
 
@@ -23,12 +24,12 @@ _APPLY = BackwardCFunction.apply.__code__
 
 def is_in_backward() -> bool:
     """Return whether autograd is at work in this thread."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - there is no public way
+    return current_graph_task() != -1
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call `call` in this thread when the whole backward that is under way has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001
+    queue_callback(call)
 
 
 def is_nested() -> bool:
@@ -45,7 +46,7 @@ def is_returned(param: torch.Tensor) -> bool:
     """Return whether the present backward is `torch.autograd.grad` of `param`."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
-        torch._C._will_engine_execute_node(node)  # noqa: SLF001 - no public way
+        will_execute(node)
     except RuntimeError as exc:
         if "autograd.grad" not in str(exc):
             raise

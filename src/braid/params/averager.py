@@ -32,6 +32,7 @@ from braid.params.sparse import average_sparse
 from braid.params.status import RankState, Status
 from braid.params.status_exchange import StatusExchange
 from braid.params.table import ParamRecord
+from braid.torch_internals import sparse_values
 
 __all__ = ["Averager"]
 
@@ -170,7 +171,7 @@ class Averager:
             if grad is None:
                 continue
             # values() wants it coalesced
-            values = grad._values() if grad.is_sparse else grad  # noqa: SLF001
+            values = sparse_values(grad) if grad.is_sparse else grad
             if not bool(values.isfinite().all()):
                 self._nonfinite.add(position)
         return holding

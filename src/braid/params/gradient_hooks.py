@@ -18,6 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from braid.params.table import ParamRecord
+from braid.torch_internals import accumulate_hooks
 
 __all__ = ["ForwardPass", "GradientHooks", "GradientListener"]
 
@@ -132,7 +133,7 @@ def _on_gradient(
 ) -> None:
     # autograd also calls hooks when a function returned None for the gradient; any other hook may
     # have dropped a gradient, which listeners refuse
-    is_undefined = param.grad is None and len(param._post_accumulate_grad_hooks) == 1  # noqa: SLF001 - no public way
+    is_undefined = param.grad is None and len(accumulate_hooks(param) or ()) == 1
     listener = reference()
     if listener is not None and not is_undefined:
         listener.on_gradient(position)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from braid.params.table import ParamRecord
+from braid.torch_internals import version_of
 
 __all__ = ["LocalSteps"]
 
@@ -41,7 +42,7 @@ class LocalSteps:
             record = min(own, key=lambda r: r.param.numel())
             values = record.param.detach().clone()
             # torch has no public name for it
-            self._copy = _Copy(record, record.param._version, values)  # noqa: SLF001
+            self._copy = _Copy(record, version_of(record.param), values)
 
     def forget(self) -> None:
         """Drop the copy: gradients have been averaged, or shall stay local."""
@@ -58,7 +59,7 @@ class LocalSteps:
             return
         record, version, values = self._copy
         param = record.param
-        if param._version == version or torch.equal(param.detach(), values):  # noqa: SLF001
+        if version_of(param) == version or torch.equal(param.detach(), values):
             return
         self._copy = None
         if self._warned:

@@ -9,6 +9,7 @@ from torch import distributed as dist
 
 from braid.comm import Group
 from braid.errors import ConfigError
+from braid.torch_internals import backend_for
 
 __all__ = ["group_of", "shown_group_of"]
 
@@ -61,7 +62,7 @@ def _behind(process_group: Any) -> Group | None:
     group = getattr(process_group, "braid_group", None)
     if group is None and isinstance(process_group, dist.ProcessGroup):
         try:
-            backend = process_group._get_backend(torch.device("cpu"))  # noqa: SLF001
+            backend = backend_for(process_group, torch.device("cpu"))
         except RuntimeError:  # of other devices only
             return None
         group = getattr(backend, "braid_group", None)

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch._compile import _disable_dynamo
 
 from braid.comm import Group
 from braid.errors import ConfigError
@@ -49,6 +48,7 @@ from braid.params.local_steps import LocalSteps
 from braid.params.reducer_options import ReducerListener, ReducerOptions
 from braid.params.reducer_policy import ReducerPolicy
 from braid.params.table import ParamTable
+from braid.torch_internals import disable_dynamo
 
 __all__ = ["GradientReducer"]
 
@@ -234,7 +234,7 @@ class GradientReducer(GradientListener):
     # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable`
     # would do if it did not import the compiler here, which takes a second; this does so in its
     # first call, if no optimizer of torch has.
-    @_disable_dynamo
+    @disable_dynamo
     def forward_begins(self) -> None:
         """Prepare for a forward whose gradients are averaged; call before each."""
         if is_in_backward():  # a forward that is computed again
@@ -244,7 +244,7 @@ class GradientReducer(GradientListener):
         self.refresh()
         self._state.num_forwards_without_backward += 1
 
-    @_disable_dynamo
+    @disable_dynamo
     def register_outputs(
         self, outputs: Sequence[torch.Tensor], *, buffers_used: bool = False
     ) -> None:

@@ -14,16 +14,16 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from braid.pipeline.recomputing import is_recomputing
+from braid.torch_internals import BatchNorm, own_modules
 
 __all__ = ["DeferredBatchNorm", "commit_batch_norms"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """BatchNorm of any number of dims for pipelines.
 
     Args:
@@ -116,7 +116,7 @@ class DeferredBatchNorm(_BatchNorm):
         if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
             return module
         new: nn.Module = module
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+        if isinstance(module, BatchNorm) and module.running_mean is not None:
             new = cls(module.num_features, module.eps, module.momentum, module.affine, chunks)
             new.to(module.running_mean.device)
             new.train(module.training)
@@ -124,7 +124,7 @@ class DeferredBatchNorm(_BatchNorm):
                 setattr(new, name, getattr(module, name))
             for name in ("running_mean", "running_var", "num_batches_tracked"):
                 new.register_buffer(name, getattr(module, name))
-        for name, child in module._modules.items():  # noqa: SLF001 - also what comes twice
+        for name, child in own_modules(module).items():
             if child is not None:
                 new.add_module(name, cls.convert_deferred_batch_norm(child, chunks))
         return cast("Module", new)

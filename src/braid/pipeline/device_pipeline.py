@@ -39,6 +39,7 @@ from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.workers import Workers
 from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
 from braid.seeding import Draws
+from braid.torch_internals import own_parameters
 
 __all__ = ["DevicePipeline"]
 
@@ -282,14 +283,14 @@ def _separate(
     copies: dict[nn.Parameter, dict[torch.device, nn.Parameter]] = {}
     for part, device in zip(parts, devices, strict=True):
         for module in part.modules():
-            for name, param in module._parameters.items():  # noqa: SLF001 - without copies of names
+            for name, param in own_parameters(module).items():
                 if param is None:
                     continue
                 own = copies.setdefault(param, {})
                 if device not in own:
                     copy = nn.Parameter(param.detach().clone(), param.requires_grad)
                     own[device] = copy if own else param
-                module._parameters[name] = own[device]  # noqa: SLF001
+                own_parameters(module)[name] = own[device]
     return [list(own.values()) for own in copies.values() if len(own) > 1]
 
 

@@ -17,6 +17,7 @@ from braid.autograd.nested import map_tensors, tensors_in
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError
 from braid.pipeline.skip import SkipKey, use_skips
+from braid.torch_internals import own_buffers
 
 __all__ = ["Run", "Skips", "as_they_were", "run_all"]
 
@@ -92,7 +93,7 @@ def as_they_were(layers: Sequence[nn.Module], sample: Any) -> Iterator[None]:
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in modules
-        for name, buffer in module._buffers.items()  # noqa: SLF001 - a forward may replace them
+        for name, buffer in own_buffers(module).items()
     ]
     with ExitStack() as stack:
         generators = generators_of(list(tensors_in(sample)))
@@ -109,6 +110,6 @@ def as_they_were(layers: Sequence[nn.Module], sample: Any) -> Iterator[None]:
             for module, mode in modes:
                 module.training = mode
             for module, name, buffer, kept in buffers:
-                module._buffers[name] = buffer  # noqa: SLF001
+                own_buffers(module)[name] = buffer
                 if buffer is not None and kept is not None:
                     buffer.data.copy_(kept)

@@ -28,6 +28,7 @@ from braid.comm import Group, Work
 from braid.errors import ConfigError
 from braid.pipeline.memory_order import as_in_memory, restored
 from braid.pipeline.sent_structure import SentSpec, SentStructure, read_structure
+from braid.torch_internals import version_of
 from braid.types import text_digest
 
 __all__ = ["Carrier", "Messages"]
@@ -151,7 +152,7 @@ class _Sent(NamedTuple):
 
 def _version(x: torch.Tensor) -> int:
     """Return how often a tensor has been changed in place; tensors of inference do not count."""
-    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch's name for it
+    return 0 if x.is_inference() else version_of(x)
 
 
 class Messages:

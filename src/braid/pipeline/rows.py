@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from braid.errors import ConfigError
+from braid.torch_internals import own_modules
 
 __all__ = ["layers_of"]
 
@@ -25,4 +26,4 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
         )
         raise ConfigError(msg)
     # not named_children, which leaves out what comes twice
-    return [(name, layer) for name, layer in module._modules.items() if layer is not None]  # noqa: SLF001
+    return [(name, layer) for name, layer in own_modules(module).items() if layer is not None]

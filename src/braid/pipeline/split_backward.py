@@ -25,6 +25,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from braid.pipeline.memory_order import in_order_of
+from braid.torch_internals import accumulate_hooks, num_results
 
 __all__ = ["SplitBackward"]
 
@@ -127,7 +128,7 @@ def _node_of(x: torch.Tensor) -> Node:
 
 def _slots(node: Node) -> range:
     """Return the numbers of the values that the node's operation returned."""
-    return range(len(node._input_metadata))  # noqa: SLF001 - torch shows it nowhere else
+    return range(num_results(node))
 
 
 def _nodes_above(roots: Iterable[Node]) -> dict[Node, list[Node]]:
@@ -174,5 +175,5 @@ def _add(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -
     for param, grad in zip(params, grads, strict=True):
         if grad is not None:
             param.grad = grad.clone() if param.grad is None else param.grad.add_(grad)
-            for hook in list((param._post_accumulate_grad_hooks or {}).values()):  # noqa: SLF001
+            for hook in list((accumulate_hooks(param) or {}).values()):
                 hook(param)  # as torch's own backward does

@@ -29,6 +29,7 @@ from braid.pipeline.recomputing import CHECKPOINTING, RECOMPUTING
 from braid.pipeline.skip import SkipKey, use_skips
 from braid.pipeline.split_backward import SplitBackward
 from braid.seeding import Draws
+from braid.torch_internals import own_buffers, version_of
 
 __all__ = ["Edge", "Layer", "Stage", "StageError"]
 
@@ -334,13 +335,13 @@ class Stage:
 
         All those of a module whose buffers change: torch does not count changes of running means.
         """
-        before = {(m, name): (b, b._version) for m, name, b in self._buffers()}  # noqa: SLF001
+        before = {(m, name): (b, version_of(b)) for m, name, b in self._buffers()}
         yield
         self._has_noted = True
         changed: set[nn.Module] = set()
         for module, name, buffer in self._buffers():
             known = before.get((module, name))
-            if known is None or known[0] is not buffer or known[1] != buffer._version:  # noqa: SLF001
+            if known is None or known[0] is not buffer or known[1] != version_of(buffer):
                 changed.add(module)
         for module, name, _ in self._buffers():
             if module in changed and (module, name) not in self._changing:
@@ -349,7 +350,7 @@ class Stage:
     def _buffers(self) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
         for layer in self.layers:
             for module in layer.module.modules():
-                for name, buffer in module._buffers.items():  # noqa: SLF001 - no copies of names
+                for name, buffer in own_buffers(module).items():
                     if buffer is not None:
                         yield module, name, buffer
 
@@ -410,19 +411,19 @@ def _refuse(_nothing: None) -> torch.Tensor:
 @contextmanager
 def _replaced(values: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
     """Let modules have copies of other buffers inside of the context."""
-    kept = {(module, name): module._buffers[name] for module, name in values}  # noqa: SLF001
+    kept = {(module, name): own_buffers(module)[name] for module, name in values}
     for (module, name), value in values.items():
-        module._buffers[name] = value.clone()  # noqa: SLF001
+        own_buffers(module)[name] = value.clone()
     try:
         yield
     finally:
         for (module, name), buffer in kept.items():
-            module._buffers[name] = buffer  # noqa: SLF001
+            own_buffers(module)[name] = buffer
 
 
 def _version(x: torch.Tensor) -> int:
     """Return how often a tensor has been changed in place; tensors of inference do not count."""
-    return 0 if x.is_inference() else x._version  # noqa: SLF001 - torch's name for it
+    return 0 if x.is_inference() else version_of(x)
 
 
 def _in_order(

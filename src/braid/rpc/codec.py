@@ -28,6 +28,7 @@ from braid.rpc.messages import Body
 from braid.rpc.mistakes import RpcError
 from braid.rpc.names import Names
 from braid.rpc.protocol.sparse_spec import SparseSpec
+from braid.torch_internals import sparse_indices, sparse_values
 
 __all__ = ["Codec", "Packed"]
 
@@ -70,7 +71,7 @@ class Packed(msgspec.Struct, frozen=True, eq=False):
                 shape = tuple(each.shape)
                 spec = SparseSpec(len(dense), shape, each.is_coalesced(), each.requires_grad)
                 sparse.append(spec)
-                dense.extend((each._indices(), each._values().detach()))  # noqa: SLF001 - uncoalesced, too
+                dense.extend((sparse_indices(each), sparse_values(each).detach()))
             else:
                 dense.append(each)
         specs, buffers = as_buffers(dense)

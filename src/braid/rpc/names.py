@@ -33,6 +33,7 @@ import torch
 
 from braid.errors import ConfigError
 from braid.rpc.mistakes import RpcError
+from braid.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn, qualified_name
 
 __all__ = ["Names", "register"]
 
@@ -101,10 +102,10 @@ class Names:
 
     @staticmethod
     def _name_of(target: Any) -> str:
-        if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - torch has no public type
+        if isinstance(target, OpOverload):
             return f"{target.namespace}:{target.__name__}"
-        if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001
-            return f"{target._qualified_op_name.replace('::', ':')}"  # noqa: SLF001
+        if isinstance(target, OpOverloadPacket):
+            return f"{qualified_name(target).replace('::', ':')}"
         name = getattr(target, "__qualname__", "") or getattr(target, "__name__", "")
         module = _module_of(target)
         if (of_torch := _torch_name(target, name)) is not None:
@@ -250,7 +251,7 @@ def _torch_name(target: Any, name: str) -> str | None:
             return f"torch:{short}"
         if getattr(torch.Tensor, short, None) is target:
             return f"torch:Tensor.{short}"
-        if getattr(torch._C._nn, short, None) is target:  # noqa: SLF001 - where torch keeps them
+        if getattr(functions_of_nn, short, None) is target:
             return f"torch:nn.functional.{short}"
     elif name and "." not in name and getattr(torch, name, None) is target:
         return f"torch:{name}"

@@ -26,6 +26,7 @@ import msgspec
 import torch
 
 from braid import errors
+from braid.torch_internals import Future, set_unwrap_function
 
 __all__ = [
     "AnswerFuture",
@@ -68,7 +69,7 @@ class AnswerFuture(torch.futures.Future[Any]):
         def raise_copy(error: BaseException) -> None:
             raise _copy_of(error)
 
-        self._set_unwrap_func(raise_copy)
+        set_unwrap_function(self)(raise_copy)
         self.set_result(kept)
 
 
@@ -94,7 +95,7 @@ class Outcome(msgspec.Struct, eq=False):
 class Later:
     """The result of a call, once a future has it."""
 
-    future: torch._C.Future[Any]
+    future: Any
 
 
 def awaited(future: Any) -> Later:
@@ -103,7 +104,7 @@ def awaited(future: Any) -> Later:
     Raises:
         RuntimeError: It returned something else than a future, as torch says it.
     """
-    if not isinstance(future, torch._C.Future):  # noqa: SLF001 - `then` makes it
+    if not isinstance(future, Future):
         msg = (
             "Functions decorated with @rpc.async_function must return a "
             f"torch.futures.Future object, got {type(future).__name__}"
@@ -112,7 +113,7 @@ def awaited(future: Any) -> Later:
     return Later(future)
 
 
-def outcome(future: torch._C.Future[Any]) -> tuple[Any, BaseException | None]:
+def outcome(future: Any) -> tuple[Any, BaseException | None]:
     """Return the result and the error of a future that is done; one of them is None."""
     try:
         return future.value(), None

@@ -49,6 +49,7 @@ from braid.sharding.units import (
     default_units,
     divide_into_units,
 )
+from braid.torch_internals import own_parameters
 from braid.types import first_few
 
 __all__ = ["Sharding", "sharding_of"]
@@ -433,7 +434,7 @@ def _sites_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """Return the modules and names under which each parameter is registered."""
     sites: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():  # noqa: SLF001 - tied ones each time
+        for name, param in own_parameters(module).items():
             if param is not None:
                 sites.setdefault(id(param), []).append((module, name))
     return sites

@@ -23,6 +23,7 @@ from braid.comm import Group, Request, Work
 from braid.params import ParamRecord, allocator
 from braid.sharding.partition import Partition
 from braid.sharding.slots import Slot
+from braid.torch_internals import own_parameters
 
 __all__ = ["Dtypes", "FlatShard", "Places"]
 
@@ -367,6 +368,6 @@ def _register(
     for own, param in zip(sites, params, strict=True):
         for module, name in own:
             if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[name] = param  # noqa: SLF001 - a tenth of the time
+                own_parameters(module)[name] = param
             else:  # such as nn.LSTM, which keeps its weights in a list, too
                 setattr(module, name, param)

@@ -15,6 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from braid.sharding.flat_shard import FlatShard
+from braid.torch_internals import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks,
+)
 
 __all__ = ["SavedParams"]
 
@@ -47,7 +52,7 @@ class SavedParams:
         """Replace parameters in what is saved from now on, in this thread."""
         outer = _top()
         if outer is not None and getattr(outer[0], "sharding", None) is self:
-            torch._C._autograd._push_saved_tensors_default_hooks(*outer)  # noqa: SLF001
+            push_saved_tensors_hooks(*outer)
             return
         outer_pack, outer_unpack = outer or (_detached, _same)
         find, restore = self._find, self._restore
@@ -70,16 +75,17 @@ class SavedParams:
             return full.as_strided(saved.size, saved.stride, offset)
 
         pack.sharding = self  # type: ignore[attr-defined]  # to know it again
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
+        push_saved_tensors_hooks(pack, unpack)
 
     def pop(self) -> None:
         """Undo the last `push`."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as torch.autograd.graph
+        pop_saved_tensors_hooks()
 
 
 def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the hooks that are in force."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: SLF001
+    top: tuple[Callable[..., Any], Callable[..., Any]] | None = saved_tensors_hooks(True)
+    return top
 
 
 def _detached(x: torch.Tensor) -> torch.Tensor:

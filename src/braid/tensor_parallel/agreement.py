@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params import ParamTable
 from braid.params.hashing import compare_values
 from braid.tensor_parallel.whole import slicing_of
+from braid.torch_internals import pytree
 
 __all__ = ["check_call"]
 

@@ -31,6 +31,7 @@ from braid.autograd import (
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.tensor_parallel.slices import Slicing
+from braid.torch_internals import version_of
 
 __all__ = [
     "ColumnParallelLinear",
@@ -232,11 +233,11 @@ def autocast_inputs(
 def _shared_f(group: Group, x: torch.Tensor) -> torch.Tensor:
     """Return f of a tensor: the same result for each layer that gets this tensor."""
     kept = x.__dict__.get("braid_shared")
-    if kept is None or kept[0] is not group or kept[2:] != (x._version, torch.is_grad_enabled()):  # noqa: SLF001
+    if kept is None or kept[0] is not group or kept[2:] != (version_of(x), torch.is_grad_enabled()):
         y = identity_forward_all_reduce_backward(group, x) if torch.is_grad_enabled() else x
         if y is x:
             return x
-        kept = x.__dict__["braid_shared"] = (group, y, x._version, True)  # noqa: SLF001
+        kept = x.__dict__["braid_shared"] = (group, y, version_of(x), True)
     return cast("torch.Tensor", kept[1])
 
 

@@ -32,11 +32,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.comm.channel.channel import Audience, Channel
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.work_counter import WorkCounter
+from braid.torch_internals import TorchDispatchMode
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["Access", "Acquire", "Exploration", "Publish", "Span", "explore", "record"]

@@ -18,20 +18,15 @@ An error is raised out of that callback, hence out of `loss.backward()`, as itse
 
 from __future__ import annotations
 
-import torch
-
 from braid.torch_backend.futures import WorkFuture
+from braid.torch_internals import current_graph_task, current_node, queue_callback
 
 __all__ = ["Backward", "inside_backward"]
-
-# -1 outside of backward
-_graph_task = torch._C._current_graph_task_id  # noqa: SLF001
-_node = torch._C._current_autograd_node  # noqa: SLF001 - as above
 
 
 def inside_backward() -> bool:
     """Return whether autograd is computing in this thread; False in a callback at its end."""
-    return _graph_task() >= 0 and _node() is not None
+    return current_graph_task() >= 0 and current_node() is not None
 
 
 class Backward:
@@ -43,10 +38,10 @@ class Backward:
 
     def finish_at_end(self, future: WorkFuture) -> None:
         """Finish `future` at the end of the backward that is running."""
-        task = _graph_task()
+        task = current_graph_task()
         if task != self._task:  # a nested backward (checkpointing) has an end of its own
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001
+            queue_callback(self.finish)
         self._futures.append(future)
 
     def finish(self) -> None:

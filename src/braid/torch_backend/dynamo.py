@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from types import FunctionType
 
-from torch._C._dynamo import eval_frame
+from braid.torch_internals import compile_nothing
 
 __all__ = ["skip_in_dynamo"]
 
 
 def skip_in_dynamo(*classes: type) -> None:
     """Mark the functions of these classes, and what they call, as nothing to compile."""
-    skip = eval_frame._FrameAction.SKIP  # noqa: SLF001 - no public way without the compiler
-    strategy = eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
     for own in classes:
         for member in vars(own).values():
             function = member.fget if isinstance(member, property) else member
             if isinstance(function, FunctionType):
-                eval_frame.set_code_exec_strategy(function.__code__, strategy)
+                compile_nothing(function.__code__)

@@ -18,6 +18,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from braid.errors import ConfigError
+from braid.torch_internals import (
+    backend_for,
+    backend_options,
+    plugins,
+    register_backend,
+    set_default_timeout,
+    set_timeout_option,
+)
 
 __all__ = ["Foreign"]
 
@@ -61,14 +69,13 @@ class Foreign:
 
     def backend(self, device: torch.device) -> Any:
         """Return the backend for tensors on `device`."""
-        # torch calls ours in the same way
-        return self.group(device)._get_backend(device)  # noqa: SLF001
+        return backend_for(self.group(device), device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of later operations."""
         self.timeout = timeout
         for backend in self._backends.values():
-            backend._set_default_timeout(timeout)  # noqa: SLF001 - as `dist._set_pg_timeout` does
+            set_default_timeout(backend, timeout)
 
     def shutdown(self) -> None:
         """Close all backends."""
@@ -92,11 +99,14 @@ class Foreign:
             self._group = dist.ProcessGroup(store, options.group_rank, options.group_size)
         store = c10d.PrefixStore(f"inside/{device_type}/", options.store)
         kind, backend = self._new(device_type, store)
-        if not self._backends:
-            self._group._set_default_backend(kind)  # noqa: SLF001 - as torch does
-        self._group._register_backend(torch.device(device_type), kind, backend)  # noqa: SLF001
-        self._group._set_group_name(options.group_id)  # noqa: SLF001
-        backend._set_sequence_number_for_group()  # noqa: SLF001
+        register_backend(
+            self._group,
+            torch.device(device_type),
+            kind,
+            backend,
+            name=options.group_id,
+            is_default=not self._backends,
+        )
         self._backends[device_type] = backend
 
     def _new(self, device_type: str, store: Any) -> tuple[Any, Any]:
@@ -109,7 +119,7 @@ class Foreign:
         if name == "xccl" and dist.is_xccl_available():
             xccl = c10d.ProcessGroupXCCL.Options()
             return _KINDS.XCCL, c10d.ProcessGroupXCCL(store, rank, size, self._described(xccl))
-        if name.upper() in dist.Backend._plugins and name != "braid":  # noqa: SLF001
+        if name.upper() in plugins() and name != "braid":
             return _KINDS.CUSTOM, self._from_plugin(name, store)
         if device_type in {"cpu", "cuda"} and dist.is_gloo_available():
             return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)
@@ -120,17 +130,17 @@ class Foreign:
         raise ConfigError(msg)
 
     def _described(self, options: Any) -> Any:
-        options._timeout = self.timeout  # noqa: SLF001 - torch's name
+        set_timeout_option(options, self.timeout)
         options.global_ranks_in_group = list(self.ranks)
         options.group_name = self._options.group_id
         return options
 
     def _from_plugin(self, name: str, store: Any) -> Any:
-        plugin = dist.Backend._plugins[name.upper()]  # noqa: SLF001 - no public way
+        plugin = plugins()[name.upper()]
         rank, size = self._options.group_rank, self._options.group_size
         if not plugin.extended_api:
             return plugin.creator_fn(store, rank, size, self.timeout)
-        options = c10d._DistributedBackendOptions()  # noqa: SLF001 - no public way
+        options = backend_options()
         options.store, options.group_rank, options.group_size = store, rank, size
         options.timeout, options.group_id = self.timeout, self._options.group_id
         options.global_ranks_in_group = list(self.ranks)

@@ -16,6 +16,7 @@ from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.shapes import in_shared_memory, tensors_of
 from braid.torch_backend.shared_world import Meeting, SharedWorlds
 from braid.torch_backend.work import FinishedWork, PendingWork, seconds
+from braid.torch_internals import backend_options, end_coalescing, start_coalescing
 
 __all__ = ["BraidProcessGroup"]
 
@@ -77,12 +78,11 @@ class BraidProcessGroup(Collectives):
         if device.type == "cpu":
             self._coalesced = []
         else:
-            # torch calls ours in the same way
-            self._foreign.group(device)._start_coalescing(device)  # noqa: SLF001
+            start_coalescing(self._foreign.group(device), device)
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            return self._foreign.group(device)._end_coalescing(device)  # noqa: SLF001 - as above
+            return end_coalescing(self._foreign.group(device), device)
         parts, self._coalesced = self._coalesced, None
         if not parts:
             return FinishedWork([])
@@ -125,7 +125,7 @@ class BraidProcessGroup(Collectives):
         if self.rank() not in order:
             return None
         name = group_name or f"{self._name}:split:{'_'.join(map(str, order))}"
-        made = c10d._DistributedBackendOptions()  # noqa: SLF001 - no public way
+        made = backend_options()
         made.store = c10d.PrefixStore(f"{name}/", self._store)
         made.group_rank, made.group_size = order.index(self.rank()), len(order)
         made.timeout, made.group_id = timeout or self._foreign.timeout, name

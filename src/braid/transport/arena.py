@@ -26,6 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.errors import CommError
+from braid.torch_internals import share_descriptor
 from braid.transport.memory import MAX_EXTENTS, Extent, MemoryFile, PeerMemory, Root
 
 __all__ = ["Arena", "Block"]
@@ -193,7 +194,7 @@ class Arena:
         storage = x.untyped_storage()
         if not storage.is_shared():
             _require_space(storage.nbytes())
-        fd, nbytes = storage._share_fd_cpu_()
+        fd, nbytes = share_descriptor(storage)
         with self._lock:
             self._collect()
             number = self._next_number()

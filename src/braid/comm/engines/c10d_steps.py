@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from braid.comm.algorithms.sizes import offsets_of
 from braid.comm.engines.collective import Collective
 from braid.comm.tensors.reduction import combine, finish, identity
+from braid.torch_internals import source_rank
 
 __all__ = ["TorchSteps", "steps_of"]
 
@@ -169,7 +170,7 @@ def _recv(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
     work = group.recv_anysource([x], c.tag)
     yield work
     if c.source is not None:
-        c.source.append(work._source_rank())  # noqa: SLF001 - torch has no other way
+        c.source.append(source_rank(work))
 
 
 _STEPS: dict[str, Callable[[Any, Collective, int, int], TorchSteps]] = {

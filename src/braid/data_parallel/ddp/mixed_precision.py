@@ -21,19 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from braid.autograd.nested import map_tensors
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 from braid.errors import ConfigError
+from braid.torch_internals import BatchNorm, InstanceNorm, NormBase
 
 __all__ = ["MixedPrecision", "Precision", "precision_of"]
 
 # their kernels take 16-bit inputs beside wider weights; a subclass may have another forward
-KNOWN_NORMS = {
-    kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm, SyncBatchNorm)
-}
+KNOWN_NORMS = {kind.forward for kind in (BatchNorm, nn.SyncBatchNorm, InstanceNorm, SyncBatchNorm)}
 WIRES = {torch.bfloat16: "bf16", torch.float16: "float16"}
 
 
@@ -106,7 +103,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def _has_statistics_in_another(module: nn.Module, dtype: torch.dtype) -> bool:
-    if not isinstance(module, _NormBase) or type(module).forward not in KNOWN_NORMS:
+    if not isinstance(module, NormBase) or type(module).forward not in KNOWN_NORMS:
         return False
     return module.running_mean is not None and module.running_mean.dtype != dtype
 

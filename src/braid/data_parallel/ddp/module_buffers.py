@@ -14,6 +14,7 @@ from torch import nn
 from braid.comm import Group, Request, StepsBy, Work
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, allocator
+from braid.torch_internals import foreach_copy_, has_internal_overlap
 
 __all__ = ["ModuleBuffers"]
 
@@ -98,7 +99,7 @@ class ModuleBuffers:
         works = []
         for packed, members in self._by_device():
             if self._group.rank == root:
-                torch._foreach_copy_(packed.views, members)
+                foreach_copy_(packed.views, members)
             request = packed.requests.get(root)
             if request is None:
                 request = self._group.persistent("broadcast", packed.memory, root=root)
@@ -109,7 +110,7 @@ class ModuleBuffers:
     def _receive(self, root: int) -> None:
         if self._group.rank != root:
             for packed, members in self._by_device():
-                torch._foreach_copy_(members, packed.views)
+                foreach_copy_(members, packed.views)
 
     def _by_device(self) -> list[tuple[_Packed, list[torch.Tensor]]]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -139,7 +140,7 @@ class ModuleBuffers:
         expanded = [
             repr(name)
             for name, buffer in self._module.named_buffers()
-            if name not in self._ignored and torch._debug_has_internal_overlap(buffer) == 1  # noqa: SLF001
+            if name not in self._ignored and has_internal_overlap(buffer) == 1
         ]
         if expanded:
             msg = (

@@ -35,6 +35,7 @@ from torch.nn.parameter import is_lazy
 from braid.comm.tensors.reduction import combine
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
+from braid.torch_internals import own_buffers, own_modules, replica_of
 
 __all__ = ["refuse_compiled", "replicate", "write_back"]
 
@@ -75,8 +76,7 @@ def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
     originals = list(module.modules())
     for memo in made:
         for original in originals:
-            # torch's hook for subclasses
-            memo[id(original)] = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # noqa: SLF001
+            memo[id(original)] = replica_of(original)
     for index, memo in enumerate(made):
         for original in originals:
             _fill(original, memo, keep=index == 0)
@@ -95,10 +95,9 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
         if given is None:
             continue  # the module itself, or a replica of another make
         attributes, buffers = given
-        # only this way shows buffers that are None
-        for name, value in part._buffers.items():  # noqa: SLF001
+        for name, value in own_buffers(part).items():
             if value is not buffers.get(name):
-                original._buffers[name] = value  # noqa: SLF001 - likewise
+                own_buffers(original)[name] = value
         for name, value in vars(part).items():
             if name not in attributes or value is not attributes[name]:
                 vars(original)[name] = value
@@ -221,9 +220,9 @@ def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
     replicas = {id(module): replica}
     for original in module.modules():
         part = replicas[id(original)]
-        for name, child in original._modules.items():  # noqa: SLF001 - children() drops shared ones
+        for name, child in own_modules(original).items():
             if child is not None:
-                replicas.setdefault(id(child), part._modules[name])  # type: ignore[arg-type]  # noqa: SLF001
+                replicas.setdefault(id(child), own_modules(part)[name])  # type: ignore[arg-type]
     return [replicas[id(original)] for original in module.modules()]
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from braid.autograd.layer_costs import bytes_of
@@ -27,6 +25,14 @@ from braid.errors import ConfigError
 from braid.pipeline.layer_runs import Skips, run_all
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import PerRows
+from braid.torch_internals import (
+    TorchDispatchMode,
+    own_buffers,
+    own_parameters,
+    pytree,
+    storage_id,
+    without_modes,
+)
 
 __all__ = ["LayerOperations", "Operation", "count_operations"]
 
@@ -110,18 +116,18 @@ def count_operations(
 def _to_meta(layer: nn.Module, dtype: torch.dtype, shared: dict[int, nn.Parameter]) -> None:
     """Move a layer; parameters that layers share stay shared."""
     for module in layer.modules():
-        for name, param in list(module._parameters.items()):  # noqa: SLF001 - as nn.Module.to does
+        for name, param in list(own_parameters(module).items()):
             if param is None or (param.device.type == "meta" and param.dtype == dtype):
                 continue
             if id(param) not in shared:
                 moved = nn.Parameter(param.detach().to("meta", dtype), param.requires_grad)
                 shared[id(param)] = moved
                 moved.__dict__["braid_origin"] = param  # keeps its id from being used again
-            module._parameters[name] = shared[id(param)]  # noqa: SLF001
-        for name, buffer in list(module._buffers.items()):  # noqa: SLF001
+            own_parameters(module)[name] = shared[id(param)]
+        for name, buffer in list(own_buffers(module).items()):
             if buffer is not None:
                 floats = buffer.is_floating_point()
-                module._buffers[name] = buffer.to("meta", dtype if floats else None)  # noqa: SLF001
+                own_buffers(module)[name] = buffer.to("meta", dtype if floats else None)
 
 
 def _counting(
@@ -197,7 +203,7 @@ class _Kernels(TorchFunctionMode):
 @contextmanager
 def _paused() -> Iterator[None]:
     """Count nothing meanwhile."""
-    with torch.utils._python_dispatch._disable_current_modes():  # noqa: SLF001 - as flop_counter does
+    with without_modes():
         yield
 
 
@@ -244,12 +250,11 @@ def _layer(
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results of an operator."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _storage(x: torch.Tensor) -> int:
-    number: int = x.untyped_storage()._cdata  # noqa: SLF001 - it has no other name
-    return number
+    return storage_id(x.untyped_storage())
 
 
 def _line(few: float, many: float) -> PerRows:

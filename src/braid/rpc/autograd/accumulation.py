@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from braid.rpc.param_locks import PARAM_LOCKS
+from braid.torch_internals import accumulate_hooks
 
 __all__ = ["accumulated", "has_hooks", "run_hooks"]
 
@@ -43,7 +44,7 @@ def _nothing(_param: torch.Tensor) -> None:
 
 def has_hooks(leaf: torch.Tensor) -> bool:
     """Whether a hook is to run after a gradient of a leaf has been accumulated."""
-    return bool(leaf._post_accumulate_grad_hooks)  # noqa: SLF001
+    return bool(accumulate_hooks(leaf))
 
 
 def accumulated(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from braid.rpc.protocol.references_state import Id
+from braid.torch_internals import backward_class
 
 __all__ = ["Reached", "Receive", "RecvRpc", "SendFunction", "add_grads", "reached_from"]
 
@@ -71,7 +72,7 @@ class RecvRpc(torch.autograd.Function):
         return None, None, None
 
 
-RecvRpc._backward_cls.__name__ = f"{_TORCH}RecvRpcBackward"  # noqa: SLF001
+backward_class(RecvRpc).__name__ = f"{_TORCH}RecvRpcBackward"
 
 
 class SendFunction(NamedTuple):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from braid.torch_internals import OpOverload
+
 __all__ = ["Call", "length_of", "module_of", "shape_of", "source_of", "tensor_of"]
 
 FILE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -80,7 +82,7 @@ class Call:
 
 def name_of(node: fx.Node) -> str:
     """Return the name of an operation without its overload."""
-    if isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
+    if isinstance(node.target, OpOverload):
         return str(node.target.overloadpacket).replace("::", ".")
     return getattr(node.target, "__name__", str(node.target))
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from braid.errors import ConfigError
 from braid.graph.autograd_functions import FunctionMode, functions_seen
 from braid.tensor_parallel.insertion.calls import Call, shape_of, tensor_of
 from braid.tensor_parallel.insertion.labels import equal
+from braid.torch_internals import own_buffers, own_parameters, pytree
 
 __all__ = ["ONE_AT_A_TIME", "Captured", "capture", "flat_inputs"]
 
@@ -179,7 +179,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 def _set_attribute(module: nn.Module, name: str, value: torch.Tensor) -> None:
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
-    if attribute in owner._parameters or attribute in owner._buffers:  # noqa: SLF001
+    if attribute in own_parameters(owner) or attribute in own_buffers(owner):
         delattr(owner, attribute)
     if isinstance(value, nn.Parameter):
         owner.register_parameter(attribute, value)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from braid.comm import Group
 from braid.layout import Mesh
@@ -23,6 +22,7 @@ from braid.tensor_parallel.insertion.insert import Insertion
 from braid.tensor_parallel.insertion.moves import Groups, Move, Step
 from braid.tensor_parallel.insertion.records import Scheme
 from braid.tensor_parallel.insertion.state import ModelState
+from braid.torch_internals import pytree
 
 __all__ = ["DividedForward", "groups_along", "insert", "lengths_of"]
 

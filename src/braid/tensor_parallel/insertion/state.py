@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from braid.errors import ConfigError
+from braid.torch_internals import own_buffers, own_parameters
 
 __all__ = ["ModelState"]
 
@@ -25,7 +26,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
-            (name, module, list(module.children()), list(module._parameters.values()))  # noqa: SLF001
+            (name, module, list(module.children()), list(own_parameters(module).values()))
             for name, module in model.named_modules()
         ]
         self._params = list(model.parameters())
@@ -37,7 +38,7 @@ class ModelState:
             ConfigError: A parameter or module has been replaced.
         """
         for name, module, children, params in self._modules:
-            if not _same(list(module._parameters.values()), params):  # noqa: SLF001
+            if not _same(list(own_parameters(module).values()), params):
                 replaced = "its parameters"
             elif not _same(list(module.children()), children):
                 replaced = "modules in it"
@@ -52,7 +53,7 @@ class ModelState:
         return (
             tuple(module.training for _, module, _, _ in self._modules),
             tuple((x.requires_grad, x.dtype, x.device) for x in self._params),
-            tuple(id(x) for _, module, _, _ in self._modules for x in module._buffers.values()),  # noqa: SLF001
+            tuple(id(x) for _, module, _, _ in self._modules for x in own_buffers(module).values()),
         )
 
 

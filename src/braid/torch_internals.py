@@ -1,0 +1,379 @@
+"""Private names of torch that braid uses, with the versions of torch seen to have them.
+
+Problem: braid records, replays, divides and replaces what autograd, modules and process groups do.
+torch shows a part of this under names that begin with `_` only, and any release may change them.
+
+Idea: other modules import these names from here; a test finds private names elsewhere. Attributes
+of objects become functions of the object. A name that a newer torch lacks fails at its first use
+with an error that names it, this torch, and the versions that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from operator import attrgetter, methodcaller
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from braid._version import TORCH_VERSIONS
+from braid.errors import InternalError
+
+try:
+    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._ops import OpOverload, OpOverloadPacket
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _LazyNormBase as LazyNorm
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+except ImportError as exc:
+    _text = f"torch {torch.__version__} lacks a private name that braid uses: {exc}"
+    raise InternalError(f"{_text}. Install torch {TORCH_VERSIONS[-1]}, or a newer braid") from exc
+
+__all__ = [
+    "NAMES",
+    "BatchNorm",
+    "Future",
+    "InstanceNorm",
+    "LazyNorm",
+    "NormBase",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "accumulate_hooks",
+    "backend_for",
+    "backend_options",
+    "backward_class",
+    "backward_hooks",
+    "call_replaced",
+    "call_with_hooks",
+    "compile_nothing",
+    "current_graph_task",
+    "current_node",
+    "default_store",
+    "disable_dynamo",
+    "end_coalescing",
+    "flash_attention",
+    "flash_attention_backward",
+    "flash_attention_backward_on_cpu",
+    "flash_attention_on_cpu",
+    "foreach_copy_",
+    "forward_pre_hooks",
+    "function_modes",
+    "functions_of_nn",
+    "has_internal_overlap",
+    "known_groups",
+    "missing",
+    "num_results",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+    "plugins",
+    "pop_saved_tensors_hooks",
+    "push_saved_tensors_hooks",
+    "pytree",
+    "qualified_name",
+    "queue_callback",
+    "register_backend",
+    "replica_of",
+    "saved_tensors_hooks",
+    "set_default_timeout",
+    "set_timeout_option",
+    "set_unwrap_function",
+    "share_descriptor",
+    "source_rank",
+    "sparse_indices",
+    "sparse_values",
+    "start_coalescing",
+    "storage_id",
+    "transient_buffers",
+    "version_of",
+    "will_execute",
+    "without_modes",
+]
+
+# name -> versions of torch that were seen to have it; the ones imported above come first
+NAMES: dict[str, tuple[str, ...]] = dict.fromkeys(
+    (
+        "torch._compile._disable_dynamo",
+        "torch._ops.OpOverload",
+        "torch._ops.OpOverloadPacket",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.batchnorm._LazyNormBase",
+        "torch.nn.modules.batchnorm._NormBase",
+        "torch.nn.modules.instancenorm._InstanceNorm",
+        "torch.utils._pytree",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._python_dispatch._disable_current_modes",
+    ),
+    TORCH_VERSIONS,
+)
+_SAMPLES: Mapping[str, Callable[[], Any]] = {"torch.nn.Module": nn.Module}  # set in __init__
+
+
+def missing() -> list[str]:
+    """Return the names that this torch lacks."""
+    return [name for name in NAMES if not _has(name)]
+
+
+def _look_up(name: str) -> Any:
+    """Return what a dotted name stands for."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for place, part in enumerate(parts[count:], count):
+            sample = _SAMPLES.get(".".join(parts[:place]))
+            found = getattr(found if sample is None else sample(), part)
+        return found
+    raise AttributeError(name)
+
+
+def _has(name: str) -> bool:
+    try:
+        _look_up(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _refuse(name: str, cause: Exception) -> NoReturn:
+    msg = (
+        f"torch {torch.__version__} has no {name}, which braid uses; seen in torch "
+        f"{', '.join(NAMES[name])}: install one of these, or a newer braid"
+    )
+    raise InternalError(msg) from cause
+
+
+class _Missing:
+    """Stands for a name that torch lacks; every use raises InternalError."""
+
+    def __init__(self, name: str, cause: Exception) -> None:
+        self._why = name, cause
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        _refuse(*self._why)
+
+    def __getattr__(self, _name: str) -> NoReturn:
+        _refuse(*self._why)
+
+    def __instancecheck__(self, _instance: Any) -> NoReturn:
+        _refuse(*self._why)
+
+
+def _value(name: str, seen: tuple[str, ...] = TORCH_VERSIONS) -> Any:
+    """Return a function or class of torch."""
+    NAMES[name] = seen
+    try:
+        return _look_up(name)
+    except AttributeError as cause:
+        return _Missing(name, cause)
+
+
+def _of_object(name: str, get: Callable[[Any], Any], seen: tuple[str, ...]) -> Callable[..., Any]:
+    NAMES[name] = seen
+
+    def checked(owner: Any) -> Any:
+        try:
+            return get(owner)
+        except AttributeError as cause:
+            if _has(name):  # the object's own fault
+                raise
+            _refuse(name, cause)
+
+    return checked
+
+
+def _attribute(name: str, seen: tuple[str, ...] = TORCH_VERSIONS) -> Callable[..., Any]:
+    """Return a function that returns an attribute of its argument."""
+    return _of_object(name, attrgetter(name.rpartition(".")[2]), seen)
+
+
+def _method(name: str, seen: tuple[str, ...] = TORCH_VERSIONS) -> Callable[..., Any]:
+    """Return a function that calls a method of its argument without arguments."""
+    return _of_object(name, methodcaller(name.rpartition(".")[2]), seen)
+
+
+# Modules. Registering refuses names that a module has itself, and named_*() leave out second names.
+
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]]
+own_parameters = _attribute("torch.nn.Module._parameters")
+own_buffers: Callable[[nn.Module], dict[str, torch.Tensor | None]]
+own_buffers = _attribute("torch.nn.Module._buffers")
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]]
+own_modules = _attribute("torch.nn.Module._modules")
+transient_buffers: Callable[[nn.Module], set[str]]
+transient_buffers = _attribute("torch.nn.Module._non_persistent_buffers_set")
+forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]]
+forward_pre_hooks = _attribute("torch.nn.Module._forward_pre_hooks")
+replica_of: Callable[[nn.Module], nn.Module]
+replica_of = _method("torch.nn.Module._replicate_for_data_parallel")
+call_with_hooks: Callable[[nn.Module], Callable[..., Any]]
+call_with_hooks = _attribute("torch.nn.Module._call_impl")
+_backward_hooks = _attribute("torch.nn.Module._backward_hooks")
+_backward_pre_hooks = _attribute("torch.nn.Module._backward_pre_hooks")
+
+
+def backward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks on the backward of a module."""
+    return [*_backward_hooks(module).values(), *_backward_pre_hooks(module).values()]
+
+
+@contextmanager
+def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Call `call` for a module, compiled or not."""
+    own = vars(module)  # an attribute of the object goes before the method that `__call__` calls
+    compiled = own.get("_compiled_call_impl")
+    own |= {"_call_impl": call, "_compiled_call_impl": None}
+    try:
+        yield
+    finally:
+        del own["_call_impl"], own["_compiled_call_impl"]
+        if compiled is not None:
+            own["_compiled_call_impl"] = compiled
+
+
+# Tensors.
+
+_version = _attribute("torch.Tensor._version")
+accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
+accumulate_hooks = _attribute("torch.Tensor._post_accumulate_grad_hooks")
+# of sparse tensors, without coalescing them
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._values")
+sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._indices")
+storage_id: Callable[[torch.UntypedStorage], int] = _attribute("torch.UntypedStorage._cdata")
+share_descriptor: Callable[[torch.UntypedStorage], tuple[int, int]]
+share_descriptor = _method("torch.UntypedStorage._share_fd_cpu_")
+foreach_copy_: Callable[[Any, Any], None] = _value("torch._foreach_copy_")
+has_internal_overlap: Callable[[torch.Tensor], int] = _value("torch._debug_has_internal_overlap")
+
+
+def version_of(x: torch.Tensor) -> int:
+    """Return the number of writes to a tensor; torch does not count writes to inference tensors."""
+    return 0 if x.is_inference() else int(_version(x))
+
+
+# Autograd.
+
+current_graph_task: Callable[[], int] = _value("torch._C._current_graph_task_id")  # -1 outside
+current_node: Callable[[], Node | None] = _value("torch._C._current_autograd_node")
+will_execute: Callable[[Node], bool] = _value("torch._C._will_engine_execute_node")
+backward_class: Callable[[Any], Any] = _attribute("torch.autograd.Function._backward_cls")
+_input_metadata = _attribute("torch._C._FunctionBase._input_metadata")
+_engine = _value("torch.autograd.Variable._execution_engine")
+push_saved_tensors_hooks = _value("torch._C._autograd._push_saved_tensors_default_hooks")
+pop_saved_tensors_hooks = _value("torch._C._autograd._pop_saved_tensors_default_hooks")
+saved_tensors_hooks = _value("torch._C._autograd._top_saved_tensors_default_hooks")
+function_modes: Callable[[], list[Any]]
+function_modes = _value("torch.overrides._get_current_function_mode_stack")
+
+
+def queue_callback(call: Callable[[], object]) -> None:
+    """Call `call` when the backward that runs in this thread has ended."""
+    _engine.queue_callback(call)
+
+
+def num_results(node: Node) -> int:
+    """Return the number of values that a node's operation returned."""
+    return len(_input_metadata(node))
+
+
+# Functions and operators.
+
+Future: Any = _value("torch._C.Future")  # `then` makes it, not the subclass in torch.futures
+set_unwrap_function: Callable[[Any], Callable[[Callable[[Any], None]], None]]
+set_unwrap_function = _attribute("torch.futures.Future._set_unwrap_func")
+functions_of_nn: Any = _value("torch._C._nn")
+qualified_name: Callable[[Any], str] = _attribute("torch.ops.aten.add._qualified_op_name")
+_FRAMES = "torch._C._dynamo.eval_frame"  # without importing the compiler, which takes a second
+_action = _value(f"{_FRAMES}._FrameAction")
+_strategy = _value(f"{_FRAMES}._FrameExecStrategy")
+_set_strategy = _value(f"{_FRAMES}.set_code_exec_strategy")
+_FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
+flash_attention = _value(_FLASH)
+flash_attention_backward = _value(f"{_FLASH}_backward")
+flash_attention_on_cpu = _value(f"{_FLASH}_for_cpu")
+flash_attention_backward_on_cpu = _value(f"{_FLASH}_for_cpu_backward")
+
+
+def compile_nothing(code: CodeType) -> None:
+    """Keep torch's compiler out of a function, and out of what the function calls."""
+    _set_strategy(code, _strategy(_action.SKIP, _action.SKIP))
+
+
+# Process groups.
+
+_C10D = "torch.distributed.distributed_c10d"
+_GROUP = f"{_C10D}.ProcessGroup"
+backend_options: Any = _value(f"{_C10D}._DistributedBackendOptions")
+default_store: Callable[[], Any] = _value(f"{_C10D}._get_default_store")
+_world = _value(f"{_C10D}._world")
+_plugins = _attribute(f"{_C10D}.Backend._plugins")
+source_rank: Callable[[Any], int] = _method("torch._C._distributed_c10d.Work._source_rank")
+_get_backend = _attribute(f"{_GROUP}._get_backend")
+_start_coalescing = _attribute(f"{_GROUP}._start_coalescing")
+_end_coalescing = _attribute(f"{_GROUP}._end_coalescing")
+_set_default_backend = _attribute(f"{_GROUP}._set_default_backend")
+_register_backend = _attribute(f"{_GROUP}._register_backend")
+_set_group_name = _attribute(f"{_GROUP}._set_group_name")
+_count_operations = _method("torch._C._distributed_c10d.Backend._set_sequence_number_for_group")
+_set_timeout = _attribute("torch._C._distributed_c10d.ProcessGroupGloo._set_default_timeout")
+
+
+def known_groups() -> Mapping[Any, Any]:
+    """Return the process groups that are not destroyed."""
+    groups: Mapping[Any, Any] = _world.pg_map
+    return groups
+
+
+def plugins() -> Mapping[str, Any]:
+    """Return the backends that packages have registered, by their names in capitals."""
+    found: Mapping[str, Any] = _plugins(_look_up(f"{_C10D}.Backend"))
+    return found
+
+
+def backend_for(group: Any, device: torch.device) -> Any:
+    """Return the backend of a process group for a device."""
+    return _get_backend(group)(device)
+
+
+def start_coalescing(group: Any, device: torch.device) -> None:
+    """Begin to collect operations of a process group."""
+    _start_coalescing(group)(device)
+
+
+def end_coalescing(group: Any, device: torch.device) -> Any:
+    """Start the collected operations, and return their work."""
+    return _end_coalescing(group)(device)
+
+
+def register_backend(
+    group: Any, device: torch.device, kind: Any, backend: Any, *, name: str, is_default: bool
+) -> None:
+    """Give a process group its backend for a device, as torch does."""
+    if is_default:
+        _set_default_backend(group)(kind)
+    _register_backend(group)(device, kind, backend)
+    _set_group_name(group)(name)
+    _count_operations(backend)
+
+
+def set_default_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the deadline of later operations of a backend."""
+    _set_timeout(backend)(timeout)
+
+
+def set_timeout_option(options: Any, timeout: timedelta) -> None:
+    """Set the deadline in the options of a backend."""
+    options._timeout = timeout  # noqa: SLF001 - its only name, in all versions seen
