@@ -130,13 +130,13 @@ def _look_up(name: str) -> Any:
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found: Any = import_module(".".join(parts[:count]))
+            owner: Any = import_module(".".join(parts[:count]))
         except ImportError:
             continue
         for place, part in enumerate(parts[count:], count):
             sample = _SAMPLES.get(".".join(parts[:place]))
-            found = getattr(found if sample is None else sample(), part)
-        return found
+            owner = getattr(owner if sample is None else sample(), part)
+        return owner
     raise AttributeError(name)
 
 
@@ -339,8 +339,8 @@ def known_groups() -> Mapping[Any, Any]:
 
 def plugins() -> Mapping[str, Any]:
     """Return the backends that packages have registered, by their names in capitals."""
-    found: Mapping[str, Any] = _plugins(_look_up(f"{_C10D}.Backend"))
-    return found
+    registered: Mapping[str, Any] = _plugins(_look_up(f"{_C10D}.Backend"))
+    return registered
 
 
 def backend_for(group: Any, device: torch.device) -> Any:

@@ -123,3 +123,24 @@ def test_a_full_disk_is_told_in_one_block(printed, monkeypatch, full_disk, capsy
             "",
         ],
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "mesh", "num_ranks"),
+    [([], "pp=2", 2), (["-n", "3"], "pp=3", 3), (["--mesh", "pp=4"], "pp=4", 4)],
+)
+def test_an_asynchronous_pipeline_has_a_stage_on_each_rank(monkeypatch, words, mesh, num_ranks):
+    from types import SimpleNamespace
+
+    from braid.cli import main
+    from braid.train import command
+
+    started = []
+
+    def train(config, *, num_ranks, **_others):
+        started.append((config.mesh, num_ranks))
+        return SimpleNamespace(ok=True, exit_code=0)
+
+    monkeypatch.setattr(command, "train", train)
+    assert main(["train", "--versions", "stash", *words]) == 0
+    assert started == [(mesh, num_ranks)]

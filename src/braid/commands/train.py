@@ -103,7 +103,8 @@ def train(
         recompute: Micro-batches that are computed again in backward to save memory: always,
             except_last, never, or a number of layers between what is kept.
         versions: Train on an asynchronous pipeline, which steps without waiting, with the weights
-            of stash, vertical_sync or 2bw (PipeDream).
+            of stash, vertical_sync or 2bw (PipeDream). Without --mesh, each of -n ranks (default:
+            2) is a stage.
         stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1 (default: 1).
         flush_every: Steps between flushes of an asynchronous pipeline, at which Ctrl-C is noticed;
             lower it if so many take longer than 30 s.
@@ -144,7 +145,7 @@ def train(
         log_dir=log_dir or command.choose_log_dir(resume),
         reference_shards=reference_shards,
         sample_bytes=sample_bytes,
-        mesh=mesh,
+        mesh=mesh or (f"pp={n or 2}" if versions and not reference_shards else ""),
         schedule=schedule,
         microbatches=microbatches,
         balance=balance,
