@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 import torch
 import braid
+import braid.ps.node as node_module
 from braid import ps
 
 group = braid.init()
@@ -37,6 +38,10 @@ with ps.join(group) as node:
                 os.kill(int(pid.read_text()), signal.SIGKILL)
             if step == 30 and node.number == 1 and first == 0 and "spare" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if step == 30 and "save" in sys.argv:
+                if node.number == 0 and first == 0:
+                    node_module.write_tables = lambda *args, **more: os.kill(os.getpid(), signal.SIGKILL)
+                node.save(sys.argv[1], step)
             table.push(torch.full([1000], -1.0))
             assert (table.pull() == 2 * (step + 1)).all(), step
         print("counted", table.pull()[0].item())
@@ -82,6 +87,26 @@ def test_a_spare_goes_on_where_a_killed_worker_ended(tmp_path):
     assert done.stdout.count("counted 80.0") == 2
     assert "begins at 0" in done.stdout
     assert "begins at 30" in done.stdout
+
+
+@pytest.mark.launcher
+@pytest.mark.proof
+def test_a_worker_that_dies_while_it_saves_keeps_no_other_in_the_barrier(tmp_path):
+    done = run(
+        tmp_path,
+        "--servers",
+        "2",
+        "--replicas",
+        "1",
+        "--workers",
+        "2",
+        "--spares",
+        "1",
+        last="save",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("counted 80.0") == 2
+    assert done.stderr.count("the others go on without it") == 2, done.stderr
 
 
 def test_replicas_need_servers():

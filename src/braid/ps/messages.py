@@ -223,10 +223,17 @@ class Installed(msgspec.Struct, tag="installed", frozen=True):
 
 
 class Barrier(msgspec.Struct, tag="barrier", frozen=True):
-    """A node waits until all of these have come."""
+    """A node waits until all of these have come.
+
+    Attributes:
+        name: Name of the barrier.
+        members: Nodes to wait for.
+        step: Step of the training at which each member comes once; -1 for a barrier of no step.
+    """
 
     name: str
     members: tuple[str, ...]
+    step: int = -1
 
 
 class Loads(msgspec.Struct, tag="loads", frozen=True):

@@ -289,12 +289,15 @@ class Node:
             ConfigError: This node is no worker.
             CheckpointError: It cannot be written; earlier ones are untouched. The first worker
                 alone hears of it.
+
+        On failure: if a worker dies in this call, the others go on. If the dead worker is the
+            first one, there is no snapshot of this step, unless its successor repeats the step.
         """
         if self._client is None:
             msg = "workers save; servers serve()"
             raise ConfigError(msg)
         self._client.wait_all()
-        self.barrier("before a snapshot")
+        self._barrier("before a snapshot", step=step)
         try:
             if self.number == min(self._postoffice.workers):
                 states = {
@@ -306,7 +309,7 @@ class Node:
             msg = f"worker {self.number}: {exc}"
             raise CheckpointError(msg) from exc
         finally:
-            self.barrier("after a snapshot")
+            self._barrier("after a snapshot", step=step)
 
     def _declare(self, spec: TableSpec) -> None:
         if any(spec.name == other.name for other in self._specs):
@@ -408,12 +411,16 @@ class Node:
             msg = "barriers are for workers"
             raise ConfigError(msg)
         check_type("the name of a barrier is a text", name, str)
+        self._barrier(name, timeout_s)
+
+    def _barrier(self, name: str, timeout_s: float | None = None, *, step: int = -1) -> None:
+        assert self._client is not None, "barriers are for workers"
         self._client.join()
         members = tuple(worker_node(worker) for worker in self._postoffice.workers)
 
         def build(parts: tuple[int, ...]) -> tuple[Barrier, Sequence[memoryview]]:
             del parts
-            return Barrier(name, members), ()
+            return Barrier(name, members, step), ()
 
         customer = self._client.customer
         customer.wait(customer.request([0], lambda _: SCHEDULER, build), timeout_s)

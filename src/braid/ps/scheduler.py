@@ -157,8 +157,8 @@ class Scheduler:
                 return state.server_leaves(number, asker)
             case Installed(shard, server, since):
                 return state.installed(shard, server, since)
-            case Barrier(name, members):
-                return state.barrier(name, *asker, frozenset(members))
+            case Barrier(name, members, step):
+                return state.barrier(name, *asker, frozenset(members), step)
             case NextData(name, num_shards, done):
                 return state.next_data(name, num_shards, asker, done)
             case Loads(weights):

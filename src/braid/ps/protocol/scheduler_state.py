@@ -8,7 +8,8 @@
     lost worker      by policy: fail, wait for a new process of its number, shrink, or call a spare
     installed        the next directory
     leave            a worker is waited for no longer; a server's shards go to others first
-    barrier          released when all of its group have come
+    barrier          released when all of its group have come; one of a step does not wait for the
+                     successor of a lost worker, which may go on behind the step or before it
 
 The scheduler has no part in pushes and pulls. While it is gone, they go on; its journal is its last
 directory.
@@ -18,6 +19,7 @@ Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.2 to 4.5; PS-Lite'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -99,6 +101,9 @@ class SchedulerState:
         self._gone: set[int] = set()  # workers that have left
         self._barriers: dict[str, dict[str, int]] = {}
         self._expected: dict[str, frozenset[str]] = {}  # of each barrier
+        self._steps: dict[str, tuple[str, int]] = {}  # of each barrier of a step
+        self._passed: dict[str, int] = {}  # last step of each name that was released
+        self._since: dict[str, float] = {}  # first step of successors as members; inf if unknown
         self._data: dict[str, DataState] = {}
         self.missing: set[tuple[str, int]] = set()  # role and number of nodes of an earlier life
         if directory is not None:
@@ -191,6 +196,11 @@ class SchedulerState:
         if self._on_worker_loss == "fail":
             return self._fail(f"lost worker {worker}: {reason}")
         again = self._deal_again(worker)
+        if self._on_worker_loss in {"replace", "wait"}:
+            self._since[f"worker:{worker}"] = math.inf
+            for name in self._steps:
+                self._expected[name] -= {f"worker:{worker}"}
+            again += self._released()
         if self._on_worker_loss == "replace":
             if not self._spares:
                 return self._fail(f"lost worker {worker}: {reason}. No spare is left for it")
@@ -259,9 +269,22 @@ class SchedulerState:
         return [Stop(self._stop)]
 
     def barrier(
-        self, name: str, node: str, request: int, members: frozenset[str]
+        self, name: str, node: str, request: int, members: frozenset[str], step: int = -1
     ) -> list[Instruction]:
-        """Let a node wait at a barrier until all `members` have come."""
+        """Let a node wait at a barrier until all `members` have come.
+
+        A barrier of a `step` cannot wait for the successor of a lost worker: it goes on at the
+        clock of its tables, which may lie behind the step or before it. It passes the steps that
+        were released without it, and is a member again from the first step that was not.
+        """
+        if step >= 0:
+            if self._since.get(node) == math.inf:
+                if step <= self._passed.get(name, -1):
+                    return [Release(((node, request),))]
+                self._since[node] = step
+            members = frozenset(each for each in members if self._since.get(each, 0) <= step)
+            at, name = (name, step), f"{name} {step}"
+            self._steps[name] = at
         self._barriers.setdefault(name, {})[node] = request
         self._expected[name] = members & self._expected.get(name, members)
         return self._released()
@@ -273,6 +296,9 @@ class SchedulerState:
         for name in reached:
             out.append(Release(tuple(self._barriers.pop(name).items())))
             del self._expected[name]
+            if name in self._steps:
+                of, step = self._steps.pop(name)
+                self._passed[of] = max(step, self._passed.get(of, -1))
         return out
 
     def next_data(
