@@ -12,6 +12,7 @@ from training import said_by
 from braid import ps
 from braid.comm import Group
 from braid.errors import ConfigError, PeerLostError
+from braid.transport import Loss
 from braid.wire import Secret
 
 ADD = partial(torch.optim.SGD, lr=1.0)
@@ -169,3 +170,24 @@ def test_nodes_without_an_address_or_a_table_are_refused(world):
     assert "workers resume" in scheduler
     assert "workers resume" in server
     assert "all but the scheduler itself need its address" in worker
+
+
+def _serves_after_the_run(group: Group) -> str:
+    with ps.join(group, servers=1) as node:
+        office = node.postoffice
+        if node.role == "scheduler":
+            office.wait_until(lambda: office.directory is not None)
+        else:
+            office.join()
+        group.barrier()
+        if node.role == "server":
+            group.context.health.report(Loss(0, "has ended", left=True))
+            node.serve()  # it would wait 300 s for a network that is back
+        else:
+            office.close(0.0)  # as if the network were cut: nobody has left
+        node.close()
+    return node.role
+
+
+def test_a_server_that_was_cut_off_ends_when_the_launcher_says_that_the_run_has(world):
+    assert world(3, _serves_after_the_run) == ["scheduler", "server", "worker"]

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -67,6 +67,8 @@ class Node:
         start: First clock of a worker that joins a run that has begun.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
         events: Recorder of waits and pushes; a private one when None.
+        has_ended: Returns whether the scheduler's process has ended well, as far as the launcher
+            knows; a server without a link then serves no longer.
 
     Attributes:
         role: Role of the node.
@@ -87,6 +89,7 @@ class Node:
         start: int = 0,
         resend_s: float | None = None,
         events: Recorder | None = None,
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         options = options or Options()
         self.role, self.number = role, number
@@ -99,6 +102,7 @@ class Node:
             events=events,
         )
         self._options = options
+        self._has_ended = has_ended
         self._specs: list[TableSpec] = []
         self._tables: list[Table] = []
         self._scheduler: Scheduler | None = None
@@ -332,8 +336,8 @@ class Node:
     def serve(self) -> None:
         """Serve, or schedule, until all workers have left; a spare returns at once.
 
-        A server that is cut off from the others joins again when its network is back. After 300 s
-        it returns with a warning, or raises if there are no replicas.
+        A server that is cut off from the others joins again when its network is back. It returns
+        if the scheduler has ended well, and with a warning after 300 s; without replicas it raises.
 
         Raises:
             ConfigError: This node is a worker.
@@ -360,7 +364,9 @@ class Node:
         if directory is None or not directory.workers or self._postoffice.failure:
             return True
         server = self._server
-        return server is not None and (server.is_drained or server.alone_s >= ALONE_S)
+        if server is None or server.is_drained:
+            return server is not None
+        return server.alone_s >= ALONE_S or (server.alone_s > 0 and self._has_ended())
 
     def _raise_failure(self) -> None:
         failure = self._scheduler.failure if self._scheduler else self._postoffice.failure

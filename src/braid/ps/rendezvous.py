@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import replace
+from functools import partial
 
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
@@ -91,22 +92,24 @@ def join(
     van = _van(role, number, secret, run_id, options, address)
     scheduler = group.objects.broadcast(van.address)
     events = group.context.events
-    node = Node(
-        van,
-        role,
-        number,
-        (servers, workers),
-        scheduler,
-        options,
-        events=events,
-    )
+    has_ended = partial(_has_left, group)
+    counts = servers, workers
+    node = Node(van, role, number, counts, scheduler, options, events=events, has_ended=has_ended)
     group.barrier()  # the scheduler listens, and knows what it waits for
     called = _wait_for_call(node) if role == "spare" else None
     if called is None:
         return node
     node.close()
     van = _van("worker", called, secret, run_id, options, address)
-    return Node(van, "worker", called, (servers, workers), scheduler, options, events=events)
+    return Node(van, "worker", called, counts, scheduler, options, events=events)
+
+
+def _has_left(group: Group) -> bool:
+    """Return whether the scheduler's process, the first of the group, has ended on purpose."""
+    health = group.context.health
+    health.collect()
+    loss = health.lost.get(group.ranks[0])
+    return loss is not None and loss.left
 
 
 def _completed(options: Options, on_loss: OnWorkerLoss) -> Options:
