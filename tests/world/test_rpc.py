@@ -377,6 +377,19 @@ def test_gradients_are_those_of_the_local_program():
         assert torch.allclose(grads[w], expected[1])
         assert x.grad is None
 
+        with dist_autograd.context() as context:
+            dist_autograd.backward(
+                context, [(x + w).sum() + (rpc.rpc_sync("w1", same, (w,)) + x).sum()]
+            )
+            grads = dist_autograd.get_gradients(context)
+            grads[x].mul_(0.5)  # as clipping does
+            assert (grads[x].tolist(), grads[w].tolist()) == ([1.0] * 4, [2.0] * 4)
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [((x + w) * 3).sum()])
+            grads = dist_autograd.get_gradients(context)
+            grads[x].mul_(0.5)
+            assert (grads[x].tolist(), grads[w].tolist()) == ([1.5] * 4, [3.0] * 4)
+
         for depth in range(1, 6):
             names = ["w1", "w2", "w0", "w1", "w2"][:depth]
             with dist_autograd.context() as context:

@@ -10,13 +10,14 @@ is the context's for that time: it begins with what the context has, and is put 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
 from braid.rpc.param_locks import PARAM_LOCKS
-from braid.torch_internals import accumulate_hooks
+from braid.torch_internals import accumulate_hooks, has_internal_overlap, storage_id
 
-__all__ = ["accumulated", "has_hooks", "run_hooks"]
+__all__ = ["accumulated", "has_hooks", "in_own_memory", "run_hooks"]
 
 
 def run_hooks(parameters: Iterable[torch.Tensor]) -> None:
@@ -81,6 +82,31 @@ def accumulated(
                 leaf.grad = grad
                 if grad is not None and values is not None:  # hooks may have used its memory
                     grad.detach().copy_(values)
+
+
+def in_own_memory(
+    grads: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return gradients that programs may change in place, such as by clipping.
+
+    Autograd returns one tensor for several leaves, and expanded ones. A gradient that shares
+    memory, also with `others`, or elements of its memory, is copied.
+    """
+    taken = {storage_id(x.untyped_storage()) for x in others if _has_storage(x)}
+    result: list[torch.Tensor | None] = []
+    for grad in grads:
+        if not _has_storage(grad):
+            result.append(grad)
+            continue
+        memory = storage_id(grad.untyped_storage())
+        is_shared = memory in taken or has_internal_overlap(grad) != 0
+        result.append(grad.clone(memory_format=torch.contiguous_format) if is_shared else grad)
+        taken.add(memory)
+    return result
+
+
+def _has_storage(x: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return x is not None and x.layout == torch.strided
 
 
 def _copied(grad: torch.Tensor | None) -> torch.Tensor | None:

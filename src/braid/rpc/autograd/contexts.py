@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from braid.errors import BraidError, CommError, CommTimeout
-from braid.rpc.autograd.accumulation import accumulated, has_hooks
+from braid.rpc.autograd.accumulation import accumulated, has_hooks, in_own_memory
 from braid.rpc.autograd.graph import Reached, Receive, SendFunction, add_grads, reached_from
 from braid.rpc.messages import Body, Edge
 from braid.rpc.mistakes import RpcError
@@ -422,7 +422,9 @@ class Contexts:
             allow_unused=True,
         )
         with own.lock:
-            for leaf, grad in zip(leaves, computed, strict=False):
+            others = [grad for _, grad in pairs] + list(computed[len(leaves) :])
+            own_memory = in_own_memory(computed[: len(leaves)], others)
+            for leaf, grad in zip(leaves, own_memory, strict=True):
                 if grad is not None:
                     total = add_grads(own.gradients.get(leaf), grad)
                     assert total is not None
