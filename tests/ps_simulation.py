@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
-from braid.message import VanConfig
+from braid.errors import StaleError
+from braid.message import Delivery, VanConfig
 from braid.ps import Consistency, Node, Options
-from braid.ps.messages import SCHEMA
+from braid.ps.messages import SCHEMA, Called
 from braid.ps.protocol.directory import virtual_shard
 from braid.ps.roles import name_of
 from braid.testing.message_faults import Faults
@@ -36,6 +37,18 @@ class Worker:
         self.stamps: list[int] = []
         self.values = torch.zeros(NUMEL)
         self._pull: int | None = None
+        self.is_removed = False
+
+    @property
+    def accepted(self) -> list[int]:
+        """Clocks of the pushes of this process that were accepted."""
+        customer = self.table._own_client.customer
+        first = self.table.clock - len(self.stamps)
+        return [
+            first + place
+            for place, stamp in enumerate(self.stamps)
+            if customer.is_done(stamp) and not customer.has_failed(stamp)
+        ]
 
     @property
     def is_done(self) -> bool:
@@ -46,6 +59,13 @@ class Worker:
         """Continue when the pull under way is answered."""
         if self.node.postoffice.directory is None:
             return
+        try:
+            self.node.postoffice.raise_failure()
+            self._go_on()
+        except StaleError:
+            self.is_removed = True
+
+    def _go_on(self) -> None:
         client = self.table._own_client
         if self._pull is not None:
             if not client.is_done(self._pull):
@@ -89,6 +109,7 @@ class Simulation:
         self.options = options or Options(on_worker_loss="wait")
         self.nodes: dict[str, Node] = {}
         self.workers: dict[int, Worker] = {}
+        self.processes: list[Worker] = []  # of all workers, those too that others have replaced
         self.num_tables, self.used = num_tables, used
         self.start("scheduler", 0)
         for number in range(servers):
@@ -117,8 +138,34 @@ class Simulation:
         if role == "worker":
             self.workers[number] = Worker(node, tables[: self.used], self.gradient, self.clocks)
             self.workers[number].table.clock = start
+            self.processes.append(self.workers[number])
         self._tick(name, node)
         return node
+
+    def start_spare(self) -> list[int]:
+        """Start a spare; return the list of workers in whose place it is called."""
+        calls: list[int] = []
+
+        def handler(van: object, delivery: Delivery) -> None:
+            del van
+            office.poll(delivery)
+
+        van = self.network.join("spare:0", handler)
+        office = Node(van, "spare", 0, self.counts, "-", self.options).postoffice
+        office.register({Called: lambda delivery: calls.append(delivery.message.worker)})
+        office.announce()
+        return calls
+
+    def clock_of(self, worker: int) -> int:
+        """Return the clock at which a process that replaces a worker goes on."""
+        directory = self.nodes["scheduler"].postoffice.directory
+        return min(
+            shard.state.clock(worker)
+            for node in self.nodes.values()
+            if node.server is not None
+            for shard in node.server.shards
+            if directory.head(shard.virtual) == node.number
+        )
 
     def begin(self, extra_s: float) -> None:
         """Let time pass until all have joined, and a little more."""
@@ -134,7 +181,8 @@ class Simulation:
     def run(self, timeout_s: float = 120.0) -> None:
         """Let time pass until all workers are done."""
         self.network.run_until(
-            lambda: all(worker.is_done for worker in self.workers.values()), timeout_s
+            lambda: all(each.is_done or each.is_removed for each in self.workers.values()),
+            timeout_s,
         )
 
     def values(self, table: str = "w0") -> torch.Tensor:
@@ -156,6 +204,9 @@ class Simulation:
 
     def _tick(self, name: str, node: Node) -> None:
         if self.nodes.get(name) is not node:
+            return
+        if self.network.is_stopped(name):
+            self.network.call_later(TICK_S, partial(self._tick, name, node))
             return
         if node.role != "scheduler" and node.postoffice.directory is None:
             node.postoffice.announce()

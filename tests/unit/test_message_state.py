@@ -450,6 +450,22 @@ def test_another_life_under_the_same_name_replaces_the_first():
     assert (pair.a.peers, pair.a.statistics().lost) == (("worker:1",), 1)
 
 
+def test_an_earlier_life_takes_no_name_and_learns_why():
+    pair = Pair()
+    pair.a.instructions.clear()
+    pair.a.link_up(2, "worker:1", 0)
+    pair.a.frame_received(2, pack(Hello(7, 0, 1 << 20)), 0)
+    assert (pair.a.peers, pair.a.next_delivery(0)) == (("worker:1",), None)
+    assert Close(1) not in pair.a.instructions
+    earlier = VanState("worker:1", SCHEMA, VanConfig(), incarnation=7)
+    earlier.link_up(2, "worker:0", 0)
+    while (frame := pair.a.next_frame(2, 0)) is not None:
+        hand_over(frame, earlier, 2, 0)
+        pair.a.frame_sent(2, 0)
+    lost = earlier.next_delivery(0).message
+    assert (lost.replaced, earlier.peers) == (True, ())
+
+
 def test_two_links_of_one_life_count_as_one_peer_and_keep_the_order():
     pair = Pair()
     pair.connect(2)

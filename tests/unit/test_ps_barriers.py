@@ -35,7 +35,7 @@ class Scheduled:
     def lose(self, worker: int) -> None:
         self.waiting.discard(worker)
         self.obey(self.state.worker_lost(worker, "killed"))
-        self.obey(self.state.worker_joins(worker))  # its successor
+        self.obey(self.state.worker_joins(worker, life=1))  # its successor
 
 
 @pytest.mark.parametrize("policy", ["replace", "wait", "shrink"])

@@ -135,6 +135,56 @@ def test_late_pushes_of_a_quorum_are_applied_once_whichever_server_dies(seed):
     assert run.values()[:workers].tolist() == [CLOCKS] * workers
 
 
+RULES = {
+    "bsp": Consistency(aggregate="sum"),
+    "ssp": Consistency(staleness=1, aggregate="sum"),
+    "quorum": Consistency(quorum=2, late="apply", aggregate="sum"),
+    "asynchronous": Consistency(staleness=math.inf, aggregate="sum"),
+}
+
+
+@seeds(3, 300)
+@pytest.mark.parametrize("policy", ["shrink", "wait", "replace"])
+@pytest.mark.parametrize("rule", RULES)
+def test_each_accepted_push_of_a_worker_that_was_stopped_is_applied(seed, rule, policy):
+    run = Simulation(
+        seed,
+        servers=3,
+        workers=3,
+        clocks=12,
+        consistency=RULES[rule],
+        optimizer=ADD,
+        gradient=counting,
+        options=Options(replicas=1, on_worker_loss=policy),
+        faults=FAULTS if policy == "wait" else None,  # others would lose nodes that are well
+    )
+    calls = run.start_spare()
+    run.begin(run.random.random() * 0.02)
+    run.network.stop("worker:0")
+    run.network.run_for(run.random.uniform(1.5, 4.0))  # it is lost after some 2 s
+    stopped = run.workers[0]
+    if calls and run.random.random() < 0.5:
+        run.crash("worker:0")
+    else:
+        run.network.resume("worker:0")
+        run.network.run_for(run.random.random() * 4 if policy == "wait" else 4)
+        if calls:
+            assert stopped.is_removed
+            run.crash("worker:0")
+    if calls:
+        run.start("worker", 0, run.clock_of(0))
+    run.run()
+    run.network.run_for(4)
+    assert not any(run.workers[number].is_removed for number in (1, 2))
+    assert policy != "wait" or not stopped.is_removed
+    applied = run.values()
+    for number in range(3):
+        processes = [each for each in run.processes if each.node.number == number]
+        accepted = {clock for each in processes for clock in each.accepted}
+        pushed = max(each.table.clock for each in processes)
+        assert len(accepted) <= applied[number] <= pushed
+
+
 @seeds(4, 500)
 def test_learning_rates_hold_from_their_clock_on_whichever_server_dies(seed):
     run = stepping_with_adam(seed, servers=3, options=Options(replicas=1, on_worker_loss="wait"))

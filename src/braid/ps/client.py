@@ -25,6 +25,7 @@ class Client:
         self._postoffice = postoffice
         self._customer = Customer(postoffice)
         postoffice.van.receive_into(Pulled, self._allocate)
+        postoffice.register({}, on_tick=self._tick)
 
     @property
     def epoch(self) -> int:
@@ -92,6 +93,15 @@ class Client:
     def is_done(self, timestamp: int) -> bool:
         """Whether a request is over; never waits. See `Postoffice.poll`."""
         return self._customer.is_done(timestamp)
+
+    def _tick(self) -> None:
+        """Wait no longer when the others have ended, as for a worker that was stopped."""
+        office = self._postoffice
+        if office.is_left_behind and not office.failure:
+            office.remove(
+                f"{office.node} is left behind: it was stopped or cut off, and the scheduler and "
+                "the servers have ended meanwhile"
+            )
 
     def _allocate(
         self, sender: str, message: Message, sizes: tuple[int, ...]

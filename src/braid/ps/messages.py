@@ -178,12 +178,14 @@ class State(msgspec.Struct, tag="state", frozen=True):
 class Join(msgspec.Struct, tag="join", frozen=True):
     """A node is here; the address at which others can call it, and a worker's first clock.
 
-    Of each table `tables` has the form, and on servers a checksum of the first values.
+    A worker that was a member already sends the epoch of its directory: it may have been removed
+    since. Of each table `tables` has the form, and on servers a checksum of the first values.
     """
 
     address: str
     start: int = 0
     tables: dict[str, tuple[str, int]] = {}
+    epoch: int = -1
 
 
 class Here(msgspec.Struct, tag="here", frozen=True):
@@ -261,9 +263,10 @@ class Dealt(Answer, tag="dealt", frozen=True):
 
 
 class Failure(msgspec.Struct, tag="failure", frozen=True):
-    """The run cannot go on."""
+    """The run cannot go on; or it goes on without the receiver, which was removed."""
 
     text: str
+    is_removed: bool = False
 
 
 SCHEMA = Schema(

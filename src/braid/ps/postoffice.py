@@ -76,6 +76,7 @@ class Postoffice:
         self.events = events or Recorder()
         self.directory: Directory | None = None
         self.failure = ""
+        self.is_removed = False  # whether the run goes on without this node
         self.stop_at: int | None = None
         self.addresses: dict[str, str] = {}  # of workers that listen
         self.losses: dict[str, PeerLost] = {}  # the last of each node
@@ -100,6 +101,7 @@ class Postoffice:
         self._soon: deque[Callable[[], None]] = deque()
         self._announced = 0  # number of the last Join that the scheduler has not answered
         self._broken: dict[str, int] = {}  # when to try again
+        self._refused: set[str] = set()  # nodes at whose address no process listens
         self._resent_ns = van.clock.now_ns()
         # servers may still hold requests of an earlier life of this node: numbers must differ
         self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
@@ -135,6 +137,11 @@ class Postoffice:
     def has_scheduler(self) -> bool:
         """Whether the link to the scheduler is not known to be broken."""
         return SCHEDULER not in self._broken
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether all links are broken, and no process listens where the other nodes were."""
+        return SCHEDULER in self._refused and self._refused >= {*self._broken, *self.van.peers}
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -204,14 +211,18 @@ class Postoffice:
         self.expect_no_more([self._announced])
         self.expect(number, self._welcomed)
         self._announced = number
-        self.send(SCHEDULER, Join(self.van.address, self._start, self.tables), message_id=number)
+        join = Join(self.van.address, self._start, self.tables, self.epoch)
+        self.send(SCHEDULER, join, message_id=number)
 
     def raise_failure(self) -> None:
         """Raise what ended the run, if anything did.
 
         Raises:
             PeerLostError: The run cannot go on; says why.
+            StaleError: It goes on without this node, which was removed.
         """
+        if self.is_removed:
+            raise StaleError(self.failure)
         if self.failure:
             raise PeerLostError(self.failure)
 
@@ -271,10 +282,13 @@ class Postoffice:
             return False
         try:
             self.van.connect(to, address, timeout_s=CONNECT_S)
-        except (CommError, RendezvousError):
+        except (CommError, RendezvousError) as exc:
             self._break(to)
+            if isinstance(exc.__cause__, ConnectionRefusedError | FileNotFoundError):
+                self._refused.add(to)
             return False
         self._broken.pop(to, None)
+        self._refused.discard(to)
         return True
 
     # -- receiving
@@ -443,7 +457,14 @@ class Postoffice:
     def _fail(self, delivery: Delivery) -> None:
         message = delivery.message
         assert isinstance(message, Failure), "this handler is for failures"
+        if message.is_removed:
+            self.remove(message.text)
         self.failure = self.failure or message.text
+
+    def remove(self, text: str) -> None:
+        """End all waits of this node, which the run goes on without, with StaleError."""
+        self.is_removed = self.is_removed or not self.failure
+        self.failure = self.failure or text
 
     def _explain(self, delivery: Delivery) -> None:
         lines = list(dict.fromkeys(line for waiting in self._waiting for line in waiting()))
@@ -458,6 +479,9 @@ class Postoffice:
             return  # it has connected again
         assert isinstance(delivery.message, PeerLost), "this handler is for losses"
         self.losses[delivery.sender] = delivery.message
+        if delivery.message.replaced:
+            reason = "another process has taken its place"
+            self.remove(f"{self.node} was removed from the run, which goes on without it: {reason}")
         self._break(delivery.sender)
         for call in self._on_lost:
             call(delivery.sender)

@@ -9,11 +9,12 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from braid.errors import BraidError, ConfigError
+from braid.errors import BraidError, ConfigError, StaleError
 from braid.message import Delivery, PeerLost, split_node
 from braid.ps.messages import (
     Barrier,
@@ -131,6 +132,8 @@ class Scheduler:
             if isinstance(delivery.message, Join) and self._state.directory is not None:
                 here = Here(self._state.directory)
                 self._postoffice.send(delivery.sender, here, answers=delivery.id)
+        except StaleError as exc:
+            self._postoffice.send(delivery.sender, Failure(str(exc), is_removed=True))
         except BraidError as exc:
             self._postoffice.send(delivery.sender, Refused(str(exc)), answers=delivery.id)
 
@@ -138,21 +141,23 @@ class Scheduler:
         self, delivery: Delivery
     ) -> list[Instruction]:
         role, number = split_node(delivery.sender)
-        asker = delivery.sender, delivery.id
+        asker, life = (delivery.sender, delivery.id), delivery.incarnation
         state, is_server = self._state, role == "server"
+        if role == "worker" and not isinstance(delivery.message, PeerLost | Leave):
+            state.check_worker(number, life)
         match delivery.message:
-            case Join(address, start, tables):
+            case Join(address, start, tables, epoch):
                 if differs := state.check_tables(delivery.sender, tables):
                     return differs
                 if is_server:
                     return state.server_joins(number, address)
                 if role == SPARE:
                     return state.spare_joins(number)
-                return state.worker_joins(number, start)
+                return state.worker_joins(number, start, life, was_member=epoch >= 0)
             case StopAt(clock):
                 return state.stop_at(clock)
             case Leave(""):
-                return state.worker_leaves(number)
+                return state.worker_leaves(number, life)
             case Drain():
                 return state.server_leaves(number, asker)
             case Installed(shard, server, since):
@@ -166,7 +171,8 @@ class Scheduler:
             case PeerLost(reason=reason) | Leave(reason):
                 if role == SPARE:
                     return state.spare_lost(number)
-                return (state.server_lost if is_server else state.worker_lost)(number, reason)
+                lost = state.server_lost if is_server else partial(state.worker_lost, life=life)
+                return lost(number, reason)
         return []
 
     def _act(self, instructions: Sequence[Instruction]) -> None:

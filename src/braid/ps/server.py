@@ -21,6 +21,7 @@ from braid.ps.messages import (
     Confirmed,
     Drain,
     Elsewhere,
+    Failure,
     Installed,
     Loads,
     Pull,
@@ -159,6 +160,8 @@ class Server:
         if epoch > self._epoch:
             self._deferred.append(delivery)
             return
+        if isinstance(delivery.message, Push | Pull | Change) and self._refuses(delivery):
+            return
         try:
             self._dispatch(delivery)
         except BraidError as exc:
@@ -167,6 +170,27 @@ class Server:
             self._ready.discard(asker)  # some of its shards may have had an answer
             self._send(delivery.sender, Refused(str(exc)), answers=delivery.id)
         self._answer_ready()
+
+    def _refuses(self, delivery: Delivery) -> bool:
+        """Refuse a process that is not a worker of the run any more, and tell it why.
+
+        What it pushed before may still be applied. Nothing of it is accepted from now on, so that
+        each push that was accepted is applied, and pushes of the worker's next process are its own.
+        """
+        role, worker = split_node(delivery.sender)
+        directory = self._postoffice.directory
+        if role != "worker" or directory is None:
+            return False
+        if directory.lives.get(worker) == delivery.incarnation:
+            return False
+        text = f"worker {worker} was removed from the run, which goes on without it: "
+        text += (
+            "another process has taken its place"
+            if worker in directory.lives
+            else ("nothing came from it for too long, or it left")
+        )
+        self._send(delivery.sender, Failure(text, is_removed=True))
+        return True
 
     def _dispatch(self, delivery: Delivery) -> None:
         message = delivery.message

@@ -53,6 +53,7 @@ class _Node:
     handler: Handler | None
     tick_ns: int | None = None  # time of the scheduled tick
     is_roused: bool = False  # whether its handler is scheduled
+    postponed: list[Callable[[], None]] | None = None  # events of a stopped node
 
 
 @dataclass(slots=True, eq=False)
@@ -153,6 +154,23 @@ class Network:
         for link, pipe in list(self._pipes.items()):
             if pipe.source is crashed:
                 self._sever(link, "its process ended", silent=silent)
+
+    def stop(self, node: str) -> None:
+        """Stop a node as SIGSTOP does: it neither computes nor reads, and its links stay."""
+        self._nodes[node].postponed = []
+        self._note("stops", node)
+
+    def resume(self, node: str) -> None:
+        """Let a stopped node go on, with what has come meanwhile."""
+        stopped = self._nodes[node]
+        postponed, stopped.postponed = stopped.postponed or [], None
+        self._note("goes on", node)
+        for do in postponed:
+            do()
+
+    def is_stopped(self, node: str) -> bool:
+        """Whether a node is stopped."""
+        return self._nodes[node].postponed is not None
 
     def partition(
         self, some: str | Iterable[str], others: str | Iterable[str], *, one_way: bool = False
@@ -306,12 +324,17 @@ class Network:
             self.trace.append(" ".join(map(str, (self.clock.now_ns(), what, *details))))
 
     def _tick(self, node: _Node, due_ns: int) -> None:
-        if node.tick_ns == due_ns:
+        if node.postponed is not None:
+            node.postponed.append(lambda: self._tick(node, due_ns))
+        elif node.tick_ns == due_ns:
             node.tick_ns = None
             node.state.tick(self.clock.now_ns())
             self.act(node.van)
 
     def _handle(self, node: _Node) -> None:
+        if node.postponed is not None:
+            node.postponed.append(lambda: self._handle(node))
+            return
         node.is_roused = False
         self._in_handler = node.van.node
         try:
@@ -377,7 +400,9 @@ class Network:
             self._at(at_ns, lambda: self._arrive(pipe, message))
 
     def _arrive(self, pipe: _Pipe, message: list[OutFrame]) -> None:
-        if pipe.held or not pipe.target.state.wants_read(pipe.there):
+        if pipe.target.postponed is not None:
+            pipe.target.postponed.append(lambda: self._arrive(pipe, message))
+        elif pipe.held or not pipe.target.state.wants_read(pipe.there):
             pipe.held.append(message)
         else:
             self._deliver(pipe, message)
@@ -411,7 +436,9 @@ class Network:
             return
 
         def do() -> None:
-            if self._pipes.pop(back, None) is not None:
+            if pipe.source.postponed is not None:
+                pipe.source.postponed.append(do)
+            elif self._pipes.pop(back, None) is not None:
                 pipe.source.state.link_lost(back, "it closed the connection")
                 self.act(pipe.source.van)
 
@@ -428,6 +455,9 @@ class Network:
             return
 
         def do() -> None:
+            if pipe.target.postponed is not None:
+                pipe.target.postponed.append(do)
+                return
             self._pipes.pop(pipe.there, None)
             pipe.target.state.link_lost(pipe.there, reason)
             self.act(pipe.target.van)

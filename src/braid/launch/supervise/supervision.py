@@ -390,6 +390,9 @@ class _Run:
             error=process.error(),
             handled=process.exiting is not None,
         )
+        is_removed = end.error is not None and end.error.type == "StaleError"
+        if is_removed and process.rank in self._job.expendable:
+            return  # the others go on without it: as if a signal ended it
         self._announce(end)
         self._handle(ReportedFailure(process.rank, clause(end)))
 

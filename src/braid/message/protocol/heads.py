@@ -8,7 +8,7 @@ buffers are the next bytes of a message. A message without buffers is one `Open`
     More  + next bytes        it goes on; one message per priority may be open on a link
     Cancel                    the open message of that priority will not be finished
     Beat                      heartbeat of an idle link; carries the epoch, too
-    Bye                       the van is closed on purpose
+    Bye                       the van is closed on purpose, or another process has the peer's name
 """
 
 from __future__ import annotations
@@ -92,7 +92,13 @@ class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True):
-    """Last frame: the sender closes its van."""
+    """Last frame: the sender closes its van.
+
+    Attributes:
+        replaced: Whether it closes this link only, because a later process has the peer's name.
+    """
+
+    replaced: bool = False
 
 
 Head: TypeAlias = Hello | Open | More | Cancel | Beat | Bye

@@ -49,11 +49,13 @@ class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
         reason: Reason for the end of the peer's link.
         orderly: Whether the peer closed its van on purpose.
         silent: Whether the peer is lost because nothing came from it.
+        replaced: Whether the peer refuses this node, because a later process has its name.
     """
 
     reason: str
     orderly: bool = False
     silent: bool = False
+    replaced: bool = False
 
 
 class Schema:

@@ -11,7 +11,8 @@ instructions that the event left behind, and moves frames: `next_frame` on one e
     link_up(link, peer)                 sends Hello                                 Carry
     ... of a peer that is known         the peer can be sent to at once             Carry
     Hello of an unknown peer            the peer can be sent to                     -
-    Hello of another incarnation        the old one is lost, the new one can be     Close old links
+    Hello of a later incarnation        the old one is lost, the new one can be     Close old links
+    Hello of an earlier incarnation     sends Bye; messages of it are dropped       Carry
     Hello of the same incarnation       a second link of it: both are read,         -
                                         messages leave on the older
     submit(peer, message)               queued, or refused when the queue is full   Carry
@@ -30,9 +31,9 @@ instructions that the event left behind, and moves frames: `next_frame` on one e
                                         last message
     tick(now)                           heartbeats, silence, deadlines              Carry, Close
 
-The last Hello decides which life of a peer is current: the earlier life loses its links. Two links
-of one life come from both ends connecting at the same time, or from an end that has lost a link
-while the other end does not know it yet.
+The greatest incarnation decides which life of a peer is current: an earlier life loses its links,
+and learns why if it connects again. Two links of one life come from both ends connecting at the
+same time, or from an end that has lost a link while the other end does not know it yet.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class VanState:
         self.instructions.append(Carry(number))
 
     def link_lost(
-        self, number: int, reason: str, *, orderly: bool = False, silent: bool = False
+        self, number: int, reason: str, *, silent: bool = False, bye: Bye | None = None
     ) -> None:
         """Remove a link whose connection has ended; with its last link, the peer is lost."""
         link = self._links.get(number)
@@ -150,7 +151,9 @@ class VanState:
             return
         peer = link.peer
         if peer is not None and peer.links == [number]:
-            self._lose(peer, PeerLost(reason, orderly, silent))
+            self._lose(
+                peer, PeerLost(reason, bye is not None, silent, bye is not None and bye.replaced)
+            )
             return
         if peer is not None:
             peer.links.remove(number)
@@ -274,7 +277,8 @@ class VanState:
         elif isinstance(event, Beat) and link.peer is not None:
             link.peer.epoch = max(link.peer.epoch, event.epoch)
         elif isinstance(event, Bye):
-            self.link_lost(number, "it closed its van", orderly=True)
+            reason = f"a later process is {self.node}" if event.replaced else "it closed its van"
+            self.link_lost(number, reason, bye=event)
         elif isinstance(event, Arrived):
             self._on_message(link, event)
 
@@ -407,6 +411,9 @@ class VanState:
             link.peer.max_message_bytes = hello.max_message_bytes
             return
         peer = self._peers.get(link.name)
+        if peer is not None and peer.incarnation > hello.incarnation:
+            self._send_control(link, Bye(replaced=True))
+            return
         if peer is not None and peer.incarnation != hello.incarnation:
             reason = "another process connected under its name: it was restarted or replaced"
             self._lose(peer, PeerLost(reason))
@@ -420,7 +427,8 @@ class VanState:
 
     def _on_message(self, link: Link, event: Arrived) -> None:
         head, peer = event.head, link.peer
-        assert peer is not None  # Inflow accepts no message before Hello
+        if peer is None:  # an earlier life; Inflow accepts no message before Hello
+            return
         peer.epoch = max(peer.epoch, head.epoch)
         counts = link.counts
         if head.epoch < self.epoch:

@@ -48,6 +48,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         joining: Servers among them that have no state yet, with the epoch since which they join.
         workers: Workers for which a clock waits, with the first clock of each.
         leaving: Servers that get no shards, and leave when they have none.
+        lives: Process of each worker, as the incarnation of its van; a worker whose process was
+            lost has none until another process takes its place.
     """
 
     epoch: int
@@ -57,6 +59,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     joining: tuple[dict[int, int], ...]
     workers: dict[int, int]
     leaving: tuple[int, ...] = ()
+    lives: dict[int, int] = {}
 
     @classmethod
     def begin(
@@ -65,6 +68,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         workers: Sequence[int],
         replicas: int = 0,
         count: int = NUM_VIRTUAL,
+        *,
+        lives: Mapping[int, int] = {},
     ) -> Directory:
         """Return the first directory; chains begin at each server in turn.
 
@@ -89,6 +94,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
             chains=chains,
             joining=tuple({} for _ in chains),
             workers=dict.fromkeys(workers, 0),
+            lives=dict(lives),
         )
 
     @property
@@ -112,9 +118,9 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
 
     # -- changes
 
-    def with_workers(self, workers: Mapping[int, int]) -> Directory:
-        """Return it with other workers."""
-        return self._next(workers=dict(workers))
+    def with_workers(self, workers: Mapping[int, int], lives: Mapping[int, int]) -> Directory:
+        """Return it with other workers, or other processes of them."""
+        return self._next(workers=dict(workers), lives=dict(lives))
 
     def without(self, server: int) -> Directory:
         """Return it after the loss of a server; a shard without a copy that is whole is lost."""

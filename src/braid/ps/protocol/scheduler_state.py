@@ -6,6 +6,7 @@
     lost server      its chains go on without it; copies are made elsewhere; a shard without any
                      copy fails the run
     lost worker      by policy: fail, wait for a new process of its number, shrink, or call a spare
+    removed worker   is refused: the others have gone on without it, or another has its place
     installed        the next directory
     leave            a worker is waited for no longer; a server's shards go to others first
     barrier          released when all of its group have come; one of a step does not wait for the
@@ -23,7 +24,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
-from braid.errors import CommError
+from braid.errors import CommError, StaleError
 from braid.ps.protocol.data_state import DataState, Issue
 from braid.ps.protocol.directory import Directory
 
@@ -99,6 +100,8 @@ class SchedulerState:
         self._workers: set[int] = set()
         self._spares: list[int] = []  # that are here, and not called
         self._gone: set[int] = set()  # workers that have left
+        self._lives: dict[int, int] = {}  # process of each worker, as its incarnation
+        self._removed: dict[tuple[int, int], str] = {}  # worker and process, with the reason
         self._barriers: dict[str, dict[str, int]] = {}
         self._expected: dict[str, frozenset[str]] = {}  # of each barrier
         self._steps: dict[str, tuple[str, int]] = {}  # of each barrier of a step
@@ -108,6 +111,7 @@ class SchedulerState:
         self.missing: set[tuple[str, int]] = set()  # role and number of nodes of an earlier life
         if directory is not None:
             self._workers = set(directory.workers)
+            self._lives = dict(directory.lives)
             self.missing = {("server", number) for number in directory.servers}
             self.missing |= {("worker", number) for number in directory.workers}
         self._tables: dict[str, tuple[str, str]] = {}  # who declared it first, and its form
@@ -160,16 +164,49 @@ class SchedulerState:
             return [Publish(self.directory)]
         return self._change(self.directory.with_server(server, address))
 
-    def worker_joins(self, worker: int, start: int = 0) -> list[Instruction]:
-        """Take in a worker; one that comes later begins at the clock `start`."""
+    def check_worker(self, worker: int, life: int) -> None:
+        """Refuse a process that was a worker, and was removed.
+
+        Raises:
+            StaleError: It was removed; says why.
+        """
+        if reason := self._removed.get((worker, life)):
+            msg = f"worker {worker} was removed from the run, which goes on without it: {reason}"
+            raise StaleError(msg)
+
+    def worker_joins(
+        self, worker: int, start: int = 0, life: int = 0, *, was_member: bool = False
+    ) -> list[Instruction]:
+        """Take in a worker; one that comes later begins at the clock `start`.
+
+        Args:
+            worker: Its number.
+            start: Its first clock.
+            life: Incarnation of its process.
+            was_member: Whether this process has been a worker of the run before.
+
+        Raises:
+            StaleError: The process was removed.
+        """
+        self.check_worker(worker, life)
+        known = None if self.directory is None else self.directory.lives.get(worker)
+        if self.directory is not None and life != known:
+            if was_member:  # removed by an earlier life of the scheduler
+                self._removed[worker, life] = "it was lost for too long"
+                self.check_worker(worker, life)
+            if known is not None:
+                self._removed[worker, known] = "another process has taken its place"
+        self._lives[worker] = life
         self._workers.add(worker)
         self._gone.discard(worker)
         self.missing.discard(("worker", worker))
         if self.directory is None:
             return self._begin()
-        if worker in self.directory.workers:
+        if worker in self.directory.workers and life == known:
             return [Publish(self.directory)]
-        return self._change(self.directory.with_workers({**self.directory.workers, worker: start}))
+        workers = {**self.directory.workers}
+        workers.setdefault(worker, start)
+        return self._change(self.directory.with_workers(workers, self._lives))
 
     def spare_joins(self, spare: int) -> list[Instruction]:
         """Take in a process that may take the place of a worker."""
@@ -182,16 +219,20 @@ class SchedulerState:
         self._spares = [each for each in self._spares if each != spare]
         return []
 
-    def worker_leaves(self, worker: int) -> list[Instruction]:
+    def worker_leaves(self, worker: int, life: int = 0) -> list[Instruction]:
         """Wait for a worker no longer, since it is done."""
+        if life != self._lives.get(worker):
+            return []  # another process has its place
         self._gone.add(worker)
         self.missing.discard(("worker", worker))
         return [*self._deal_again(worker), *self._remove(worker)]
 
-    def worker_lost(self, worker: int, reason: str) -> list[Instruction]:
-        """Act on the loss of a worker as the policy says."""
+    def worker_lost(self, worker: int, reason: str, life: int = 0) -> list[Instruction]:
+        """Act on the loss of a worker's process as the policy says."""
         if worker in self._gone or worker not in self._workers or self.failure:
             return []
+        if life != self._lives.get(worker):
+            return []  # another process has its place
         self._workers.discard(worker)
         if self._on_worker_loss == "fail":
             return self._fail(f"lost worker {worker}: {reason}")
@@ -201,11 +242,15 @@ class SchedulerState:
             for name in self._steps:
                 self._expected[name] -= {f"worker:{worker}"}
             again += self._released()
+        if self._on_worker_loss == "wait":
+            return again
+        if self.directory is not None:
+            self._removed[worker, life] = reason
         if self._on_worker_loss == "replace":
             if not self._spares:
                 return self._fail(f"lost worker {worker}: {reason}. No spare is left for it")
-            return [*again, Call(self._spares.pop(0), worker)]
-        return [*again, *(self._remove(worker) if self._on_worker_loss == "shrink" else [])]
+            return [*again, *self._vacate(worker), Call(self._spares.pop(0), worker)]
+        return [*again, *self._remove(worker)]
 
     def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
         """Move a server's shards to others, then let it go.
@@ -324,8 +369,10 @@ class SchedulerState:
         reason = "it did not come back to the scheduler, which was started again"
         out: list[Instruction] = []
         for role, number in missing:
-            lost = self.server_lost if role == "server" else self.worker_lost
-            out += lost(number, reason)
+            if role == "server":
+                out += self.server_lost(number, reason)
+            else:
+                out += self.worker_lost(number, reason, self._lives.get(number, 0))
         return out
 
     def waiting(self) -> list[str]:
@@ -348,17 +395,27 @@ class SchedulerState:
     def _begin(self) -> list[Instruction]:
         if len(self._servers) < self._num_servers or len(self._workers) < self._num_workers:
             return []
-        self.directory = Directory.begin(self._servers, sorted(self._workers), self._replicas)
+        self.directory = Directory.begin(
+            self._servers, sorted(self._workers), self._replicas, lives=self._lives
+        )
         return [Publish(self.directory)]
+
+    def _vacate(self, worker: int) -> list[Instruction]:
+        """Let servers refuse the lost process of a worker until another one takes its place."""
+        self._lives.pop(worker, None)
+        if self.directory is None:
+            return []
+        return self._change(self.directory.with_workers(self.directory.workers, self._lives))
 
     def _remove(self, worker: int) -> list[Instruction]:
         directory = self.directory
+        self._lives.pop(worker, None)
         if directory is None or worker not in directory.workers:
             return []
         rest = {other: start for other, start in directory.workers.items() if other != worker}
         node = f"worker:{worker}"
         self._expected = {name: them - {node} for name, them in self._expected.items()}
-        return [*self._change(directory.with_workers(rest)), *self._released()]
+        return [*self._change(directory.with_workers(rest, self._lives)), *self._released()]
 
     def _change(self, directory: Directory) -> list[Instruction]:
         """Publish a directory with the copies and moves that it calls for."""

@@ -142,13 +142,20 @@ class ShardState:
         """Decide on a push.
 
         Raises:
-            CommError: The worker is not of this table.
+            CommError: The worker is not of this table, or the clock is over without a quorum.
         """
         if not self.is_head:
             return [Moved(request)]
         self._check(worker)
         if clock < self.decided.clocks.get(worker, 0):
             return self._accept_from(self.decided.number, request)
+        rule = self.decided.rules.at(clock)
+        if clock < self.decided.completed and rule.by_clock and rule.quorum is None:
+            msg = (
+                f"clock {clock} of worker {worker} is over: the others are at clock "
+                f"{self.decided.completed}, so a worker that joins must begin later"
+            )
+            raise CommError(msg)
         is_new = (worker, clock) not in self._pushes
         self._pushes[worker, clock] = request  # the last one that asks is answered
         if not is_new:
