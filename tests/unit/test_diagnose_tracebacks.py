@@ -16,6 +16,7 @@ from braid.diagnose import (
     final_error,
     parse_error,
     parse_stack,
+    printable,
     short_site,
 )
 from braid.diagnose.tracebacks import BRAID_ROOT
@@ -56,6 +57,7 @@ json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
         message="Expecting value: line 1 column 1 (char 0)",
         where="train.py:12 in step",
         raised_by="torch",
+        module="json.decoder",
     )
 
 
@@ -273,7 +275,11 @@ def test_an_error_of_braid_that_no_line_of_the_users_led_to_has_no_place(kind, w
     frame = f'  File "{BRAID_ROOT}/checkpoint/loading.py", line 3, in load'
     text = f"Traceback (most recent call last):\n{frame}\n{kind}: bad"
     assert parse_error(text) == ParsedError(
-        type=kind.rpartition(".")[2], message="bad", where=where, raised_by="braid"
+        type=kind.rpartition(".")[2],
+        message="bad",
+        where=where,
+        raised_by="braid",
+        module="braid.errors",
     )
 
 
@@ -300,3 +306,40 @@ def test_this_interpreter_prints_what_is_parsed(tmp_path: Path):
     assert parse_error(run.stderr) == ParsedError(
         type="OSError", message="[Errno 5] gone", where="train.py:2 in load"
     )
+
+
+@pytest.mark.parametrize(
+    ("printed", "module"),
+    [
+        ("ValueError", ""),
+        ("PeerLostError", "__main__"),
+        ("jobs.PeerLostError", "jobs"),
+        ("braid.errors.PeerLostError", "braid.errors"),
+    ],
+)
+def test_the_module_of_an_error_is_read(printed, module):
+    text = f'Traceback (most recent call last):\n  File "/home/me/train.py", line 3, in load\n{printed}: x'
+    assert parse_error(text).module == module
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07text\x1b]8;;http://x\x1b\\", "text"),
+        ("a\rb\x08\x9b2J\x1bc", "a\\rb\\x08\\x9b2J"),
+        (
+            "caf\u00e9 \u65e5\u672c \udce9\nnext\tcolumn",
+            "caf\u00e9 \u65e5\u672c \\udce9\nnext column",
+        ),
+    ],
+)
+def test_no_text_moves_the_cursor_of_a_terminal(text, shown):
+    assert printable(text) == shown
+
+
+@given(st.text())
+def test_any_text_becomes_printable_once(text):
+    shown = printable(text)
+    assert shown.replace("\n", "").isprintable()
+    assert printable(shown) == shown

@@ -485,3 +485,38 @@ def test_a_broken_link_is_the_cause_where_no_rank_is():
         ("affected", "ranks 0,1 stopped cleanly"),
         ("logs", "runs/1/"),
     ]
+
+
+def test_an_error_of_the_program_with_the_name_of_braids_is_a_cause():
+    own = raised(1, "PeerLostError: shard-7 is missing", at=1, module="__main__")
+    other = raised(0, "PeerLostError: rank 1 raised PeerLostError", at=2, module="braid.errors")
+    assert verdict(own, other) == ("exception", [1], True)
+
+
+def test_codes_in_the_text_of_an_error_do_not_reach_the_terminal():
+    end = raised(1, "ValueError: \x1b[2Jgone", details=("a\x07b",), where="\x1b[1mx.py:1")
+    report = StopReport(verdict=judge([end]), exit_code=1, elapsed_s=1.0)
+    assert render_block(error_block(report)).split("\n")[1:] == [
+        "  cause    rank 1 (pid 101): ValueError: gone      x.py:1",
+        "           a\\x07b",
+    ]
+
+
+def test_a_rank_that_stood_still_for_long_is_the_cause_among_symptoms():
+    lost = "PeerLostError: lost server 0: it closed the connection"
+    ends = [
+        replace(raised(0, lost, at=9), paused_s=40.0),
+        replace(raised(1, lost, at=8), paused_s=2.0),
+    ]
+    assert verdict(*ends) == ("exception", [0], True)
+    report = StopReport(verdict=judge(ends), exit_code=1, elapsed_s=60.0)
+    _, (_, cause), (_, affected) = error_block(report)
+    assert cause.startswith(
+        "rank 0 (pid 100), which had been stopped by SIGSTOP for 40 s: PeerLost"
+    )
+    assert affected == "rank 1 stopped cleanly, had been stopped by SIGSTOP for 2.0 s"
+
+
+def test_a_rank_that_stood_still_is_not_blamed_for_the_error_of_another():
+    ends = [replace(raised(0, SYMPTOMS[0], at=1), paused_s=40.0), raised(1, "ValueError: x", at=9)]
+    assert verdict(*ends) == ("exception", [1], True)

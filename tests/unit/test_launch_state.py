@@ -119,6 +119,13 @@ def test_a_stop_is_a_warning_and_a_continue_clears_it(three):
     assert three.handle(Tick(), 50 * S) == []
 
 
+def test_the_longest_stop_of_a_rank_is_kept(three):
+    for start, end in ((1, 4), (10, 12)):
+        three.handle(Stopped(2, STOP), start * S)
+        three.handle(Continued(2), end * S)
+    assert (three.ranks[2].paused_ns, three.ranks[2].stopped_ns) == (3 * S, None)
+
+
 def test_a_rank_stopped_for_its_limit_is_declared_dead(three):
     three.handle(Stopped(1, STOP), S)
     assert three.handle(Tick(), 31 * S) == [

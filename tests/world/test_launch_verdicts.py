@@ -37,6 +37,7 @@ def train():
             if mode == "gone":
                 os._exit(0)
             if mode == "handled":
+                print("braid: a hint is not what ended the rank", file=sys.stderr)
                 os._exit(3)
             if mode == "slow exit":
                 try:
@@ -93,7 +94,7 @@ def _run(tmp_path: Path, mode: str) -> Outcome:
         ("handled", "exited with code 3\n           last on stderr: KeyError: 'harmless'\n", 3),
         (
             "slow exit",
-            "'/no/such/file'      job.py:32 in train\n           the data is gone\n",
+            "'/no/such/file'      job.py:33 in train\n           the data is gone\n",
             3,
         ),
         pytest.param(

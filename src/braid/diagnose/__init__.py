@@ -20,6 +20,7 @@ from braid.diagnose.tracebacks import (
     final_error,
     parse_error,
     parse_stack,
+    printable,
     short_site,
 )
 from braid.diagnose.verdict import (
@@ -61,6 +62,7 @@ __all__ = [
     "last_step",
     "parse_error",
     "parse_stack",
+    "printable",
     "rank_list",
     "reach_table",
     "render_block",

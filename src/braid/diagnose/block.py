@@ -21,6 +21,7 @@ import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from braid.diagnose.tracebacks import printable
 from braid.diagnose.verdict import Ending, RankEnd, Verdict, describe, signal_name
 
 __all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_block"]
@@ -123,7 +124,7 @@ def render_block(rows: Iterable[tuple[str, str]]) -> str:
     """Format rows as text; further lines of a row are aligned with its first line."""
     lines = []
     for label, text in rows:
-        first, *rest = text.split("\n")
+        first, *rest = printable(text).split("\n")
         if label == "braid:":
             lines.append(f"braid: {first}")
         else:
@@ -167,7 +168,8 @@ def _cause(verdict: Verdict) -> list[str]:
         ranks += f"{host} (pid {first.pid})"
     what = describe(first).removeprefix("raised ")
     where = first.error.where if first.error is not None else ""
-    line = f"{ranks}: {what}"
+    paused = _paused(first)
+    line = f"{ranks}{paused and f', which {paused}'}: {what}"
     if where:
         line += f"{WHERE_GAP}{where}"
     elif first.last_events:  # continues `killed by signal 9`, but is set apart from a message
@@ -206,7 +208,8 @@ def _affected(verdict: Verdict) -> list[str]:
     """Return one line for all ranks with the same last events and the same end."""
     groups: dict[tuple[str, str], list[int]] = {}
     for end in verdict.affected:
-        groups.setdefault((_doing(end), _how_it_ended(end)), []).append(end.rank)
+        ending = ", ".join(filter(None, (_how_it_ended(end), _paused(end))))
+        groups.setdefault((_doing(end), ending), []).append(end.rank)
     lines = []
     for (doing, ending), ranks in groups.items():
         subject = rank_list(ranks)
@@ -238,6 +241,13 @@ def _how_it_ended(end: RankEnd) -> str:
     if ending is Ending.STOPPED_BY_US and end.signal is not None:
         return f"ended by braid ({signal_name(end.signal)})"
     return "stopped cleanly"
+
+
+def _paused(end: RankEnd) -> str:
+    """Return how long a rank stood still before it went on."""
+    if not end.paused_s:
+        return ""
+    return f"had been stopped by {signal_name(end.stop_signal)} for {_seconds(end.paused_s)}"
 
 
 def _saved(saved: SavedCheckpoint, step: int | None) -> str:

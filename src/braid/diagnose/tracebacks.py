@@ -17,20 +17,32 @@ prefix (`_distributed_excepthook` in `torch/distributed/distributed_c10d.py`).
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from signal import SIGABRT
 from typing import NamedTuple
 
-__all__ = ["ParsedError", "Stack", "final_error", "parse_error", "parse_stack", "short_site"]
+__all__ = [
+    "ParsedError",
+    "Stack",
+    "final_error",
+    "parse_error",
+    "parse_stack",
+    "printable",
+    "short_site",
+]
 
 SIGNAL_RECEIVER = "_receive_signals"  # of a thread of braid; see rendezvous/stack_thread.py
 BRAID_ROOT = str(PurePath(__file__).parents[1])
 MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; later output of the program does not
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
+TERMINAL_CODE = re.compile(  # of ECMA-48: control sequences, strings, and single escapes
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_].*?(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])", re.DOTALL
+)
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 GROUP_PREFIX = re.compile(r"^\s*[|+] (?=\s*\S)")
 HEADER = re.compile(r"^(Exception Group )?Traceback \(most recent call last\):\s*$")
@@ -63,6 +75,8 @@ class ParsedError:
 
     Attributes:
         type: Name of the exception without its module, such as `ValueError`.
+        module: Module of the exception, such as `torch.distributed`; empty for a builtin one, and
+            where the text does not have it.
         message: First line of the message.
         where: Deepest frame of user code, such as `train.py:57 in load_shard`. Empty for an error
             of braid without a frame of user code, as in `braid train`.
@@ -78,6 +92,7 @@ class ParsedError:
     details: tuple[str, ...] = ()
     chain: tuple[str, ...] = ()
     raised_by: str = ""
+    module: str = ""
 
     def __str__(self) -> str:
         """Type and message, such as `ValueError: dataset file shard-7 is missing`."""
@@ -202,6 +217,17 @@ def short_site(site: str) -> str:
     return f"{PurePath(path).name}:{rest}" if rest else site
 
 
+def printable(text: str) -> str:
+    """Return a text without the codes that would move or colour a terminal's cursor.
+
+    Other control characters become escapes, except line ends.
+    """
+    shown = TERMINAL_CODE.sub("", text).replace("\t", " ")
+    return "".join(
+        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in shown
+    )
+
+
 def _plain_lines(text: str) -> list[str]:
     """Return the lines of a text without colours and the prefixes of torch and of groups."""
     lines = [RANK_PREFIX.sub("", STYLE.sub("", line)) for line in text.splitlines()]
@@ -244,6 +270,7 @@ def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
             details=error.details,
             chain=tuple(errors),
             raised_by=error.raised_by,
+            module=error.module,
         )
     return last
 
@@ -289,7 +316,7 @@ def _boxed_traceback(lines: list[str]) -> ParsedError | None:
     frames = [_to_frame(frame) for frame in map(BOX_FRAME.match, box[:end]) if frame is not None]
     if match is None or not frames:
         return None
-    return _to_error(match, frames, box[end + 2 :])
+    return replace(_to_error(match, frames, box[end + 2 :]), module="")  # rich omits it
 
 
 def _syntax_error(lines: list[str]) -> ParsedError | None:
@@ -334,11 +361,17 @@ def _to_error(match: re.Match[str], frames: list[_Frame], rest: list[str]) -> Pa
     of_users = any(frame.is_users for frame in frames)
     return ParsedError(
         type=match["type"].rpartition(".")[2] or match["type"],
+        module=match["type"].rpartition(".")[0] or _module_of(match["type"]),
         message=(match["message"] or "").strip(),
         where=_shown_frame(frames) if of_users or not explains_itself else "",
         details=_details(rest),
         raised_by=next((frame.package for frame in reversed(frames) if not frame.is_stdlib), ""),
     )
+
+
+def _module_of(name: str) -> str:
+    """Return the module of a type that a traceback shows without one."""
+    return "" if hasattr(builtins, name) else "__main__"
 
 
 def _to_frame(match: re.Match[str]) -> _Frame:

@@ -27,6 +27,7 @@ it is a cause unless another rank has an undoubted one.
     left its groups, then ended by the launcher        | the same: it took long to exit
     exited with code 0                                 | suspect if there are only symptoms
     error of a lost peer, also in the exception chain  | symptom
+    the same, after the rank was stopped for 30 s      | cause if there are only symptoms
     connection error that braid and torch did not raise| doubtful
     any other error, any other exit code               | cause
     survived: the run went on after it                 | cause if only symptoms follow, and name it
@@ -40,7 +41,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from braid.diagnose.tracebacks import ParsedError
+from braid.diagnose.tracebacks import ParsedError, printable
 
 __all__ = [
     "Ending",
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+LONG_PAUSE_S = 30.0  # after this silence other ranks give a rank up
 SYMPTOM_TYPES = frozenset(
     {
         "PeerLostError", "CommTimeout", "StaleError", "RendezvousError",
@@ -113,6 +115,7 @@ class RankEnd:
         asked_to_stop: Whether the launcher had sent the rank a signal before.
         stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
         stop_signal: Signal that stopped the rank.
+        paused_s: Longest time for which the rank had been stopped before it went on, in seconds.
         declared_dead: Whether the launcher killed the rank because it was stopped for too long.
         memory_kill: Facts about the kernel's out-of-memory kill; None if there was none.
         error: Error of the rank, from its control connection or its stderr.
@@ -134,6 +137,7 @@ class RankEnd:
     asked_to_stop: bool = False
     stopped_s: float | None = None
     stop_signal: int = int(signals.SIGSTOP)
+    paused_s: float = 0.0
     declared_dead: bool = False
     memory_kill: MemoryKill | None = None
     error: ParsedError | None = None
@@ -269,7 +273,8 @@ def _fault(
         stopped = [end for end in by_rank if end.stopped_s is not None]
         return "stopped" if stopped else "finished", stopped[:1], True
     suspect = _suspect(by_rank, symptoms, named)
-    return _kind(suspect), [suspect], suspect.stopped_s is not None
+    certain = suspect.stopped_s is not None or suspect.paused_s >= LONG_PAUSE_S
+    return _kind(suspect), [suspect], certain
 
 
 def describe(end: RankEnd) -> str:
@@ -280,7 +285,7 @@ def describe(end: RankEnd) -> str:
     if end.memory_kill is not None:
         return f"killed by the kernel for memory{_memory(end.memory_kill)}"
     if _aborted_after(end):
-        return f"aborted after {end.error}"
+        return printable(f"aborted after {end.error}")
     if end.asked_to_stop and end.left:
         return "left early, and had not ended when braid ended it"
     if end.signal is not None:
@@ -288,11 +293,11 @@ def describe(end: RankEnd) -> str:
     if end.exit_code == 0:
         return "left early with exit code 0"
     if end.error is not None and not end.handled:
-        return f"raised {end.error}"
+        return printable(f"raised {end.error}")
     code = end.exit_code or 0
     hint = f" (128 + {code - 128}, {signal_name(code - 128)})" if 128 < code < 160 else ""
     context = f" while handling {end.error}" if end.error is not None else ""
-    return f"exited with code {code}{hint}{context}"
+    return printable(f"exited with code {code}{hint}{context}")
 
 
 def clause(end: RankEnd) -> str:
@@ -313,9 +318,10 @@ def _ending_of(error: ParsedError) -> Ending:
     """Return what an error says of its rank's end: by its type and origin."""
     if error.type == "MismatchError":
         return Ending.CAUSE
-    if error.type in SYMPTOM_TYPES:
+    of_program = error.module.partition(".")[0] not in {"", *LIBRARIES}
+    if error.type in SYMPTOM_TYPES and not of_program:
         return Ending.SYMPTOM
-    texts = [str(error), *error.details, *error.chain]
+    texts = [error.message if of_program else str(error), *error.details, *error.chain]
     if any(map(NAMED_TYPE.search, texts)):
         return Ending.SYMPTOM
     if LIBRARY_TYPES.match(error.type) and any(map(LIBRARY_TEXT.search, texts)):
@@ -368,6 +374,9 @@ def _suspect(by_rank: Sequence[RankEnd], symptoms: list[RankEnd], named: set[int
     stopped = [end for end in by_rank if end.stopped_s is not None]
     if stopped:
         return stopped[0]
+    paused = [end for end in symptoms if end.paused_s >= LONG_PAUSE_S]
+    if paused:
+        return max(paused, key=lambda end: end.paused_s)
     accused = [end for end in symptoms if end.rank in named and not end.names]
     if accused:
         return min(accused, key=lambda end: end.ended_ns)

@@ -18,6 +18,8 @@ from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.style import Style
 
+from braid.diagnose import printable
+
 __all__ = ["QuietConsole", "TerminalConsole"]
 
 MAX_WAITING_BYTES = 2 << 20  # characters that are queued while nobody reads the terminal
@@ -86,7 +88,7 @@ class TerminalConsole:
 
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
-        self._put(2, f"braid: {text}\n")
+        self._put(2, f"braid: {printable(text)}\n")
 
     def is_limited(self, stream: int) -> bool:
         """Whether the stream is a terminal."""

@@ -6,6 +6,7 @@ started the process reports its state changes as `Change`.
 
 from __future__ import annotations
 
+import re
 import selectors
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from braid.rendezvous.control import decode_from_rank, encode
 from braid.wire import SocketConnection
 
 __all__ = ["Rank"]
+
+OWN_LINE = re.compile(r"(?!braid: )\s*\S")  # of the program, and not a hint of braid
 
 
 class Rank(ABC):
@@ -202,11 +205,12 @@ class Rank(ABC):
             asked_to_stop=asked,
             stopped_s=stopped_s,
             stop_signal=facts.stop_signal,
+            paused_s=facts.paused_ns / 1e9,
             declared_dead=facts.declared_dead,
             memory_kill=change.memory_kill,
             error=None if exit_code == 0 else error,
             handled=self.exiting is not None,
-            last_line=next((line for line in reversed(lines) if line.strip()), "")[:200],
+            last_line=next((line for line in reversed(lines) if OWN_LINE.match(line)), "")[:200],
             last_line_s=max(0, age_ns) / 1e9,
         )
         return self.end
@@ -225,6 +229,7 @@ class Rank(ABC):
             details=tuple(details),
             chain=written.chain if written else (),
             raised_by=written.raised_by if written else "",
+            module=written.module if written else "",
         )
 
     def _hang_up(self) -> None:

@@ -171,6 +171,7 @@ class RankFacts:
         alive: Whether the process has not ended.
         stopped_ns: Time since which the process is stopped; None while it runs.
         stop_signal: Signal that stopped the process last.
+        paused_ns: Longest time for which the process was stopped before it went on.
         declared_dead: Whether the rank was killed because it was stopped for too long.
         signalled: Whether the launcher sent the process a signal that ends it.
         failed_ns: Time at which the rank reported its failure, before any signal; else None.
@@ -181,6 +182,7 @@ class RankFacts:
     alive: bool = True
     stopped_ns: int | None = None
     stop_signal: int = int(signal.SIGSTOP)
+    paused_ns: int = 0
     declared_dead: bool = False
     signalled: bool = False
     failed_ns: int | None = None
@@ -259,6 +261,7 @@ class SupervisorState:
         elif isinstance(event, Continued):
             facts = self.ranks[event.rank]
             if facts.stopped_ns is not None and not facts.declared_dead:
+                facts.paused_ns = max(facts.paused_ns, now_ns - facts.stopped_ns)
                 facts.stopped_ns = None
                 out.append(Warn(event.rank, 0))
         elif isinstance(event, Interrupted):
