@@ -92,7 +92,7 @@ def join(
     van = _van(role, number, secret, run_id, options, address)
     scheduler = group.objects.broadcast(van.address)
     events = group.context.events
-    has_ended = partial(_has_left, group)
+    has_ended = partial(_scheduler_ended, group)
     counts = servers, workers
     node = Node(van, role, number, counts, scheduler, options, events=events, has_ended=has_ended)
     group.barrier()  # the scheduler listens, and knows what it waits for
@@ -104,7 +104,7 @@ def join(
     return Node(van, "worker", called, counts, scheduler, options, events=events)
 
 
-def _has_left(group: Group) -> bool:
+def _scheduler_ended(group: Group) -> bool:
     """Return whether the scheduler's process, the first of the group, has ended on purpose."""
     health = group.context.health
     health.collect()
