@@ -36,6 +36,8 @@ def train():
                 socket.create_connection(("127.0.0.1", 9), timeout=5)  # nobody listens there
             if mode == "gone":
                 os._exit(0)
+            if mode == "swallowed":
+                return
             if mode == "handled":
                 print("braid: a hint is not what ended the rank", file=sys.stderr)
                 os._exit(3)
@@ -53,14 +55,14 @@ def train():
                 threading.Thread(target=time.sleep, args=(60,)).start()
                 exit("no more data")
 
-if mode != "caught" and mode != "gone":
+if mode not in {"caught", "gone", "swallowed"}:
     train()
 else:
     try:
         train()
     except Exception as e:
         print(f"fatal: {e}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(mode != "swallowed")
 """
 
 
@@ -94,7 +96,7 @@ def _run(tmp_path: Path, mode: str) -> Outcome:
         ("handled", "exited with code 3\n           last on stderr: KeyError: 'harmless'\n", 3),
         (
             "slow exit",
-            "'/no/such/file'      job.py:33 in train\n           the data is gone\n",
+            "'/no/such/file'      job.py:35 in train\n           the data is gone\n",
             3,
         ),
         pytest.param(
@@ -118,3 +120,10 @@ def test_the_rank_that_failed_first_is_the_cause(tmp_path, mode, told, code):
     assert outcome.verdict.certain
     assert told in str(outcome)
     assert outcome.exit_code == code
+
+
+def test_a_run_that_swallows_the_error_of_a_rank_that_left_early_says_so(tmp_path):
+    outcome = _run(tmp_path, "swallowed")
+    assert (outcome.exit_code, outcome.verdict.kind) == (0, "finished"), str(outcome)
+    told = "  note     rank 1 left early: an operation of rank 0 failed, and was given up\n"
+    assert told in str(outcome)

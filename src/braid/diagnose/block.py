@@ -4,7 +4,8 @@ Problem: N ranks print N interleaved tracebacks, and the launcher adds its own. 
 scrolled away.
 
 Idea: print one block after everything else, always with the same labels in the same order, so that
-people and programs find the cause at once.
+people and programs find the cause at once. `survived` lists earlier deaths without which the run
+went on, and `note` stands in a run that finished although a rank left early.
 
     braid: run stopped at step 213 after 41 s (exit 1)
       cause    rank 1 on host b (pid 812): ValueError: shard-7 is missing      train.py:57 in load
@@ -109,7 +110,9 @@ def error_block(report: StopReport) -> list[tuple[str, str]]:
     rows += _labelled(
         "survived", [_survived(end, report.verdict) for end in report.verdict.survived]
     )
-    if not report.ok:
+    if report.ok:
+        rows += _labelled("note", _left_early(report.verdict))
+    else:
         rows += _labelled("affected", _affected(report.verdict))
     if report.saved is not None:
         rows.append(("saved", _saved(report.saved, report.step)))
@@ -195,6 +198,18 @@ def _survived(end: RankEnd, verdict: Verdict) -> str:
     if verdict.cause:
         before = f", {_seconds((verdict.cause[0].ended_ns - end.ended_ns) / 1e9)} before"
     return f"rank {end.rank}{host} (pid {end.pid}){before}: {describe(end)}{doing}"
+
+
+def _left_early(verdict: Verdict) -> list[str]:
+    """Return which ranks of a run that finished left while others still needed them."""
+    missing: dict[int, list[int]] = {}
+    for end in verdict.affected:
+        for rank in end.missed:
+            missing.setdefault(rank, []).append(end.rank)
+    return [
+        f"rank {rank} left early: an operation of {rank_list(ranks)} failed, and was given up"
+        for rank, ranks in sorted(missing.items())
+    ]
 
 
 def _last_line(end: RankEnd) -> str:

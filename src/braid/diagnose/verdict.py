@@ -111,6 +111,7 @@ class RankEnd:
         exit_code: Exit code; None if a signal ended the rank.
         signal: Number of the signal that ended the rank; None if the rank exited.
         unclosed: Whether the rank exited without leaving the groups that it had joined.
+        missed: Ranks that had left before, while this rank still needed them.
         left: Whether the rank had left its groups before the launcher sent it a signal.
         asked_to_stop: Whether the launcher had sent the rank a signal before.
         stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
@@ -133,6 +134,7 @@ class RankEnd:
     exit_code: int | None = None
     signal: int | None = None
     unclosed: bool = False
+    missed: tuple[int, ...] = ()
     left: bool = False
     asked_to_stop: bool = False
     stopped_s: float | None = None

@@ -104,7 +104,13 @@ class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
 
 
 class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
-    """The rank has shut down on purpose."""
+    """The rank has shut down on purpose.
+
+    Attributes:
+        missed: Ranks that had left before, while an operation of this rank still needed them.
+    """
+
+    missed: tuple[int, ...] = ()
 
 
 class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):

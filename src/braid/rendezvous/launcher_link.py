@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import threading
+from collections.abc import Iterable
 
 from braid.events import EventRing, Recorder
 from braid.rendezvous.control import ControlClient, Hello, Left
@@ -54,6 +55,7 @@ class LauncherLink:
         self._pid = os.getpid()
         self._num_users = 0
         self._num_here = 0
+        self._missed: set[int] = set()
 
     def arrive(self) -> None:
         """Report that the process takes part in the job; once for all users."""
@@ -61,11 +63,12 @@ class LauncherLink:
         if self._num_here == 1:
             self.control.send(Hello(self._pid))
 
-    def leave(self) -> None:
-        """Report that the process takes no further part, once no user does."""
+    def leave(self, missed: Iterable[int] = ()) -> None:
+        """Report that the process takes no further part, once no user does; see `Left`."""
         self._num_here -= 1
+        self._missed.update(missed)
         if self._num_here == 0 and os.getpid() == self._pid:
-            self.control.send(Left())
+            self.control.send(Left(tuple(sorted(self._missed))))
 
     def close(self) -> None:
         """Release the link; the last user's call closes it."""

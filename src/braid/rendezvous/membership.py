@@ -138,7 +138,7 @@ class Membership:
         atexit.unregister(self.close)
         if not self.failed and not self.transport.forked:
             if self._link is not None:  # first, so that the launcher knows who left first
-                self._link.leave()
+                self._link.leave(self.context.health.missed)
             self.transport.announce_end()
         self.transport.close()
         if self._survivor is not None and self.failed and not self.transport.forked:

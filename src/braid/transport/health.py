@@ -70,6 +70,7 @@ class Health:
         self.debugged = debugged
         self.epoch = 0
         self.lost: dict[int, Loss] = {}
+        self.missed: set[int] = set()  # that had left, while an operation here needed them
         self._clock = clock
         self._pids: dict[int, int] = {}  # of the ranks that are watched, by whatever means
         self._pidfds: dict[int, int] = {}
@@ -172,6 +173,8 @@ class Health:
         for rank in ranks:
             loss = self.lost.get(rank)
             if loss is not None and (not loss.left or rank == needed):
+                if loss.left:
+                    self.missed.add(rank)
                 msg = f"rank {rank} {loss.reason}"
                 raise PeerLostError(msg, rank=rank)
 

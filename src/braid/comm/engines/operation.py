@@ -203,6 +203,7 @@ class Operation:
                 rank = pages.ranks[member]
                 if self._may_know_more():
                     return
+                health.missed.add(rank)
                 msg = f"rank {rank} has already left (it closed the group)"
                 raise PeerLostError(msg, rank=rank)
         # after what the members say themselves: one that abandoned the group may have left since

@@ -45,6 +45,7 @@ class Rank(ABC):
         has_joined: Whether the rank has joined the job, and so dumps its stack on request.
         left_ns: Time at which the rank left its groups (launcher's clock), if no signal of the
             launcher made it leave; None if it has not.
+        missed: Ranks that had left before, while this rank still needed them.
         failure: The failure that the rank has reported; None if it has not.
         exiting: The `sys.exit` that the rank has reported; None if it has not.
         end: End of the rank; None while it lives.
@@ -67,6 +68,7 @@ class Rank(ABC):
         self.output = output
         self.has_joined = False
         self.left_ns: int | None = None
+        self.missed: tuple[int, ...] = ()
         self.failure: Failed | None = None
         self.exiting: Exiting | None = None
         self.end: RankEnd | None = None
@@ -201,6 +203,7 @@ class Rank(ABC):
             exit_code=exit_code,
             signal=signum,
             unclosed=exit_code == 0 and self.has_joined,
+            missed=self.missed,
             left=asked and self.left_ns is not None,
             asked_to_stop=asked,
             stopped_s=stopped_s,

@@ -361,6 +361,7 @@ class _Run:
             process.has_joined = True
         elif isinstance(message, Left):
             process.has_joined = False  # the rank no longer dumps its stack
+            process.missed = message.missed
             if not self._state.ranks[process.rank].signalled:
                 process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved):
