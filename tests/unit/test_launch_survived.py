@@ -152,9 +152,19 @@ def test_a_death_that_ends_the_run_after_all_is_the_cause():
 def test_a_survived_death_that_no_error_names_is_not_blamed():
     killed = RankEnd(rank=1, ended_ns=1, signal=KILL, survived=True)
     late = ParsedError(type="CommTimeout", message="no progress for 300 s")
-    worker = RankEnd(rank=4, ended_ns=9, exit_code=1, error=late)
+    worker = RankEnd(rank=4, ended_ns=9 * S, exit_code=1, error=late)
     verdict = judge([killed, worker])
     assert (verdict.cause, verdict.certain, verdict.survived) == ((worker,), False, (killed,))
+
+
+def test_the_last_of_several_deaths_is_suspected_if_errors_follow_at_once():
+    first, last = (
+        RankEnd(rank=rank, ended_ns=rank * 100 * S, signal=KILL, survived=True) for rank in (1, 2)
+    )
+    lost = ParsedError(type="PeerLostError", message="lost server 1: no server has a copy")
+    scheduler = RankEnd(rank=0, ended_ns=201 * S, exit_code=1, error=lost)
+    verdict = judge([first, last, scheduler])
+    assert (verdict.cause, verdict.certain, verdict.survived) == ((last,), False, (first,))
 
 
 def test_the_block_lists_survived_deaths_by_time():

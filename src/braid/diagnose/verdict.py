@@ -30,7 +30,8 @@ it is a cause unless another rank has an undoubted one.
     the same, after the rank was stopped for 30 s      | cause if there are only symptoms
     connection error that braid and torch did not raise| doubtful
     any other error, any other exit code               | cause
-    survived: the run went on after it                 | cause if only symptoms follow, and name it
+    survived: the run went on after it                 | cause if only symptoms follow that name it;
+                                                       | suspect if they follow within 5 s
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ __all__ = [
 ]
 
 TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+NOTICED_NS = 5_000_000_000  # other ranks learn of a death from the launcher within this time
 LONG_PAUSE_S = 30.0  # after this silence other ranks give a rank up
 SYMPTOM_TYPES = frozenset(
     {
@@ -274,7 +276,7 @@ def _fault(
     if not symptoms:
         stopped = [end for end in by_rank if end.stopped_s is not None]
         return "stopped" if stopped else "finished", stopped[:1], True
-    suspect = _suspect(by_rank, symptoms, named)
+    suspect = _suspect(by_rank, symptoms, named, survived)
     certain = suspect.stopped_s is not None or suspect.paused_s >= LONG_PAUSE_S
     return _kind(suspect), [suspect], certain
 
@@ -371,7 +373,12 @@ def _left_unclosed(end: RankEnd) -> bool:
     return end.unclosed and not end.asked_to_stop
 
 
-def _suspect(by_rank: Sequence[RankEnd], symptoms: list[RankEnd], named: set[int]) -> RankEnd:
+def _suspect(
+    by_rank: Sequence[RankEnd],
+    symptoms: list[RankEnd],
+    named: set[int],
+    survived: Sequence[RankEnd],
+) -> RankEnd:
     """Return the likeliest cause if there are only symptoms."""
     stopped = [end for end in by_rank if end.stopped_s is not None]
     if stopped:
@@ -379,10 +386,13 @@ def _suspect(by_rank: Sequence[RankEnd], symptoms: list[RankEnd], named: set[int
     paused = [end for end in symptoms if end.paused_s >= LONG_PAUSE_S]
     if paused:
         return max(paused, key=lambda end: end.paused_s)
+    first = min(symptoms, key=lambda end: end.ended_ns)
+    recent = [end for end in survived if first.ended_ns - end.ended_ns <= NOTICED_NS]
+    if recent:  # the last death was one too many
+        return recent[-1]
     accused = [end for end in symptoms if end.rank in named and not end.names]
     if accused:
         return min(accused, key=lambda end: end.ended_ns)
-    first = min(symptoms, key=lambda end: end.ended_ns)
     left = [e for e in by_rank if e.ending is Ending.FINISHED and e.ended_ns <= first.ended_ns]
     return min(left, key=lambda end: end.ended_ns, default=first)
 
