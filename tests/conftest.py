@@ -62,6 +62,7 @@ LAUNCHING = (
     "world/test_ps.py::test_the_example",
     "world/test_ps_jobs.py",
     "world/test_ps_launched.py",
+    "world/test_ps_hang.py",
     "world/test_ps_stopped.py",
     "world/test_pslite_programs.py",
     "world/test_bench_plan.py",

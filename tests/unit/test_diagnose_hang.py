@@ -526,3 +526,20 @@ def test_calls_in_a_circle_are_a_deadlock():
     assert report.missing_ranks == ()
     assert "wait for each other's calls" in str(report)
     assert "RpcOptions(num_worker_threads=...)" in str(report)
+
+
+def test_a_request_is_followed_through_the_server_that_holds_it_to_the_worker_that_is_awaited():
+    pull = operation(3, 85.0, name="pull(table 'w', asked of ranks 1,4)")
+    hold = operation(2, 86.0, name="hold(worker 0 waits for 1 (at clock 2), asked of rank 3)")
+    report = find_hang(
+        [
+            RankView(1, 811, (hold,), SLEEPS, IN_CALL),
+            RankView(2, 812, (pull,), SLEEPS, IN_CALL),
+            RankView(3, 813, (), SLEEPS, SERVES),
+            RankView(4, 814, (hold,), SLEEPS, IN_CALL),
+        ],
+        now_ns=NOW,
+        limit_ns=LIMIT,
+    )
+    assert (report.waiting_ranks, report.missing_ranks) == ((1, 2, 4), (3,))
+    assert "pull#3  table 'w', asked of ranks 1,4" in str(report)

@@ -171,7 +171,7 @@ def _blocked(view: RankView, views: Sequence[RankView]) -> Blocked:
 def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> frozenset[int]:
     others = [v for v in views if v.rank != view.rank]
     if operation.is_call:  # its answer has not come, whatever else the callee does
-        return frozenset(v.rank for v in others if v.rank == operation.partner)
+        return frozenset(v.rank for v in others if v.rank in operation.asked)
     if operation.partner is not None:
         others = [v for v in others if v.rank == operation.partner]
     else:

@@ -123,7 +123,7 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
         f"rank {b.view.rank} in {b.operation.label} for {_awaited(b)}" for b in blocked[:MAX_LISTED]
     )
     kind = "order"
-    if all(b.operation.is_call for b in blocked):
+    if all(b.operation.is_call and b.operation.partner is not None for b in blocked):
         kind = "calls"
     elif all(b.operation.is_message for b in blocked):
         kind = "messages"

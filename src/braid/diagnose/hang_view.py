@@ -23,6 +23,7 @@ from braid.events import OPEN
 __all__ = ["LinkView", "Process", "RankView", "SpanView"]
 
 PARTNER = re.compile(r"(?:to|from) rank (\d+)\)")
+ASKED = re.compile(r"asked of ranks? ([\d,]+)\)$")  # requests of a parameter server
 MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; old turns do not matter
 
 
@@ -69,8 +70,16 @@ class SpanView(NamedTuple):
 
     @property
     def is_call(self) -> bool:
-        """Whether the span is a call of a function in another rank."""
-        return self.name.startswith("call(")
+        """Whether the span is a call of a function in another rank, or a request to some ranks."""
+        return self.name.startswith("call(") or ASKED.search(self.name) is not None
+
+    @property
+    def asked(self) -> frozenset[int]:
+        """Ranks that must answer a call or a request."""
+        match = ASKED.search(self.name)
+        if match is None:
+            return frozenset(() if self.partner is None else (self.partner,))
+        return frozenset(map(int, match[1].split(",")))
 
     @property
     def is_service(self) -> bool:

@@ -12,6 +12,7 @@ Source: PS-Lite's Customer, whose wait has no end, and whose callbacks block if 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +49,7 @@ class _Request:
     ids: list[int] = field(default_factory=list)
     due_ns: int = 0  # when to send it again, on links that lose messages
     pause_ns: int = 0
+    message: Message | None = None  # the last one
 
 
 class Customer:
@@ -142,7 +144,7 @@ class Customer:
             CommTimeout: Parts are unanswered; names who was asked, and for whom who waits there.
         """
         if timestamp in self._requests:
-            with self._postoffice.events.span("wait", seq=timestamp):
+            with self._postoffice.events.span("wait", seq=timestamp), self._asking(timestamp):
                 try:
                     self._postoffice.wait_until(
                         lambda: timestamp not in self._requests or bool(self._postoffice.failure),
@@ -160,6 +162,14 @@ class Customer:
             raise self._errors.pop(timestamp)
         if timestamp in self._requests:
             self._postoffice.raise_failure()
+
+    def _asking(self, timestamp: int) -> contextlib.AbstractContextManager[object]:
+        """Return the span of the wait for a request, for reports of hangs."""
+        with self._postoffice.lock:
+            own = self._requests.get(timestamp)
+            message = None if own is None else own.message
+            nodes = set(self._state.missing(timestamp).values())
+        return self._postoffice.waits.ask(message, nodes, timestamp)
 
     def cancel(self, timestamp: int) -> None:
         """Forget a request that cannot be sent."""
@@ -236,6 +246,7 @@ class Customer:
         message, buffers = own.build(parts)
         number = self._postoffice.new_id()
         own.ids.append(number)
+        own.message = message
         self._by_id[number] = timestamp
         self._postoffice.expect(number, partial(self._answer, timestamp))
         if not self._postoffice.send(

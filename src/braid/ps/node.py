@@ -67,6 +67,7 @@ class Node:
         start: First clock of a worker that joins a run that has begun.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
         events: Recorder of waits and pushes; a private one when None.
+        ranks: Rank of each node, for reports of waits.
         has_ended: Returns whether the scheduler's process has ended well, as far as the launcher
             knows; a server without a link then serves no longer.
 
@@ -90,6 +91,7 @@ class Node:
         resend_s: float | None = None,
         events: Recorder | None = None,
         has_ended: Callable[[], bool] = lambda: False,
+        ranks: Mapping[str, int] = {},
     ) -> None:
         options = options or Options()
         self.role, self.number = role, number
@@ -100,6 +102,7 @@ class Node:
             start=start,
             resend_s=resend_s,
             events=events,
+            ranks=ranks,
         )
         self._options = options
         self._has_ended = has_ended

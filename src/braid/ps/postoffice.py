@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from braid.errors import (
@@ -40,6 +40,7 @@ from braid.ps.messages import (
 )
 from braid.ps.protocol.directory import Directory
 from braid.ps.roles import SCHEDULER
+from braid.ps.waits import Waits
 from braid.wire import Buffer
 
 __all__ = ["Handler", "Postoffice"]
@@ -61,6 +62,7 @@ class Postoffice:
         start: First clock of a worker that joins a run that has begun.
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
         events: Recorder of waits and pushes; a private one when None.
+        ranks: Rank of each node, for reports of waits.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class Postoffice:
         start: int = 0,
         resend_s: float | None = None,
         events: Recorder | None = None,
+        ranks: Mapping[str, int] = {},
     ) -> None:
         self.van = van
         self.events = events or Recorder()
+        self.waits = Waits(self.events, van.clock, ranks)
         self.directory: Directory | None = None
         self.failure = ""
         self.is_removed = False  # whether the run goes on without this node
@@ -195,11 +199,12 @@ class Postoffice:
         self.van.connect(SCHEDULER, self._scheduler, timeout_s=within_s)
         self.announce()
         try:
-            self.wait_until(
-                lambda: self.directory is not None or self.failure or SCHEDULER in self._broken,
-                timeout_s,
-                lambda: "not all servers and workers have joined the scheduler",
-            )
+            with self.waits.ask(Join(""), [SCHEDULER], 0):
+                self.wait_until(
+                    lambda: self.directory is not None or self.failure or SCHEDULER in self._broken,
+                    timeout_s,
+                    lambda: "not all servers and workers have joined the scheduler",
+                )
         except CommTimeout as exc:
             raise self.explained(exc, [SCHEDULER]) from None
         if self.directory is None and not self.failure:
@@ -437,6 +442,7 @@ class Postoffice:
         assert isinstance(message, Here), "this handler is for directories"
         if message.directory.epoch > self.epoch:
             self.directory = message.directory
+            self.waits.note_lives(message.directory.lives)
             for call in self._on_directory:
                 call(message.directory)
 

@@ -94,14 +94,16 @@ def join(
     events = group.context.events
     has_ended = partial(_scheduler_ended, group)
     counts = servers, workers
-    node = Node(van, role, number, counts, scheduler, options, events=events, has_ended=has_ended)
+    ranks = {name_of(*role_of(place, servers)): rank for place, rank in enumerate(group.ranks)}
+    make = partial(Node, counts=counts, scheduler=scheduler, options=options, events=events)
+    node = make(van, role, number, has_ended=has_ended, ranks=ranks)
     group.barrier()  # the scheduler listens, and knows what it waits for
     called = _wait_for_call(node) if role == "spare" else None
     if called is None:
         return node
     node.close()
     van = _van("worker", called, secret, run_id, options, address)
-    return Node(van, "worker", called, counts, scheduler, options, events=events)
+    return make(van, "worker", called, ranks=ranks)
 
 
 def _scheduler_ended(group: Group) -> bool:

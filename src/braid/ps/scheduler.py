@@ -89,6 +89,7 @@ class Scheduler:
         self._journal = journal
         self._has_journal = True  # or none is wanted
         self._had_workers = state.directory is not None
+        self._num_handled = 0
         postoffice.directory = state.directory
         handled = (Join, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
         postoffice.register(
@@ -119,12 +120,16 @@ class Scheduler:
 
     def _tick(self) -> None:
         """Give up nodes of an earlier life that have not come back."""
+        self._postoffice.waits.hold(
+            lambda: (self._state.awaited(), self._state.waiting(), self._num_handled)
+        )
         if self._state.missing:
             now_ns = self._postoffice.van.clock.now_ns()
             if now_ns - self._restarted_ns > RETURN_S * 1e9:
                 self._act(self._state.drop_missing())
 
     def _handle(self, delivery: Delivery) -> None:
+        self._num_handled += 1
         try:
             self._act(self._decide(delivery))
             if self._state.failure:

@@ -45,11 +45,12 @@ from braid.ps.protocol.instructions import (
 )
 from braid.ps.protocol.progress import Progress, Rules
 from braid.ps.protocol.shard_state import ShardState
-from braid.ps.roles import SCHEDULER, server_node
+from braid.ps.roles import SCHEDULER, server_node, worker_node
 from braid.ps.shard import Shard
 from braid.ps.storage import State as StoredState
 from braid.ps.storage import Tensors
 from braid.ps.tables import TableSpec
+from braid.ps.waits import Awaited
 
 __all__ = ["Server"]
 
@@ -302,6 +303,7 @@ class Server:
     def _tick(self) -> None:
         now_ns = self._postoffice.van.clock.now_ns()
         office = self._postoffice
+        office.waits.hold(self._awaited)
         if office.has_scheduler or office.van.peers:
             self._alone_ns = None
         elif self._alone_ns is None:
@@ -311,6 +313,18 @@ class Server:
         self._loads_ns = now_ns
         self._send(SCHEDULER, Loads(self._requests))
         self._requests = [0] * NUM_VIRTUAL
+
+    def _awaited(self) -> Awaited:
+        """Return the nodes for which requests wait here."""
+        nodes: set[str] = set()
+        for shard in self.shards:
+            state = shard.state
+            if state.is_head:
+                nodes.update(map(worker_node, state.awaited()))
+            if state.log and state.successor is not None:
+                nodes.add(server_node(state.successor))
+        lines = self.waiting() or ["pushes wait for others"]
+        return frozenset(nodes), lines, sum(shard.state.decided.number for shard in self.shards)
 
     def _resend(self) -> None:
         for shard in self.shards:

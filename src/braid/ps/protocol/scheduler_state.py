@@ -387,6 +387,15 @@ class SchedulerState:
             lines.append(f"{', '.join(absent)} did not come to barrier {name!r}")
         return lines
 
+    def awaited(self) -> frozenset[str]:
+        """Return the nodes that have not joined, or have not come to a barrier."""
+        if self.directory is None:
+            absent = {f"server:{n}" for n in range(self._num_servers) if n not in self._servers}
+            absent |= {f"worker:{n}" for n in range(self._num_workers) if n not in self._workers}
+            return frozenset(absent)
+        pairs = [(self._expected[name], own.keys()) for name, own in self._barriers.items()]
+        return frozenset(node for expected, come in pairs for node in expected - come)
+
     # -- inside
 
     def _deal_again(self, worker: int) -> list[Instruction]:

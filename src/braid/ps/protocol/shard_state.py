@@ -263,10 +263,7 @@ class ShardState:
     def waiting(self) -> list[str]:
         """Return who waits for whom, as text."""
         lines = []
-        pushed = self._clocks()
-        for worker in pushed:
-            while (worker, pushed[worker]) in self._pushes:  # kept for a clock of all workers
-                pushed[worker] += 1
+        pushed = self._pushed()
         for worker, clock in self._parked.values():
             reached = clock - self.applied.rules.at(clock).staleness
             missing = [
@@ -279,7 +276,26 @@ class ShardState:
                 lines.append(f"worker {worker} waits at clock {clock} for the pushes of {names}")
         return lines
 
+    def awaited(self) -> set[int]:
+        """Return the workers for whose pushes requests wait here."""
+        pushed = self._pushed()
+        needed = [
+            clock - self.applied.rules.at(clock).staleness for _, clock in self._parked.values()
+        ]
+        completed = self.decided.completed
+        if self.decided.rules.at(completed).by_clock:
+            needed += [clock + 1 for _, clock in self._eligible if clock == completed]
+        return {worker for worker, clock in pushed.items() if clock < max(needed, default=0)}
+
     # -- inside
+
+    def _pushed(self) -> dict[int, int]:
+        """Return the clock of each worker after its pushes that are kept."""
+        pushed = self._clocks()
+        for worker in pushed:
+            while (worker, pushed[worker]) in self._pushes:  # kept for a clock of all workers
+                pushed[worker] += 1
+        return pushed
 
     def _install_successor(self) -> list[Instruction]:
         """Send the state to a successor that joins, once."""

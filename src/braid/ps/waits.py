@@ -1,0 +1,117 @@
+"""Spans of waits, by which the launcher reports whose answer is missing while a run stands still.
+
+    rank 3   pull(table 'w', asked of rank 1) ────────────────────────────
+    rank 1   hold(worker 0 waits at clock 3 for ..., asked of rank 4) ────
+
+A worker asks servers or the scheduler, which hold the request until other nodes have come. So a
+report follows the requests to the rank for which all wait. What has lasted for less than a second
+is not worth a span at the node that holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+
+from braid.clock import Clock
+from braid.events import Recorder, Span
+from braid.message import Message
+from braid.ps.messages import Barrier, Change, Join, NextData, Pull, Push
+from braid.types import text_digest
+
+__all__ = ["Awaited", "Waits"]
+
+GROUP = text_digest("parameter server") >> 1
+LOOK_NS = 1_000_000_000  # between two looks at what a node holds
+MAX_TEXT = 200
+
+# the nodes for which requests wait here, lines about them, and a number that grows with progress
+Awaited = tuple[frozenset[str], list[str], int]
+
+
+class Waits:
+    """Records the waits of a node.
+
+    Args:
+        events: Recorder that the launcher reads.
+        clock: Clock of the node.
+        ranks: Rank of each node; nothing is recorded about others.
+    """
+
+    def __init__(self, events: Recorder, clock: Clock, ranks: Mapping[str, int]) -> None:
+        self._events, self._clock, self._ranks = events, clock, ranks
+        self._lives: dict[int, int] = {}
+        self._replaced: set[str] = set()  # nodes whose process is not their first, of another rank
+        self._held: tuple[frozenset[str], int] | None = None
+        self._span: Span | None = None
+        self._due_ns = 0
+
+    def note_lives(self, lives: Mapping[int, int]) -> None:
+        """Note which process is each worker; the rank of a later one is unknown."""
+        for worker, life in lives.items():
+            if self._lives.setdefault(worker, life) != life:
+                self._replaced.add(f"worker:{worker}")
+
+    def ask(
+        self, message: Message | None, nodes: Iterable[str], number: int
+    ) -> contextlib.AbstractContextManager[object]:
+        """Return the span of a wait for the answers of some nodes to a request.
+
+        Args:
+            message: The request.
+            nodes: The nodes that have not answered.
+            number: Number of the request.
+        """
+        ranks = self._ranks_of(nodes)
+        if not ranks:
+            return contextlib.nullcontext()
+        what, number = _described(message, number)
+        return self._events.span(
+            f"{what}, asked of {ranks})",
+            group=GROUP,
+            seq=max(2, number),  # the first one of a group would be given more time
+            site=self._events.site(),
+        )
+
+    def hold(self, awaited: Callable[[], Awaited]) -> None:
+        """Look for what requests wait for here, once a second."""
+        if not self._ranks:
+            return
+        now_ns = self._clock.now_ns()
+        if now_ns < self._due_ns:
+            return
+        self._due_ns = now_ns + LOOK_NS
+        nodes, lines, progress = awaited()
+        before, self._held = self._held, (nodes, progress)
+        if self._span is not None and before != self._held:
+            self._span.end()
+            self._span = None
+        ranks = self._ranks_of(nodes)
+        if self._span is None and before == self._held and ranks:
+            text = "; ".join(lines)[:MAX_TEXT]
+            self._span = self._events.span(
+                f"hold({text}, asked of {ranks})", group=GROUP, channel=1, seq=2
+            )
+
+    def _ranks_of(self, nodes: Iterable[str]) -> str:
+        known = {self._ranks[node] for node in nodes if node in self._ranks.keys() - self._replaced}
+        return f"rank{'s' * (len(known) > 1)} {','.join(map(str, sorted(known)))}" if known else ""
+
+
+def _described(message: Message | None, number: int) -> tuple[str, int]:
+    """Return the beginning of a span's name, and its number."""
+    match message:
+        case Push(table=table, clock=clock):
+            return f"push(table {table!r}", clock
+        case Pull(table=table, clock=clock):
+            return f"pull(table {table!r}", clock
+        case Change(table=table, clock=clock):
+            return f"change(table {table!r}", clock
+        case Barrier(name=name):
+            return f"barrier({name!r}", number
+        case NextData(name=name):
+            return f"samples({name!r}", number
+        case Join():
+            return "join(all servers and workers", number
+        case _:
+            return "request(", number
