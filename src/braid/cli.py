@@ -226,6 +226,7 @@ def run(
         where=options,
         environ=roles.environ() | ({NO_FRAME_MAC: "1"} if on.no_frame_mac else {}),
         expendable=roles.expendable,
+        needed=roles.needed,
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:

@@ -125,6 +125,25 @@ def test_a_fault_before_a_given_up_rank_is_reaped_is_a_later_one():
     assert (state.ranks[1].survived, state.stopped_by) == (True, "interrupted")
 
 
+def test_a_run_does_not_survive_the_last_one_of_a_needed_set():
+    state = SupervisorState(4, LIMITS, 0, frozenset({1, 2, 3}), (frozenset({1}), frozenset({2, 3})))
+    for rank in range(4):
+        state.handle(Started(rank), 0)
+    state.handle(Exited(2, "was killed", ok=False), S)
+    assert (state.ranks[2].survived, state.phase) == (True, Phase.RUNNING)
+    state.handle(Exited(3, "was killed", ok=False), 2 * S)
+    assert (state.ranks[3].survived, state.phase) == (False, Phase.GRACE)
+
+
+def test_a_rank_that_finished_is_enough_of_a_needed_set():
+    state = SupervisorState(3, LIMITS, 0, frozenset({1, 2}), (frozenset({1, 2}),))
+    for rank in range(3):
+        state.handle(Started(rank), 0)
+    state.handle(Exited(1, "exited with code 0", ok=True), S)
+    state.handle(Exited(2, "was killed", ok=False), 2 * S)
+    assert (state.ranks[2].survived, state.phase) == (True, Phase.RUNNING)
+
+
 @given(st.data(), st.sampled_from(STORIES))
 def test_survived_deaths_change_nothing_of_the_verdict(data, story):
     play = Play(story)

@@ -113,6 +113,11 @@ def test_replicas_need_servers():
     with pytest.raises(ConfigError, match="--replicas 2 needs 3 servers, got --servers 2"):
         Roles(servers=2, workers=1, replicas=2).num_ranks(None)
     assert Roles(servers=2, workers=1, replicas=1).expendable == {1, 2}
+    assert Roles(servers=2, workers=1, replicas=1).needed == ({1, 2},)
     assert Roles(servers=2, workers=1).expendable == frozenset()
+    assert Roles(servers=2, workers=1).needed == ()
+    assert Roles(servers=1, workers=2, on_worker_loss="shrink").needed == ({2, 3},)
+    assert Roles(servers=1, workers=2, on_worker_loss="wait").needed == ()
+    assert Roles(role=("actor:2",), expendable_role=("actor",)).needed == ()
     assert Roles(servers=1, workers=2, spares=1).expendable == {2, 3, 4}
     assert Roles(servers=1, workers=2, spares=1).num_ranks(None) == 5

@@ -114,6 +114,18 @@ class Roles:
         return counts
 
     @property
+    def needed(self) -> tuple[frozenset[int], ...]:
+        """Sets of expendable ranks of which one must remain: all servers, all workers.
+
+        Not the workers where new processes may take their places.
+        """
+        first = 1 + self.servers
+        parts = [range(1, first)]
+        if self.on_worker_loss != "wait":
+            parts.append(range(first, first + self.workers + self.spares))
+        return tuple(frozenset(part) for part in parts if part and self.expendable.issuperset(part))
+
+    @property
     def expendable(self) -> frozenset[int]:
         """Ranks without which the others can go on."""
         if self.role:

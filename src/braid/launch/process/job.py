@@ -69,6 +69,7 @@ class JobSpec:
             hang reports and deadlines of collectives then wait. None for no rank.
         environ: Environment that ranks inherit.
         expendable: Ranks without which the others can go on, such as servers that have replicas.
+        needed: Sets of expendable ranks; the death of the last one of a set fails the run.
     """
 
     command: tuple[str, ...]
@@ -89,6 +90,7 @@ class JobSpec:
     stdin_rank: int | None = None
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     expendable: frozenset[int] = frozenset()
+    needed: tuple[frozenset[int], ...] = ()
 
     def __post_init__(self) -> None:
         problems = []

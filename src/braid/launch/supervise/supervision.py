@@ -121,7 +121,9 @@ class _Run:
         self._backend = backend
         self._start_ns = clock.now_ns()
         limits = _limits(job)
-        self._state = SupervisorState(job.num_ranks, limits, self._start_ns, job.expendable)
+        self._state = SupervisorState(
+            job.num_ranks, limits, self._start_ns, job.expendable, job.needed
+        )
         self._saved: SavedCheckpoint | None = None
         self._resume = "auto"  # value of --resume that loads it
         self._announced = False

@@ -30,6 +30,7 @@ state machine touches no process, signal, socket or clock.
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -198,6 +199,7 @@ class SupervisorState:
         limits: Time limits.
         start_ns: Current time.
         expendable: Ranks without which the others can go on, when a signal ends them.
+        needed: Sets of expendable ranks; the run does not survive the last one of a set.
 
     Attributes:
         phase: Phase of the run.
@@ -214,6 +216,7 @@ class SupervisorState:
         limits: Limits,
         start_ns: int,
         expendable: frozenset[int] = frozenset(),
+        needed: Sequence[frozenset[int]] = (),
     ) -> None:
         self.phase = Phase.RUNNING
         self.ranks: dict[int, RankFacts] = {}
@@ -222,6 +225,7 @@ class SupervisorState:
         self.fault_ns: int | None = None
         self._to_start = num_ranks
         self._expendable = expendable
+        self._needed = needed
         self._limits = limits
         self._deadline_ns: int | None = None
         if limits.timeout_ns is not None:
@@ -286,8 +290,15 @@ class SupervisorState:
         """Record and return whether the run goes on after the death of `rank`."""
         facts = self.ranks[rank]
         spared = rank in self._expendable and facts.failed_ns is None
+        spared &= not any(self._is_last(rank, part) for part in self._needed)
         facts.survived = facts.survived or (spared and self.phase is Phase.RUNNING)
         return facts.survived
+
+    def _is_last(self, rank: int, part: frozenset[int]) -> bool:
+        """Whether no rank of a set remains without `rank`: all others have died."""
+        others = part - {rank}
+        dead = {other for other in others if other in self.ranks and self.ranks[other].survived}
+        return rank in part and dead == others
 
     def _failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]
