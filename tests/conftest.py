@@ -39,6 +39,8 @@ WORLDS = {
     "hosts": {"ranks_per_host": 2},
 }
 FREEZE_IMPORTS = ImportFreezer()
+# torch.export crashes the interpreter on other threads than the main one
+EXPORT_NEEDS_A_PROCESS = torch.__version__.startswith("2.10.")
 # tests that start launchers or namespaces, by the beginning of their path below tests/: two of the
 # first kind do not run at the same time, those of one file of the second kind run on one worker
 MACHINE_WIDE = (
@@ -167,10 +169,14 @@ def hosts(pool: ProcessPool) -> World:
     return partial(pool.run, portable=False, ranks_per_host=2)
 
 
+def _needs_a_process(request: pytest.FixtureRequest) -> bool:
+    return EXPORT_NEEDS_A_PROCESS and "insertion" in request.path.name
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
     """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs, portable or hosts."""
-    if request.config.getoption("--world") != "threads":
+    if _needs_a_process(request) or request.config.getoption("--world") != "threads":
         return request.getfixturevalue("procs")
     return run_threads
 
@@ -182,7 +188,8 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     on_pool = "pool" in request.fixturenames or (
-        "world" in request.fixturenames and request.config.getoption("--world") != "threads"
+        "world" in request.fixturenames
+        and (_needs_a_process(request) or request.config.getoption("--world") != "threads")
     )
     processes: ProcessPool | None = request.getfixturevalue("pool") if on_pool else None
     with no_leaks(processes.belongings if processes else Belongings):

@@ -130,8 +130,8 @@ def test_files_of_other_programs_are_read(tmp_path):
 
 
 class Evil:
-    def __reduce__(self) -> tuple[type[ValueError], tuple[str]]:
-        return ValueError, ("this was executed",)
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("this was executed",)
 
 
 def test_what_is_no_model_is_named(run, tmp_path):

@@ -474,11 +474,12 @@ class WithFunction(Layer):
         return Halved.apply(super().forward(x))
 
 
-def test_a_function_whose_backward_the_graph_would_lose_is_refused(world):
-    def refused(group: Group) -> str:
-        x = torch.ones(2, 6, WIDTH)
-        return said_by(lambda: parallelize(WithFunction(0.0), group, inputs=x), ConfigError)
+def _with_function(group: Group) -> str:
+    x = torch.ones(2, 6, WIDTH)
+    return said_by(lambda: parallelize(WithFunction(0.0), group, inputs=x), ConfigError)
 
-    (text,) = world(1, refused)
+
+def test_a_function_whose_backward_the_graph_would_lose_is_refused(world):
+    (text,) = world(1, _with_function)
     assert "the backward of the autograd.Function Halved, called at " in text
     assert f"{__file__}:{WithFunction.forward.__code__.co_firstlineno + 1}" in text

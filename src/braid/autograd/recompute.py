@@ -173,8 +173,8 @@ class _Call:
         named = function.named_parameters() if isinstance(function, nn.Module) else ()
         self._parameters = [(name, parameter, _version(parameter)) for name, parameter in named]
         self._requires_grad = [x.requires_grad for x in tensors]
-        kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
-        self._kept = kept.grad_fn
+        # the tensor: torch 2.10 frees what its node has saved when nothing but the node is left
+        self._kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
         self._state = state
         self._around = around
         self._early_stop = early_stop
@@ -224,7 +224,7 @@ class _Call:
                 raise _Stop
             return x.detach()
 
-        kept = zip(self._kept.saved_tensors, self._requires_grad, strict=True)
+        kept = zip(self._kept.grad_fn.saved_tensors, self._requires_grad, strict=True)
         args, kwargs = unflatten(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
         with (
             contextlib.suppress(_Stop),

@@ -25,7 +25,8 @@ __all__ = ["FunctionMode", "functions_seen"]
 class FunctionMode(TorchFunctionMode):
     """Function mode whose `call_function` gets the calls of autograd.Functions.
 
-    It gets the calls of this thread inside of `functions_seen`, apart from re-entrant checkpoints.
+    It gets the calls of this thread inside of `functions_seen`, apart from calls that
+    torch.utils.checkpoint makes itself.
     """
 
     sees_functions: Any = True
@@ -77,6 +78,7 @@ functions_seen = _FunctionsSeen()
 def _apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
     stack = function_modes()
     mode = next((mode for mode in reversed(stack) if isinstance(mode, FunctionMode)), None)
-    if mode is None or not mode.sees_functions or cls is CheckpointFunction:
+    is_of_checkpoint = cls.__module__ == CheckpointFunction.__module__
+    if mode is None or not mode.sees_functions or is_of_checkpoint:
         return functions_seen.original(cls)(*args, **kwargs)
     return mode.call_function(cls, args, kwargs)
