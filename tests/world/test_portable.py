@@ -274,7 +274,8 @@ def _speaks_braid_of_another_job(port: int):
 
 def test_strangers_at_the_port_keep_nobody_from_joining():
     store = _Strangers([_speaks_http, _says_nothing, _speaks_braid_of_another_job])
-    found = _join_all([{}, {}], store)
+    secret = Secret.generate()  # of the job: without one, local ranks meet at no port
+    found = _join_all([{"secret": secret}, {"secret": secret}], store)
     http, silent, foreign = store.done
     foreign.join()
     http.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,22 +251,4 @@ def _joined(by_initial_size: bool) -> list[list[float]]:
 @pytest.mark.parametrize("by_initial_size", [True, False])
 def test_ranks_join_early_as_over_gloo(pool, tmp_path, by_initial_size):
     ours, wanted = both(pool, tmp_path, 2, _joined, by_initial_size)
-    assert ours == wanted
-
-
-def _waits_in_backward() -> list[float]:
-    model = DistributedDataParallel(nn.Linear(2, 2, bias=False))
-
-    def hook(state, bucket):  # torch refuses annotations that are text
-        future = state().reducer._run_allreduce_hook(bucket)  # C++'s face of our future
-        future.wait()
-        return future.then(lambda _: bucket.buffer().div_(2))
-
-    model.register_comm_hook(weakref.ref(model), hook)
-    model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
-    return model.module.weight.grad.flatten().tolist()
-
-
-def test_hooks_may_wait_inside_of_backward(pool, tmp_path):
-    ours, wanted = both(pool, tmp_path, 2, _waits_in_backward)
     assert ours == wanted

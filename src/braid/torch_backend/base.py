@@ -208,8 +208,6 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             future.finish()
         elif inside_backward():
             self._shared_world.backward.finish_at_end(future)
-            # a hook may wait inside of backward for the future that C++ has made of this one
-            self._shared_world.poller.when_done(work, future.finish, rarely=True)
         else:
             self._shared_world.poller.when_done(work, future.finish)
 

@@ -45,7 +45,7 @@ class BackgroundPoller:
         self._works: list[Work | Works] = []
         self._rare: set[int] = set()  # ids of works that are polled rarely
         self._new: set[int] = set()  # ids of rare works that have been in no round
-        self._callbacks: list[tuple[Work | Works, Callable[[], object], bool]] = []  # is it rare?
+        self._callbacks: list[tuple[Work | Works, Callable[[], object]]] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         self._hurry = threading.Event()  # ends a pause
@@ -70,19 +70,11 @@ class BackgroundPoller:
         with self._lock:
             self._forget(work)
 
-    def when_done(
-        self, work: Work | Works, act: Callable[[], object], *, rarely: bool = False
-    ) -> None:
-        """Call `act` when `work` has succeeded or failed; `act` may wait for other works.
-
-        Args:
-            work: Work under way.
-            act: Called by the thread.
-            rarely: Whether to look rarely, because the caller probably calls `act` sooner.
-        """
+    def when_done(self, work: Work | Works, act: Callable[[], object]) -> None:
+        """Call `act` when `work` has succeeded or failed; `act` may wait for other works."""
         with self._lock:
-            self._callbacks.append((work, act, rarely))
-            self._start_thread(hurry=not rarely)
+            self._callbacks.append((work, act))
+            self._start_thread(hurry=True)
 
     def close(self) -> None:
         """End the thread; works that are not done are no longer polled."""
@@ -119,7 +111,7 @@ class BackgroundPoller:
             self._hurry.clear()
             if self._works or self._callbacks:  # else keep the pace of the last works
                 all_rare = len(self._rare) == len(self._works)
-                self._is_rare = all_rare and all(rare for *_, rare in self._callbacks)
+                self._is_rare = all_rare and not self._callbacks
             return RARE_S if self._is_rare else ROUND_S
 
     def _round(self) -> bool:
@@ -130,13 +122,13 @@ class BackgroundPoller:
             callbacks = tuple(self._callbacks)
             self._new.clear()
         ended = [work for work in works if work.done()]
-        due = [callback for callback in callbacks if callback[0].done()]
+        due = [pair for pair in callbacks if pair[0].done()]
         with self._lock:
             for work in ended:
                 self._forget(work)
-            for callback in due:
-                self._callbacks.remove(callback)
-        for _, act, _ in due:
+            for pair in due:
+                self._callbacks.remove(pair)
+        for _, act in due:
             act()
         return bool(num_works or callbacks)
 

@@ -298,7 +298,7 @@ class Estimator:
             if split.recompute != "never":
                 activations = count * inputs + max(stage.saved_bytes for stage in own)
             over, gradients = split.dp, params
-            if split.shard > 1 and split.pp == split.microbatches == 1:
+            if split.shard and split.pp == split.microbatches == 1:
                 # each rank's share grows while activations are used up
                 gradients = max(0.0, params / over - activations)
             memories.append(
