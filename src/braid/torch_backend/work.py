@@ -5,8 +5,9 @@ a work that is under way (`PendingWork`). torch's own `_create_work_from_future`
 `wait()` swallows the exception.
 
 torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python
-sees all of it. C++ may keep a work whose Python object is gone, as DDP's `join` does: it would then
-wait for ever in the base class. So the last works that were dropped without a wait stay alive.
+sees all of it. C++ may keep a work whose Python object is gone, as DDP's `join` does: the
+base class would then never return from `wait`. So the group keeps the last works that were dropped
+without a wait.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer make its state, by a step that changes nothing."""
+    """Make an optimizer's state by a step that leaves parameters unchanged."""
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"] if p.requires_grad]
     values = [param.clone() for param in params]
