@@ -52,6 +52,7 @@ def socket_vans(kind):
             ]
             for van in vans[1:]:
                 vans[0].connect(van.node, van.address, timeout_s=10)
+                van.wait_for(["worker:0"], 10)
             yield vans
             for van in vans:
                 van.close(0)
