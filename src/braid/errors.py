@@ -1,7 +1,7 @@
 """Everything that braid raises, as one tree.
 
     BraidError
-    ├── ConfigError      (ValueError)      what you passed cannot work; nothing has been started
+    ├── ConfigError      (ValueError, RuntimeError)  what you passed cannot work
     ├── CommError        (RuntimeError)    a collective or message failed
     │   ├── PeerLostError                  a rank died, left or was declared dead
     │   ├── CommTimeout  (TimeoutError)    a deadline passed; says who has not arrived
@@ -13,8 +13,8 @@
     └── InternalError    (RuntimeError)    a bug in braid: please report it
 
 Messages have four parts: the problem in the user's words, the values, the place (rank, group,
-operation, parameter) and what to do. `CommError` is also a RuntimeError because programs written
-for torch catch that.
+operation, parameter) and what to do. All but the root are RuntimeErrors, because torch raises those
+for most mistakes and programs written for it catch them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BraidError(Exception):
     """Root of every error that braid raises on purpose."""
 
 
-class ConfigError(BraidError, ValueError):
+class ConfigError(BraidError, ValueError, RuntimeError):
     """An argument, option or environment that cannot work; raised before anything is started."""
 
 

@@ -86,7 +86,7 @@ def test_the_error_tree_is_what_its_docstring_draws():
         "CheckpointError": ("BraidError", "RuntimeError"),
         "CommError": ("BraidError", "RuntimeError"),
         "CommTimeout": ("CommError", "TimeoutError"),
-        "ConfigError": ("BraidError", "ValueError"),
+        "ConfigError": ("BraidError", "ValueError", "RuntimeError"),
         "InternalError": ("BraidError", "RuntimeError"),
         "MismatchError": ("CommError",),
         "PeerLostError": ("CommError",),

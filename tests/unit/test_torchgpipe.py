@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -121,6 +123,46 @@ def test_tuples_pass_and_shared_parameters_are_one_parameter():
     torch.testing.assert_close(expected, first.linear.weight.grad)
 
 
+def test_an_empty_model_returns_its_input():
+    x = torch.tensor(42)
+    model = GPipe(nn.Sequential(), [])
+    assert (model(x), model((x,)), len(model)) == (x, (x,), 0)
+
+
+def test_texts_that_are_equal_to_a_mode_are_one():
+    class Mode:
+        def __eq__(self, other):
+            return other == "never"
+
+        def __hash__(self):
+            return hash("never")
+
+    assert GPipe(nn.Sequential(nn.Linear(1, 1)), [1], checkpoint=Mode()).checkpoint == "never"
+
+
+def test_hooks_of_partitions_are_refused_and_those_of_layers_run():
+    model = GPipe(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), [1, 1])
+    with pytest.raises(ValueError, match=r"register them on a layer, such as model.partitions"):
+        model.partitions[0].register_forward_hook(lambda *_: None)
+    seen = []
+    model.partitions[0][0].register_forward_hook(lambda *_: seen.append(1))
+    model(torch.ones(1, 1))
+    assert seen
+
+
+def test_copies_of_a_namespace_are_equal_to_it():
+    namespace = Namespace()
+    for twin in (copy.copy(namespace), copy.deepcopy(namespace)):
+        assert twin == namespace != Namespace()
+        assert twin is not namespace
+
+
+def test_a_batch_of_one_tensor_takes_a_tuple_of_one():
+    batch = Batch(torch.tensor(1))
+    batch[:] = (torch.tensor(2),)
+    assert (batch.atomic, int(batch.tensor)) == (True, 2)
+
+
 def test_skips_over_partitions_and_isolation():
     @skippable(stash=["skip"])
     class Stash(nn.Module):
@@ -179,7 +221,7 @@ def test_batches_are_cut_and_joined():
     for wrong, error in [
         (lambda: one.tensors, AttributeError),
         (lambda: batches[0].tensor, AttributeError),
-        (lambda: one.__setitem__(slice(None), (torch.ones(1),)), TypeError),
+        (lambda: one.__setitem__(slice(None), (torch.ones(1),) * 2), TypeError),
         (lambda: one.__setitem__(slice(1), torch.ones(1)), NotImplementedError),
         (lambda: check([torch.ones(1)]), TypeError),
         (lambda: check((torch.ones(1), 1)), TypeError),

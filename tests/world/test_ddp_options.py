@@ -94,6 +94,34 @@ def test_ignored_parameters_keep_their_own_gradients(world):
     assert world(2, _ignores) == [True, True]
 
 
+def _replaces_what_is_ignored(group: Group) -> tuple[bool, bool, str]:
+    net = Net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["third.weight"])
+    wrapped = DistributedDataParallel(net, process_group=group)
+    net.third.weight = nn.Parameter(net.third.weight.detach() * 2)
+    loss_of(wrapped(batch(group.rank, 0))).backward()
+    own = Net()
+    own.third.weight = nn.Parameter(own.third.weight.detach() * 2)
+    loss_of(own(batch(group.rank, 0))).backward()
+    averaged = group.all_reduce(own.first.weight.grad.clone(), "avg")
+    net.first.weight = nn.Parameter(net.first.weight.detach().clone())
+    try:
+        wrapped(batch(group.rank, 0))
+    except RuntimeError as exc:  # as programs written for torch catch it
+        text = str(exc)
+    return (
+        torch.equal(net.third.weight.grad, own.third.weight.grad),
+        torch.equal(wrapped._table.records[0].param.grad, averaged),
+        text,
+    )
+
+
+def test_ignored_parameters_may_be_replaced_and_no_others(world):
+    for own, averaged, text in world(2, _replaces_what_is_ignored):
+        assert (own, averaged) == (True, True)
+        assert "replaced or added since the module was wrapped: 'first.weight'" in text
+
+
 def _embeds(group: Group, tied: bool) -> Gradients:
     embed = nn.Embedding(7, 3, sparse=True, _weight=linear(3, 7).weight.detach())
     net = nn.Sequential(embed, linear(3, 2))

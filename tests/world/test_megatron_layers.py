@@ -165,6 +165,7 @@ def _mappings() -> Any:
         leaf = start.clone().requires_grad_()
         y = function(leaf)
         (y * scale).sum().backward()
+        assert y.is_contiguous(), function
         return y.detach(), leaf.grad
 
     scale, t = scales[rank], tensor_parallel
@@ -245,6 +246,7 @@ def _mappings() -> Any:
         else None
     )
     shapes &= sent is None or sent.shape[0] == factor
+    shapes &= size > 1 or t.gather_from_tensor_model_parallel_region(x) is x
     chunk = t.split_tensor_into_1d_equal_chunks(x, new_buffer=True)
     shapes &= torch.equal(t.gather_split_1d_tensor(chunk).view_as(x), x)
     shapes &= chunk.data_ptr() != t.split_tensor_into_1d_equal_chunks(x).data_ptr()

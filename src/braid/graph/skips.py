@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -30,12 +31,18 @@ __all__ = [
 
 
 class Namespace:
-    """Tells equal names apart; each object is a namespace of its own, and so is its copy."""
+    """Tells equal names apart; each object is a namespace, and its copy is the same one."""
 
-    __slots__ = ()
+    __slots__ = ("_id",)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Namespace:
-        return self
+    def __init__(self) -> None:
+        self._id = uuid4()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self._id == other._id
+
+    def __hash__(self) -> int:
+        return hash(self._id)
 
 
 class SkipKey(NamedTuple):

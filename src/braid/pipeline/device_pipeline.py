@@ -92,7 +92,7 @@ class DevicePipeline(nn.Module):
             layers = DeferredBatchNorm.convert_deferred_batch_norm(layers, None)
         named = layers_of(layers)
         ends = list(accumulate(self.balance, initial=0))
-        parts = [nn.Sequential(OrderedDict(named[begin:end])) for begin, end in pairwise(ends)]
+        parts = [_Partition(OrderedDict(named[begin:end])) for begin, end in pairwise(ends)]
         self._tied = _separate(parts, self.devices)
         moved = [part.to(device) for part, device in zip(parts, self.devices, strict=True)]
         self.partitions = nn.ModuleList(moved)
@@ -109,6 +109,8 @@ class DevicePipeline(nn.Module):
             ConfigError: The batch has no rows.
             Exception: Exception of a layer; the first one, of whichever stage.
         """
+        if not self.balance:
+            return batch
         batch = map_tensors(batch, lambda x: x.to(self.devices[0]))
         sizes = self._sizes_of(num_rows(batch))
         if not sizes:
@@ -135,7 +137,7 @@ class DevicePipeline(nn.Module):
 
     def _check(self, num_layers: int) -> None:
         problems = []
-        if sum(self.balance) != num_layers or min(self.balance, default=0) < 1:
+        if sum(self.balance) != num_layers or min(self.balance, default=1) < 1:
             problems.append(
                 f"balance must be numbers of at least 1 that add up to the {num_layers} layers, "
                 f"got {self.balance}, which add up to {sum(self.balance)}"
@@ -157,6 +159,22 @@ class DevicePipeline(nn.Module):
 
     def _parts(self) -> list[list[Layer]]:
         return [[Layer(name, layer) for name, layer in layers_of(part)] for part in self.partitions]
+
+
+class _Partition(nn.Sequential):
+    """Layers of one stage, which the stage calls one by one."""
+
+    def register_forward_hook(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: the partition itself is never called."""
+        msg = (
+            "hooks of a partition would never run, since its layers are called one by one: "
+            "register them on a layer, such as model.partitions[0][0]"
+        )
+        raise ConfigError(msg)
+
+    register_forward_pre_hook = register_forward_hook
+    register_full_backward_hook = register_forward_hook
+    register_full_backward_pre_hook = register_forward_hook
 
 
 class _Run:

@@ -64,7 +64,8 @@ class GPipe(DevicePipeline):
         if chunks <= 0:
             msg = f"number of chunks must be positive integer, got {chunks}"
             raise ValueError(msg)
-        if checkpoint not in CHECKPOINTS:
+        mode = next((text for text in CHECKPOINTS if text == checkpoint), None)
+        if mode is None:
             msg = (
                 f"checkpoint is not one of 'always', 'except_last', or 'never', got {checkpoint!r}"
             )
@@ -86,7 +87,7 @@ class GPipe(DevicePipeline):
             given,
             balance=numbers,
             num_microbatches=chunks,
-            recompute=checkpoint,
+            recompute=mode,
             deferred_batch_norm=deferred_batch_norm,
         )
 

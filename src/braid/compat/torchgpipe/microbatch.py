@@ -66,6 +66,8 @@ class Batch:
             msg = "only batch[i] and batch[:] can be assigned to"
             raise NotImplementedError(msg)
         else:
+            if self.atomic and isinstance(value, tuple) and len(value) == 1:
+                value = value[0]
             kind = torch.Tensor if self.atomic else tuple
             if not isinstance(value, kind):
                 msg = f"batch[:] takes a {kind.__name__} as before, got {type(value).__name__}"

@@ -192,7 +192,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         devices = self.device_ids, self.output_device, self.dim
         # in a tuple: a submodule would give every parameter a second name
         self._replicas = (DataParallel(module, *devices),) if several else ()
-        self._snapshot = ParamSnapshot(module.parameters())
+        self._snapshot = ParamSnapshot(module.parameters(), ignored)
         buffers = ModuleBuffers(group, module, ignored)
         self._has_buffers = buffers.any()
         self._listener = AveragingListener(

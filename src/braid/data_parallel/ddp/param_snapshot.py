@@ -10,7 +10,7 @@ gradients are the caller's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -26,9 +26,11 @@ class ParamSnapshot:
 
     Args:
         params: All parameters.
+        ignored: Names of parameters that are not averaged: the program may replace or move them.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], ignored: Collection[str] = ()) -> None:
+        self._ignored = ignored
         self._known = {id(param): (param.dtype, param.device) for param in params}
 
     def check(
@@ -49,8 +51,11 @@ class ParamSnapshot:
         known = self._known
         if all(known.get(id(param)) == (param.dtype, param.device) for param in params):
             return True
-        everything = list(names)
-        named = [(name, param) for name, param in everything if isinstance(param, nn.Parameter)]
+        named = [
+            (name, param)
+            for name, param in names
+            if isinstance(param, nn.Parameter) and name not in self._ignored
+        ]
         new = [repr(name) for name, param in named if id(param) not in known]
         if new:
             msg = (

@@ -6,11 +6,14 @@ reduce_from        all_reduce       nothing
 scatter_to         own part         all_gather        both
 gather_from        all_gather       own part          both; of a sequence also reduce_scatter
 reduce_scatter_to  reduce_scatter   all_gather        both
+
+As in Megatron, results are contiguous, and in a group of one they are the input itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from braid.autograd import (
     identity_forward_all_reduce_backward,
     split_forward_all_gather_backward,
 )
+from braid.comm import Group
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.groups import braid_group
 from braid.compat.megatron.utils import divide, tensor_group
@@ -43,6 +47,13 @@ __all__ = [
 ]
 
 
+def _moved(
+    move: Callable[[Group, torch.Tensor], torch.Tensor], group: Any, input_: torch.Tensor
+) -> torch.Tensor:
+    own = tensor_group(group)
+    return input_ if own.size == 1 else move(own, input_).contiguous()
+
+
 def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Return the input; backward adds gradients over ranks."""
     return identity_forward_all_reduce_backward(tensor_group(group), input_)
@@ -52,30 +63,28 @@ def reduce_from_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
     """Return the sum over ranks; backward hands on the gradient."""
-    return all_reduce_forward_identity_backward(tensor_group(group), input_)
+    return _moved(all_reduce_forward_identity_backward, group, input_)
 
 
 def scatter_to_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
     """Return this rank's part of the last dim; backward gathers."""
-    own = tensor_group(group)
-    divide(input_.shape[-1], own.size)
-    return split_forward_all_gather_backward(own, input_, dim=input_.dim() - 1)
+    divide(input_.shape[-1], tensor_group(group).size)
+    return _moved(partial(split_forward_all_gather_backward, dim=input_.dim() - 1), group, input_)
 
 
 def gather_from_tensor_model_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
     """Return all parts of the last dim; backward keeps this rank's."""
-    return all_gather_forward_split_backward(tensor_group(group), input_, dim=input_.dim() - 1)
+    return _moved(partial(all_gather_forward_split_backward, dim=input_.dim() - 1), group, input_)
 
 
 def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Return this rank's positions, which are dim 0; backward gathers."""
-    own = tensor_group(group)
-    divide(input_.shape[0], own.size)
-    return scatter_sequence(own, input_, dim=0)
+    divide(input_.shape[0], tensor_group(group).size)
+    return _moved(partial(scatter_sequence, dim=0), group, input_)
 
 
 def gather_from_sequence_parallel_region(
@@ -94,13 +103,13 @@ def gather_from_sequence_parallel_region(
         output_split_sizes: Number of each rank's positions; equal when None.
         use_global_buffer: No effect.
     """
-    own = tensor_group(group)
     if output_split_sizes is None:
-        return gather_sequence(own, input_, 0, partial_grad=tensor_parallel_output_grad)
+        gather = partial(gather_sequence, dim=0, partial_grad=tensor_parallel_output_grad)
+        return _moved(gather, group, input_)
     if not tensor_parallel_output_grad:
         msg = "output_split_sizes needs tensor_parallel_output_grad=True"
         raise UsageError(msg)
-    return autograd.all_gather(own, input_, sizes=list(output_split_sizes))
+    return autograd.all_gather(tensor_group(group), input_, sizes=list(output_split_sizes))
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -117,27 +126,25 @@ def reduce_scatter_to_sequence_parallel_region(
         input_split_sizes: Number of each rank's positions; equal when None.
         use_global_buffer: No effect.
     """
-    own = tensor_group(group)
     if input_split_sizes is None:
-        divide(input_.shape[0], own.size)
-        return reduce_scatter_sequence(own, input_, dim=0)
-    return autograd.reduce_scatter(own, input_, sizes=list(input_split_sizes))
+        divide(input_.shape[0], tensor_group(group).size)
+        return _moved(partial(reduce_scatter_sequence, dim=0), group, input_)
+    return autograd.reduce_scatter(tensor_group(group), input_, sizes=list(input_split_sizes))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
     """Return all parts of the last dim; backward is reduce_scatter."""
-    return gather_sequence(tensor_group(group), input_, dim=-1)
+    return _moved(partial(gather_sequence, dim=-1), group, input_)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(
     input_: torch.Tensor, group: Any = None
 ) -> torch.Tensor:
     """Return this rank's part of the last dim of the sum; backward gathers."""
-    own = tensor_group(group)
-    divide(input_.shape[-1], own.size)
-    return reduce_scatter_sequence(own, input_, dim=-1)
+    divide(input_.shape[-1], tensor_group(group).size)
+    return _moved(partial(reduce_scatter_sequence, dim=-1), group, input_)
 
 
 def all_to_all(
