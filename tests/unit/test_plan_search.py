@@ -189,7 +189,7 @@ def test_recomputation_saves_memory_and_costs_a_forward() -> None:
 
 @pytest.mark.parametrize(
     ("shard", "parts"),
-    [(0, (1.0, 1.0, 2.0)), (1, (1.0, 0.0, 0.5)), (2, (1.0, 0.0, 0.5)), (3, (0.25, 0.0, 0.5))],
+    [(0, (1.0, 1.0, 2.0)), (1, (1.0, 1.0, 0.5)), (2, (1.0, 0.0, 0.5)), (3, (0.25, 0.0, 0.5))],
 )
 def test_zero_divides_states_and_parameters(shard: int, parts: tuple[float, ...]) -> None:
     estimator = Estimator(even(4), machines(4), Training(4))

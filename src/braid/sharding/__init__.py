@@ -5,7 +5,7 @@ from braid.sharding.fsdp import FullyShardedDataParallel
 from braid.sharding.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method
 from braid.sharding.grad_scaler import ShardedGradScaler
 from braid.sharding.layouts import Bytes, Layouts, layouts_of
-from braid.sharding.memory import LiveBytes, live_bytes
+from braid.sharding.memory import LiveBytes, live_bytes, memory_of
 from braid.sharding.optimizer import attach, has_pieces, needs_whole, shard_optimizer
 from braid.sharding.options import ShardingOptions
 from braid.sharding.policies import (
@@ -35,6 +35,7 @@ __all__ = [
     "has_pieces",
     "layouts_of",
     "live_bytes",
+    "memory_of",
     "needs_whole",
     "register_fsdp_forward_method",
     "restore_sharded",

@@ -12,7 +12,7 @@ import torch
 
 from braid.sharding.engine import Sharding
 
-__all__ = ["LiveBytes", "live_bytes"]
+__all__ = ["LiveBytes", "live_bytes", "memory_of"]
 
 
 class LiveBytes(NamedTuple):
@@ -39,16 +39,7 @@ class LiveBytes(NamedTuple):
 
 def live_bytes(sharding: Sharding, optimizer: torch.optim.Optimizer) -> LiveBytes:
     """Count the bytes that this rank holds for a model and its optimizer."""
-    parameters: list[torch.Tensor] = []
-    slots: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    for flat in sharding.flats:
-        parameters += flat.kept_memory()
-        slots += [] if flat.slot is None else [flat.slot.tensor]
-    for own in sharding.gradients:
-        gradients += own.kept_memory()
-        slots += own.shared_memory()
-        gradients += own.local_gradients()
+    parameters, gradients, slots = memory_of(sharding)
     states = [
         value
         for state in optimizer.state.values()
@@ -61,6 +52,22 @@ def live_bytes(sharding: Sharding, optimizer: torch.optim.Optimizer) -> LiveByte
         states=_nbytes(states),
         slots=_nbytes(slots),
     )
+
+
+def memory_of(
+    sharding: Sharding,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return the memory of parameters, of gradients, and in which units are whole for a time."""
+    parameters: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    slots: list[torch.Tensor] = []
+    for flat in sharding.flats:
+        parameters += flat.kept_memory()
+        slots += [] if flat.slot is None else [flat.slot.tensor]
+    for own in sharding.gradients:
+        gradients += own.kept_memory() + own.local_gradients()
+        slots += own.shared_memory()
+    return parameters, gradients, slots
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

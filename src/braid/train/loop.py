@@ -223,7 +223,8 @@ class Trainer:
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # ZeRO's optimizer steps parts of parameters, beside which the model has its own
         whole = list(self._model.parameters()) if self._config.shard else []
-        return [*trained, *grads, *kept, *whole]
+        memory = self._shards.memory() if isinstance(self._shards, ZeroShards) else []
+        return [*trained, *grads, *kept, *whole, *memory]
 
     def numerics(self) -> dict[str, Any]:
         """Facts on which the bits of the result depend, besides configuration and data."""

@@ -21,6 +21,7 @@ from braid.sharding import (
     Sharding,
     ShardingOptions,
     attach,
+    memory_of,
     sharded_numbers,
 )
 from braid.train.gpt import GPT
@@ -68,6 +69,10 @@ class ZeroShards:
         mine = torch.tensor([[loss.item(), float(stop)]], dtype=torch.float64)
         losses, stops = self._group.all_gather(mine).t().tolist()
         return Round(tuple(losses), any(stops))
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return the memory of parameters and gradients, and that of gathered ones."""
+        return [x for own in memory_of(self._sharding()) for x in own]
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""

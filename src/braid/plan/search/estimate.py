@@ -297,8 +297,10 @@ class Estimator:
             activations = count * saved
             if split.recompute != "never":
                 activations = count * inputs + max(stage.saved_bytes for stage in own)
+            # two units' gradients are whole at a time at stage 2, and their parameters at stage 3
+            slots = {2: 2, GATHERED: 4}.get(split.shard, 0)
             over, gradients = split.dp, params
-            if split.shard and split.pp == split.microbatches == 1:
+            if split.shard > 1 and split.pp == split.microbatches == 1:
                 # each rank's share grows while activations are used up
                 gradients = max(0.0, params / over - activations)
             memories.append(
@@ -308,11 +310,7 @@ class Estimator:
                     states / (over if split.shard else 1),
                     activations,
                     max(stage.workspace_bytes for stage in own)
-                    + (
-                        2 * max(stage.largest_bytes for stage in own)
-                        if split.shard == GATHERED
-                        else 0
-                    ),
+                    + slots * max(stage.largest_bytes for stage in own),
                 )
             )
         return max(memories, key=lambda memory: memory.nbytes)
