@@ -94,7 +94,7 @@ class _Backwards:
         own = self.states[process]._backward
         last = [e for e, sources in own.waits.items() if sources == {source}] if own else []
         self.waits += [(self.now, process, edge, 0) for edge in last]
-        self._act(process, self.states[process].finished(source))
+        self._act(process, self.states[process].finished(source, self.number))
 
     def _send(self, process: int, to: int, message: Any) -> None:
         kind = "Gradients" if isinstance(message, Id) else type(message).__name__

@@ -117,7 +117,11 @@ class Backward:
     def clear(self) -> None:
         """Begin anew."""
         self.packets: list[tuple[int, int, Any]] = []
-        self.running: list[tuple[int, Id | None]] = []
+        self.running: list[tuple[int, Id | None, Id]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Count for another backward; what is under way stays."""
         self.ran: list[Id | None] = []
         self.received: Counter[Id] = Counter()
         self.shipped: dict[Id, int] = {}
@@ -133,20 +137,24 @@ class Backward:
             match each:
                 case Send(to, message):
                     self.packets.append((process, to, message))
-                case Run(edge):
-                    self.running.append((process, edge))
-                case Ship(edge, to):
-                    assert edge not in self.shipped, "shipped once"
-                    assert not process_waits(self, edge), "after all that depends on it"
-                    self.shipped[edge] = self.received[edge]
-                    self.packets.append((process, to, (edge, self.number, self.mode)))
+                case Run(edge, backward):
+                    self.running.append((process, edge, backward))
+                case Ship(edge, to, backward):
+                    message = edge, backward, self.mode, list(self.states[process].failed)
+                    self.packets.append((process, to, message))
+                    if backward == self.number:
+                        assert edge not in self.shipped, "shipped once"
+                        assert not process_waits(self, edge), "after all that depends on it"
+                        self.shipped[edge] = self.received[edge]
                 case Finished():
-                    assert all(isinstance(each[2], BackwardFailed) for each in self.packets)
-                    assert not self.running
+                    assert all(number_of(each[2]) != self.number for each in self.packets)
+                    assert all(each[2] != self.number for each in self.running)
                     self.finished.append((process, each))
-                case Fail(reason):
-                    assert process not in self.failed
-                    self.failed[process] = reason
+                case Fail(backward) if backward not in (None, self.number):
+                    pass
+                case Fail(backward):
+                    assert process not in self.failed or backward is None
+                    self.failed[process] = self.states[process].failures[backward]
 
     def step(self) -> bool:
         """Let one message arrive, or one local backward end."""
@@ -154,12 +162,15 @@ class Backward:
             return False
         place = self.chance.randrange(len(self.packets) + len(self.running))
         if place >= len(self.packets):
-            process, source = self.running.pop(place - len(self.packets))
+            process, source, backward = self.running.pop(place - len(self.packets))
+            if backward != self.number:  # of one that has failed
+                self.act(process, self.states[process].finished(source, backward))
+                return True
             self.ran.append(source)
             paths = 1 if source is None else self.shipped[source]
             for edge, number in self.graph.inputs[source].items():
                 self.received[edge] += paths * number
-            self.act(process, self.states[process].finished(source))
+            self.act(process, self.states[process].finished(source, backward))
             return True
         sender, to, message = self.packets.pop(place)
         state = self.states[to]
@@ -168,10 +179,10 @@ class Backward:
                 self.act(to, state.on_mark(sender, message))
             case Acknowledge():
                 self.act(to, state.on_acknowledge(message))
-            case BackwardFailed(_, reason):
-                self.act(to, state.fail(reason))
-            case (edge, number, mode):
-                self.act(to, state.on_gradients(sender, number, edge, mode))
+            case BackwardFailed(_, reason, backward):
+                self.act(to, state.fail(reason, backward))
+            case (edge, number, mode, failed):
+                self.act(to, state.on_gradients(sender, number, edge, mode, failed))
         return True
 
     def to_end(self) -> None:
@@ -186,6 +197,13 @@ class Backward:
                 known.add(each)
                 more.append(each)
         return known
+
+
+def number_of(message: Any) -> Id | None:
+    """Return the backward to which a message belongs; None for news of a failure."""
+    if isinstance(message, BackwardFailed):
+        return None
+    return message[1] if isinstance(message, tuple) else message.backward
 
 
 def process_waits(run: Backward, edge: Id) -> bool:
@@ -276,7 +294,7 @@ def test_a_failure_reaches_all_and_leaves_none_hanging(block, mode):
         process = chance.randrange(run.graph.size)
         everybody = run.connected(process)
         if chance.random() < 0.5 or run.graph.size == 2:
-            run.act(process, run.states[process].fail("a reason"))
+            run.act(process, run.states[process].fail("a reason", run.number))
         else:  # a process dies, and all that know it learn of it
             run.packets = [each for each in run.packets if process not in each[:2]]
             run.running = [each for each in run.running if each[0] != process]
@@ -289,6 +307,28 @@ def test_a_failure_reaches_all_and_leaves_none_hanging(block, mode):
         run.to_end()
         assert everybody <= set(run.failed)
         assert set(run.failed.values()) <= {"a reason"}
+
+
+@seeds(200, 5000)
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_a_backward_after_a_failed_one_is_complete(block, mode):
+    for seed in block:
+        chance = random.Random(seed)
+        run = Backward(Graph.of(chance, is_used=True), chance)
+        run.begin(0, mode)
+        for _ in range(chance.randrange(30)):
+            run.step()
+        if run.finished:
+            continue
+        process = chance.choice(sorted(run.connected(0)))
+        run.act(process, run.states[process].fail("a reason", run.number))
+        while 0 not in run.failed:
+            run.step()
+        run.forget()  # messages of the first one are still on their way
+        run.begin(1, mode)
+        run.to_end()
+        check_complete(run)
+        assert all(None not in each.failures for each in run.states)
 
 
 def test_an_origin_ends_a_context_on_all_that_it_knows():

@@ -76,8 +76,11 @@ class Context:
         self.arrived: dict[Id, list[torch.Tensor | None]] = {}  # gradients that are to be used
         self.retains = False
         self.mode: Mode = "smart"
-        self.backward_number = _NO_EDGE
         self.finished: Finished | None = None
+        self._local_ended = threading.Condition(self.lock)
+        self._local: Id | None = None  # backward to which the local backwards belong
+        self._num_local = 0
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients before that backward
         self._reached: dict[Id | None, Reached] = {}
 
     def reached(self, source: Id | None) -> Reached:
@@ -91,6 +94,39 @@ class Context:
         """Set the roots of the next backward."""
         self.roots, self.finished = list(roots), None
         self._reached.pop(None, None)
+
+    @contextlib.contextmanager
+    def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
+        """Run a local backward inside, after all local backwards of an earlier, failed one.
+
+        Raises:
+            CommTimeout: They have not ended.
+        """
+        with self.lock:
+            if not self._local_ended.wait_for(
+                lambda: not self._num_local or self._local == backward, timeout_s
+            ):
+                msg = "a local backward that began earlier in this context still runs"
+                raise CommTimeout(msg)
+            if self._local != backward:
+                self.restore()
+                self._local, self._before = backward, dict(self.gradients)
+                for each in self.receives.values():
+                    each.take()
+            self._num_local += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._num_local -= 1
+                self._local_ended.notify_all()
+
+    def restore(self) -> None:
+        """Drop the gradients that a failed backward has added."""
+        with self.lock:
+            if self._local in self.state.failures:
+                self.gradients.clear()
+                self.gradients.update(self._before)
 
     def _reach(self, source: Id | None) -> Iterable[Id]:
         receives = self.reached(source).receives
@@ -284,27 +320,27 @@ class Contexts:
             msg = "the backward needs at least one root"
             raise RpcError(msg)
         with own.lock:
-            if own.state.failure:
-                msg = f"context {number} has failed: {own.state.failure}"
+            this = Id(self._agent.info.id, next(self._numbers))
+            if own.state.failure_of(this):
+                msg = f"context {number} has failed: {own.state.failure_of(this)}"
                 raise CommError(msg)
             own.begin(roots)
             own.retains, own.mode = retain_graph, mode
-            own.backward_number = Id(self._agent.info.id, next(self._numbers))
-            done = own.state.begin(own.backward_number, mode)
+            done = own.state.begin(this, mode)
         self._act(own, done)
         seconds = self._agent.timeout_s if timeout_s is None else timeout_s
         is_over = self._agent.wait_until(
-            lambda: own.finished is not None or bool(own.state.failure), seconds or None
+            lambda: own.finished is not None or bool(own.state.failure_of(this)), seconds or None
         )
         if not is_over:
             with own.lock:
                 lines = "; ".join(own.state.waiting())
                 reason = f"the backward of context {number} did not end in {seconds:g} s: {lines}"
-                done = own.state.fail(reason)
+                done = own.state.fail(reason, this)
             self._act(own, done)
             raise CommTimeout(reason)
-        if own.state.failure:
-            raise CommError(own.state.failure)
+        if own.state.failure_of(this):
+            raise CommError(own.state.failure_of(this))
         assert own.finished is not None
         if own.finished.pending:
             unused = sum(map(len, own.finished.pending.values()))
@@ -333,17 +369,17 @@ class Contexts:
                 case Mark():
                     done = own.state.on_mark(sender, message)
                 case Gradients():
-                    body = Body(message.packed, message.specs, message.sparse)
-                    own.arrived[message.edge] = self._agent.unpack(body, buffers, sender)
-                    own.retains, own.mode = message.retains, message.mode
-                    own.backward_number = message.backward
                     done = own.state.on_gradients(
-                        sender, message.backward, message.edge, message.mode
+                        sender, message.backward, message.edge, message.mode, message.failed
                     )
+                    if own.state.is_current(message.backward):
+                        body = Body(message.packed, message.specs, message.sparse)
+                        own.arrived[message.edge] = self._agent.unpack(body, buffers, sender)
+                        own.retains, own.mode = message.retains, message.mode
                 case Acknowledge():
                     done = own.state.on_acknowledge(message)
                 case BackwardFailed():
-                    done = own.state.fail(message.reason)
+                    done = own.state.fail(message.reason, message.backward)
         self._act(own, done)
 
     def lost(self, process: int, reason: str) -> None:
@@ -362,19 +398,36 @@ class Contexts:
             match each:
                 case Send(to, message):
                     self._agent.transmit(to, message)
-                case Run(edge):
-                    self._run(own, edge)
-                case Ship(edge, to):
-                    self._ship(own, edge, to)
+                case Run(edge, backward):
+                    self._run(own, edge, backward)
+                case Ship():
+                    self._ship(own, each)
                 case Finished():
                     own.finished = each
                     self._agent.notify()
                 case Fail():
+                    own.restore()
                     self._agent.notify()
 
-    def _run(self, own: Context, source: Id | None) -> None:
+    def _run(self, own: Context, source: Id | None, backward: Id) -> None:
         """Run the local backward of a source."""
+        try:
+            with own.local(backward, self._agent.timeout_s or None):
+                self._local(own, source, backward)
+        except Exception as exc:  # noqa: BLE001 - hooks and functions of users may raise anything
+            name = self._agent.info.name
+            reason = f"the backward in {name} raised {type(exc).__name__}: {exc}"
+            with own.lock:
+                done = own.state.fail(reason, backward)
+        else:
+            with own.lock:
+                done = own.state.finished(source, backward)
+        self._act(own, done)
+
+    def _local(self, own: Context, source: Id | None, backward: Id) -> None:
         with own.lock:
+            if not own.state.is_current(backward):
+                return
             reached = own.reached(source)
             keeps = own.retains or not own.state.is_last(source)
             if source is None:
@@ -382,26 +435,6 @@ class Contexts:
                 grads: list[torch.Tensor | None] = [torch.ones_like(each) for each in tensors]
             else:
                 tensors, grads = own.sends[source], own.arrived.pop(source)
-        try:
-            self._local(own, tensors, grads, reached, keeps=keeps)
-        except Exception as exc:  # noqa: BLE001 - hooks and functions of users may raise anything
-            name = self._agent.info.name
-            with own.lock:
-                done = own.state.fail(f"the backward in {name} raised {type(exc).__name__}: {exc}")
-        else:
-            with own.lock:
-                done = own.state.finished(source)
-        self._act(own, done)
-
-    def _local(
-        self,
-        own: Context,
-        tensors: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor | None],
-        reached: Reached,
-        *,
-        keeps: bool,
-    ) -> None:
         pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None]
         leaves, anchors = reached.leaves, [each.anchor for each in reached.receives]
         if not pairs or not (leaves or anchors):
@@ -409,7 +442,7 @@ class Contexts:
         if any(map(has_hooks, leaves)):
             grads_now = accumulated(pairs, leaves, anchors, own.gradients, keeps=keeps)
             with own.lock:
-                for leaf, now in grads_now.items():
+                for leaf, now in grads_now.items() if own.state.is_current(backward) else ():
                     own.gradients.pop(leaf, None)  # a hook may have dropped it
                     if now is not None:
                         own.gradients[leaf] = now
@@ -422,6 +455,8 @@ class Contexts:
             allow_unused=True,
         )
         with own.lock:
+            if not own.state.is_current(backward):
+                return
             others = [grad for _, grad in pairs] + list(computed[len(leaves) :])
             own_memory = in_own_memory(computed[: len(leaves)], others)
             for leaf, grad in zip(leaves, own_memory, strict=True):
@@ -430,24 +465,27 @@ class Contexts:
                     assert total is not None
                     own.gradients[leaf] = total
 
-    def _ship(self, own: Context, edge: Id, to: int) -> None:
+    def _ship(self, own: Context, ship: Ship) -> None:
         with own.lock:
-            grads = own.receives[edge].take()
+            if not own.state.is_current(ship.backward):
+                return
+            grads = own.receives[ship.edge].take()
         try:
-            body, buffers = self._agent.pack(grads, to)
+            body, buffers = self._agent.pack(grads, ship.to)
         except BraidError as exc:
             with own.lock:
-                done = own.state.fail(f"a gradient cannot travel: {exc}")
+                done = own.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
             self._act(own, done)
             return
         message = Gradients(
             own.number,
-            own.backward_number,
-            edge,
+            ship.backward,
+            ship.edge,
             own.mode,
             own.retains,
             body.packed,
             body.specs,
             body.sparse,
+            own.state.failed,
         )
-        self._agent.transmit(to, message, buffers)
+        self._agent.transmit(ship.to, message, buffers)

@@ -13,7 +13,9 @@ gradients. The backward is a second wave of the same kind, whose messages are gr
     recording ── begin ──> marking ── all acknowledged ──> running ── all acknowledged ──> over
                      FAST: no wave of marks ──────────────────┘             an error ──> failed
 
-A process answers at once, but for the message that made it busy: that one, when it is idle again.
+An error fails one backward, and another may follow; the loss of a process fails every backward of
+its contexts. A process answers at once, but for the message that made it busy: that one, when it is
+idle again.
 
 Sources: E. Dijkstra, C. Scholten, "Termination detection for diffusing computations", 1980; PyTorch
 team, "Distributed Autograd Design", for FAST and SMART.
@@ -60,11 +62,19 @@ class Pending(NamedTuple):
 
 
 class Mark(msgspec.Struct, tag="rpc.mark", frozen=True):
-    """The roots of a backward depend on the tensors that this edge has carried."""
+    """The roots of a backward depend on the tensors that this edge has carried.
+
+    Attributes:
+        context: Number of the context.
+        backward: The backward.
+        edge: The edge.
+        failed: Earlier backwards of the context that have failed.
+    """
 
     context: int
     backward: Id
     edge: Id
+    failed: list[Id] = []
 
 
 class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
@@ -79,6 +89,7 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
         packed: A gradient or None for each tensor, packed by `codec`.
         specs: Specs of the tensors that travel beside.
         sparse: Sparse tensors, each of two of them.
+        failed: Earlier backwards of the context that have failed.
     """
 
     context: int
@@ -89,6 +100,7 @@ class Gradients(msgspec.Struct, tag="rpc.gradients", frozen=True):
     packed: bytes
     specs: list[TensorSpec]
     sparse: list[SparseSpec] = []
+    failed: list[Id] = []
 
 
 class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
@@ -100,10 +112,11 @@ class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
 
 
 class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
-    """A context cannot go on, on any process."""
+    """A backward has failed on all processes; every backward of the context if it names none."""
 
     context: int
     reason: str
+    backward: Id | None = None
 
 
 class Release(msgspec.Struct, tag="rpc.release", frozen=True):
@@ -126,6 +139,7 @@ class Run(NamedTuple):
     """Run the local backward from the roots (None), or from the tensors of a send."""
 
     edge: Id | None
+    backward: Id
 
 
 class Ship(NamedTuple):
@@ -133,6 +147,7 @@ class Ship(NamedTuple):
 
     edge: Id
     to: int
+    backward: Id
 
 
 class Finished(NamedTuple):
@@ -142,9 +157,9 @@ class Finished(NamedTuple):
 
 
 class Fail(NamedTuple):
-    """The context has failed."""
+    """The backward has failed, or all backwards of the context have (None)."""
 
-    reason: str
+    backward: Id | None
 
 
 Instruction: TypeAlias = Send | Run | Ship | Finished | Fail
@@ -198,7 +213,7 @@ class ContextState:
         self.sends: dict[Id, int] = {}
         self.receives: dict[Id, int] = {}
         self.known: set[int] = set()
-        self.failure = ""
+        self.failures: dict[Id | None, str] = {}  # by backward; None for all of them
         self._backward: _Backward | None = None
 
     # -- recording
@@ -224,6 +239,20 @@ class ContextState:
         """Whether a backward is under way here."""
         return self._backward is not None
 
+    @property
+    def failed(self) -> list[Id]:
+        """Backwards that have failed."""
+        return [each for each in self.failures if each is not None]
+
+    def is_current(self, backward: Id) -> bool:
+        """Whether this process takes part in a backward that has not failed."""
+        own = self._backward
+        return own is not None and own.number == backward and not self.failure_of(backward)
+
+    def failure_of(self, backward: Id) -> str:
+        """Return the reason why a backward has failed; empty if it has not."""
+        return self.failures.get(None) or self.failures.get(backward, "")
+
     def is_last(self, source: Id | None) -> bool:
         """Whether no other local backward is still to run, so that graphs can be freed."""
         return self._backward is not None and self._backward.open_sources <= {source}
@@ -238,30 +267,35 @@ class ContextState:
 
     def on_mark(self, sender: int, message: Mark) -> list[Instruction]:
         """Let a send count on a gradient."""
-        if self.failure:
-            return [self._fail_message(sender)]
+        if self._is_over(message.backward):
+            return [self._fail_message(sender, message.backward)]
+        done = self._learn(message.failed)
         own = self._join(message.backward, "smart")
-        done = self._engage(own, sender)
+        done += self._engage(own, sender)
         if message.edge not in own.open_sources:
             own.open_sources.add(message.edge)
             done += self._reach(own, message.edge)
         return [*done, *self._advance(own)]
 
-    def on_gradients(self, sender: int, backward: Id, edge: Id, mode: Mode) -> list[Instruction]:
+    def on_gradients(
+        self, sender: int, backward: Id, edge: Id, mode: Mode, failed: Iterable[Id] = ()
+    ) -> list[Instruction]:
         """Run the local backward of a send, whose gradients have come."""
-        if self.failure:
-            return [self._fail_message(sender)]
+        if self._is_over(backward):
+            return [self._fail_message(sender, backward)]
+        done = self._learn(failed)
         own = self._join(backward, mode)
-        done = self._engage(own, sender)
+        done += self._engage(own, sender)
         if edge not in own.open_sources:
-            return [*done, *self.fail(f"gradients came twice for edge {tuple(edge)}")]
+            reason = f"gradients came twice for edge {tuple(edge)}"
+            return [*done, *self.fail(reason, backward)]
         own.running += 1
-        return [*done, Run(edge)]
+        return [*done, Run(edge, backward)]
 
-    def finished(self, source: Id | None) -> list[Instruction]:
+    def finished(self, source: Id | None, backward: Id) -> list[Instruction]:
         """Continue after the local backward of a source has run."""
         own = self._backward
-        if own is None or self.failure:
+        if own is None or not self.is_current(backward):
             return []
         own.running -= 1
         own.steps += 1
@@ -272,13 +306,13 @@ class ContextState:
             if not own.waits[edge]:
                 del own.waits[edge]
                 own.unanswered += 1
-                done.append(Ship(edge, self.receives[edge]))
+                done.append(Ship(edge, self.receives[edge], backward))
         return [*done, *self._advance(own)]
 
     def on_acknowledge(self, message: Acknowledge) -> list[Instruction]:
         """Note that a message of this process, and all that it caused, is over."""
         own = self._backward
-        if own is None or own.number != message.backward or self.failure:
+        if own is None or not self.is_current(message.backward):
             return []
         own.unanswered -= 1
         self._merge(own, message.pending)
@@ -304,13 +338,14 @@ class ContextState:
 
     # -- the end
 
-    def fail(self, reason: str) -> list[Instruction]:
-        """Let the context fail on all processes."""
-        if self.failure:
+    def fail(self, reason: str, backward: Id | None = None) -> list[Instruction]:
+        """Fail a backward, or all backwards of the context (None), on all processes."""
+        if None in self.failures or backward in self.failures:
             return []
-        self.failure = reason
-        sends = [self._fail_message(process) for process in sorted(self.known - {self.process})]
-        return [*sends, Fail(reason)]
+        self.failures[backward] = reason
+        message = BackwardFailed(self.context, reason, backward)
+        sends = [Send(process, message) for process in sorted(self.known - {self.process})]
+        return [*sends, Fail(backward)]
 
     def lost(self, process: int, reason: str) -> list[Instruction]:
         """Fail if a process that takes part is lost."""
@@ -324,6 +359,18 @@ class ContextState:
         return [Send(to, Release(self.context)) for to in sorted(self.known - {self.process})]
 
     # -- inside
+
+    def _learn(self, failed: Iterable[Id]) -> list[Instruction]:
+        """Fail earlier backwards, so that none of their gradients stay."""
+        reason = "the backward failed on another process"
+        return [instruction for each in failed for instruction in self.fail(reason, each)]
+
+    def _is_over(self, backward: Id) -> bool:
+        """Whether a backward has failed, also where only its successor is known here."""
+        own = self._backward
+        return bool(self.failure_of(backward)) or (
+            own is not None and own.number.process == backward.process and own.number > backward
+        )
 
     def _join(self, number: Id, mode: Mode) -> _Backward:
         if self._backward is None or self._backward.number != number:
@@ -341,7 +388,7 @@ class ContextState:
         for edge in self._reaches(source):
             if edge not in own.waits and own.mode == "smart":
                 own.unanswered += 1
-                mark = Mark(self.context, own.number, edge)
+                mark = Mark(self.context, own.number, edge, self.failed)
                 done.append(Send(self.receives[edge], mark))
             own.waits.setdefault(edge, set()).add(source)
         return done
@@ -367,7 +414,7 @@ class ContextState:
         if None in own.open_sources:
             own.is_marking = False
             own.running += 1
-            return [Run(None)]
+            return [Run(None, own.number)]
         self._backward = None
         own.pending[self.process] = self._own_pending(own)
         pending = {process: each.edges for process, each in own.pending.items() if each.edges}
@@ -386,5 +433,6 @@ class ContextState:
             if process not in own.pending or own.pending[process].steps < theirs.steps:
                 own.pending[process] = theirs
 
-    def _fail_message(self, to: int) -> Send:
-        return Send(to, BackwardFailed(self.context, self.failure))
+    def _fail_message(self, to: int, backward: Id) -> Send:
+        reason = self.failure_of(backward) or "another backward has begun"
+        return Send(to, BackwardFailed(self.context, reason, backward))
