@@ -25,12 +25,17 @@ from braid.errors import (
     CommTimeout,
     ConfigError,
     PeerLostError,
+    RendezvousError,
     StaleError,
 )
-from braid.rpc import dist_autograd, turns
-from braid.rpc.current import acting_for, current_agent
+from braid.rendezvous.job_store import JobStore
+from braid.rpc import dist_autograd, membership, turns
+from braid.rpc.current import acting_for, current_agent, set_default
+from braid.rpc.membership import join
+from braid.store import HashStore
+from braid.transport import Network
 from example_runs import run_example
-from rpc_nodes import first_of, nodes
+from rpc_nodes import SECRET, everywhere, first_of, nodes
 
 RELEASED = threading.Event()
 
@@ -216,6 +221,50 @@ def _until(is_over: Any, agents: list[Any]) -> None:
             agent.references.collect()
         assert time.monotonic() - begin < 10
         time.sleep(0.01)
+
+
+def test_nodes_with_one_name_all_learn_it():
+    store, texts = HashStore(), {}
+
+    def begin(rank: int) -> None:
+        address = f"unix:@braid-test-{id(store)}-{rank}"
+        began = time.monotonic()
+        with pytest.raises(RendezvousError) as caught:
+            join(store, "same", rank, 3, rpc.RpcOptions(), secret=SECRET, address=address)
+        assert time.monotonic() - began < 10
+        texts[rank] = str(caught.value)
+
+    everywhere(2, begin)  # the third one does not come
+    assert texts.keys() == {0, 1}
+    for text in texts.values():
+        assert "name 'same' is not unique" in text
+        assert all(f"node {n} (same)" in text for n in (0, 1))
+
+
+def test_a_node_without_a_world_size_cannot_join_a_group_that_has_one(monkeypatch):
+    job = JobStore(HashStore(), None, Network("", ""))
+    monkeypatch.setattr(membership, "_meet", lambda _, *ranks: (job, *ranks, True))
+    rpc.init_rpc("first", rank=0, world_size=1)
+    first = current_agent()
+    set_default(None)
+    try:
+        with pytest.raises(RuntimeError, match="pass world_size= in all nodes or in none"):
+            rpc.init_rpc("late", rank=1)
+    finally:
+        set_default(first)
+        rpc.shutdown()
+    rpc.init_rpc("late", rank=1)
+    rpc.shutdown()
+
+
+def test_wrong_arguments_of_an_operator_are_a_runtime_error():
+    with first_of(2):
+        for function in (torch.add, torch.nn.functional.linear, torch.ops.aten.add.Tensor):
+            with pytest.raises(RuntimeError):
+                rpc.rpc_sync("w1", function, (torch.ones(1), "text", "more"))
+        for function in (double, torch.split):
+            with pytest.raises(TypeError):
+                rpc.rpc_sync("w1", function)
 
 
 def test_mistakes_are_named_and_nodes_live_on():

@@ -224,7 +224,32 @@ def test_nodes_gather_and_wait_for_each_other():
             assert future.done()
 
 
+class OtherOptions(rpc.RpcBackendOptions):
+    pass
+
+
+def waits_or_fails(seconds: float) -> None:
+    if not seconds:
+        msg = "this one fails"
+        raise LookupError(msg)
+    time.sleep(seconds)
+
+
+def test_waiting_for_all_calls_ends_at_the_first_error():
+    with first_of(2):
+        began = time.monotonic()
+        with pytest.raises(LookupError, match="this one fails"), rpc._wait_all():
+            calls = [rpc.rpc_async("w1", waits_or_fails, (seconds,)) for seconds in (2.0, 0.0)]
+        assert not calls[0].done()
+        assert time.monotonic() - began < 1.5
+
+
 def test_mistakes_are_errors_of_torch():
+    with pytest.raises(TypeError, match="Could not infer backend for options"):
+        rpc.init_rpc("w0", rpc_backend_options=OtherOptions())
+    for name in ("abc*", "", "a" * 500):
+        with pytest.raises(RuntimeError, match="1 to 128 letters, digits"):
+            rpc.WorkerInfo(name, 0)
     with pytest.raises(TypeError, match="member of BackendType"):
         rpc.init_rpc("w0", backend="tensorpipe")
     with pytest.raises(TypeError, match="instance of RpcBackendOptions"):

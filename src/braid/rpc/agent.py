@@ -305,7 +305,7 @@ class Agent:
         _, sender = split_node(delivery.sender)
         message = delivery.message
         if isinstance(message, PeerLost):
-            self._lost(sender, message.reason)
+            self._lost(sender, "it called rpc.shutdown()" if message.orderly else message.reason)
             return
         if self.lost_nodes:
             self.lost_nodes.discard(sender)

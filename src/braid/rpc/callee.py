@@ -20,6 +20,7 @@ from braid.rpc.codec import Packed, tensors_of
 from braid.rpc.current import act_for
 from braid.rpc.functions import is_async_execution
 from braid.rpc.messages import Call, Edge, Raised, Reply
+from braid.rpc.names import is_operator
 from braid.rpc.outcomes import Later, awaited, described, is_described, outcome
 from braid.rpc.scope import Scope, enter
 
@@ -128,7 +129,12 @@ class Callee:
             msg = f"{call.function} did not begin in time: {agent.info.name} was busy"
             raise CommTimeout(msg)
         function = agent.names.find(call.function)  # last: references of arguments must arrive
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except TypeError as exc:
+            if is_operator(function):  # torch finds no operator for such arguments
+                raise RuntimeError(str(exc)) from exc
+            raise
         if is_async_execution(function) and not isinstance(result, Later):
             return awaited(result)
         return result

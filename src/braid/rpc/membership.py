@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlparse
 
-from braid.errors import CommTimeout, ConfigError
+from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.events import Recorder
 from braid.message import SocketVan, VanConfig
 from braid.rendezvous import JobEnvironment, wants_portable
@@ -32,7 +32,7 @@ from braid.rpc.mistakes import RpcError
 from braid.rpc.options import RpcOptions
 from braid.rpc.roles import own_role
 from braid.rpc.spans import CallSpans
-from braid.rpc.workers import Directory, Record, WorkerInfo, check_name, node_of
+from braid.rpc.workers import LOOK_S, Directory, Record, WorkerInfo, check_name, node_of
 from braid.store import FileStore, PrefixStore, Store
 from braid.transport import Network
 from braid.transport.peer_connections import own_address
@@ -41,6 +41,7 @@ from braid.wire import Address, Secret, local_address
 __all__ = ["init_rpc", "join", "shutdown"]
 
 MEET_S = 300.0  # to wait for all nodes
+_FIXED = "fixed"  # key that exists while a group with a fixed number of nodes lives
 _LOOK_S = 0.25  # after which a node that waits for others looks whether they live
 
 
@@ -81,11 +82,17 @@ def init_rpc(
         msg = "allow_pickle=True lets peers run any code: not on a network without a secret"
         raise ConfigError(msg)
     store: Store = PrefixStore("rpc/", job.store)
-    if world_size is not None:
-        store = PrefixStore(f"{claim(store, rank)}/", store)
     with contextlib.ExitStack() as resources:
         if job.connection is not None:
             resources.callback(job.connection.close)
+        if world_size is not None:
+            store = _fixed_group(store, rank, resources)
+        elif store.check([_FIXED]):
+            msg = (
+                f"node {name!r} was given no world_size, but the nodes of this group have a fixed "
+                "number: pass world_size= in all nodes or in none"
+            )
+            raise RpcError(msg)
         link = _launcher_link(job, rank)
         if link is not None:
             resources.callback(link.close)
@@ -104,6 +111,20 @@ def init_rpc(
         link.arrive()
         agent.resources.callback(link.leave)
     set_default(agent)
+
+
+def _fixed_group(store: Store, rank: int, resources: contextlib.ExitStack) -> Store:
+    """Return the store of a group with a fixed number of nodes; node 0 ends the group."""
+    group = PrefixStore(f"{claim(store, rank)}/", store)
+    store.set(_FIXED, b"1")
+
+    def end() -> None:
+        with contextlib.suppress(BraidError):  # the store may have ended before
+            store.delete_key(_FIXED)
+
+    if rank == 0:
+        resources.callback(end)
+    return group
 
 
 def join(
@@ -148,8 +169,10 @@ def join(
         directory.add(record)
         if world_size is not None:
             directory.wait_for(world_size)
-    except BaseException:
+    except BaseException as exc:
         van.close(0.0)
+        if rank == 0 and isinstance(exc, RendezvousError):
+            time.sleep(2 * LOOK_S)  # node 0 may hold the store, in which the others look
         raise
     agent = Agent(van, WorkerInfo(name, rank), directory, options, CallSpans(recorder, rank))
     agent.world_size = world_size

@@ -35,7 +35,7 @@ from braid.errors import ConfigError
 from braid.rpc.mistakes import RpcError
 from braid.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn, qualified_name
 
-__all__ = ["Names", "register"]
+__all__ = ["Names", "is_operator", "register"]
 
 _TORCH_MODULES = ("torch.nn", "torch.optim", "torch.distributions", "torch.special", "torch.linalg")
 INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -183,6 +183,13 @@ class Names:
         ):
             return True
         return self._program is not None and _is_of_program(module, self._program)
+
+
+def is_operator(function: object) -> bool:
+    """Whether torch chooses the code of a function by its arguments."""
+    kinds = types.BuiltinFunctionType | OpOverload | OpOverloadPacket
+    module = getattr(function, "__module__", None) or ""
+    return isinstance(function, kinds) and module.startswith("torch")
 
 
 def _module_of(target: Any) -> str:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 import threading
-from typing import NamedTuple, TypeAlias
+import time
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -17,23 +19,33 @@ from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
 from braid.store import Store
 
-__all__ = ["Directory", "Record", "To", "WorkerInfo", "check_name", "node_of"]
+__all__ = ["LOOK_S", "Directory", "Record", "To", "WorkerInfo", "check_name", "node_of"]
 
 ROLE = "worker"
+_CLASH = "clash"
+LOOK_S = 1.0  # after which a node that waits for others looks whether some cannot come
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 
 
 @register
-class WorkerInfo(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
     """A node of remote calls.
 
     Attributes:
         name: Its name.
         id: Its number.
+
+    Raises:
+        RpcError: The name cannot be the name of a node.
     """
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        """Check the name."""
+        check_name(self.name)
 
 
 To: TypeAlias = str | int | WorkerInfo
@@ -87,11 +99,15 @@ class Directory:
         """
         packed = msgspec.json.encode(record)
         for key in (f"name/{record.name}", f"id/{record.id}"):
-            if self._store.compare_set(key, b"", packed) != packed:
+            owner = self._store.compare_set(key, b"", packed)
+            if owner != packed:
+                other = msgspec.json.decode(owner, type=Record)
+                shared = f"number {record.id}" if key[0] == "i" else f"name {record.name!r}"
                 msg = (
-                    f"name {record.name!r} or number {record.id} is not unique, another node has "
-                    "it already: give each node a name and a number of its own"
+                    f"{shared} is not unique: node {other.id} ({other.name}) and node {record.id} "
+                    f"({record.name}) both have it. Give each node a name and a number of its own"
                 )
+                self._store.set(_CLASH, msg.encode())
                 raise RendezvousError(msg)
             self._store.set(key, packed)  # torch's older server wakes nobody after a compare_set
         self._remember(record)
@@ -112,20 +128,31 @@ class Directory:
         """Wait until nodes 0 to `world_size` - 1 have come.
 
         Raises:
-            RendezvousError: Some did not come; names their numbers.
+            RendezvousError: Some did not come, which names their numbers; or two have one name.
         """
         keys = [f"id/{number}" for number in range(world_size)]
-        try:
-            self._store.wait(keys, self._timeout_s)
-        except CommTimeout as exc:
+        until = time.monotonic() + self._timeout_s
+        while not self._has_come(keys, until):
+            if self._store.check([_CLASH]):
+                raise RendezvousError(self._store.get(_CLASH, self._timeout_s).decode())
+            if time.monotonic() < until:
+                continue
             absent = [n for n, key in enumerate(keys) if not self._store.check([key])]
             msg = (
                 f"nodes {', '.join(map(str, absent))} of {world_size} did not call init_rpc within "
                 f"{self._timeout_s:g} s: look for the first error there"
             )
-            raise RendezvousError(msg) from exc
+            raise RendezvousError(msg)
         for packed in self._store.multi_get(keys, self._timeout_s):
             self._remember(msgspec.json.decode(packed, type=Record))
+
+    def _has_come(self, keys: list[str], until: float) -> bool:
+        """Wait for a short time until all keys are set; return whether they are."""
+        try:
+            self._store.wait(keys, max(0.0, min(LOOK_S, until - time.monotonic())))
+        except CommTimeout:
+            return False
+        return True
 
     @property
     def known(self) -> list[Record]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from braid.compat.torch_rpc.rpc.agent import _get_current_rpc_agent, _is_current
 from braid.compat.torch_rpc.rpc.backend_registry import BackendType
 from braid.compat.torch_rpc.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from braid.compat.torch_rpc.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
-from braid.rpc import RRef, WorkerInfo, get_worker_info, remote, rpc_sync, shutdown
+from braid.rpc import RpcOptions, RRef, WorkerInfo, get_worker_info, remote, rpc_sync, shutdown
 from braid.rpc import init_rpc as init
 from braid.rpc import rpc_async as call_async
 from braid.rpc.all_gather import all_gather, barrier
@@ -64,6 +65,12 @@ def init_rpc(
             f"{type(options).__name__}"
         )
         raise TypeError(msg)
+    if type(options) is not RpcOptions and not isinstance(options, TensorPipeRpcBackendOptions):
+        msg = (
+            f"Could not infer backend for options {options}: pass TensorPipeRpcBackendOptions or "
+            "braid.rpc.RpcOptions"
+        )
+        raise TypeError(msg)
     init(name, None, rank, world_size or None, options)
 
 
@@ -83,14 +90,18 @@ def rpc_async(
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Wait at the end for all calls that `rpc_async` begins inside."""
+    """Wait at the end for all calls that `rpc_async` begins inside, or for the first error."""
     _thread_local_var.future_list = []
     try:
         yield
     finally:
         futures = _thread_local_var.future_list
         del _thread_local_var.future_list
-        torch.futures.wait_all(futures)
+        ended: SimpleQueue[torch.futures.Future[Any]] = SimpleQueue()
+        for each in futures:
+            each.add_done_callback(ended.put)
+        for _ in futures:
+            ended.get().wait()
 
 
 def _all_gather(
