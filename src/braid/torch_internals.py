@@ -50,6 +50,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "accumulate_hooks",
+    "active_ddp",
     "backend_for",
     "backend_options",
     "backward_class",
@@ -287,6 +288,10 @@ def queue_callback(call: Callable[[], object]) -> None:
 def num_results(node: Node) -> int:
     """Return the number of values that a node's operation returned."""
     return len(_input_metadata(node))
+
+
+active_ddp: Callable[[], nn.parallel.DistributedDataParallel | None]  # during its forward
+active_ddp = _value("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module")
 
 
 # Functions and operators.

@@ -49,6 +49,73 @@ torch.distributed.barrier()
 rpc.shutdown()
 print("averaged")
 """
+TORCH_DDP_AROUND_A_CALL = """
+import torch
+from torch import nn
+
+from braid.compat.torch_rpc import dist_autograd, rpc
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+rpc.init_rpc(f"w{rank}")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x, call):
+        return self.second(call(torch.mul, (self.first(x), 3.0)))
+
+
+def batch(step, rank):
+    torch.manual_seed(2 * step + rank)
+    return torch.randn(4, 3)
+
+
+def expected(step, ranks):
+    model, total = Model(), 0
+    for each in ranks:
+        out = model(batch(step, each), lambda function, args: function(*args))
+        total += out.square().sum() / len(ranks)
+    return torch.autograd.grad(total, [*model.parameters()])
+
+
+def check(model, forward, step, ranks=(0, 1)):
+    with dist_autograd.context() as context:
+        there = f"w{1 - rank}"
+        out = forward(batch(step, rank), lambda function, args: rpc.rpc_sync(there, function, args))
+        dist_autograd.backward(context, [out.square().sum()])
+        grads = dist_autograd.get_gradients(context)
+    for param, grad in zip(model.parameters(), expected(step, ranks), strict=True):
+        assert torch.allclose(grads[param], grad, atol=1e-5), (grads[param], grad)
+        assert param.grad is None
+
+
+for settings in ({}, {"gradient_as_bucket_view": True}):
+    for way in ("__call__", "forward"):
+        model = Model()
+        ddp = nn.parallel.DistributedDataParallel(model, **settings)
+        for step in range(3):
+            check(model, getattr(ddp, way), step)
+        with ddp.join(divide_by_initial_world_size=False):  # uneven inputs
+            for step in range(2 - rank):
+                check(model, getattr(ddp, way), step, (0, 1) if step == 0 else (0,))
+for settings in ({"static_graph": True}, {"find_unused_parameters": True}):
+    model = Model()
+    ddp = nn.parallel.DistributedDataParallel(model, **settings)
+    try:
+        check(model, ddp, 0)
+    except RuntimeError as exc:
+        assert "use braid.DistributedDataParallel" in str(exc)
+    else:
+        raise AssertionError(settings)
+torch.distributed.barrier()
+rpc.shutdown()
+print("averaged")
+"""
 
 
 @pytest.mark.procs
@@ -68,9 +135,10 @@ def test_a_program_runs_with_the_command_in_its_docstring(program, tmp_path):
 
 
 @pytest.mark.procs
-def test_ddp_of_torch_averages_in_contexts(procs, tmp_path):
+@pytest.mark.parametrize("program", [TORCH_DDP, TORCH_DDP_AROUND_A_CALL])
+def test_ddp_of_torch_averages_in_contexts(procs, tmp_path, program):
     script = tmp_path / "program.py"
-    script.write_text(TORCH_DDP)
+    script.write_text(program)
     assert run_program(procs, 2, script) == ["averaged\n"] * 2
 
 

@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from braid.rpc.autograd.accumulation import has_hooks, run_hooks
-from braid.rpc.autograd.api import backward, get_gradients
-from braid.rpc.autograd.contexts import Context
+from braid.rpc.autograd.accumulation import run_hooks
+from braid.rpc.autograd.api import backward, context, get_gradients
+from braid.rpc.autograd.node_context import Context
 from braid.rpc.current import current_agent
 from braid.rpc.mistakes import RpcError
+from braid.torch_internals import active_ddp
 
 __all__ = ["backward", "context", "get_gradients", "is_available", "run_hooks"]
 
 DistAutogradContext = Context
 
 
-class context:  # noqa: N801 - torch's name
-    """Record the tensors that remote calls carry; gives the number of the context.
+def average_ddp(module: nn.Module, args: Any) -> None:
+    """Let contexts call the hooks of torch's data parallelism; a hook before every forward.
 
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [loss])
-
-    Torch's DistributedDataParallel averages the gradients of contexts in which it has run.
+    `ddp.forward(x)` runs no hook of the wrapper, so this looks from inside of the wrapper.
     """
-
-    def __enter__(self) -> int:
-        self.autograd_context = _new_context()
-        self._noticing = register_module_forward_pre_hook(_notice_ddp)
-        return self.autograd_context.number
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._noticing.remove()
-        _release_context(self.autograd_context.number)
-
-
-def _notice_ddp(module: nn.Module, args: Any) -> None:
-    """Let contexts call the hooks of torch's data parallelism, which Python cannot see."""
-    del args
-    if isinstance(module, nn.parallel.DistributedDataParallel) and _has_valid_context():
-        run_hooks(each for each in module.parameters() if not has_hooks(each))
+    del module, args
+    if not torch.compiler.is_compiling() and (ddp := active_ddp()) is not None:
+        is_early = ddp.static_graph or ddp.find_unused_parameters
+        run_hooks(ddp.parameters(), is_early=is_early)
 
 
 def is_available() -> bool:

@@ -9,7 +9,9 @@ is the context's for that time: it begins with what the context has, and is put 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 import torch
@@ -17,10 +19,35 @@ import torch
 from braid.rpc.param_locks import PARAM_LOCKS
 from braid.torch_internals import accumulate_hooks, has_internal_overlap, storage_id
 
-__all__ = ["accumulated", "has_hooks", "in_own_memory", "run_hooks"]
+__all__ = [
+    "HookGroup",
+    "accumulated",
+    "has_hooks",
+    "hook_groups",
+    "in_own_memory",
+    "run_hooks",
+]
 
 
-def run_hooks(parameters: Iterable[torch.Tensor]) -> None:
+@dataclass(frozen=True, slots=True)
+class HookGroup:
+    """Hook that does nothing and marks parameters: a hook of one may set `.grad` of all of them.
+
+    Attributes:
+        ids: Identities of the parameters, by which two groups are equal.
+        members: The parameters.
+        is_early: Whether the hooks do not wait for a second local backward of the same backward.
+    """
+
+    ids: tuple[int, ...]
+    members: tuple[weakref.ref[torch.Tensor], ...] = field(compare=False)
+    is_early: bool = field(compare=False)
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        """Do nothing."""
+
+
+def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> None:
     """Let local backwards of contexts call the hooks that run after an accumulation.
 
     Hooks of `register_post_accumulate_grad_hook`, so those of braid's DistributedDataParallel, are
@@ -29,18 +56,20 @@ def run_hooks(parameters: Iterable[torch.Tensor]) -> None:
         dist_autograd.run_hooks(ddp.parameters())       torch's DistributedDataParallel
 
     Args:
-        parameters: Parameters of this node.
+        parameters: Parameters of this node. A hook of one of them may change the gradients of all:
+            data parallelism averages a bucket in the backward that completes the bucket.
+        is_early: Whether the hooks count on one local backward that reaches all parameters, as in
+            torch's DistributedDataParallel with `static_graph` or `find_unused_parameters`. If a
+            remote call lies between the parameters, the backward fails then.
 
-    Cost: local backwards that reach one of them copy its gradients once more, and come one after
-    the other.
+    Cost: local backwards that reach one of them copy the gradients of all once more, and come one
+    after the other.
     """
-    for each in parameters:
-        if each.requires_grad:
-            each.register_post_accumulate_grad_hook(_nothing)  # type: ignore[no-untyped-call]
-
-
-def _nothing(_param: torch.Tensor) -> None:
-    """Mark a parameter: local backwards accumulate into it because it has a hook."""
+    params = [each for each in parameters if each.requires_grad]
+    group = HookGroup(tuple(map(id, params)), tuple(map(weakref.ref, params)), is_early)
+    for each in params:
+        if group not in (accumulate_hooks(each) or {}).values():
+            each.register_post_accumulate_grad_hook(group)  # type: ignore[no-untyped-call]
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
@@ -48,27 +77,40 @@ def has_hooks(leaf: torch.Tensor) -> bool:
     return bool(accumulate_hooks(leaf))
 
 
+def hook_groups(leaves: Sequence[torch.Tensor]) -> set[HookGroup]:
+    """Return the groups to which some leaves belong."""
+    hooks = [hook for leaf in leaves for hook in (accumulate_hooks(leaf) or {}).values()]
+    return {hook for hook in hooks if isinstance(hook, HookGroup)}
+
+
 def accumulated(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
     leaves: Sequence[torch.Tensor],
     anchors: Sequence[torch.Tensor],
     known: Mapping[torch.Tensor, torch.Tensor],
+    hooked: dict[torch.Tensor, torch.Tensor | None],
     *,
     keeps: bool,
 ) -> dict[torch.Tensor, torch.Tensor | None]:
-    """Run a local backward that calls hooks, and return the gradients of all leaves afterwards.
+    """Run a local backward that calls hooks, and return all gradients that it may have changed.
 
     Args:
         pairs: Tensors, and the gradients from which the backward begins.
         leaves: Leaves on which the tensors depend.
         anchors: Leaves of receives, likewise.
         known: Gradients that the context has.
+        hooked: `.grad` after earlier local backwards of the same backward, which may be memory of
+            the hooks' owner; this call adds its own.
         keeps: Whether the graph is kept.
     """
-    with PARAM_LOCKS.held(leaves):
-        before = [(leaf, leaf.grad, _copied(leaf.grad)) for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = _copied(known.get(leaf))
+    members = {id(each): each for each in leaves}
+    for group in hook_groups(leaves):
+        members |= {id(each): each for ref in group.members if (each := ref()) is not None}
+    changed = list(members.values())
+    with PARAM_LOCKS.held(changed):
+        before = [(leaf, leaf.grad, _copied(leaf.grad)) for leaf in changed]
+        for leaf in changed:
+            leaf.grad = hooked[leaf] if leaf in hooked else _copied(known.get(leaf))
         try:
             torch.autograd.backward(
                 [tensor for tensor, _ in pairs],
@@ -76,7 +118,8 @@ def accumulated(
                 retain_graph=keeps,
                 inputs=[*leaves, *anchors],
             )
-            return {leaf: _copied(leaf.grad) for leaf in leaves}
+            hooked.update({leaf: leaf.grad for leaf in changed})
+            return {leaf: _copied(leaf.grad) for leaf in changed}
         finally:
             for leaf, grad, values in before:
                 leaf.grad = grad

@@ -11,22 +11,27 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from braid.errors import BraidError, CommError, CommTimeout
-from braid.rpc.autograd.accumulation import accumulated, has_hooks, in_own_memory
-from braid.rpc.autograd.graph import Reached, Receive, SendFunction, add_grads, reached_from
+from braid.rpc.autograd.accumulation import (
+    accumulated,
+    has_hooks,
+    hook_groups,
+    in_own_memory,
+)
+from braid.rpc.autograd.graph import Receive, add_grads
+from braid.rpc.autograd.node_context import Context
 from braid.rpc.messages import Body, Edge
 from braid.rpc.mistakes import RpcError
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
     AutogradMessage,
     BackwardFailed,
-    ContextState,
     Fail,
     Finished,
     Gradients,
@@ -43,108 +48,12 @@ from braid.rpc.protocol.references_state import Id
 if TYPE_CHECKING:
     from braid.rpc.agent import Agent
 
-__all__ = ["Context", "Contexts"]
+__all__ = ["Contexts"]
 
 _CURRENT: ContextVar[int] = ContextVar("braid-rpc-autograd", default=-1)
 _NO_EDGE = Id(-1, -1)
 _ID_BITS = 48  # of a context's number; those above are its origin, as torch has them
 _NUM_OVER = 1024
-
-
-class Context:
-    """A context on one node.
-
-    Args:
-        process: Number of the node.
-        number: Number of the context.
-
-    Attributes:
-        number: Number of the context.
-        gradients: Gradients of this node's parameters.
-        lock: Lock of the state and of all values.
-    """
-
-    def __init__(self, process: int, number: int) -> None:
-        self.number = number
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.lock = threading.RLock()
-        self.state = ContextState(process, number, self._reach)
-        self.sends: dict[Id, list[torch.Tensor]] = {}
-        self.receives: dict[Id, Receive] = {}
-        self.functions: dict[Id, Any] = {}  # of the receives, in torch's graph
-        self.roots: list[torch.Tensor] = []
-        self.arrived: dict[Id, list[torch.Tensor | None]] = {}  # gradients that are to be used
-        self.retains = False
-        self.mode: Mode = "smart"
-        self.finished: Finished | None = None
-        self._local_ended = threading.Condition(self.lock)
-        self._local: Id | None = None  # backward to which the local backwards belong
-        self._num_local = 0
-        self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients before that backward
-        self._reached: dict[Id | None, Reached] = {}
-
-    def reached(self, source: Id | None) -> Reached:
-        """Return what the roots (None), or the tensors of a send, depend on here."""
-        if source not in self._reached:
-            tensors = self.roots if source is None else self.sends.get(source, [])
-            self._reached[source] = reached_from(tensors)
-        return self._reached[source]
-
-    def begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Set the roots of the next backward."""
-        self.roots, self.finished = list(roots), None
-        self._reached.pop(None, None)
-
-    @contextlib.contextmanager
-    def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
-        """Run a local backward inside, after all local backwards of an earlier, failed one.
-
-        Raises:
-            CommTimeout: They have not ended.
-        """
-        with self.lock:
-            if not self._local_ended.wait_for(
-                lambda: not self._num_local or self._local == backward, timeout_s
-            ):
-                msg = "a local backward that began earlier in this context still runs"
-                raise CommTimeout(msg)
-            if self._local != backward:
-                self.restore()
-                self._local, self._before = backward, dict(self.gradients)
-                for each in self.receives.values():
-                    each.take()
-            self._num_local += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._num_local -= 1
-                self._local_ended.notify_all()
-
-    def restore(self) -> None:
-        """Drop the gradients that a failed backward has added."""
-        with self.lock:
-            if self._local in self.state.failures:
-                self.gradients.clear()
-                self.gradients.update(self._before)
-
-    def _reach(self, source: Id | None) -> Iterable[Id]:
-        receives = self.reached(source).receives
-        return [each.edge for each in receives if each.edge in self.receives]
-
-    # -- for those who look
-
-    def _context_id(self) -> int:
-        return self.number
-
-    def _send_functions(self) -> dict[int, SendFunction]:
-        return {edge.number: SendFunction(each) for edge, each in self.sends.items()}
-
-    def _recv_functions(self) -> dict[int, Any]:
-        return {edge.number: each for edge, each in self.functions.items()}
-
-    def _known_worker_ids(self) -> set[int]:
-        return set(self.state.known)
 
 
 class Contexts:
@@ -440,7 +349,8 @@ class Contexts:
         if not pairs or not (leaves or anchors):
             return
         if any(map(has_hooks, leaves)):
-            grads_now = accumulated(pairs, leaves, anchors, own.gradients, keeps=keeps)
+            own.reach_groups(hook_groups(leaves))
+            grads_now = accumulated(pairs, leaves, anchors, own.gradients, own.hooked, keeps=keeps)
             with own.lock:
                 for leaf, now in grads_now.items() if own.state.is_current(backward) else ():
                     own.gradients.pop(leaf, None)  # a hook may have dropped it

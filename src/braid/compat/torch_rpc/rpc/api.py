@@ -9,7 +9,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
+from braid.compat.torch_rpc.dist_autograd import average_ddp
 from braid.compat.torch_rpc.rpc.agent import _get_current_rpc_agent, _is_current_rpc_agent_set
 from braid.compat.torch_rpc.rpc.backend_registry import BackendType
 from braid.compat.torch_rpc.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -52,6 +54,8 @@ def init_rpc(
 ) -> None:
     """Make this process a node of remote calls; see `braid.rpc.init_rpc`.
 
+    From now on, contexts average the gradients of torch's DistributedDataParallel.
+
     Raises:
         TypeError: `backend` or `rpc_backend_options` is something else.
     """
@@ -72,6 +76,8 @@ def init_rpc(
         )
         raise TypeError(msg)
     init(name, None, rank, world_size or None, options)
+    hook = register_module_forward_pre_hook(average_ddp)
+    current_agent().resources.callback(hook.remove)
 
 
 def rpc_async(

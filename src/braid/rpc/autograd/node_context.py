@@ -1,0 +1,135 @@
+"""One context of distributed autograd on one node: what it has recorded, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from braid.errors import CommTimeout
+from braid.rpc.autograd.accumulation import HookGroup
+from braid.rpc.autograd.graph import Reached, Receive, SendFunction, reached_from
+from braid.rpc.mistakes import RpcError
+from braid.rpc.protocol.autograd_state import ContextState, Finished, Mode
+from braid.rpc.protocol.references_state import Id
+
+__all__ = ["Context"]
+
+
+class Context:
+    """A context on one node.
+
+    Args:
+        process: Number of the node.
+        number: Number of the context.
+
+    Attributes:
+        number: Number of the context.
+        gradients: Gradients of this node's parameters.
+        lock: Lock of the state and of all values.
+    """
+
+    def __init__(self, process: int, number: int) -> None:
+        self.number = number
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.lock = threading.RLock()
+        self.state = ContextState(process, number, self._reach)
+        self.sends: dict[Id, list[torch.Tensor]] = {}
+        self.receives: dict[Id, Receive] = {}
+        self.functions: dict[Id, Any] = {}  # of the receives, in torch's graph
+        self.roots: list[torch.Tensor] = []
+        self.arrived: dict[Id, list[torch.Tensor | None]] = {}  # gradients that are to be used
+        self.retains = False
+        self.mode: Mode = "smart"
+        self.finished: Finished | None = None
+        self._local_ended = threading.Condition(self.lock)
+        self._local: Id | None = None  # backward to which the local backwards belong
+        self._num_local = 0
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients before that backward
+        self._groups: set[HookGroup] = set()  # that it has reached
+        self.hooked: dict[torch.Tensor, torch.Tensor | None] = {}  # `.grad` between its parts
+        self._reached: dict[Id | None, Reached] = {}
+
+    def reached(self, source: Id | None) -> Reached:
+        """Return what the roots (None), or the tensors of a send, depend on here."""
+        if source not in self._reached:
+            tensors = self.roots if source is None else self.sends.get(source, [])
+            self._reached[source] = reached_from(tensors)
+        return self._reached[source]
+
+    def begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Set the roots of the next backward."""
+        self.roots, self.finished = list(roots), None
+        self._reached.pop(None, None)
+
+    @contextlib.contextmanager
+    def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
+        """Run a local backward inside, after all local backwards of an earlier, failed one.
+
+        Raises:
+            CommTimeout: They have not ended.
+        """
+        with self.lock:
+            if not self._local_ended.wait_for(
+                lambda: not self._num_local or self._local == backward, timeout_s
+            ):
+                msg = "a local backward that began earlier in this context still runs"
+                raise CommTimeout(msg)
+            if self._local != backward:
+                self.restore()
+                self._local, self._before = backward, dict(self.gradients)
+                self._groups, self.hooked = set(), {}
+                for each in self.receives.values():
+                    each.take()
+            self._num_local += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._num_local -= 1
+                self._local_ended.notify_all()
+
+    def reach_groups(self, groups: set[HookGroup]) -> None:
+        """Note groups of parameters that a local backward reaches.
+
+        Raises:
+            RpcError: An earlier one has reached a group whose hooks do not wait for a second one.
+        """
+        with self.lock:
+            if any(each.is_early for each in groups & self._groups):
+                msg = (
+                    "a remote call lies between parameters of torch's DistributedDataParallel, "
+                    "which averages too early there with static_graph=True or "
+                    "find_unused_parameters=True: pass neither, or use "
+                    "braid.DistributedDataParallel"
+                )
+                raise RpcError(msg)
+            self._groups |= groups
+
+    def restore(self) -> None:
+        """Drop the gradients that a failed backward has added."""
+        with self.lock:
+            if self._local in self.state.failures:
+                self.gradients.clear()
+                self.gradients.update(self._before)
+
+    def _reach(self, source: Id | None) -> Iterable[Id]:
+        receives = self.reached(source).receives
+        return [each.edge for each in receives if each.edge in self.receives]
+
+    # -- for those who look
+
+    def _context_id(self) -> int:
+        return self.number
+
+    def _send_functions(self) -> dict[int, SendFunction]:
+        return {edge.number: SendFunction(each) for edge, each in self.sends.items()}
+
+    def _recv_functions(self) -> dict[int, Any]:
+        return {edge.number: each for edge, each in self.functions.items()}
+
+    def _known_worker_ids(self) -> set[int]:
+        return set(self.state.known)
