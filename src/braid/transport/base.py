@@ -66,6 +66,7 @@ class MemoryTransport:
     Attributes:
         hosts: Number of each rank's host; ranks with the same one share memory.
         forked: Whether this process is a forked child of the one that made the transport.
+        closed: Whether the transport has been closed.
 
     Args:
         rank: Global rank.
@@ -112,7 +113,7 @@ class MemoryTransport:
         self._peers = peers
         self._fence = threading.Lock()
         self.forked = False  # whether this is a child of the process that made it
-        self._closed = False
+        self.closed = False
         self._sockets: tuple[_Socket, ...] = ()
         _TRANSPORTS.add(self)
         self._on_close = on_close
@@ -187,7 +188,7 @@ class MemoryTransport:
 
     def open_fds(self) -> list[int]:
         """Return `fds`, and none once the transport is closed: others may have their numbers."""
-        return [] if self._closed else self.fds()
+        return [] if self.closed else self.fds()
 
     def keep_from_children(self, sockets: Iterable[_Socket]) -> None:
         """Let forked children lose `sockets` of this rank together with the transport's own."""
@@ -215,7 +216,7 @@ class MemoryTransport:
 
     def close(self) -> None:
         """Free everything. Peers that still map this memory keep it until they unmap it."""
-        self._closed = True
+        self.closed = True
         self.arena.close()
         self._peers.close()
         self.bells.close()

@@ -390,6 +390,9 @@ class Group(Handle, Reductions, Movements, PointToPoint):
     def close(self) -> None:
         """Free the group's memory. Not a collective.
 
+        If a group is garbage-collected without `close`, this rank closes it when it makes its next
+        group.
+
         4 KiB stay for a later group once all members have closed this one; over several hosts, and
         in the portable mode, they stay for good.
 

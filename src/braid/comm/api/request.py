@@ -40,7 +40,7 @@ class Numbers:
     def __init__(self) -> None:
         self._next = 0
         self._free: list[int] = []
-        self._lost: set[int] = set()
+        self._lost: dict[int, Work | None] = {}
 
     def next(self) -> int:
         """Return the smallest number that no request has."""
@@ -53,13 +53,19 @@ class Numbers:
         """Free the number of a retired request."""
         heapq.heappush(self._free, number)
 
-    def lose(self, number: int) -> None:
-        """Note that the request with this number is gone, with nothing of it under way."""
-        self._lost.add(number)
+    def lose(self, number: int, work: Work | None) -> None:
+        """Note that the request with this number is gone.
+
+        Args:
+            number: Number of the request.
+            work: Last start of the request, if it has not ended.
+        """
+        self._lost[number] = work
 
     def lost(self) -> list[int]:
-        """Return the numbers of requests that are gone on this member."""
-        return sorted(self._lost.copy())  # others may die meanwhile
+        """Return the numbers of requests that are gone on this member, with nothing under way."""
+        lost = self._lost.copy()  # others may die meanwhile
+        return sorted(n for n, work in lost.items() if work is None or work.succeeded)
 
     def state(self) -> str:
         """Return the numbers in use, as text to be compared with other members'."""
@@ -71,7 +77,7 @@ class Numbers:
         All members do so at the same point of the order of their requests.
         """
         for number in numbers:
-            self._lost.remove(number)
+            del self._lost[number]
             self.give_back(number)
 
 
@@ -161,8 +167,11 @@ class Request:
         self._numbers.give_back(self._number)
 
     def __del__(self) -> None:
-        if not getattr(self, "_retired", True) and (self._work is None or self._work.succeeded):
-            self._numbers.lose(self._number)
+        if getattr(self, "_retired", True):
+            return
+        work = self._work
+        if work is None or work.exception() is None:
+            self._numbers.lose(self._number, None if work is None or work.succeeded else work)
 
     def _check_idle(self) -> None:
         if self._retired or (self._work is not None and not self._work.done()):

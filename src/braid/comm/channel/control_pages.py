@@ -58,11 +58,22 @@ class RetiredPages:
     Attributes:
         groups: Pages of closed groups whose memory a member may still read.
         first_pages: First pages that no member of their group reads any more, oldest first.
+        dropped: Pages of groups that were garbage-collected before they were closed.
+        lock: Lock of the thread that closes pages.
     """
 
     def __init__(self) -> None:
         self.groups: list[ControlPages] = []
         self.first_pages: deque[Block] = deque()
+        self.dropped: deque[ControlPages] = deque()  # filled by `__del__`, which takes no lock
+        self.lock = threading.Lock()
+
+    def close_dropped(self) -> None:
+        """Close the pages of groups that were garbage-collected."""
+        with self.lock:
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+        for pages in dropped:
+            pages.close()
 
 
 class ControlPages:
@@ -123,11 +134,25 @@ class ControlPages:
         self._directories[group_rank][0] = pages[group_rank]
         self._blocks: list[Block] = []
         self._is_reclaimed = False
+        # the memory of the group of all ranks ends with the transport
+        self._closes_when_dropped = retired is not None
         self._publish_directory()
+
+    def __del__(self) -> None:
+        """Queue the pages of a group that was dropped without `close`.
+
+        This rank closes them when it makes its next group. Operations and requests hold the pages,
+        so none is under way here. The garbage collector may call this in any thread, at any
+        allocation, where a lock may be held: it only appends to a queue.
+        """
+        if getattr(self, "_closes_when_dropped", False) and not self.transport.closed:
+            self.retired.dropped.append(self)
 
     @staticmethod
     def first_page(transport: MemoryTransport, retired: RetiredPages | None = None) -> Block:
         """Reserve and clear page 0 of a new group; the members exchange its `address`."""
+        if retired is not None:
+            retired.close_dropped()
         if retired is None or len(retired.first_pages) <= NUM_RESTING:
             return _new_page(transport, 0)
         block = retired.first_pages.popleft()
@@ -243,12 +268,14 @@ class ControlPages:
 
     def close(self) -> None:
         """Tell the members; free slots and pages when nobody can read them any more."""
+        self._closes_when_dropped = False
         self.stop(CLOSED)
-        self.retired.groups.append(self)
-        for port in tuple(self.retired.groups):
-            if port.unread() and not port.transport.backlog(port.ranks):
-                self.retired.groups.remove(port)
-                port.reclaim()
+        with self.retired.lock:
+            self.retired.groups.append(self)
+            for port in tuple(self.retired.groups):
+                if port.unread() and not port.transport.backlog(port.ranks):
+                    self.retired.groups.remove(port)
+                    port.reclaim()
 
     def unread(self) -> bool:
         """Return whether every other member has stopped, closed the group or been lost."""
