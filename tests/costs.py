@@ -28,6 +28,7 @@ BUDGETS_S = {
     "world/test_ddp": 35,
     "world/test_demo": 24,
     "world/test_distributed_optimizer": 10,
+    "world/test_dropped": 20,
     "world/test_engine_oracle": 100,
     "world/test_fusion": 15,
     "world/test_horovod": 40,

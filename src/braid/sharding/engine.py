@@ -30,6 +30,7 @@ from braid.errors import ConfigError
 from braid.layout import Mesh
 from braid.params import ParamRecord, ParamTable
 from braid.params.exact_norm import clip_pieces_, exact_norm
+from braid.params.lost_requests import reclaim_lost_requests
 from braid.params.optimizer_in_place import refuse_copy
 from braid.sharding.flat_gradients import FlatGradients, sums_in_dtype_of_pieces
 from braid.sharding.flat_shard import FlatShard, Places
@@ -125,7 +126,7 @@ class Sharding:
         self._gradients = self._make_gradients()
         self._unit_of = {id(flat): unit for unit in self._units for flat in unit.flats}
         self._reducer = ShardReducer(
-            self._gradients, _control(group, replicas), self._on_complete, self._on_backward_ended
+            self._gradients, self.places.groups, self._on_complete, self._on_backward_ended
         )
         self._residency = Residency(
             self._units,
@@ -263,10 +264,22 @@ class Sharding:
         The optimizer steps on the pieces still, and is of no use any more.
         """
         self._residency.free_all()
-        self._residency.close()
-        self._reducer.close()
+        self.close()
         for flat in self._flats:
             flat.undo()
+
+    def close(self) -> None:
+        """Remove the hooks from the model. Not a collective.
+
+        Call it after the last backward; further calls do nothing. At stage 3 the parameters remain
+        this rank's pieces: call `undo` instead to keep the model. An engine that is
+        garbage-collected with its model needs no `close`. The group's next engine uses its channels
+        again.
+        """
+        if sharding_of(self.model) is not self:
+            return
+        self._residency.close()
+        self._reducer.close()
         delattr(self.model, MARK)
         for record in self.table:
             delattr(record.param, MARK)
@@ -283,6 +296,7 @@ class Sharding:
                     group.broadcast(buffer.detach(), 0)
             else:
                 self.table.compare(group, arguments)
+            reclaim_lost_requests(group)
 
     def _make_flats(self, spec: UnitSpec) -> list[FlatShard]:
         """Make the flat vectors of a unit: frozen parameters, and each dtype, have their own."""
@@ -438,9 +452,3 @@ def _sites_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
             if param is not None:
                 sites.setdefault(id(param), []).append((module, name))
     return sites
-
-
-def _control(group: Group, replicas: Group | None) -> list[Group]:
-    """Return groups that together are all ranks that average, for messages besides the data."""
-    own = [group] if replicas is None else [group, replicas]
-    return [other for part in own if (other := part.split(0)) is not None]

@@ -126,6 +126,10 @@ class FullyShardedDataParallel(nn.Module):
         """Let the module have whole parameters inside, to be read; a collective."""
         return self.sharding.gathered()
 
+    def close(self) -> None:
+        """Stop sharding; see `Sharding.close`. Not a collective."""
+        self.sharding.close()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those that `no_sync` has left."""
         del set_to_none
