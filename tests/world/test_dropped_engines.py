@@ -17,6 +17,7 @@ from training import assert_same, batch, linear, values
 import braid
 from braid.comm import Group, Request
 from braid.comm.channel.channel import Channel
+from braid.compose import HybridParallel
 from braid.sharding import Sharding, ShardingOptions, fully_shard, shard_optimizer
 
 SIZE = 2
@@ -72,10 +73,29 @@ def zero(group: Group, closes: bool) -> None:
         assert not [name for name in vars(model) if name.startswith("braid")]
 
 
+def hybrid(mesh: str, shard: int) -> Use:
+    def use(group: Group, closes: bool) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = HybridParallel(model, mesh, group, shard=shard)
+        engine.attach(optimizer)
+        rows = batch(group.rank if "dp" in mesh else 0, 0, rows=4)
+        engine.step(rows, torch.ones(4, 2), loss=nn.functional.mse_loss)
+        optimizer.step()
+        if closes:
+            engine.close()
+            engine.close()
+
+    return use
+
+
 USES: dict[str, Use] = {
     "fsdp": fsdp,
     "fully_shard": fsdp2,
     "zero": zero,
+    "pp=2": hybrid("pp=2", 0),
+    "dp=2": hybrid("dp=2", 0),
+    "dp=2 in parts": hybrid("dp=2", 2),
 }
 
 
@@ -116,11 +136,16 @@ def _grown(group: Group, name: str, closes: bool, number: int) -> dict[str, int]
     }
 
 
-@pytest.mark.parametrize("number", [25, pytest.param(500, marks=pytest.mark.proof)])
 @pytest.mark.parametrize("closes", [False, True], ids=["dropped", "closed"])
 @pytest.mark.parametrize("name", USES)
-def test_engines_that_are_gone_leave_nothing(world, name, closes, number):
-    assert world(SIZE, _grown, name, closes, number) == [{}] * SIZE
+def test_engines_that_are_gone_leave_nothing(world, name, closes):
+    assert world(SIZE, _grown, name, closes, 25) == [{}] * SIZE
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", USES)
+def test_hundreds_of_engines_that_are_gone_leave_nothing(procs, name):
+    assert procs(SIZE, _grown, name, False, 500) == [{}] * SIZE
 
 
 class Raises(nn.Module):

@@ -95,7 +95,7 @@ class HybridParallel:
         model: The model, of which this rank has parts.
         mesh: The mesh.
         place: Index of this rank along each axis.
-        groups: Ranks along each axis, by its name.
+        groups: Ranks along each axis, by its name; axes with the same ranks share a group.
         samples: Ranks that have samples of their own, in their order: those of dp and ep.
         pipeline: Stages of this rank.
 
@@ -122,6 +122,7 @@ class HybridParallel:
         self.place = self.mesh.coordinates(group.rank)
         self.model = model
         self._group = group
+        self._groups_by_peers: dict[tuple[int, ...], Group] = {}
         self.groups = {axis: self._along((axis,)) for axis in AXES}
         self.samples = self._along(("dp", "ep"))
         self._replicas = self._along(("dp", "cp", "ep"))
@@ -337,6 +338,18 @@ class HybridParallel:
             for name, tensor in self._named().items():
                 self.groups["pp"].broadcast(tensor.detach(), self._owners[name])
 
+    def close(self) -> None:
+        """Free the groups along the axes and stop sharding. Not a collective.
+
+        Call it after the last step; further calls do nothing. Divided layers cannot compute
+        afterwards: call `make_whole` first to keep the model. An engine that is garbage-collected
+        with its model needs no `close`: this rank frees the groups when it makes its next group.
+        """
+        if self._sharded is not None:
+            self._sharded.sharding.close()
+        for group in self._groups_by_peers.values():
+            group.close()
+
     def _adds_in_pipeline(self, shard: int | None = None) -> bool:
         """Return whether the pipeline itself adds gradients and losses over replicas."""
         sharded = self._sharded is not None if shard is None else bool(shard)
@@ -356,11 +369,17 @@ class HybridParallel:
         return (is_part or not self._tensor.rank) and not self.pipeline.counts_elsewhere(param)
 
     def _along(self, axes: tuple[str, ...]) -> Group:
-        """Return the ranks that differ from this one along some axes only."""
+        """Return the ranks that differ from this one along some axes only.
+
+        Axes of one rank change nothing, so several sets of axes share a group, on all ranks alike.
+        """
         here = [axis for axis in self.mesh.axes if axis in axes]
-        group = self._group.split(self.mesh.peers(here, self._group.rank)[0])
-        assert group is not None, "every rank is in a group of its own peers"
-        return group
+        peers = tuple(self.mesh.peers(here, self._group.rank))
+        if peers not in self._groups_by_peers:
+            group = self._group.split(peers[0])
+            assert group is not None, "every rank is in a group of its own peers"
+            self._groups_by_peers[peers] = group
+        return self._groups_by_peers[peers]
 
     def _owners_of(self) -> dict[str, int]:
         """Return the first rank of the pipeline whose stages have a tensor, by name."""
