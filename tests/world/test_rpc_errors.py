@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from braid import rpc
-from braid.errors import CommTimeout, PeerLostError, StaleError
+from braid.errors import CommTimeout, PeerLostError, RendezvousError, StaleError
 from braid.rpc import outcomes
 from rpc_nodes import first_of
 
@@ -295,6 +295,33 @@ def test_a_call_of_a_lost_node_does_not_try_again_until_a_deadline(monkeypatch):
             with pytest.raises(PeerLostError, match="w1 is lost, and cannot be reached again"):
                 rpc.rpc_async("w1", fine, timeout=20).wait()
         assert tried == []
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_calls_of_a_node_out_of_reach_do_not_each_wait_for_it(monkeypatch, is_lost):
+    tried: list[float] = []
+    now_ns = [0]
+
+    def black_hole(addresses: dict[int, str], *_: object, timeout_s: float) -> dict[int, str]:
+        tried.append(timeout_s)
+        return dict.fromkeys(addresses, "timed out")
+
+    def connect(_node: str, _address: str, *, timeout_s: float) -> None:
+        tried.append(timeout_s)
+        msg = "timed out"
+        raise RendezvousError(msg)
+
+    monkeypatch.setattr("braid.rpc.agent.probe", black_hole)
+    with first_of(2, **ALLOWED) as agents, monkeypatch.context() as patched:
+        patched.setattr(agents[0]._van, "connect", connect)
+        patched.setattr(agents[0], "now_ns", lambda: now_ns[0])
+        if is_lost:
+            agents[0].lost_nodes.add(1)
+        for now_ns[0] in (0, 0, 10**9, 3 * 10**9, 3 * 10**9):
+            with pytest.raises((PeerLostError, RendezvousError), match=r"reached.*: timed out"):
+                rpc.rpc_async("w1", fine, timeout=20).wait()
+        assert tried == ([0.5, 0.5] if is_lost else [10.0, 0.5])
+        agents[0].lost_nodes.clear()
 
 
 def test_a_reference_of_an_ended_node_says_what_to_do():

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
@@ -59,8 +59,23 @@ LOG = logging.getLogger(__name__)
 Future = torch.futures.Future
 _CONNECT_S = 10.0
 _PROBE_S = 3.0  # for a node that has been here to accept a connection
-_AGAIN_S = 0.5  # for one that was lost
+_AGAIN_S = 0.5  # for one that was lost, or could not be reached
+_PAUSE_S = 2.0  # between two attempts to reach such a node; calls fail at once meanwhile
 _AUTOGRAD = get_args(AutogradMessage)
+
+
+class _Unreachable(NamedTuple):
+    """A node that could not be reached.
+
+    Attributes:
+        address: Address that was tried.
+        again_ns: Time of the next attempt.
+        reason: Reason in a few words.
+    """
+
+    address: str
+    again_ns: int
+    reason: str
 
 
 class Agent:
@@ -95,6 +110,8 @@ class Agent:
         self.resources = contextlib.ExitStack()  # closed with the node
         self.is_closed = False
         self.lost_nodes: set[int] = set()
+        self._reached: set[int] = set()
+        self._unreachable: dict[int, _Unreachable] = {}
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.spans = spans or CallSpans(None, info.id)
         self._turns = Turns(
@@ -237,7 +254,7 @@ class Agent:
 
         Raises:
             PeerLostError: The node was lost, and cannot be reached again.
-            RendezvousError: The node cannot be reached.
+            RendezvousError: The node cannot be reached, at the first attempt or shortly after it.
         """
         if self.is_closed:
             raise self._ended()
@@ -258,6 +275,7 @@ class Agent:
                 self.undelivered(to)
                 return
             self._connect(to, _CONNECT_S if isinstance(message, Call) else _PROBE_S)
+        self._reached.add(to)
         self._van.send(node, message, buffers=buffers, answers=answers, message_id=number)
 
     def _ended(self) -> StaleError:
@@ -269,22 +287,39 @@ class Agent:
         return StaleError(msg)
 
     def _connect(self, to: int, within_s: float) -> None:
-        """Connect to a node; for one that was lost, only look whether it can be reached again."""
-        is_lost, record = to in self.lost_nodes, self.directory.find(to)
-        if is_lost:  # a connection would try again until its deadline
-            failed = probe({to: record.address}, self._van.clock, timeout_s=_AGAIN_S)
-            if failed:
-                msg = f"{record.name} is lost, and cannot be reached again: {failed[to]}"
-                raise PeerLostError(msg, rank=to)
-        try:
-            self._van.connect(
-                node_of(to), record.address, timeout_s=_AGAIN_S if is_lost else within_s
+        """Connect to a node; one that was out of reach is tried again once in `_PAUSE_S` only."""
+        record = self.directory.find(to)
+        is_lost = to in self.lost_nodes or to in self._reached  # its loss may not be known yet
+        known = self._unreachable.get(to)
+        if known is not None and known.address != record.address:
+            known = None
+        if known is None or known.again_ns <= self.now_ns():
+            is_again = is_lost or known is not None
+            reason = self._reach(
+                to, record.address, _AGAIN_S if is_again else within_s, is_again=is_again
             )
+            if not reason:
+                self._unreachable.pop(to, None)
+                return
+            again_ns = self.now_ns() + round(_PAUSE_S * 1e9)
+            known = self._unreachable[to] = _Unreachable(record.address, again_ns, reason)
+        if is_lost:
+            msg = f"{record.name} is lost, and cannot be reached again: {known.reason}"
+            raise PeerLostError(msg, rank=to)
+        msg = f"{record.name} cannot be reached: {known.reason}"
+        raise RendezvousError(msg)
+
+    def _reach(self, to: int, address: str, within_s: float, *, is_again: bool) -> str:
+        """Connect to a node; return the reason if that fails."""
+        if is_again:  # a connection would try again until its deadline
+            failed = probe({to: address}, self._van.clock, timeout_s=within_s)
+            if failed:
+                return failed[to]
+        try:
+            self._van.connect(node_of(to), address, timeout_s=within_s)
         except RendezvousError as exc:
-            if not is_lost:
-                raise
-            msg = f"{record.name} is lost, and cannot be reached again: {exc}"
-            raise PeerLostError(msg, rank=to) from exc
+            return str(exc)
+        return ""
 
     def undelivered(self, to: int) -> None:
         """Let go the references that a message to a node which is gone has carried."""
