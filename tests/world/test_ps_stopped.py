@@ -72,7 +72,7 @@ def run(tmp_path: Path, rule: str, policy: str, when: str) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-FAST = [("bsp", "shrink", "early"), ("asynchronous", "replace", "early")]
+FAST = [("bsp", "shrink", "early")]
 CASES = [
     pytest.param(*case, marks=[] if case in FAST else pytest.mark.proof)
     for rule in ("bsp", "ssp", "quorum", "asynchronous")
