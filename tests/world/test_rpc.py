@@ -223,7 +223,9 @@ def _until(is_over: Any, agents: list[Any]) -> None:
         time.sleep(0.01)
 
 
-def test_nodes_with_one_name_all_learn_it():
+def test_nodes_with_one_name_all_learn_it(monkeypatch):
+    monkeypatch.setattr("braid.rpc.workers.LOOK_S", 0.2)
+    monkeypatch.setattr("braid.rpc.membership.LOOK_S", 0.2)
     store, texts = HashStore(), {}
 
     def begin(rank: int) -> None:

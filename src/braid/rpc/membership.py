@@ -172,7 +172,7 @@ def join(
     except BaseException as exc:
         van.close(0.0)
         if rank == 0 and isinstance(exc, RendezvousError):
-            time.sleep(2 * LOOK_S)  # node 0 may hold the store, in which the others look
+            time.sleep(LOOK_S + 1.0)  # node 0 may hold the store, in which the others look
         raise
     agent = Agent(van, WorkerInfo(name, rank), directory, options, CallSpans(recorder, rank))
     agent.world_size = world_size

@@ -23,7 +23,9 @@ __all__ = ["LOOK_S", "Directory", "Record", "To", "WorkerInfo", "check_name", "n
 
 ROLE = "worker"
 _CLASH = "clash"
-LOOK_S = 1.0  # after which a node that waits for others looks whether some cannot come
+# after which a node that waits for others looks whether some cannot come; torch's store logs two
+# lines for each wait that ends without its keys
+LOOK_S = 5.0
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,128}")
 
 
