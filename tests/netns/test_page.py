@@ -91,5 +91,5 @@ def test_the_page_can_be_followed_word_by_word(machines):
 
 
 def _end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=200)
     return process.returncode, out

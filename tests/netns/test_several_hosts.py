@@ -164,7 +164,7 @@ def finish(*launchers):
     """What all of them did."""
     results = []
     for launcher in launchers:
-        out, text = launcher.communicate(timeout=60)
+        out, text = launcher.communicate(timeout=200)
         results.append((launcher.returncode, out, text))
     return results
 

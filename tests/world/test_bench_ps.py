@@ -74,7 +74,7 @@ def test_a_killed_server_costs_no_push(tmp_path):
         [sys.executable, str(script), msgspec.json.encode(SMALL).decode()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -55,7 +55,7 @@ def run(ssh: str, cwd: Path, *words: str):
     """`braid run` to its end: exit code, stdout, stderr."""
     python = f"env PYTHONPATH={Path(JOBS).parents[2] / 'src'} {sys.executable}"
     command = [sys.executable, "-m", "braid", "run", "--rsh", ssh, "--remote-python", python, *words]  # fmt: skip
-    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)  # fmt: skip
     return ended.returncode, ended.stdout, ended.stderr
 
 

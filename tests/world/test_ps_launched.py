@@ -56,7 +56,7 @@ def run(tmp_path: Path, *options: str, last: str = "") -> subprocess.CompletedPr
         [*command, str(script), str(tmp_path), last],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 

@@ -45,7 +45,7 @@ def _by_hand(
         for role in roles
     ]
     try:
-        texts = [each.communicate(timeout=100)[0] for each in running]
+        texts = [each.communicate(timeout=200)[0] for each in running]
         return [(each.returncode, text) for each, text in zip(running, texts, strict=True)]
     finally:
         for each in running:

@@ -140,5 +140,5 @@ def test_gloo_meets_over_a_braid_store():
             for rank in range(2)
         ]
         os.close(fd)
-        ends = [(*worker.communicate(timeout=60), worker.returncode) for worker in workers]
+        ends = [(*worker.communicate(timeout=200), worker.returncode) for worker in workers]
     assert [(out, code) for out, _, code in ends] == [("[3.0, 3.0, 3.0, 3.0]\n", 0)] * 2, ends

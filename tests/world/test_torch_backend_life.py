@@ -51,7 +51,7 @@ def outcome(command: list[str], **environment: str) -> tuple[int, str]:
         command,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
@@ -309,7 +309,7 @@ def test_exception_that_ends_a_rank_is_told_to_the_others(tmp_path: Path) -> Non
     )
     commands = [[sys.executable, str(path), str(r), str(tmp_path / "store")] for r in range(2)]
     ranks = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    said = [rank.communicate(timeout=200)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "rank 1 abandoned the group: KeyError: 'no such batch'" in said[0]
 

@@ -385,7 +385,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
             ranks = [w for w in workers if w.environ().get("RANK") == str(victim)]
             ranks[0].kill()
             break
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 137, out + err
     assert f"  cause    rank {victim} (pid {ranks[0].pid}): killed by signal 9 (SIGKILL)" in err
     assert main([*words, "--resume", "auto"]) == 0

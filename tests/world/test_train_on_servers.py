@@ -29,7 +29,7 @@ QUICK = (
 
 def train(log_dir: Path, *options: str) -> str:
     command = [sys.executable, "-m", "braid", "train", *options, *QUICK, "--log-dir", str(log_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
