@@ -112,6 +112,8 @@ for settings in ({"static_graph": True}, {"find_unused_parameters": True}):
         assert "use braid.DistributedDataParallel" in str(exc)
     else:
         raise AssertionError(settings)
+    torch.distributed.barrier()
+    check(model, nn.parallel.DistributedDataParallel(model), 0)  # as the error says
 torch.distributed.barrier()
 rpc.shutdown()
 print("averaged")

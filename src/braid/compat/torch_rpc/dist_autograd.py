@@ -22,10 +22,13 @@ DistAutogradContext = Context
 def average_ddp(module: nn.Module, args: Any) -> None:
     """Let contexts call the hooks of torch's data parallelism; a hook before every forward.
 
-    `ddp.forward(x)` runs no hook of the wrapper, so this looks from inside of the wrapper.
+    `ddp.forward(x)` runs no hook of the wrapper, so this also looks at the module in the wrapper.
     """
-    del module, args
-    if not torch.compiler.is_compiling() and (ddp := active_ddp()) is not None:
+    del args
+    if torch.compiler.is_compiling():
+        return
+    ddp = module if isinstance(module, nn.parallel.DistributedDataParallel) else active_ddp()
+    if ddp is not None and module in (ddp, ddp.module):  # once a forward, not for each layer
         is_early = ddp.static_graph or ddp.find_unused_parameters
         run_hooks(ddp.parameters(), is_early=is_early)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -29,19 +29,23 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class HookGroup:
     """Hook that does nothing and marks parameters: a hook of one may set `.grad` of all of them.
 
     Attributes:
-        ids: Identities of the parameters, by which two groups are equal.
         members: The parameters.
         is_early: Whether the hooks do not wait for a second local backward of the same backward.
     """
 
-    ids: tuple[int, ...]
-    members: tuple[weakref.ref[torch.Tensor], ...] = field(compare=False)
-    is_early: bool = field(compare=False)
+    members: tuple[weakref.ref[torch.Tensor], ...]
+    is_early: bool = False
+
+    def consists_of(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether the members are these parameters, in this order."""
+        return len(self.members) == len(params) and all(
+            ref() is param for ref, param in zip(self.members, params, strict=True)
+        )
 
     def __call__(self, _param: torch.Tensor) -> None:
         """Do nothing."""
@@ -60,16 +64,29 @@ def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> 
             data parallelism averages a bucket in the backward that completes the bucket.
         is_early: Whether the hooks count on one local backward that reaches all parameters, as in
             torch's DistributedDataParallel with `static_graph` or `find_unused_parameters`. If a
-            remote call lies between the parameters, the backward fails then.
+            remote call lies between the parameters, the backward fails then. Of several calls with
+            the same parameters, the last one decides.
 
     Cost: local backwards that reach one of them copy the gradients of all once more, and come one
     after the other.
     """
     params = [each for each in parameters if each.requires_grad]
-    group = HookGroup(tuple(map(id, params)), tuple(map(weakref.ref, params)), is_early)
-    for each in params:
-        if group not in (accumulate_hooks(each) or {}).values():
+    known = (group for group in hook_groups(params[:1]) if group.consists_of(params))
+    group = next(known, None)
+    if group is None:
+        group = HookGroup(tuple(map(weakref.ref, params)))
+        for each in params:
+            _remove_dead_groups(each)
             each.register_post_accumulate_grad_hook(group)  # type: ignore[no-untyped-call]
+    group.is_early = is_early
+
+
+def _remove_dead_groups(param: torch.Tensor) -> None:
+    """Remove the groups of which a parameter is gone: their owner averages nothing any more."""
+    hooks = accumulate_hooks(param) or {}
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, HookGroup) and any(ref() is None for ref in hook.members):
+            del hooks[key]
 
 
 def has_hooks(leaf: torch.Tensor) -> bool:
