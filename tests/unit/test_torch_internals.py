@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,23 +29,15 @@ SHARED = {
 }
 
 
-def _trees() -> dict[str, ast.Module]:
-    paths = [path for path in SOURCE.rglob("*.py") if path.name != "torch_internals.py"]
-    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in paths}
-
-
-def _names_of_braid(trees: dict[str, ast.Module]) -> set[str]:
-    names = set()
-    for tree in trees.values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-            elif isinstance(node, ast.AnnAssign | ast.Assign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
+def _names_of_braid(node: ast.AST) -> Iterator[str]:
+    """Yield names that a statement gives to something."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.attr
+    elif isinstance(node, ast.AnnAssign | ast.Assign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def _is_own(owner: ast.expr) -> bool:
@@ -55,19 +48,22 @@ def _is_own(owner: ast.expr) -> bool:
 
 
 def test_no_other_module_uses_a_private_name_of_torch():
-    trees = _trees()
-    known = (_names_of_braid(trees) | OTHERS) - {"_C"}
-    found = []
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    known, found, private = set(OTHERS), [], []
+    for path in SOURCE.rglob("*.py"):
+        if path.name == "torch_internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            known.update(_names_of_braid(node))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
                 parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
                 found += [f"{path}:{node.lineno} {part}" for part in parts if part.startswith("_")]
-            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
-                continue
-            is_private = node.attr not in known and not node.attr.startswith("__")
-            if is_private or (node.attr in SHARED and not _is_own(node.value)):
-                found.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                private.append((path, node))
+    known.discard("_C")
+    for path, node in private:
+        is_private = node.attr not in known and not node.attr.startswith("__")
+        if is_private or (node.attr in SHARED and not _is_own(node.value)):
+            found.append(f"{path}:{node.lineno} {ast.unparse(node)}")
     assert found == []
 
 
