@@ -81,11 +81,6 @@ class FlatGradients:
         slots = [slot for slot in (self.slot, self._part_slot) if slot is not None]
         return list({id(s.holder): s.holder for s in slots if s.holder is not None}.values())
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a sum has been started and not been waited for."""
-        return self._work is not None
-
     def kept_memory(self) -> list[torch.Tensor]:
         """Return memory that is this vector's alone: all gradients at stage 1, else the pieces'."""
         if self.flat.stage != 1:
