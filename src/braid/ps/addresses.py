@@ -1,14 +1,19 @@
-"""Addresses of a parameter server's nodes, such that all other nodes reach them."""
+"""Addresses and secret of a parameter server's nodes, which connect to each other."""
 
 from __future__ import annotations
 
+import os
+
 from braid.comm import Group
+from braid.rendezvous import wants_frame_codes
 from braid.rendezvous.network import network_of_program
 from braid.transport.meeting import host_name
 from braid.transport.peer_connections import own_address
-from braid.wire import Address, local_address
+from braid.wire import Address, Secret, local_address
 
-__all__ = ["can_be_reached", "listening_address"]
+__all__ = ["can_be_reached", "connection_secret", "listening_address"]
+
+_LABEL = b"braid parameter server"
 
 
 def listening_address(group: Group, node: str) -> str:
@@ -24,6 +29,21 @@ def listening_address(group: Group, node: str) -> str:
         return local_address(f"ps-{node}")
     _, network = network_of_program()
     return str(Address(host=network.listen or own_address(network), port=0))
+
+
+def connection_secret(group: Group) -> Secret:
+    """Return the secret of the connections between nodes; a collective.
+
+    Frames between hosts are not encrypted. So random bytes of the first rank are the secret inside
+    a host only; over several hosts the ranks derive it from them and the job's secret.
+    """
+    own, hosts = None, set(group.objects.all_gather(host_name()))
+    if len(hosts) > 1:
+        own, _ = network_of_program()
+    drawn = group.objects.broadcast(os.urandom(32))
+    have_own = all(group.objects.all_gather(own is not None))  # not with BRAID_INSECURE_NETWORK
+    key = own.sign(_LABEL, drawn) if own is not None and have_own else drawn
+    return Secret(key, seals_frames=wants_frame_codes())
 
 
 def can_be_reached(address: str) -> bool:

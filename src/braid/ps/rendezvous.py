@@ -5,8 +5,8 @@
 
     node = ps.join_running(address, secret, run_id, "server", 3, (3, 2))  # a job that runs already
 
-The group of all ranks carries the address of the scheduler and a secret only. A node that comes
-later needs both from the program that starts it.
+The group of all ranks carries the address of the scheduler, and what the secret needs, only. A
+node that comes later needs both from the program that starts it.
 
 Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.4 and 4.5.
 """
@@ -21,13 +21,13 @@ from functools import partial
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
 from braid.message import Delivery, SocketVan, VanConfig
-from braid.ps.addresses import can_be_reached, listening_address
+from braid.ps.addresses import can_be_reached, connection_secret, listening_address
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
 from braid.ps.options import Options
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
 from braid.ps.roles import SCHEDULER, Role, name_of, role_of
-from braid.rendezvous import wants_frame_codes, wants_portable
+from braid.rendezvous import wants_portable
 from braid.wire import Secret, local_address
 
 __all__ = ["join", "join_running"]
@@ -82,8 +82,7 @@ def join(
             "least one server and at least one worker"
         )
         raise ConfigError(msg)
-    key = group.objects.broadcast(os.urandom(32))
-    secret = Secret(key, seals_frames=wants_frame_codes())
+    secret = connection_secret(group)
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
     if role == "worker" and number >= workers:

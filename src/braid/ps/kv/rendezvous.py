@@ -19,12 +19,12 @@ import os
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.message import SocketVan, VanConfig
-from braid.ps.addresses import can_be_reached, listening_address
+from braid.ps.addresses import can_be_reached, connection_secret, listening_address
 from braid.ps.kv.dropping_van import DroppingVan
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.kv.node import KVNode
 from braid.ps.roles import name_of, role_of
-from braid.rendezvous import wants_frame_codes, wants_portable
+from braid.rendezvous import wants_portable
 from braid.wire import Secret
 
 __all__ = ["VAN", "join", "make_van"]
@@ -67,8 +67,7 @@ def join(
             "server and at least one worker"
         )
         raise ConfigError(msg)
-    key = group.objects.broadcast(os.urandom(32))
-    secret = Secret(key, seals_frames=wants_frame_codes())
+    secret = connection_secret(group)
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
     name = name_of(role, number)

@@ -1,0 +1,54 @@
+"""The secret of a parameter server's connections."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from braid.comm import Group
+from braid.ps import addresses
+from braid.testing.worlds import run_threads
+from braid.wire import Secret
+
+DRAWN = bytes(range(32))
+
+
+def _proof(group: Group) -> bytes:
+    return addresses.connection_secret(group).sign(b"proof")
+
+
+@pytest.fixture
+def _draws(monkeypatch):
+    monkeypatch.setattr(addresses.os, "urandom", lambda _: DRAWN)
+
+
+@pytest.fixture
+def _on_several_hosts(monkeypatch):
+    monkeypatch.setattr(addresses, "host_name", lambda: threading.current_thread().name)
+
+
+@pytest.fixture
+def _has_secret(monkeypatch, tmp_path):
+    path = Path(tmp_path / "job.secret")
+    path.touch(mode=0o600)
+    path.write_bytes(b"s" * 32)
+    monkeypatch.setenv("BRAID_SECRET_FILE", str(path))
+
+
+@pytest.mark.usefixtures("_draws", "_on_several_hosts", "_has_secret")
+def test_over_hosts_who_reads_the_frames_of_the_group_lacks_the_secret():
+    first, second = run_threads(2, _proof)
+    assert first == second
+    assert first != Secret(DRAWN).sign(b"proof")
+
+
+@pytest.mark.usefixtures("_draws", "_has_secret")
+def test_inside_a_host_the_group_carries_the_secret():
+    assert run_threads(2, _proof) == [Secret(DRAWN).sign(b"proof")] * 2
+
+
+@pytest.mark.usefixtures("_draws", "_on_several_hosts")
+def test_without_a_secret_of_the_job_the_group_carries_it():
+    assert run_threads(2, _proof) == [Secret(DRAWN).sign(b"proof")] * 2
