@@ -69,16 +69,21 @@ class Context:
     def local(self, backward: Id, timeout_s: float | None) -> Iterator[None]:
         """Run a local backward inside, after all local backwards of an earlier, failed one.
 
+        One that has failed itself may come late, while its successor runs: it changes nothing here.
+
         Raises:
             CommTimeout: They have not ended.
         """
+
+        def may_run() -> bool:
+            is_over = not self.state.is_current(backward)
+            return is_over or not self._num_local or self._local == backward
+
         with self.lock:
-            if not self._local_ended.wait_for(
-                lambda: not self._num_local or self._local == backward, timeout_s
-            ):
+            if not self._local_ended.wait_for(may_run, timeout_s):
                 msg = "a local backward that began earlier in this context still runs"
                 raise CommTimeout(msg)
-            if self._local != backward:
+            if self._local != backward and self.state.is_current(backward):
                 self.restore()
                 self._local, self._before = backward, dict(self.gradients)
                 self._groups, self.hooked = set(), {}
