@@ -262,6 +262,7 @@ class Sharding:
         """Give all ranks whole parameters again, with memory of their own; a collective.
 
         The optimizer steps on the pieces still, and is of no use any more.
+        Gradients of pieces are dropped.
         """
         self._residency.free_all()
         self.close()

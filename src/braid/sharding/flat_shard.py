@@ -303,6 +303,7 @@ class FlatShard:
         for index, record in enumerate(self.records):
             needed = record.param.requires_grad
             part = self.shaped(self._master, index)
+            record.param.grad = None  # of another shape at stage 3, and no optimizer would drop it
             if self.stage == 3:
                 record.param.data = part
                 owned.append(record.param)
@@ -325,6 +326,8 @@ class FlatShard:
         """Give the original parameters whole values again, in memory of their own."""
         for record, value in zip(self.records, self.whole_values(), strict=True):
             record.param.data = value
+            if self.stage == 3:
+                record.param.grad = None  # that of this rank's piece
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:
