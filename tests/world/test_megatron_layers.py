@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -246,7 +247,12 @@ def _mappings() -> Any:
         else None
     )
     shapes &= sent is None or sent.shape[0] == factor
-    shapes &= size > 1 or t.gather_from_tensor_model_parallel_region(x) is x
+    for same in (
+        t.gather_from_tensor_model_parallel_region,
+        partial(t.gather_from_sequence_parallel_region, output_split_sizes=[len(x)]),
+        partial(t.reduce_scatter_to_sequence_parallel_region, input_split_sizes=[len(x)]),
+    ):
+        shapes &= size > 1 or same(x) is x
     chunk = t.split_tensor_into_1d_equal_chunks(x, new_buffer=True)
     shapes &= torch.equal(t.gather_split_1d_tensor(chunk).view_as(x), x)
     shapes &= chunk.data_ptr() != t.split_tensor_into_1d_equal_chunks(x).data_ptr()

@@ -109,7 +109,7 @@ def gather_from_sequence_parallel_region(
     if not tensor_parallel_output_grad:
         msg = "output_split_sizes needs tensor_parallel_output_grad=True"
         raise UsageError(msg)
-    return autograd.all_gather(tensor_group(group), input_, sizes=list(output_split_sizes))
+    return _moved(partial(autograd.all_gather, sizes=list(output_split_sizes)), group, input_)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -129,7 +129,7 @@ def reduce_scatter_to_sequence_parallel_region(
     if input_split_sizes is None:
         divide(input_.shape[0], tensor_group(group).size)
         return _moved(partial(reduce_scatter_sequence, dim=0), group, input_)
-    return autograd.reduce_scatter(tensor_group(group), input_, sizes=list(input_split_sizes))
+    return _moved(partial(autograd.reduce_scatter, sizes=list(input_split_sizes)), group, input_)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
