@@ -126,6 +126,8 @@ class Doorbells:
 
     def ring_own(self) -> None:
         """Wake the sleeping threads of this rank, for a new request or a loss."""
+        if not self._pipes:  # closed while an operation was ending: no thread of this rank sleeps
+            return
         sleepers = self._words[SLEEPERS]
         for slot in range(NUM_SLOTS):
             if sleepers >> slot & 1:
