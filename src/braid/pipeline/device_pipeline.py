@@ -17,6 +17,7 @@ Source: Y. Huang et al., GPipe, NeurIPS 2019; C. Kim et al., torchgpipe (2020).
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -164,17 +165,14 @@ class DevicePipeline(nn.Module):
 class _Partition(nn.Sequential):
     """Layers of one stage, which the stage calls one by one."""
 
-    def register_forward_hook(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: the partition itself is never called."""
-        msg = (
-            "hooks of a partition would never run, since its layers are called one by one: "
-            "register them on a layer, such as model.partitions[0][0]"
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Warn: the partition itself is never called, so its hooks never run."""
+        warnings.warn(
+            "hooks of a partition never run, since its layers are called one by one: register them "
+            "on a layer, such as model.partitions[0][0]",
+            stacklevel=2,
         )
-        raise ConfigError(msg)
-
-    register_forward_pre_hook = register_forward_hook
-    register_full_backward_hook = register_forward_hook
-    register_full_backward_pre_hook = register_forward_hook
+        return super().register_forward_hook(*args, **kwargs)
 
 
 class _Run:
