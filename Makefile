@@ -6,7 +6,7 @@ WORKERS ?= 2
 BUDGET_S := 630
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-torch proof check bench docs engines frameworks clean
+.PHONY: demo test test-torch gpu-wheels proof check bench docs engines frameworks clean
 
 demo: $(READY)
 	$(BIN)/braid demo
@@ -50,6 +50,13 @@ $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-frameworks
 	$(VENV)-frameworks/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,frameworks]'
 	touch $@
+
+# what tests/gpu/kit.sh needs on a machine that has torch and Python 3.12, but no registry
+gpu-wheels: $(READY)
+	rm -rf gpu-wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt --dest gpu-wheels \
+		--only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
+		rich tyro msgspec psutil safetensors hypothesis pytest pytest-xdist
 
 check: $(READY)
 	$(BIN)/ruff check .

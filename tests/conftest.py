@@ -53,6 +53,7 @@ MACHINE_WIDE = (
     "world/test_torch_backend_faults.py",
 )
 LAUNCHING = (
+    "gpu/test_gpu_launch.py",
     "world/test_command_line.py",
     "world/test_conversion_trains.py",
     "world/test_demo.py",
@@ -94,6 +95,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="threads",
         help="run ranks as threads of this process (default), as processes of a reused pool, or as such processes that "
         "share no memory, or of which only every two do, as if they were on several hosts",
+    )
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the tests of tests/gpu compute: on the CPU with small sizes (default), or on the GPU that all ranks "
+        "share",
     )
 
 

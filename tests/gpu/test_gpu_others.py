@@ -1,0 +1,84 @@
+"""Tensors of a device through Horovod's front, remote calls, parameter servers and checkpoints."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import torch
+from gpu_models import language_model, lost, mlp, rows
+
+import braid.compat.horovod.torch as hvd
+from braid import ps
+from braid.checkpoint import BackgroundSaver, ReplicatedSnapshot, load
+from braid.comm import Group
+from braid.compat.horovod import session
+from braid.compat.horovod.environment import Environment
+
+STEPS = 3
+
+
+def _horovod(group: Group, device: str) -> list[torch.Tensor]:
+    session.start(group, Environment.of({}))
+    model = mlp(device)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(rows(device, 10 * step + group.rank)).square().mean().backward()
+        optimizer.step()
+    hvd.shutdown()
+    return [param.detach().cpu() for param in model.parameters()]
+
+
+def test_horovod_trains_like_one_process(procs, device):
+    model = mlp(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(rows(device, 10 * step + rank)).square().mean() / 2).backward()
+        optimizer.step()
+    for found in procs(2, _horovod, device):
+        assert lost(found, [param.detach() for param in model.parameters()]) < 1e-5
+
+
+def _server(group: Group, device: str) -> torch.Tensor | None:
+    with ps.join(group, 1) as node:
+        table = node.dense("w", torch.ones(4, 3), partial(torch.optim.SGD, lr=0.5))
+        if not node.is_worker:
+            node.serve()
+            return None
+        for _ in range(STEPS):
+            weight = table.pull().to(device)
+            table.wait(table.push(weight * 0.5))
+        return table.pull().cpu().clone()
+
+
+def test_a_parameter_server_takes_gradients_of_the_device(procs, device):
+    expected = torch.full((4, 3), 0.75**STEPS)
+    found = procs(4, _server, device)
+    for own in found[2:]:
+        assert torch.allclose(own, expected)
+
+
+def _saves(group: Group, device: str, folder: str) -> tuple[float, bool]:
+    model = language_model(device)
+    before = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    with BackgroundSaver(group) as saver:
+        begin = time.perf_counter()
+        saver.save(folder, ReplicatedSnapshot(dict(model.state_dict())), step=1)
+        stood_s = time.perf_counter() - begin
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+    loaded = load(folder, group=group)
+    return 1e3 * stood_s, all(torch.equal(loaded.read(name), x) for name, x in before.items())
+
+
+def test_a_step_stands_still_for_the_copy_only(procs, device, figures, tmp_path):
+    stood_ms, is_same = procs(1, _saves, device, str(tmp_path))[0]
+    figures(stood_ms=round(stood_ms, 2))
+    assert is_same
