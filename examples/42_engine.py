@@ -22,10 +22,10 @@ def record() -> None:
     contexts = current_agent().contexts
     run = contexts._run  # noqa: SLF001 - to look on
 
-    def recorded(own: object, source: object) -> None:
+    def recorded(own: object, source: object, backward: object) -> None:
         edges = [] if source is None else list(own.state.sends)
         RAN.append("roots" if source is None else f"send {edges.index(source)}")
-        run(own, source)
+        run(own, source, backward)
 
     contexts._run = recorded  # noqa: SLF001
 

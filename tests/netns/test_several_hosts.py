@@ -50,7 +50,8 @@ def test_ranks_find_each_other_at_the_addresses_that_all_hosts_share(lab, tmp_pa
 
 def test_programs_for_torch_run_on_several_hosts_unchanged(lab, tmp_path):
     done = lab(2).run("-H", "a:1,b:2", "-n", "2", JOBS, "gloo", cwd=tmp_path)
-    assert sorted(done.out.splitlines()) == ["[rank 0] sum 1", "[rank 1] sum 1"], done.text
+    said = sorted(line for line in done.out.splitlines() if "[Gloo]" not in line)
+    assert said == ["[rank 0] sum 1", "[rank 1] sum 1"], done.text
 
 
 def test_a_hostfile_and_a_named_network_will_do(lab, tmp_path):

@@ -121,7 +121,16 @@ def messages() -> Any:
     else:
         dist.send(mine(3), 0)
         sources = []
-    return [ring, source, tagged, both_ways, sources]
+    other = mine(2, 3) if dist.get_rank() == 0 else torch.zeros(3, 2)  # as long, of another shape
+    if dist.get_rank() == 0:
+        dist.send(other, 1)
+        dist.send(torch.tensor(7.0), 1)
+    elif dist.get_rank() == 1:
+        dist.recv(other, 0)
+        scalar = torch.zeros(1)
+        dist.recv(scalar, 0)
+        other += scalar
+    return other, [ring, source, tagged, both_ways, sources]
 
 
 def objects() -> Any:

@@ -51,9 +51,9 @@ class BraidProcessGroup(Collectives):
         if not in_shared_memory(x):
             return self._elsewhere(x).send([x], dst, tag)
         if self._shared_world.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
-            work = self._group.send(x, dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
+            work = self._group.send(_flat(x), dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
             return self._started(work, [x], lambda: dst)
-        work = self._now.send(x, dst, tag=tag, timeout_s=self._timeout_s)
+        work = self._now.send(_flat(x), dst, tag=tag, timeout_s=self._timeout_s)
         return self._passing(work, [x], lambda: dst, waited_soon=self._is_waited_for_soon())
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
@@ -61,7 +61,7 @@ class BraidProcessGroup(Collectives):
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).recv([x], src, tag)
-        work = self._now.recv(x, src, tag=tag, timeout_s=self._timeout_s)
+        work = self._now.recv(_flat(x), src, tag=tag, timeout_s=self._timeout_s)
         return self._passing(work, [x], lambda: src, waited_soon=self._is_waited_for_soon())
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
@@ -69,7 +69,7 @@ class BraidProcessGroup(Collectives):
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).recv_anysource([x], tag)
-        work = self._group.recv(x, None, tag=tag, async_op=True, timeout_s=self._timeout_s)
+        work = self._group.recv(_flat(x), None, tag=tag, async_op=True, timeout_s=self._timeout_s)
         return self._started(work, [x], lambda: work.source)
 
     # Several at once.
@@ -135,3 +135,8 @@ class BraidProcessGroup(Collectives):
         group.setGroupDesc(group_desc or f"{self._desc}:split")
         self._splits = [*(split for split in self._splits if not split.ended), group]
         return group
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Return the memory of `x` as one dim: messages of torch have a length and no shape."""
+    return x.view(-1) if x.is_contiguous() else x
