@@ -51,7 +51,9 @@ class BraidProcessGroup(Collectives):
         if not in_shared_memory(x):
             return self._elsewhere(x).send([x], dst, tag)
         if self._shared_world.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
-            work = self._group.send(_flat(x), dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
+            work = self._group.send(
+                _flat(x), dst, tag=tag, async_op=True, timeout_s=self._timeout_s
+            )
             return self._started(work, [x], lambda: dst)
         work = self._now.send(_flat(x), dst, tag=tag, timeout_s=self._timeout_s)
         return self._passing(work, [x], lambda: dst, waited_soon=self._is_waited_for_soon())
@@ -138,5 +140,5 @@ class BraidProcessGroup(Collectives):
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Return the memory of `x` as one dim: messages of torch have a length and no shape."""
+    """Return the memory of `x` as one dim: messages of torch have a length, and no shape."""
     return x.view(-1) if x.is_contiguous() else x
