@@ -327,7 +327,7 @@ class FlatShard:
         for record, value in zip(self.records, self.whole_values(), strict=True):
             record.param.data = value
             if self.stage == 3:
-                record.param.grad = None  # that of this rank's piece
+                record.param.grad = None  # the gradient of this rank's piece
         self.leave()
 
     def shaped(self, memory: torch.Tensor, index: int) -> torch.Tensor:

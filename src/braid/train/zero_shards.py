@@ -71,7 +71,7 @@ class ZeroShards:
         return Round(tuple(losses), any(stops))
 
     def memory(self) -> list[torch.Tensor]:
-        """Return the memory of parameters and gradients, and that of gathered ones."""
+        """Return the memory of parameters and gradients, gathered ones included."""
         return [x for own in memory_of(self._sharding()) for x in own]
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
