@@ -27,8 +27,8 @@ def _drops_groups(group: Group) -> list[int]:
 
 
 def test_groups_that_are_dropped_give_their_memory_back(world):
-    for used in world(SIZE, _drops_groups):
-        assert max(used[40:]) <= max(used[20:40])
+    for used in world(SIZE, _drops_groups):  # ranks may be some groups apart
+        assert max(used) < used[0] + 20 * 130_000  # bytes of a group: 60 would be 7,800,000
 
 
 def _drops_while_under_way(group: Group) -> list[Any]:

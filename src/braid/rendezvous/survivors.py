@@ -175,6 +175,9 @@ def _within(limit_s: float, do: Callable[[], T]) -> T | None:
             results.append(do())
 
     thread = threading.Thread(target=run, name="braid-survivor", daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    try:
+        thread.start()
+        thread.join(limit_s)
+    except RuntimeError:  # Python 3.12 and newer start none while the interpreter ends
+        run()
     return results[0] if results else None
