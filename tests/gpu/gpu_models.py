@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -10,9 +10,23 @@ from torch.nn.functional import cross_entropy
 
 from braid.train.models import gpt
 
-__all__ = ["VOCABULARY", "language_model", "layers", "loss_of", "lost", "mlp", "rows", "tokens"]
+__all__ = [
+    "CONTEXT",
+    "SIZE",
+    "STEPS",
+    "VOCABULARY",
+    "language_model",
+    "layers",
+    "loss_of",
+    "lost",
+    "mlp",
+    "rows",
+    "tokens",
+    "trained_alone",
+]
 
 VOCABULARY = 256
+STEPS = 3
 CONTEXT = {"cpu": 16, "cuda": 1024}
 SIZE = {"cpu": "tiny", "cuda": "gpt2"}
 
@@ -43,7 +57,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, dtype: torch.dtype | None = None)
 
 
 def mlp(device: str, width: int = 16) -> nn.Sequential:
-    """Return a small model with dropout-free layers of several shapes."""
+    """Return a small model with layers of several shapes, and no dropout."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, width),
@@ -57,6 +71,20 @@ def mlp(device: str, width: int = 16) -> nn.Sequential:
 def rows(device: str, rank: int, count: int = 6) -> torch.Tensor:
     """Return inputs [count, 8] of `mlp`."""
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(rank)).to(device)
+
+
+def trained_alone(
+    device: str, optimizer_of: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+) -> list[torch.Tensor]:
+    """Return the parameters of `mlp` after `STEPS` steps of one process on the rows of two ranks."""
+    model = mlp(device)
+    optimizer = optimizer_of(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(rows(device, 10 * step + rank)).square().mean() / 2).backward()
+        optimizer.step()
+    return [param.detach().cpu() for param in model.parameters()]
 
 
 def lost(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

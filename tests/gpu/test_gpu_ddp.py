@@ -5,20 +5,19 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_models import language_model, loss_of, lost, mlp, rows, tokens
+from gpu_models import STEPS, language_model, loss_of, lost, mlp, rows, tokens, trained_alone
 from timing import interleaved_ms
 from torch import nn
 
 from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel
-
-STEPS = 3
 
 
 def _overhead(group: Group, device: str, path: str) -> dict[str, float]:
@@ -78,24 +77,13 @@ def _trains(group: Group, device: str, options: dict[str, Any], kind: str) -> li
     return [param.detach().cpu() for param in model.parameters()]
 
 
-def _by_one_process(device: str, size: int) -> list[torch.Tensor]:
-    model = mlp(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(size):
-            (model(rows(device, 10 * step + rank)).square().mean() / size).backward()
-        optimizer.step()
-    return [param.detach().cpu() for param in model.parameters()]
-
-
 @pytest.mark.parametrize(
     ("options", "kind"),
     [({}, "plain"), ({"static_graph": True}, "static"), ({}, "scaler"), ({}, "stream")],
     ids=["plain", "static_graph", "scaler", "side_stream"],
 )
 def test_two_ranks_on_one_device_train_like_one_process(procs, device, options, kind):
-    expected = _by_one_process(device, 2)
+    expected = trained_alone(device, partial(torch.optim.SGD, lr=0.1))
     for found in procs(2, _trains, device, options, kind):
         assert lost(found, expected) < 1e-5
 

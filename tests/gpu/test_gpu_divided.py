@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from gpu_models import lost, mlp, rows
+from gpu_models import STEPS, lost, mlp, rows, trained_alone
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,38 +15,29 @@ from braid.comm import Group
 from braid.context_parallel import context_parallel, gather_sequence, split_sequence
 from braid.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, shard_optimizer
 
-STEPS = 3
-
-
-def _expected(device: str, samples: int, steps: int = STEPS) -> list[torch.Tensor]:
-    model = mlp(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(samples):
-            (model(rows(device, 10 * step + rank)).square().mean() / samples).backward()
-        optimizer.step()
-    return [param.detach().cpu() for param in model.parameters()]
-
 
 def _divided(group: Group, device: str, by_graph: bool) -> list[torch.Tensor]:
     model = mlp(device)
-    x = rows(device, 0)
     if by_graph:
-        braid.parallelize(model, group, {"0": ((1, 1), (2, 1)), "2": ((1, 2), (1, 2))}, inputs=x)
+        plan = {"0": ((1, 1), (2, 1)), "2": ((1, 2), (1, 2))}
+        braid.parallelize(model, group, plan, inputs=rows(device, 0).requires_grad_())
     else:
         braid.parallelize(model, group, {"0": "column", "2": "row"})
-    model(x).square().mean().backward()
-    return [model(x).detach().cpu(), x.cpu()]
+    return _with_gradient(model, device)
+
+
+def _with_gradient(model: nn.Module, device: str) -> list[torch.Tensor]:
+    x = rows(device, 0).requires_grad_()
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach().cpu(), x.grad.cpu()]
 
 
 @pytest.mark.parametrize("by_graph", [False, True], ids=["by_modules", "by_graph"])
-def test_divided_layers_have_the_output_of_whole_ones(procs, device, by_graph):
-    x = rows(device, 0)
-    expected = mlp(device)(x).detach()
-    for found, own in procs(2, _divided, device, by_graph):
-        assert torch.equal(own, x.cpu())
-        assert lost([found], [expected]) < 1e-5
+def test_divided_layers_have_output_and_gradient_of_whole_ones(procs, device, by_graph):
+    expected = _with_gradient(mlp(device), device)
+    for found in procs(2, _divided, device, by_graph):
+        assert lost(found, expected) < 1e-5
 
 
 def _sharded(group: Group, device: str, stage: int) -> list[torch.Tensor]:
@@ -61,7 +54,7 @@ def _sharded(group: Group, device: str, stage: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sharded_training_is_that_of_one_process(procs, device, stage):
-    expected = _expected(device, 2)
+    expected = trained_alone(device, partial(torch.optim.Adam, lr=0.1))
     for found in procs(2, _sharded, device, stage):
         assert lost(found, expected) < 1e-4
 
@@ -86,15 +79,9 @@ def _mixed(group: Group, device: str, reduce: torch.dtype, offloads: bool) -> li
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("offloads", [False, True], ids=["here", "offloaded"])
 def test_parameters_in_parts_train_in_bfloat16(procs, device, reduce, offloads):
-    model = mlp(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(rows(device, 10 * step + rank)).square().mean() / 2).backward()
-        optimizer.step()
+    expected = trained_alone(device, partial(torch.optim.SGD, lr=0.1))
     for found in procs(2, _mixed, device, reduce, offloads):
-        assert lost(found, [param.detach() for param in model.parameters()]) < 0.05
+        assert lost(found, expected) < 0.05
 
 
 class Attention(nn.Module):

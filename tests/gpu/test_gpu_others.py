@@ -1,4 +1,4 @@
-"""Tensors of a device through Horovod's front, remote calls, parameter servers and checkpoints."""
+"""Tensors of a device through Horovod's front, a parameter server and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 import torch
-from gpu_models import language_model, lost, mlp, rows
+from gpu_models import STEPS, language_model, lost, mlp, rows, trained_alone
 
 import braid.compat.horovod.torch as hvd
 from braid import ps
@@ -14,8 +14,6 @@ from braid.checkpoint import BackgroundSaver, ReplicatedSnapshot, load
 from braid.comm import Group
 from braid.compat.horovod import session
 from braid.compat.horovod.environment import Environment
-
-STEPS = 3
 
 
 def _horovod(group: Group, device: str) -> list[torch.Tensor]:
@@ -34,15 +32,9 @@ def _horovod(group: Group, device: str) -> list[torch.Tensor]:
 
 
 def test_horovod_trains_like_one_process(procs, device):
-    model = mlp(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(rows(device, 10 * step + rank)).square().mean() / 2).backward()
-        optimizer.step()
+    expected = trained_alone(device, partial(torch.optim.SGD, lr=0.1))
     for found in procs(2, _horovod, device):
-        assert lost(found, [param.detach() for param in model.parameters()]) < 1e-5
+        assert lost(found, expected) < 1e-5
 
 
 def _server(group: Group, device: str) -> torch.Tensor | None:

@@ -115,7 +115,7 @@ class Roles:
 
     @property
     def needed(self) -> tuple[frozenset[int], ...]:
-        """Sets of expendable ranks of which one must remain: all servers, all workers.
+        """Sets of expendable ranks; one of each must remain: all servers, all workers.
 
         Not the workers where new processes may take their places.
         """

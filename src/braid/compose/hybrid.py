@@ -377,7 +377,7 @@ class HybridParallel:
         peers = tuple(self.mesh.peers(here, self._group.rank))
         if peers not in self._groups_by_peers:
             group = self._group.split(peers[0])
-            assert group is not None, "every rank is in a group of its own peers"
+            assert group is not None, "every rank is in a group of its peers"
             self._groups_by_peers[peers] = group
         return self._groups_by_peers[peers]
 

@@ -60,7 +60,7 @@ Future = torch.futures.Future
 _CONNECT_S = 10.0
 _PROBE_S = 3.0  # for a node that has been here to accept a connection
 _AGAIN_S = 0.5  # for one that was lost, or could not be reached
-_PAUSE_S = 2.0  # between two attempts to reach such a node; calls fail at once meanwhile
+_PAUSE_S = 2.0  # between two attempts to reach such a node; calls fail immediately meanwhile
 _AUTOGRAD = get_args(AutogradMessage)
 
 

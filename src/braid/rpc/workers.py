@@ -107,7 +107,7 @@ class Directory:
                 shared = f"number {record.id}" if key[0] == "i" else f"name {record.name!r}"
                 msg = (
                     f"{shared} is not unique: node {other.id} ({other.name}) and node {record.id} "
-                    f"({record.name}) both have it. Give each node a name and a number of its own"
+                    f"({record.name}) both have it. Give each node another name and number"
                 )
                 self._store.set(_CLASH, msg.encode())
                 raise RendezvousError(msg)

@@ -20,7 +20,7 @@ DistAutogradContext = Context
 
 
 def average_ddp(module: nn.Module, args: Any) -> None:
-    """Let contexts call the hooks of torch's data parallelism; a hook before every forward.
+    """Make contexts call the hooks of torch's data parallelism; a hook before every forward.
 
     `ddp.forward(x)` runs no hook of the wrapper, so this also looks at the module in the wrapper.
     """

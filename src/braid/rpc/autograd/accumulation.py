@@ -82,7 +82,7 @@ def run_hooks(parameters: Iterable[torch.Tensor], *, is_early: bool = False) -> 
 
 
 def _remove_dead_groups(param: torch.Tensor) -> None:
-    """Remove the groups of which a parameter is gone: their owner averages nothing any more."""
+    """Remove groups that lack a parameter now: their owner averages nothing any more."""
     hooks = accumulate_hooks(param) or {}
     for key, hook in list(hooks.items()):
         if isinstance(hook, HookGroup) and any(ref() is None for ref in hook.members):

@@ -1,4 +1,4 @@
-"""One context of distributed autograd on one node: what it has recorded, and its gradients."""
+"""One context of distributed autograd on one node: its records and gradients."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Context:
         """Note groups of parameters that a local backward reaches.
 
         Raises:
-            RpcError: An earlier one has reached a group whose hooks do not wait for a second one.
+            RpcError: An earlier one has reached a group, and its hooks wait for no second one.
         """
         with self.lock:
             if any(each.is_early for each in groups & self._groups):
