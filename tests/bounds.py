@@ -2,13 +2,17 @@
 
 The bound is an alarm in the main thread, which ends every wait of Python. A test that is stuck outside of Python is ended
 by pytest's `faulthandler_timeout`, with its process; on several workers only that worker is lost, and replaced.
+
+`SECTION_ENDS_S` of the environment is the Unix time at which tests/gpu/kit.sh ends the whole run: a bound is earlier.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -16,6 +20,13 @@ import pytest
 
 LIMIT_S = 240.0  # more than pools and launchers' tests wait for their processes: those know more of what is wrong
 PROOF_LIMIT_S = 900.0
+REPORT_S = 5.0  # to report a stuck test before the run is ended
+
+
+def remaining_s(limit_s: float) -> float:
+    """Return `limit_s`, or the seconds until a stuck test must be reported if they are fewer."""
+    ends_s = float(os.environ.get("SECTION_ENDS_S", "inf"))
+    return max(1.0, min(limit_s, ends_s - REPORT_S - time.time()))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -34,7 +45,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 def _bounded(item: pytest.Item, phase: str) -> Iterator[None]:
-    limit_s = PROOF_LIMIT_S if item.get_closest_marker("proof") else LIMIT_S
+    limit_s = remaining_s(PROOF_LIMIT_S if item.get_closest_marker("proof") else LIMIT_S)
 
     def ring(number: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
