@@ -1,4 +1,4 @@
-"""`braid run` with a device: its number, an allocation that is too large, and what braid knows of the machine."""
+"""`braid run` with a device: memory, illegal accesses, kernels that do not end, and what braid knows of the machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,27 @@ from pathlib import Path
 
 import pytest
 
-TOO_LARGE = """
-import os, sys, torch, braid
+BEGIN = """
+import sys, time, torch, braid
 group = braid.init()
 device = sys.argv[1]
-x = torch.ones(4, device=device if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.device_count() > 1 else "cuda:0")
+x = torch.ones(4, device=device)
 print("sum", group.all_reduce(x).sum().item(), flush=True)
+"""
+TOO_LARGE = f"""{BEGIN}
 if group.rank == 1:
-    torch.empty(1 << 60, dtype=torch.uint8, device=device)
+    torch.empty(1 << (60 if device == "cpu" else 40), dtype=torch.uint8, device=device)
 group.barrier()
+"""
+OUT_OF_RANGE = f"""{BEGIN}
+row = torch.tensor([9 if group.rank == 1 else 1], device=device)
+y = torch.nn.functional.embedding(row, torch.ones(4, 2, device=device))
+group.all_reduce(y)
+"""
+SPINNING = f"""{BEGIN}
+if group.rank == 1:
+    time.sleep(6) if device == "cpu" else torch.cuda._sleep(10**11)
+group.all_reduce(x)
 """
 
 
@@ -30,16 +42,55 @@ def braid(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def run(
+    tmp_path: Path, device: str, program: str, *options: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on two ranks that share the device; shown where the test fails."""
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    done = braid(tmp_path, "run", "-n", "2", *options, "--log-dir", "run", str(script), device)
+    print(done.stdout, done.stderr, sep="\n")
+    assert "sum 8.0" in done.stdout
+    return done
+
+
+def line_of(text: str, label: str) -> str:
+    """Return the first line that begins with `label`, and lines that belong to it."""
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"  {label} "))
+    rest = (i for i in range(first + 1, len(lines)) if not lines[i].startswith(" " * 6))
+    return "\n".join(lines[first : next(rest, len(lines))])
+
+
 @pytest.mark.launcher
 def test_a_rank_without_memory_is_the_cause_with_the_size(tmp_path, device):
-    script = tmp_path / "train.py"
-    script.write_text(TOO_LARGE)
-    done = braid(tmp_path, "run", "-n", "2", "--log-dir", "run", str(script), device)
-    assert done.returncode == 1, done.stderr
-    assert "sum 8.0" in done.stdout
-    cause = next(line for line in done.stderr.splitlines() if "cause" in line)
-    assert "rank 1" in cause
-    assert any(words in done.stderr for words in ("1152921504606846976 bytes", "EiB", "GiB"))
+    done = run(tmp_path, device, TOO_LARGE)
+    size = "1152921504606846976 bytes" if device == "cpu" else "1024.00 GiB"
+    assert done.returncode == 1
+    assert "rank 1" in line_of(done.stderr, "cause")
+    assert size in line_of(done.stderr, "cause")
+
+
+@pytest.mark.launcher
+def test_a_rank_that_reads_outside_of_its_memory_is_the_cause(tmp_path, device):
+    done = run(tmp_path, device, OUT_OF_RANGE)
+    error = "IndexError: index out of range" if device == "cpu" else "device-side assert triggered"
+    assert done.returncode == 1
+    assert "rank 1" in line_of(done.stderr, "cause")
+    assert error in line_of(done.stderr, "cause")
+    assert "rank 0 was waiting in all_reduce" in line_of(done.stderr, "affected")
+
+
+@pytest.mark.launcher
+def test_a_kernel_that_does_not_end_makes_its_rank_the_missing_one(tmp_path, device):
+    done = run(tmp_path, device, SPINNING, "--hang-report", "2", "--timeout", "20")
+    reason = "is at train.py:9" if device == "cpu" else "waits for its GPU in all_reduce"
+    assert done.returncode == (
+        0 if device == "cpu" else 124
+    )  # the kernel takes longer than the run may
+    assert "rank 0" in line_of(done.stderr, "waiting")
+    assert "rank 1" in line_of(done.stderr, "missing")
+    assert f"rank 1 {reason}" in line_of(done.stderr, "likely")
 
 
 @pytest.mark.launcher

@@ -384,6 +384,44 @@ def test_a_function_that_a_peer_has_called_makes_its_rank_wait():
     assert waits_for_peers(parse_threads(f"{serving}\n\n{IN_USERS_CODE}"))
 
 
+IN_SYNCHRONIZE = dump(
+    "/opt/python/lib/python3.12/site-packages/torch/cuda/streams.py:105 in synchronize",
+    f"{BRAID_ROOT}/comm/tensors/copies.py:231 in copy",
+    f"{BRAID_ROOT}/comm/engines/progress.py:71 in execute",
+    "/home/me/train.py:41 in step",
+)
+GPU_SPAN = span("wait for cuda:0", 89.9)
+
+
+@pytest.mark.parametrize(
+    ("spans", "stack"), [((), IN_SYNCHRONIZE), ((GPU_SPAN,), WAITS)], ids=["stack", "span"]
+)
+def test_a_rank_that_waits_for_its_gpu_inside_of_the_operation_is_named(spans, stack):
+    spinning = RankView(1, 811, (operation(175, 80, 1), operation(176, 89.9), *spans), RUNS, stack)
+    found = report(waiting(0), spinning, waiting(2))
+    assert (found.waiting_ranks, found.missing_ranks) == ((0, 2), (1,))
+    (cause,) = found.causes
+    assert str(cause).startswith(
+        "rank 1 waits for its GPU in all_reduce#176 at train.py:41 in step: work that was queued "
+        "there before has not ended\n-> find the kernel"
+    )
+
+
+def test_ranks_that_all_wait_for_their_gpus_do_not_hang():
+    views = [RankView(rank, 811, (operation(176, 80),), RUNS, IN_SYNCHRONIZE) for rank in range(2)]
+    assert report(*views) is None
+
+
+def test_a_wait_for_the_gpu_that_has_ended_makes_no_rank_missing():
+    over = span("wait for cuda:0", 89.9, 0.1)
+    views = [
+        waiting(0),
+        RankView(1, 811, (operation(175, 80, 1), operation(176, 89.9), over), SLEEPS, WAITS),
+    ]
+    found = report(*views)
+    assert found.missing_ranks == ()
+
+
 SPANS = st.builds(
     SpanView,
     st.sampled_from(

@@ -7,6 +7,8 @@ The cause for a missing rank is the first line that fits:
     stopped    state T                                        kill -CONT
     swapped    pages in swap, major faults                    use less memory
     io         state D                                        check the disk or network
+    device     inside of the operation, in a wait for its    find the kernel
+               own GPU
     data       a DataLoader on the stack, or a `data` span    load faster
     batches    outside of a step, behind the waiting ranks    as many batches for each rank
     slow       slower than the waiting ranks all along        balance the work
@@ -169,6 +171,8 @@ ADVICE: Mapping[str, str] = {
     "stopped": "`kill -CONT {pid}` lets it go on; a debugger may hold it",
     "swapped": "use less memory (smaller batches, fewer ranks), or end other programs on this host",
     "io": "check that the disk or the network file system answers (dmesg, df)",
+    "device": "find the kernel that does not end: with CUDA_LAUNCH_BLOCKING=1 the next report "
+    "names the line that starts it",
     "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck loader "
     "fail",
     "batches": "give every rank as many batches (drop the last short one, braid.sampling), or "
@@ -211,6 +215,17 @@ def _swapped(case: Case) -> str:
 def _io(case: Case) -> str:
     where = f" at {case.thread.place}" if case.thread.place else ""
     return f"is blocked in the kernel (state D){where}" if case.view.process.state == "D" else ""
+
+
+def _device(case: Case) -> str:
+    view = case.view
+    if not view.waits_for_device:
+        return ""
+    where = f" at {case.thread.place}" if case.thread.place else ""
+    return (
+        f"waits for its GPU in {view.operations[-1].label}{where}: work that was queued there "
+        "before has not ended"
+    )
 
 
 def _data(case: Case) -> str:
@@ -276,6 +291,7 @@ _TABLE: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("stopped", _stopped),
     ("swapped", _swapped),
     ("io", _io),
+    ("device", _device),
     ("data", _data),
     ("batches", _batches),
     ("slow", _slow),

@@ -34,6 +34,7 @@ __all__ = [
     "main_thread",
     "parse_threads",
     "serving_thread",
+    "waits_for_device",
     "waits_for_peers",
 ]
 
@@ -46,6 +47,7 @@ BACKGROUND = "_run"  # first function of braid's own threads, whose waits block 
 LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
 CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+CUDA = f"{os.sep}torch{os.sep}cuda{os.sep}"  # synchronizes streams and events
 CALLEE = f"{os.sep}rpc{os.sep}callee.py"  # which runs the calls of other ranks
 LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
 SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
@@ -101,6 +103,15 @@ class Thread(NamedTuple):
             if not INSTALLED.search(frame.file):
                 return False
         return False
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the thread is inside of a collective and waits for its own GPU."""
+        libraries = list(takewhile(lambda frame: INSTALLED.search(frame.file), self.frames))
+        below = self.frames[len(libraries) : len(libraries) + 1]
+        return any(CUDA in frame.file for frame in libraries) and any(
+            frame.file.startswith(WAITING_ROOMS) for frame in below
+        )
 
     @property
     def _is_in_background(self) -> bool:
@@ -171,6 +182,11 @@ def serving_thread(threads: Sequence[Thread]) -> Thread | None:
 
 def _is_callee(frame: Frame) -> bool:
     return frame.file.startswith(BRAID_ROOT) and frame.file.endswith(CALLEE)
+
+
+def waits_for_device(threads: Sequence[Thread]) -> bool:
+    """Whether any thread waits for the rank's own GPU inside of a collective."""
+    return any(thread.waits_for_device for thread in threads)
 
 
 def waits_for_peers(threads: Sequence[Thread]) -> bool:

@@ -16,6 +16,7 @@ from braid.diagnose.hang_stack import (
     main_thread,
     parse_threads,
     serving_thread,
+    waits_for_device,
     waits_for_peers,
 )
 from braid.events import OPEN
@@ -24,6 +25,7 @@ __all__ = ["LinkView", "Process", "RankView", "SpanView"]
 
 PARTNER = re.compile(r"(?:to|from) rank (\d+)\)")
 ASKED = re.compile(r"asked of ranks? ([\d,]+)\)$")  # requests of a parameter server
+DEVICE_WAIT = re.compile(r"wait for \w+:\d+$")  # of an operation, for work queued there before
 MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; old turns do not matter
 
 
@@ -80,6 +82,11 @@ class SpanView(NamedTuple):
         if match is None:
             return frozenset(() if self.partner is None else (self.partner,))
         return frozenset(map(int, match[1].split(",")))
+
+    @property
+    def is_device_wait(self) -> bool:
+        """Whether the span is a wait of an operation for the rank's own GPU."""
+        return DEVICE_WAIT.match(self.name) is not None
 
     @property
     def is_service(self) -> bool:
@@ -193,14 +200,21 @@ class RankView(NamedTuple):
         return [span for span in self.spans if span.open and span.is_service]
 
     @property
+    def waits_for_device(self) -> bool:
+        """Whether an operation of the rank waits for earlier work on the rank's own GPU."""
+        spans = (span for span in self.spans if span.open and span.is_device_wait)
+        return bool(self.operations) and (any(spans) or waits_for_device(self.threads))
+
+    @property
     def waits(self) -> bool:
         """Whether the rank can do nothing but wait for other ranks.
 
-        The stack decides. Without a stack, a rank that has recorded an event after the begin of the
+        A rank that waits for its own GPU does not wait for other ranks. Otherwise the stack
+        decides. Without a stack, a rank that has recorded an event after the begin of the
         collective does something else.
         """
         operations = self.operations
-        if self.ended or self.process.stopped or not operations:
+        if self.ended or self.process.stopped or not operations or self.waits_for_device:
             return False
         threads = self.threads
         if threads:
@@ -217,6 +231,7 @@ class RankView(NamedTuple):
             for span in self.spans
             # a span that outlives its step was abandoned
             if span.open and not span.is_operation and not span.is_service
+            if not span.is_device_wait
             if span.t_ns >= step_ns
             if span.name not in {"step", "wait"}
         ]
