@@ -24,6 +24,7 @@ import torch
 
 from braid.errors import BraidError, CommError
 from braid.message.tensors import as_buffers, from_buffers
+from braid.rpc.devices import placed
 from braid.rpc.messages import Body
 from braid.rpc.mistakes import RpcError
 from braid.rpc.names import Names
@@ -306,7 +307,7 @@ class Codec:
         if code == _TENSOR:
             if isinstance(value, int):
                 return tensors[value]
-            return tensors[value[0]].to(value[1])
+            return placed(tensors[value[0]], value[1], sender)
         if code == _REFERENCE:
             return self._receive(value, sender, will_answer)
         if code == _DICT:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from braid.errors import ConfigError
+from braid.rpc.mistakes import RpcError
 from braid.rpc.workers import Record
 
-__all__ = ["place_of"]
+__all__ = ["place_of", "placed"]
 
 
 def place_of(
@@ -42,3 +43,25 @@ def place_of(
         )
         raise ConfigError(msg)
     return there
+
+
+def placed(tensor: torch.Tensor, device: str, sender: str) -> torch.Tensor:
+    """Return a tensor that arrived in main memory on the device to which its sender maps it.
+
+    The copy keeps the graph of a tensor that a context records, whatever thread unpacks it.
+
+    Raises:
+        RpcError: This process has no such GPU.
+    """
+    target = torch.device(device)
+    num_gpus = torch.cuda.device_count()
+    if target.type == "cuda" and (target.index or 0) >= num_gpus:
+        msg = (
+            f"{sender} maps a tensor to {device}, but the receiving node has {num_gpus} GPUs: "
+            f"correct set_device_map in the options of {sender}"
+        )
+        raise RpcError(msg)
+    if tensor.grad_fn is None:
+        return tensor.detach().to(target).requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        return tensor.to(target)

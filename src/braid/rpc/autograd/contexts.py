@@ -344,7 +344,8 @@ class Contexts:
                 grads: list[torch.Tensor | None] = [torch.ones_like(each) for each in tensors]
             else:
                 tensors, grads = own.sends[source], own.arrived.pop(source)
-        pairs = [(t, g) for t, g in zip(tensors, grads, strict=True) if g is not None]
+        # gradients of tensors on a GPU that were mapped to it arrive in main memory
+        pairs = [(t, g.to(t.device)) for t, g in zip(tensors, grads, strict=True) if g is not None]
         leaves, anchors = reached.leaves, [each.anchor for each in reached.receives]
         if not pairs or not (leaves or anchors):
             return
