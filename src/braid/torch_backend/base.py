@@ -18,7 +18,7 @@ from braid.comm.engines.work import Works
 from braid.errors import StaleError
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
-from braid.torch_backend.foreign import Foreign
+from braid.torch_backend.foreign import ExplainedGroup, Foreign
 from braid.torch_backend.futures import WorkFuture
 from braid.torch_backend.shapes import flat_outputs
 from braid.torch_backend.shared_world import SharedWorld, SharedWorlds
@@ -217,7 +217,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
 
     def _elsewhere(self, x: torch.Tensor) -> Any:
         """Return torch's own process group for tensors that shared memory does not carry."""
-        return self._foreign.group(x.device)
+        return ExplainedGroup(self._foreign.group(x.device), self._foreign.ranks)
 
     # Its life.
 

@@ -10,6 +10,8 @@ like any other.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from braid.comm.engines.shared_gpus import shared_gpu_error
 from braid.errors import ConfigError
 from braid.torch_internals import (
     backend_for,
@@ -27,10 +30,38 @@ from braid.torch_internals import (
     set_timeout_option,
 )
 
-__all__ = ["Foreign"]
+__all__ = ["ExplainedGroup", "Foreign"]
 
 c10d: Any = distributed_c10d  # its stubs know a part of it only
 _KINDS = dist.ProcessGroup.BackendType
+
+
+class ExplainedGroup:
+    """Process group of torch with braid's error where ranks share a GPU.
+
+    Args:
+        group: The process group.
+        ranks: Global ranks of the members.
+    """
+
+    def __init__(self, group: Any, ranks: tuple[int, ...]) -> None:
+        self._group = group
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._group, name)
+
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return method(*args, **options)
+            except RuntimeError as exc:
+                shared_gpu = shared_gpu_error(str(exc), self._ranks)
+                if shared_gpu is None:
+                    raise
+                raise shared_gpu from exc
+
+        return call
 
 
 class Foreign:

@@ -15,6 +15,7 @@ A collective is a generator here, too; it yields works of torch, which are waite
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from braid.comm.engines.c10d_steps import TorchSteps, steps_of
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.diagnostics import Asked, mismatch_table
 from braid.comm.engines.engine import Capabilities, Statistics
+from braid.comm.engines.shared_gpus import shared_gpu_error
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.copies import Copies
 from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError
@@ -45,6 +47,7 @@ c10d: Any = distributed_c10d  # its stubs know a part of it only
 MakeProcessGroup = Callable[[Any, int, int, float], Any]
 
 BACKEND_TIMEOUT_S = 600.0
+TIMED_OUT = re.compile(r"[Tt]imed out|timing out|operation timeout")  # of Gloo and NCCL
 
 
 def make_gloo(store: Any, rank: int, size: int, timeout_s: float) -> Any:
@@ -219,6 +222,9 @@ class C10dEngine:
         """Return braid's error for an exception of the backend."""
         if isinstance(exc, BraidError):
             return exc
+        shared_gpu = shared_gpu_error(str(exc), self.ranks)
+        if shared_gpu is not None:
+            return shared_gpu
         health = self._context.health
         health.collect()
         try:
@@ -234,7 +240,7 @@ class C10dEngine:
             return MismatchError(mismatch_table(asked, step=self._sequence))
         text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
         msg = f"{c.text} failed in {self._group.name()} on rank {self._context.rank}: {text}"
-        return CommTimeout(msg) if "imed out" in text else CommError(msg)
+        return CommTimeout(msg) if TIMED_OUT.search(text) else CommError(msg)
 
     def _compare(self, c: Collective) -> None:
         """Compare the description of this step among all ranks."""
