@@ -53,6 +53,7 @@ MACHINE_WIDE = (
     "world/test_torch_backend_faults.py",
 )
 LAUNCHING = (
+    "gpu/test_gpu_cores.py",
     "gpu/test_gpu_launch.py",
     "world/test_command_line.py",
     "world/test_conversion_trains.py",

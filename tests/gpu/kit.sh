@@ -33,6 +33,7 @@ sections=(
 	plan:40
 	nccl:50
 	rpc:50
+	cores:120
 )
 export OUT=${OUT:-$PWD/gpu-results}
 mkdir -p "$OUT"
