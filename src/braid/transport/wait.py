@@ -28,21 +28,35 @@ import ctypes
 import os
 import select
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from braid.clock import Clock
 from braid.transport.health import Health
 from braid.transport.memory import SLEEPERS, Root
 
-__all__ = ["Doorbells", "Sleep", "Steps", "Wait", "WaitAny", "Waiter", "silent_pipe", "yield_core"]
+__all__ = [
+    "DeviceWait",
+    "Doorbells",
+    "Sleep",
+    "Steps",
+    "Wait",
+    "WaitAny",
+    "Waiter",
+    "silent_pipe",
+    "yield_core",
+]
 
 NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
 YIELD_NS = 1_000_000
 SLEEP_MS = 50
+EVENT_POLL_S = 5e-5
 SLOTLESS_SLEEP_MS = 2  # of a thread that found no doorbell free: nobody can ring it
+DEVICE_SLEEP_MS = 1  # while a GPU is awaited, which rings no bell
 
 yield_core = ctypes.CDLL(None).sched_yield
 
@@ -71,6 +85,35 @@ class WaitAny(NamedTuple):
     waits: tuple[Wait, ...]
 
 
+class DeviceWait(NamedTuple):
+    """Condition of a wait: a GPU has passed an event.
+
+    Attributes:
+        event: `torch.cuda.Event`, recorded behind the awaited work.
+        device: The GPU.
+    """
+
+    event: Any
+    device: Any
+
+    def is_completed(self) -> bool:
+        """Return whether the GPU has passed the event, as a work of torch does."""
+        return bool(self.event.query())
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the event, as for a work of torch.
+
+        Raises:
+            TimeoutError: `timeout` has passed.
+        """
+        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while not self.event.query():
+            if end is not None and time.monotonic() > end:
+                msg = f"timed out: work queued on {self.device} has not ended"
+                raise TimeoutError(msg)
+            time.sleep(EVENT_POLL_S)
+
+
 Steps = Generator[Wait | WaitAny, None, None]
 
 
@@ -79,9 +122,13 @@ class Doorbells:
 
     Args:
         root: Root of this rank, whose `SLEEPERS` word peers look at.
+
+    Attributes:
+        device_waits: Keys of the operations of this rank that wait for a GPU.
     """
 
     def __init__(self, root: Root) -> None:
+        self.device_waits: set[int] = set()
         self._words = root.words
         self._pipes = [silent_pipe() for _ in range(NUM_SLOTS)]
         self._free = list(range(NUM_SLOTS))
@@ -237,6 +284,6 @@ class Sleep:
             poller.poll(SLOTLESS_SLEEP_MS)
             return False
         poller.register(self._bells.read_fd(self._slot), select.POLLIN)
-        poller.poll(SLEEP_MS)
+        poller.poll(DEVICE_SLEEP_MS if self._bells.device_waits else SLEEP_MS)
         self._bells.disarm(self._slot)
         return False

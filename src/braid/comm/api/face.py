@@ -52,8 +52,7 @@ class Face(ABC):
         """All parts in one flat tensor, and the number of elements of each."""
         parts = [as_tensor(part) for part in x]
         check_parts(parts, self.size, parts[0] if parts else torch.empty(0), role)
-        flats = [copies.read(part) for part in parts]
-        return copies.joined(flats), tuple(part.numel() for part in flats)
+        return copies.joined(parts), tuple(part.numel() for part in parts)
 
     def _written_parts(
         self, copies: Copies, out: Sequence[torch.Tensor], x: torch.Tensor, role: str

@@ -186,7 +186,8 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         """Register `x` for an operation that will be started many times, on its own channel.
 
         All members create their requests in the same order; after that they may start them in any
-        order. Tensors from `empty` are not copied.
+        order. Tensors from `empty` are not copied. CUDA tensors that no engine takes are copied to
+        the CPU and back at every start.
 
         Args:
             kind: all_reduce, broadcast, all_gather, reduce_scatter or all_to_all.

@@ -213,7 +213,7 @@ def describe_persistent(
 
     Raises:
         ConfigError: The kind has no persistent form or no wire format, or a tensor would have to be
-            copied at every start.
+            copied at every start although it is on the group's device.
     """
     if kind not in PERSISTENT:
         msg = f"{kind!r} has no persistent form: kind is one of {', '.join(PERSISTENT)}"
@@ -236,13 +236,16 @@ def describe_persistent(
         else:
             batch.all_to_all(x, out=out)
     collective = batch.collectives[0]
-    copied = collective.copies is not None and collective.copies.needed
+    copies = collective.copies
+    if copies is not None and copies.crosses:
+        return collective
+    copied = copies is not None and copies.needed
     # an array that is read-only has been copied without anybody's doing
     first = as_tensor(next((part for part in x if part.numel()), x[0]) if is_sequence(x) else x)
     if copied or collective.ins[0].data_ptr() != first.data_ptr():
         msg = (
             f"a tensor registered for {kind} would have to be copied at every start: pass "
-            "x.contiguous() on the group's device, and an out that does not overlap it"
+            "x.contiguous(), and an out that does not overlap it"
         )
         raise ConfigError(msg)
     return collective

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from braid.comm.channel.channel import LINE_WORDS, Channel
 from braid.comm.channel.window_pool import Windows
 from braid.errors import StaleError
-from braid.transport import Block, MemoryTransport, Wait, WaitAny
+from braid.transport import Block, DeviceWait, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
 __all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "RetiredPages", "State"]
@@ -224,10 +224,12 @@ class ControlPages:
             else None
         )
 
-    def reached(self, wait: Wait | WaitAny) -> bool:
+    def reached(self, wait: Wait | WaitAny | DeviceWait) -> bool:
         """Return whether the value that `wait` names, or one of several, has been published."""
         if isinstance(wait, WaitAny):
             return any(self.reached(one) for one in wait.waits)
+        if isinstance(wait, DeviceWait):
+            return wait.is_completed()
         return self.channel(wait.channel).counter(wait.peer) >= wait.value
 
     def state(self, member: int) -> State:

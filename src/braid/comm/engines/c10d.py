@@ -319,6 +319,8 @@ class C10dRequest:
         if scale is not None:
             copies = Copies(self._engine.device_types)
             copies.then(partial(collective.outs[0].mul_, scale))
+            if collective.copies is not None:  # stored when scaled
+                copies.include(collective.copies, position=0)
             collective = replace(collective, copies=copies)
         return self._engine.start(collective, steps_by)
 

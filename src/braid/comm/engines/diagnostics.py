@@ -14,7 +14,7 @@ from typing import NamedTuple
 from braid.comm.channel.channel import Channel, Entry
 from braid.comm.channel.control_pages import ControlPages
 
-__all__ = ["Asked", "asked", "mismatch_table", "timeout_text"]
+__all__ = ["Asked", "asked", "device_timeout_text", "mismatch_table", "timeout_text"]
 
 
 class Asked(NamedTuple):
@@ -64,6 +64,17 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
         "order"
     )
     return "\n".join(lines)
+
+
+def device_timeout_text(
+    pages: ControlPages, operation: str, timeout_s: float, device: object
+) -> str:
+    """Return the message of a CommTimeout of a rank whose GPU has not come to the copy."""
+    return (
+        f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
+        f"waits for work that was queued on {device} before: a kernel there has not ended. Look "
+        "for an endless loop in a kernel, or raise timeout_s"
+    )
 
 
 def timeout_text(

@@ -9,14 +9,19 @@ a Work tells how its own start ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import torch
 
 from braid.comm.channel.channel import Channel, Disagreement
 from braid.comm.channel.control_pages import ABANDONED, CLOSED, DISAGREED, ControlPages, State
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.diagnostics import asked, mismatch_table, timeout_text
+from braid.comm.engines.diagnostics import (
+    asked,
+    device_timeout_text,
+    mismatch_table,
+    timeout_text,
+)
 from braid.comm.engines.engine import Statistics
 from braid.errors import (
     BraidError,
@@ -27,7 +32,7 @@ from braid.errors import (
     StaleError,
 )
 from braid.events import Recorder, Span
-from braid.transport import Steps, Wait, WaitAny
+from braid.transport import DeviceWait, Wait, WaitAny
 
 __all__ = ["Operation"]
 
@@ -81,7 +86,7 @@ class Operation:
         events: Recorder,
         statistics: Statistics,
         collective: Collective,
-        steps: Steps,
+        steps: Generator[Wait | WaitAny | DeviceWait, None, None],
     ) -> None:
         self.pages = pages
         self.channel = channel
@@ -94,7 +99,7 @@ class Operation:
         self.text = collective.text
         self._collective = collective
         self._steps = steps
-        self._wait: Wait | WaitAny | None = None
+        self._wait: Wait | WaitAny | DeviceWait | None = None
         self._advancing = False  # a thread is taking steps
         self._span: Span | None = None
         self._ended: list[Callable[[], None]] = []
@@ -126,6 +131,7 @@ class Operation:
             steps, reached = self._steps, self.pages.reached
             while self._wait is None or (not until_wait and reached(self._wait)):
                 self._wait = next(steps)
+            self._note_device_wait()
         except StopIteration:
             self._finish()
         except PeerLostError as exc:
@@ -187,8 +193,8 @@ class Operation:
         if pages.end_reason:  # by another operation of this rank
             raise self._ended_error()
         health = pages.transport.health
-        waits = wait.waits if isinstance(wait, WaitAny) else (wait,)
-        needed = [w.peer for w in waits if not pages.gone(w.peer)] or [waits[0].peer]
+        awaited = _awaited(wait)
+        needed = [peer for peer in awaited if not pages.gone(peer)] or awaited[:1]
         health.check(pages.ranks, NO_NEWS)  # a death says more than what survivors say of it
         for member in self.channel.peers:
             state = pages.state(member)
@@ -213,12 +219,24 @@ class Operation:
             if loss is None or not loss.left or not self._may_know_more():
                 health.check(pages.ranks, NO_NEWS, needed=rank)
         if pages.transport.clock.now_ns() > self._deadline_ns and not health.debugged:
-            awaited = [w.peer for w in waits]
-            raise CommTimeout(
-                timeout_text(
-                    pages, self.channel, self.text, self._collective.timeout_s or 0.0, awaited
-                )
-            )
+            raise self._timeout(wait)
+
+    def _timeout(self, wait: Wait | WaitAny | DeviceWait) -> CommTimeout:
+        """Return the error to raise when the deadline has passed."""
+        timeout_s = self._collective.timeout_s or 0.0
+        if isinstance(wait, DeviceWait):
+            text = device_timeout_text(self.pages, self.text, timeout_s, wait.device)
+        else:
+            text = timeout_text(self.pages, self.channel, self.text, timeout_s, _awaited(wait))
+        return CommTimeout(text)
+
+    def _note_device_wait(self) -> None:
+        """Keep threads that sleep for this operation looking at a GPU, which rings no bell."""
+        waits, key = self.pages.transport.bells.device_waits, id(self)
+        if type(self._wait) is DeviceWait and not self.done:
+            waits.add(key)
+        elif waits:
+            waits.discard(key)
 
     def _ended_error(self, when: str = "") -> BraidError:
         """Return the error to raise in a group that this rank has stopped."""
@@ -352,6 +370,7 @@ class Operation:
 
     def _finish(self) -> None:
         self.done = True
+        self._note_device_wait()
         self._collective = ENDED  # whoever keeps the Work keeps the result only, not the inputs
         if self._span is not None:
             self._span.end()
@@ -359,6 +378,13 @@ class Operation:
             ended, self._ended = self._ended, []  # they hold what was returned
             for call in ended:
                 _call_back(call)
+
+
+def _awaited(wait: Wait | WaitAny | DeviceWait) -> list[int]:
+    """Return the members for which an operation waits; none while it waits for a GPU."""
+    if isinstance(wait, DeviceWait):
+        return []
+    return [one.peer for one in (wait.waits if isinstance(wait, WaitAny) else (wait,))]
 
 
 def _call_back(call: Callable[[], None]) -> None:

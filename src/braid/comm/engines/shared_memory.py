@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import accumulate
 from statistics import median
 
@@ -15,6 +15,7 @@ from braid.comm.algorithms import broadcast_gather as move
 from braid.comm.algorithms import reduce_scatter, relays
 from braid.comm.algorithms import send as message
 from braid.comm.algorithms.all_reduce import all_reduce, offers_first
+from braid.comm.algorithms.alone import alone
 from braid.comm.algorithms.hierarchical import Residuals, hierarchical, left_out
 from braid.comm.algorithms.programs import PROGRAMS, Programs
 from braid.comm.algorithms.receive import Mailbox
@@ -37,7 +38,7 @@ from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
 from braid.comm.tensors.node_map import NodeMap
 from braid.events import Recorder
-from braid.transport import Block, MemoryTransport, Steps
+from braid.transport import Block, DeviceWait, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["SharedMemoryEngine"]
 
@@ -46,6 +47,8 @@ LOG = logging.getLogger(__name__)
 
 class SharedMemoryEngine:
     """Carries out collectives in memory that is shared inside hosts and mirrored between them.
+
+    A group of one rank has nothing to move: it leaves CUDA tensors on their GPU.
 
     Args:
         transport: This rank's end of the transport.
@@ -58,8 +61,6 @@ class SharedMemoryEngine:
         owns_progress: Whether closing this engine ends the progress thread.
     """
 
-    device_types = frozenset({"cpu"})
-
     def __init__(
         self,
         transport: MemoryTransport,
@@ -71,6 +72,7 @@ class SharedMemoryEngine:
         in_order: bool = False,
         owns_progress: bool = False,
     ) -> None:
+        self.device_types = frozenset({"cpu", "cuda"} if pages.size == 1 else {"cpu"})
         self.transport = transport
         self.pages = pages
         self.progress = progress
@@ -164,9 +166,13 @@ class SharedMemoryEngine:
         """Start a collective behind what was started on its channel."""
         operation = self._operation(collective)
         progress = self.progress
-        progress.start(operation, steps_by)
+        progress.start(operation, self.steps_by(steps_by))
         result, source = collective.result, collective.source
         return Work(operation, progress.wait, progress.poll, result, source)
+
+    def steps_by(self, steps_by: StepsBy) -> StepsBy:
+        """Return who takes steps; one rank alone queues on the stream of the caller's thread."""
+        return StepsBy.CALLER if self.pages.size == 1 else steps_by
 
     def request(self, collective: Collective, number: int) -> MemoryRequest:
         """Register a collective on the channel of request `number`."""
@@ -254,9 +260,7 @@ class SharedMemoryEngine:
         channel = self._collectives
         if c.kind == "send":
             channel = self.pages.channel(self.pages.sending_index(c.peer))
-        steps = self.steps(c, channel, None, None)
-        if c.copies is not None and c.copies.needed:
-            steps = c.copies.around(steps)
+        steps = _with_copies(c, self.steps(c, channel, None, None))
         return Operation(self.pages, channel, self.events, self.statistics, c, steps)
 
     def _receive(self, c: Collective) -> Operation:
@@ -264,9 +268,7 @@ class SharedMemoryEngine:
         x = c.outs[0].view(torch.uint8)
         receipt = self._mailbox.post(x, c.tag, source, digest=c.digest, site=c.site)
         view = self._view(c.peer)  # one of its own: no receive waits for another one
-        steps = self._mailbox.steps(receipt)
-        if c.copies is not None and c.copies.needed:
-            steps = c.copies.around(steps)
+        steps = _with_copies(c, self._mailbox.steps(receipt))
         operation = Operation(self.pages, view, self.events, self.statistics, c, steps)
 
         def received() -> None:
@@ -300,6 +302,8 @@ class SharedMemoryEngine:
     ) -> Steps:
         """Return the generator of an algorithm; nothing happens before its first step."""
         kind = c.kind
+        if self.pages.size == 1 and c.algorithm is None and kind != "send":
+            return alone(channel, c.kind, c.outs, c.ins, c.op, scale, exclusive=c.exclusive)
         if kind == "barrier":
             return move.barrier(channel)
         if kind == "send":
@@ -404,17 +408,25 @@ class MemoryRequest:
         """Publish this rank's part, and take the steps that `steps_by` asks for.
 
         Where publishing only tells where a tensor lies, it is done at once in any case: then other
-        ranks need not wait until this one takes steps.
+        ranks need not wait until this one takes steps. So is the copy from a GPU.
         """
         engine, channel, progress = self._engine, self._channel, self._engine.progress
         steps = engine.steps(collective, channel, scale, self._residuals)
+        copies = collective.copies
         operation = Operation(
-            engine.pages, channel, engine.events, engine.statistics, collective, steps
+            engine.pages,
+            channel,
+            engine.events,
+            engine.statistics,
+            collective,
+            _with_copies(collective, steps),
         )
         if self._opens_in is not engine.selection:  # measured anew
             self._opens_in = engine.selection
-            self._opens = engine.opens(collective, channel)
-        progress.start(operation, steps_by, opens=self._opens)
+            self._opens = (copies is not None and copies.crosses) or engine.opens(
+                collective, channel
+            )
+        progress.start(operation, engine.steps_by(steps_by), opens=self._opens)
         return Work(operation, progress.wait, progress.poll, collective.result)
 
     def residual(self) -> torch.Tensor | None:
@@ -435,6 +447,11 @@ class MemoryRequest:
         """Forget what the wire format has left out."""
         if self._residuals is not None:
             self._residuals.clear()
+
+
+def _with_copies(c: Collective, steps: Steps) -> Generator[Wait | WaitAny | DeviceWait, None, None]:
+    """Return the steps between the copies that the collective needs."""
+    return steps if c.copies is None or not c.copies.needed else c.copies.around(steps)
 
 
 def _offsets(c: Collective, size: int) -> list[int]:

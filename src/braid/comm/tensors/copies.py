@@ -10,22 +10,33 @@ on memory of its own:
 
 A collective that is queued behind another one must see the results of that one. So a load happens
 at the operation's first step, not at the call.
+
+CUDA tensors are copied to page-locked memory and back, for engines that work on the CPU. These
+copies run on a stream of their own, after the kernels that were queued before the call. No thread
+blocks for them: the steps yield a `DeviceWait`.
+
+    compute stream   backward of layer 2 │ backward of layer 1 │ ...
+                                         └ event
+    copy stream                            │ load │            │ store │
+    steps                                   DeviceWait, sum ...         DeviceWait
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
 
 from braid.comm.tensors.arguments import ordinary, overlap
 from braid.errors import ConfigError
+from braid.transport import DeviceWait
 
 __all__ = ["Copies"]
 
 Y = TypeVar("Y")
+Copy = Callable[[], object]
 
 
 class Copies:
@@ -36,17 +47,23 @@ class Copies:
             copied to the CPU for engines that do not work on CUDA devices.
     """
 
-    __slots__ = ("_after", "_before", "_device_types")
+    __slots__ = ("_after", "_before", "_device_types", "_devices")
 
     def __init__(self, device_types: frozenset[str]) -> None:
         self._device_types = device_types
-        self._before: list[Callable[[], object]] = []
-        self._after: list[Callable[[], object]] = []
+        self._before: list[Copy] = []
+        self._after: list[Copy] = []
+        self._devices: set[torch.device] = set()  # between which and the CPU is copied
 
     @property
     def needed(self) -> bool:
         """Whether there are any copies."""
         return bool(self._before or self._after)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether tensors are copied between a GPU and the CPU."""
+        return bool(self._devices)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """Return a flat tensor with the elements of `x`, for an operation that only reads.
@@ -84,20 +101,24 @@ class Copies:
         if overlap(source, view, exactly=False):
             self._before.append(lambda: view.copy_(source.clone()))
         else:
-            self._before.append(_copy(view, source))
+            self._before.append(self._copy(view, source))
         return flat
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return one flat tensor with the elements of the flat `parts`, one after the other.
+        """Return one flat tensor with the elements of `parts`, for an operation that only reads.
 
-        No copy is made if the parts are neighbours in memory.
+        No copy is made on the engine's device if the parts are neighbours in memory.
+
+        Raises:
+            ConfigError: A part cannot be communicated.
         """
-        parts = [part for part in parts if part.numel()] or parts[:1]
-        first = parts[0]
+        for part in parts:
+            _check(part, self._device_types)
+        parts = [part.detach() for part in parts if part.numel()] or [parts[0].detach()]
         numel = sum(part.numel() for part in parts)
-        if _are_neighbours(parts, numel):
-            return first.as_strided((numel,), (1,))
-        return self.packed(parts)
+        if all(map(_is_plain, parts)) and _are_neighbours(parts, numel):
+            return self.read(parts[0].as_strided((numel,), (1,)))
+        return self.packed([self.read(part) for part in parts])
 
     def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return one flat tensor with the elements of the flat `parts`, always in new memory."""
@@ -138,26 +159,43 @@ class Copies:
         """
         self._before[position:position] = other._before
         self._after += other._after
+        self._devices |= other._devices
         return position + len(other._before)
 
     def then(self, act: Callable[[], object]) -> None:
         """Call `act` after the last step, after the stores that have been added so far."""
         self._after.append(act)
 
-    def around(self, steps: Generator[Y, None, None]) -> Generator[Y, None, None]:
-        """Yield the steps of an operation, between the loads and the stores."""
-        for load in self._before:
-            load()
+    def around(self, steps: Generator[Y, None, None]) -> Generator[Y | DeviceWait, None, None]:
+        """Return the steps of an operation, between the loads and the stores.
+
+        What the current streams have been given before this call comes before the copies.
+        """
+        for device in self._devices:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            _copy_stream(device).wait_event(event)
+        return self._around(steps)
+
+    def _around(self, steps: Generator[Y, None, None]) -> Generator[Y | DeviceWait, None, None]:
+        yield from _in_turn(self._before)
         yield from steps
-        for store in self._after:
-            store()
+        yield from _in_turn(self._after)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+        """Return a function that copies `source` to `target`."""
+        if target.is_cuda == source.is_cuda:
+            return partial(target.copy_, source)
+        device = source.device if source.is_cuda else target.device
+        self._devices.add(device)
+        return partial(_start_copy, target, source, device)
 
     def _flat(self, x: torch.Tensor, *, load: bool, store: bool) -> torch.Tensor:
         _check(x, self._device_types)
         if x.requires_grad:
             x = x.detach()
         here = x.device.type in self._device_types
-        if here and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        if here and _is_plain(x):
             flat = x.view(-1)
             # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot
             # be viewed
@@ -167,9 +205,9 @@ class Copies:
         device = x.device if here else torch.device("cpu")
         flat = ordinary(torch.empty(x.numel(), dtype=x.dtype, device=device, pin_memory=not here))
         if load:
-            self._before.append(_copy(flat.view(x.shape), x))
+            self._before.append(self._copy(flat.view(x.shape), x))
         if store:
-            self._after.append(_copy(x, flat.view(x.shape)))
+            self._after.append(self._copy(x, flat.view(x.shape)))
         return flat
 
 
@@ -199,22 +237,40 @@ def _check_own_memory(x: torch.Tensor) -> None:
         raise ConfigError(msg)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    """Return a function that copies `source` to `target`.
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of copies between a GPU and the CPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    A copy between a GPU and page-locked memory is ordered with the stream that is current now. The
-    host waits for it, since shared memory knows nothing of streams.
-    """
-    if target.is_cuda == source.is_cuda:
-        return partial(target.copy_, source)
-    stream = torch.cuda.current_stream(source.device if source.is_cuda else target.device)
 
-    def copy() -> None:
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        stream.synchronize()
+def _start_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> DeviceWait:
+    """Queue a copy between a GPU and page-locked memory, and return the wait for its end."""
+    stream = _copy_stream(device)
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return DeviceWait(event, device)
 
-    return copy
+
+def _in_turn(copies: Sequence[Copy]) -> Iterator[DeviceWait]:
+    """Make copies one after the other, and yield the waits for GPUs."""
+    pending: dict[torch.device, DeviceWait] = {}
+    for copy in copies:
+        if not (isinstance(copy, partial) and copy.func is _start_copy):
+            yield from pending.values()
+            pending.clear()
+            copy()
+            continue
+        wait = copy()
+        assert isinstance(wait, DeviceWait)
+        pending[wait.device] = wait  # the copies of a device end in their order
+    yield from pending.values()
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Return whether the elements lie in memory in their order, as they are."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _are_neighbours(parts: Sequence[torch.Tensor], numel: int) -> bool:

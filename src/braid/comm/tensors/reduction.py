@@ -108,7 +108,7 @@ def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -
 
 def finish(x: torch.Tensor, op: str, count: int, scale: float | None) -> None:
     """Turn a sum into what was asked for: divide once for `avg`, multiply once by `scale`."""
-    if op == "avg":
+    if op == "avg" and count > 1:
         if x.is_floating_point() or x.is_complex():
             x.div_(count)
         else:
