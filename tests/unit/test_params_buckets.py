@@ -190,14 +190,14 @@ def test_residuals_are_added_once_at_the_launch():
     assert sorted(residuals) == ["frozen", "p0"]
 
 
-@pytest.mark.parametrize("check_all", [False, True])
-def test_gradients_that_are_not_finite_are_found_by_position(check_all):
+@pytest.mark.parametrize("check", ["first", "late", "all"])
+def test_gradients_that_are_not_finite_are_found_by_position(check):
     bucket, params, _ = bucket_of([2, 1, 3])
     for position, value in enumerate((1.0, float("nan"), float("-inf"))):
         come(bucket, params, position, value)
-    assert sorted(bucket.find_nonfinite(check_all=check_all)) == [1, 2]
+    assert sorted(bucket.find_nonfinite(check)) == [1, 2]
     bucket.zero()
-    assert bucket.find_nonfinite(check_all=check_all) == []
+    assert bucket.find_nonfinite(check) == []
 
 
 def test_a_gradient_may_come_in_parts_until_its_bucket_is_launched():

@@ -1,6 +1,6 @@
 """Parameters as data, and gradients in buckets, for engines that split training over ranks."""
 
-from braid.params.bucket import Bucket
+from braid.params.bucket import Bucket, FiniteCheck
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets
 from braid.params.buckets import Buckets
 from braid.params.flat import FlatBuffer, allocator
@@ -19,6 +19,7 @@ __all__ = [
     "BucketLayout",
     "Buckets",
     "Caps",
+    "FiniteCheck",
     "FlatBuffer",
     "GradBucket",
     "GradientHooks",

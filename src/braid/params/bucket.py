@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -25,6 +25,7 @@ from braid.events import Recorder, Span
 from braid.params.bucket_layout import BucketLayout
 from braid.params.flat import FlatBuffer, alone, shaped
 from braid.params.grad_view import move_grad
+from braid.params.late_flags import LateFlags
 from braid.params.table import ParamRecord
 from braid.types import first_few
 
@@ -32,6 +33,7 @@ __all__ = [
     "Awaited",
     "Bucket",
     "BucketOperation",
+    "FiniteCheck",
     "MakeOperation",
     "all_reduce",
     "dropped_text",
@@ -66,6 +68,7 @@ class BucketOperation(Protocol):
         ...
 
 
+FiniteCheck = Literal["all", "first", "late"]
 MakeOperation = Callable[[Group, torch.Tensor, str | None], BucketOperation]
 
 
@@ -124,6 +127,7 @@ class Bucket:
         self._title = title
         self._nbytes = buffer.tensor.numel() * buffer.tensor.element_size()
         self._firsts = buffer.firsts()
+        self._late = LateFlags(len(buffer.views))
         self._span: Span | None = None
         self._work: Awaited | None = None
         self._expected: dict[int, int] = {}  # how often gradients come; once if not in it
@@ -217,20 +221,24 @@ class Bucket:
         self._expected = dict(self.counts)
         self._is_learnt = True
 
-    def find_nonfinite(self, *, check_all: bool) -> list[int]:
-        """Return the positions whose gradients are NaN or infinite.
+    def find_nonfinite(self, check: FiniteCheck) -> list[int]:
+        """Return the positions whose gradients are NaN or infinite; `late`, in the launch before.
 
         Args:
-            check_all: Look at every number, rather than at the first one of each gradient.
+            check: Numbers to look at; see `ReducerOptions`.
         """
         if not self.buffer.tensor.numel():
             return []
-        if check_all:
+        if check == "all":
             if bool(self.buffer.tensor.abs().sum().isfinite()):
                 return []
             good = torch.stack([view.isfinite().all() for view in self.buffer.views]).tolist()
         else:
-            good = list(map(cmath.isfinite, self.buffer.tensor.take(self._firsts).tolist()))
+            firsts = self.buffer.tensor.take(self._firsts)
+            if check == "late" and firsts.is_cuda:
+                good = self._late.exchange(firsts.isfinite())
+            else:
+                good = list(map(cmath.isfinite, firsts.tolist()))
             if all(good):
                 return []
         return [p for p, ok in zip(self.views, good, strict=True) if not ok]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from braid.comm import Work
 from braid.errors import ConfigError
-from braid.params.bucket import Bucket
+from braid.params.bucket import Bucket, FiniteCheck
 from braid.params.bucket_layout import Caps
 from braid.params.status import Status
 from braid.params.table import ParamRecord
@@ -29,7 +29,9 @@ class ReducerOptions:
         delayed: Names of parameters that have buckets of their own, launched late.
         delayed_after: Name of the parameter whose gradient launches them; the end of backward when
             empty.
-        check_all: Look for NaN and infinity in every number, not in one of each gradient.
+        finite_check: Numbers that are checked for NaN and infinity: `all`, or the `first` of each
+            gradient; `late` for the first without waiting for a GPU, whose outcome is reported with
+            the next averaging.
 
     Raises:
         ConfigError: `gradient_accumulation_steps` is less than 1.
@@ -41,7 +43,7 @@ class ReducerOptions:
     static_graph: bool = False
     delayed: frozenset[str] = frozenset()
     delayed_after: str = ""
-    check_all: bool = False
+    finite_check: FiniteCheck = "first"
 
     def __post_init__(self) -> None:
         steps = self.gradient_accumulation_steps

@@ -9,6 +9,12 @@ The forward runs the first half of a GPipe program, one thread for each device. 
 of one autograd function, whose backward runs the second half. Copies between devices are on streams
 of their own. With devices that are all `cpu` the stages work on threads.
 
+That backward waits for the backwards of the stages, which torch runs on a thread of each GPU. So it
+must not run on such a thread itself. Two functions see to this:
+
+    batch ─▶ _Stages ─▶ empty tensor on the CPU ─▶ _Outputs ─▶ outputs on the last device
+             backward on the calling thread        backward on the thread of the last device
+
 Gradients go into `.grad` as the backwards of the stages end: call `backward()`, since
 `torch.autograd.grad` of parameters cannot see them.
 
@@ -19,16 +25,17 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from braid.autograd import phony
 from braid.autograd.nested import flatten, map_tensors, unflatten
+from braid.autograd.streams import Stream, current_stream, default_stream, wait_stream
 from braid.errors import ConfigError
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.pipeline.edges import edges_of
@@ -45,6 +52,7 @@ from braid.torch_internals import own_parameters
 __all__ = ["DevicePipeline"]
 
 Tensors = tuple[torch.Tensor, ...]
+Result = TypeVar("Result")
 
 
 class DevicePipeline(nn.Module):
@@ -124,7 +132,8 @@ class DevicePipeline(nn.Module):
         run.trees = [tree for tree, _ in pairs]
         run.counts = [len(own) for _, own in pairs]
         if trains:
-            outputs = _RunBackward.apply(run, phony(self.devices[0], True), *tensors)  # type: ignore[no-untyped-call]
+            link = _Stages.apply(run, phony(torch.device("cpu"), True), *tensors)  # type: ignore[no-untyped-call]
+            outputs = _Outputs.apply(run, link)  # type: ignore[no-untyped-call]
         else:
             outputs = run.forward(tensors)
         commit_batch_norms(self)
@@ -182,6 +191,8 @@ class _Run:
         trees: Micro-batches with places instead of tensors.
         counts: Number of tensors of each micro-batch.
         results: Outputs with places instead of tensors, and their numbers of tensors.
+        outputs: Tensors of the outputs, until they are returned.
+        output_grads: Gradients of the outputs, with the stream that computes each.
     """
 
     def __init__(self, owner: DevicePipeline, sizes: list[int], *, trains: bool) -> None:
@@ -189,6 +200,9 @@ class _Run:
         self.trees: list[Any] = []
         self.counts: list[int] = []
         self.results: list[tuple[Any, int]] = []
+        self.outputs: Tensors = ()
+        self.output_grads: list[tuple[torch.Tensor, Stream]] = []
+        self._devices = [d for d in dict.fromkeys(owner.devices) if d.type == "cuda"]
         self._workers = owner._workers  # noqa: SLF001 - one class in two parts
         self._tied = owner._tied  # noqa: SLF001
         self._needs_grad: list[list[bool]] = []
@@ -218,7 +232,7 @@ class _Run:
             partial(executor.run_forwards, batches, self._draws.__getitem__)
             for executor in self._executors
         ]
-        outputs = self._workers.run(jobs)[-1]
+        outputs = self._work(jobs)[-1]
         flat = [flatten(outputs[i]) for i in sorted(outputs)]
         self.results = [(tree, len(own)) for tree, own in flat]
         self._needs_grad = [[x.requires_grad for x in own] for _, own in flat]
@@ -228,7 +242,16 @@ class _Run:
         """Return which outputs need a gradient."""
         return [needs for own in self._needs_grad for needs in own]
 
-    def backward(self, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _work(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run jobs on the default streams, after and before the caller's own work."""
+        for device in self._devices:
+            wait_stream(default_stream(device), current_stream(device))
+        results = self._workers.run(jobs)
+        for device in self._devices:
+            wait_stream(current_stream(device), default_stream(device))
+        return results
+
+    def backward(self) -> list[torch.Tensor]:
         """Return the gradients of the batch's tensors that need one, in their order."""
         if self._is_done:
             msg = (
@@ -240,14 +263,17 @@ class _Run:
         earlier = {p: p.grad for copies in self._tied for p in copies}
         for param in earlier:
             param.grad = None
-        rest = iter(grads)
+        for grad, stream in self.output_grads:
+            wait_stream(current_stream(grad.device), stream)
+        rest = iter([grad for grad, _ in self.output_grads])
+        self.output_grads = []
         by_microbatch = []
         for own in self._needs_grad:
             pairs = [(next(rest), needs) for needs in own]
             by_microbatch.append([grad for grad, needs in pairs if needs])
         with torch.enable_grad():
             jobs = [partial(e.run_backwards, by_microbatch) for e in self._executors]
-            first = self._workers.run(jobs)[0]
+            first = self._work(jobs)[0]
         self._add_up(earlier)
         return [grad for i in sorted(first) for grad in first[i]]
 
@@ -267,15 +293,31 @@ class _Run:
                 param.grad = grad if param.grad is None else grad.add_(param.grad)
 
 
-class _RunBackward(torch.autograd.Function):
+class _Stages(torch.autograd.Function):
     """The stages as one function of the batch; parameters get their gradients on the way."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.run = run
         ctx.needs = [x.requires_grad for x in tensors]
         with torch.enable_grad():
-            outputs = run.forward(tensors)
+            run.outputs = run.forward(tensors)
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _nothing: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = iter(ctx.run.backward())
+        return None, None, *[next(own) if needs else None for needs in ctx.needs]
+
+
+class _Outputs(torch.autograd.Function):
+    """The outputs of the stages, as a function of the empty tensor that stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor) -> Tensors:
+        ctx.run = run
+        outputs, run.outputs = run.outputs, ()
         needs = run.needs_grad()
         ctx.mark_non_differentiable(
             *[x for x, wanted in zip(outputs, needs, strict=True) if not wanted]
@@ -284,9 +326,9 @@ class _RunBackward(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = iter(ctx.run.backward(grads))
-        return None, None, *[next(own) if needs else None for needs in ctx.needs]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.run.output_grads = [(grad, current_stream(grad.device)) for grad in grads]
+        return None, torch.empty(0, device="cpu")
 
 
 def _separate(

@@ -106,7 +106,7 @@ class Sharding:
         )
         self.layouts = layouts_of(self.options.stage, Mesh(axes))
         self.table = ParamTable.of(model, self.options.ignored)
-        check_params(model, self.table, sorted(group.devices))
+        check_params(model, self.table)
         modules = self.options.units
         specs = divide_into_units(
             model, default_units(model) if modules is None else modules, self.table

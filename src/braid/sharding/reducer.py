@@ -73,7 +73,7 @@ class ShardReducer(GradientListener):
         self._own_flag = len(leaves) + context.rank
         # who has which gradients, and which ranks have abandoned the backward
         length = len(leaves) + context.world_size
-        self._has = gradients[0].flat.allocate((length,), torch.uint8).zero_()
+        self._has = gradients[0].flat.places.group.empty((length,), torch.uint8).zero_()
         self._requests = [g.persistent("all_reduce", self._has, op="max") for g in groups]
         self._is_in_backward = False
         self._sums = True

@@ -7,7 +7,7 @@ layer. A parameter that several units share belongs to the unit around all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -113,7 +113,7 @@ def check_shapes(model: nn.Module) -> None:
         raise ConfigError(msg)
 
 
-def check_params(model: nn.Module, table: ParamTable, devices: Sequence[str]) -> None:
+def check_params(model: nn.Module, table: ParamTable) -> None:
     """Check that parameters can be cut over ranks.
 
     Raises:
@@ -135,11 +135,6 @@ def check_params(model: nn.Module, table: ParamTable, devices: Sequence[str]) ->
     if len(places) > 1:
         where = "; ".join(f"{first_few(names)} on {place}" for place, names in places.items())
         problems.append(f"parameters are on several devices ({where}): move the model to one")
-    elif places and (device := next(iter(places))).partition(":")[0] not in {*devices, "meta"}:
-        problems.append(
-            f"parameters are on {device}, and the group moves tensors of {', '.join(devices)}: "
-            "move the model, or attach an engine for that device to the group"
-        )
     checks = (
         ("are not contiguous in memory: call .contiguous()", lambda p: not p.is_contiguous()),
         ("are on the device meta, without values: call to_empty() and set them", _is_meta),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from braid.errors import ConfigError
-from braid.params import Caps, Hook, ParamTable, ReducerOptions
+from braid.params import Caps, FiniteCheck, Hook, ParamTable, ReducerOptions
 
 __all__ = [
     "arguments_in_common",
@@ -175,10 +175,17 @@ def arguments_in_common(
         **others: Further arguments.
     """
     own = {field.name: getattr(options, field.name) for field in fields(options)}
-    del own["check_all"]
+    del own["finite_check"]
     own["delayed"] = sorted(options.delayed)
     own["nonfinite"] = nonfinite if nonfinite in {"skip", "raise"} else "go on"
     return own | others
+
+
+def finite_check_of(nonfinite: object, *, check_all: bool) -> FiniteCheck:
+    """Return the numbers to look at; a reaction that changes nothing may come one step late."""
+    if check_all:
+        return "all"
+    return "late" if nonfinite in {"ignore", "warn"} else "first"
 
 
 def trigger_of(

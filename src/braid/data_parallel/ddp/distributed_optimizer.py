@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from braid.data_parallel.ddp.arguments import arguments_in_common, caps_of
+from braid.data_parallel.ddp.arguments import arguments_in_common, caps_of, finite_check_of
 from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
 from braid.data_parallel.finite import NonfiniteHandler, handle_nonfinite, nonfinite_handler
 from braid.errors import ConfigError
@@ -101,7 +101,7 @@ class DistributedOptimizer:
         options = ReducerOptions(
             gradient_accumulation_steps=gradient_accumulation_steps,
             caps=caps_of(bucket_cap_mb, None),
-            check_all=check_all,
+            finite_check=finite_check_of(nonfinite, check_all=check_all),
         )
         if init_sync:
             table.make_equal(group, arguments_in_common(options, nonfinite))

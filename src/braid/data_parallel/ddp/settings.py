@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from braid.data_parallel.ddp.arguments import finite_check_of
 from braid.data_parallel.finite import NonfiniteHandler
 from braid.params import Caps, ReducerOptions
 
@@ -52,5 +53,5 @@ class WrapperSettings:
             static_graph=static_graph,
             delayed=self.delayed,
             delayed_after=self.delayed_after,
-            check_all=self.check_all,
+            finite_check=finite_check_of(self.nonfinite, check_all=self.check_all),
         )
