@@ -858,7 +858,7 @@ def main() -> None:
         for first in range(0, len(seeds), 200):
             part = seeds[first : first + 200]
             try:
-                found = check(pool.run, part, 1 if len(seeds) < 20 else 40)
+                found = check(partial(pool.run, timeout_s=1200), part, 1 if len(seeds) < 20 else 40)
             except Exception:
                 print(f"--- seeds {part[0]} to {part[-1]}", file=sys.stderr)
                 raise

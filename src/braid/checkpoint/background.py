@@ -120,7 +120,7 @@ class BackgroundSaver:
         values: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         try:
-            copies = _Copies([self._copied(piece) for piece in snapshot.pieces()])
+            copies = _Copies(self._copied(snapshot))
             values, facts = copy.deepcopy(dict(state or {})), copy.deepcopy(dict(numerics or {}))
         except Exception as exc:  # noqa: BLE001 - the other ranks wait in this save
             copies = FailedSnapshot(exc)
@@ -174,16 +174,26 @@ class BackgroundSaver:
     ) -> None:
         self.close()
 
-    def _copied(self, piece: Slice) -> Slice:
-        """Return a piece with a copy of its values, in the memory of the last copy if it fits."""
-        source = piece.tensor.detach()
-        key = piece.name, piece.offset
-        kept = self._copies.get(key)
-        if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
-            kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._copies[key] = kept
-        kept.copy_(source)
-        return piece._replace(tensor=kept)
+    def _copied(self, snapshot: Snapshot) -> list[Slice]:
+        """Return pieces with copies of their values, in the memory of the last copies if it fits.
+
+        Copies from a GPU run one after the other without the host, which waits once for all.
+        """
+        pieces, devices = [], set()
+        for piece in snapshot.pieces():
+            source = piece.tensor.detach()
+            key = piece.name, piece.offset
+            kept = self._copies.get(key)
+            if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:
+                kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                self._copies[key] = kept
+            kept.copy_(source, non_blocking=source.is_cuda)
+            if source.is_cuda:
+                devices.add(source.device)
+            pieces.append(piece._replace(tensor=kept))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return pieces
 
 
 class _Copies:
