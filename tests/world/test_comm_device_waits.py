@@ -1,0 +1,73 @@
+"""Operations that wait for a GPU, whose events are imitated by a clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+
+from braid.comm import Group, StepsBy
+from braid.comm.api.batch import Batch
+from braid.comm.tensors.copies import Copies
+from braid.errors import CommError, CommTimeout
+from braid.transport import DeviceWait
+
+
+class Event:
+    """An event that a GPU passes after some seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def query(self) -> bool:
+        return time.monotonic() > self._end
+
+
+class LateCopies(Copies):
+    """Copies whose load takes some seconds on a GPU."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(frozenset({"cpu"}))
+        self._wait = DeviceWait(Event(seconds), "cuda:0")
+
+    @property
+    def needed(self) -> bool:
+        return True
+
+    def around(self, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        yield self._wait
+        yield from steps
+
+
+def _sum(group: Group, seconds: float, steps_by: StepsBy, timeout_s: float) -> Any:
+    """Sum ranks, where the tensor of rank 1 comes after some seconds."""
+    with Batch(group, lambda _: []) as batch:
+        batch.all_reduce(torch.ones(3))
+    (c,) = batch.collectives
+    c.copies = LateCopies(seconds if group.rank == 1 else 0.0)
+    c.timeout_s = timeout_s
+    group._describer.describe(c)
+    work = group.engine.start(c, steps_by)
+    early = work.done()
+    try:
+        work.wait()
+    except CommError as error:
+        return type(error), str(error)
+    return early, c.outs[0].tolist()
+
+
+@pytest.mark.parametrize("steps_by", list(StepsBy))
+def test_no_step_is_taken_before_the_gpu_has_copied(procs, steps_by):
+    first, second = procs(2, _sum, 0.5, steps_by, 60.0)
+    assert first[1] == second[1] == [2.0, 2.0, 2.0]
+    assert not second[0]
+
+
+def test_a_kernel_that_never_ends_is_named_on_all_ranks(procs):
+    for kind, text in procs(2, _sum, math.inf, StepsBy.WAITER, 1.0):
+        assert kind is CommTimeout
+        assert "rank 1" in text
