@@ -31,6 +31,7 @@ sections=(
 	others:50
 	launch:80
 	plan:40
+	train:90
 	nccl:50
 	rpc:50
 	cores:120

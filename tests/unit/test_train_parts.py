@@ -47,6 +47,7 @@ def started(**changes: object) -> Started:
         "tokens_per_step": 2048,
         "flops_per_step": 10**9,
         "peak_flops_per_s": 5e10,
+        "peak_source": "measured with matrix products on all of them",
         "torch": "2",
     }
     return Started(**{**values, **changes})
@@ -269,7 +270,7 @@ def test_plain_progress_says_what_is_trained_and_how_it_goes():
     assert lines == [
         "model    tiny, 123k parameters, torch 2",
         "data     text: 3 files, 4k bytes to train on",
-        "ranks    2, 1 thread each",
+        "ranks    2, 1 thread each, on cpu in fp32",
         "step     2,048 tokens, 1 GFLOP",
         "MFU      of 50 GFLOP/s a rank, measured with matrix products on all of them",
         "note     starting anew",

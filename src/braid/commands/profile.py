@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -33,6 +33,8 @@ def profile(
     out: str = "profile.json",
     graph: Text = "",
     picture: Text = "",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> int:
     """Measure the layers of a model: time of forward and backward, bytes, operations.
 
@@ -52,6 +54,9 @@ def profile(
         out: File for the profile.
         graph: File for PipeDream's graph of the largest micro-batch.
         picture: File for a picture of the layers, coloured by their time.
+        device: Device of --model, as for `braid train`. A model of your own stays where FUNCTION
+            puts it.
+        dtype: Dtype of the matrix products of --model: fp32, or bf16 by autocast.
     """
     from pathlib import Path
 
@@ -60,6 +65,7 @@ def profile(
     from braid.errors import ConfigError
     from braid.plan.pipedream import format_graph
     from braid.plan.profiling.picture import profile_picture
+    from braid.train.device import choose_device
     from braid.train.profile_worker import ProfileRequest
     from braid.train.profiling import profile_together
 
@@ -72,11 +78,21 @@ def profile(
     if servers and (n is None or n < 2):
         msg = "--servers measures workers together: add -n 2, or another number"
         raise ConfigError(msg)
+    if target and (device, dtype) != ("auto", "fp32"):
+        msg = f"--device and --dtype are of --model: choose both where {target} makes its model"
+        raise ConfigError(msg)
+    choose_device(device)
     for file in filter(None, (out, graph, picture)):
         check_place(file)
     console = Console()
     request = ProfileRequest(
-        target=target, model=model, context=context, rows=rows, seconds=seconds
+        target=target,
+        model=model,
+        context=context,
+        rows=rows,
+        seconds=seconds,
+        device=device,
+        dtype=dtype,
     )
     if n is None:
         measured = _alone(request, threads)
@@ -104,9 +120,17 @@ def _alone(request: ProfileRequest, threads: int | None) -> Profile:
     from rich.progress import Progress
 
     from braid.plan.profiling import profile_layers
+    from braid.train.device import choose_device
     from braid.train.models import layers_of
 
-    layers = layers_of(request.target, request.model, request.context)
+    place = choose_device(request.device)
+    layers = layers_of(
+        request.target,
+        request.model,
+        request.context,
+        device=place.device,
+        dtype=request.dtype,
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:

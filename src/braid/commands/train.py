@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -64,6 +64,8 @@ def train(
     servers: int = 1,
     replicas: int = 0,
     staleness: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["fp32", "bf16"] = "fp32",
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
@@ -118,6 +120,9 @@ def train(
         servers: Servers of a parameter server.
         replicas: Copies of each shard of its tables on other servers.
         staleness: Steps that a worker may be ahead of the slowest one.
+        device: Device of each rank: auto for the GPU of its local rank if torch sees one, else the
+            CPU. Ranks share GPUs if there are fewer.
+        dtype: Dtype of matrix products: fp32, or bf16 by autocast. Parameters are float32.
     """
     from rich.console import Console
 
@@ -159,6 +164,8 @@ def train(
         servers=servers,
         replicas=replicas,
         staleness=staleness,
+        device=device,
+        dtype=dtype,
     )
     planned = None
     if plan:
@@ -191,9 +198,7 @@ def _planned(
         raise ConfigError(msg)
     if plan == AUTO and n is not None:
         with Console(stderr=True).status(f"measuring {config.model} on {n} ranks"):
-            ranking, note = ranking_here(
-                config.model, config.batch, config.context, n, threads=threads
-            )
+            ranking, note = ranking_here(config, n, threads=threads)
         Console().print(ranking_table(ranking, 5))
         print(note, end="\n" * bool(note))
         return Plan.of(ranking.estimator, ranking.best, context=config.context)

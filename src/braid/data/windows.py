@@ -23,19 +23,27 @@ class Windows:
         tokens: uint8, one dim; not copied.
         context: Number of tokens of an input.
         name: Name of the text, for messages.
+        device: Device of the samples; the tokens stay where they are.
 
     Raises:
         ConfigError: There is not one whole window.
     """
 
-    def __init__(self, tokens: torch.Tensor, context: int, *, name: str = "data") -> None:
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        context: int,
+        *,
+        name: str = "data",
+        device: torch.device | str = "cpu",
+    ) -> None:
         if not 1 <= context < tokens.numel():
             msg = (
                 f"context must be 1 to {max(1, tokens.numel() - 1)} tokens, as the {name} has, "
                 f"got {context}: choose a shorter --context or more --data"
             )
             raise ConfigError(msg)
-        self._context = context
+        self._context, self._device = context, device
         self._num = (tokens.numel() - 1) // context
         # overlapping rows: a view, T+1 tokens every T tokens
         self._rows = tokens.as_strided((self._num, context + 1), (context, 1))
@@ -49,7 +57,7 @@ class Windows:
         Shape:
             Both int64 of (len(indices), context).
         """
-        rows = self._rows[torch.tensor(indices)].long()
+        rows = self._rows[torch.tensor(indices)].to(self._device).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def __repr__(self) -> str:

@@ -92,6 +92,7 @@ def show(
         eval_every=0,
         checkpoint_every=0,
         log_dir=f"{log_dir}/parallel",
+        device="cpu",  # where sums of ranks have the bits of one process
     )
     config.check_ranks(size)
     _print(out, _header(size, cores), style="bold")

@@ -211,7 +211,7 @@ def _job(about: Mapping[str, object]) -> str:
     for key, unit in (
         ("num_params", "parameters"),
         ("tokens_per_step", "tokens per step"),
-        ("peak_flops_per_s", "FLOP/s peak per rank, measured"),
+        ("peak_flops_per_s", "FLOP/s peak per rank"),
     ):
         value = about.get(key)
         if isinstance(value, (int, float)):

@@ -2,7 +2,7 @@
 
 from braid.topology.cluster import Cluster, Level, flat
 from braid.topology.cluster_file import from_toml, to_toml
-from braid.topology.device import DEVICES, DTYPES, Device, Efficiency
+from braid.topology.device import DEVICES, DTYPES, Device, Efficiency, find_device
 from braid.topology.places import LEVEL_NAMES, Rings, cpus_of, node_of, rings
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Level",
     "Rings",
     "cpus_of",
+    "find_device",
     "flat",
     "from_toml",
     "node_of",

@@ -12,14 +12,17 @@ device: peaks are dense, with accumulation in float32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from braid.errors import ConfigError
 
-__all__ = ["DEVICES", "DTYPES", "Device", "Efficiency"]
+__all__ = ["DEVICES", "DTYPES", "Device", "Efficiency", "find_device"]
 
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of an element
+# words of a product's name that say nothing about its speed; other forms of the same chip do
+NAME_ONLY = {"nvidia", "tesla", "geforce", "sxm2", "sxm3", "sxm4", "hbm3"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,3 +112,15 @@ DEVICES: Mapping[str, Device] = {
         _device("h200", 67, 989, 4800, 141, "NVIDIA H200 data sheet, 2024"),
     )
 }
+
+
+def find_device(name: str) -> Device | None:
+    """Return the device that a driver calls `name`; None if the table does not list it.
+
+    >>> find_device("NVIDIA H100 80GB HBM3").name
+    'h100-80gb'
+    >>> find_device("NVIDIA H100 PCIe") is None  # slower than the SXM module of the table
+    True
+    """
+    words = {*re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))} - NAME_ONLY
+    return next((d for key, d in DEVICES.items() if words == {*key.split("-")}), None)

@@ -27,12 +27,12 @@ from braid.checkpoint.snapshot import param_of
 from braid.checkpoint.training_state import merged_numbers
 from braid.comm import Group
 from braid.data import Windows
-from braid.params.exact_norm import clip_pieces_
 from braid.pipeline import sizes_of
 from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
 from braid.schedule.pipeline import VersionRule, asynchronous, oldest_ages
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
+from braid.train.shards import clip_whole
 from braid.train.stage_balance import stage_balance
 
 __all__ = ["AsynchronousStages", "Trained"]
@@ -156,8 +156,7 @@ class AsynchronousStages:
             scale = stale_lr_scale(age, number, self._config.stale_lr_steps)
             for own in optimizer.param_groups:
                 own["lr"] = self._config.lr_at(number) * scale
-            grads = [p.grad for p in self._model.parameters() if p.grad is not None]
-            norm = clip_pieces_(grads, self._config.clip).item()
+            norm = clip_whole(self._model, self._config.clip)
             check(norm, number)
             norms.setdefault(number, norm)
 

@@ -15,6 +15,7 @@ from braid.data import from_files
 from braid.errors import CheckpointError, ConfigError
 from braid.launch import RESUME, JobSpec, Outcome, Supervisor
 from braid.train.config import TrainConfig, checkpoints_in
+from braid.train.device import choose_device
 from braid.train.progress import TrainConsole
 
 __all__ = ["choose_log_dir", "last_run", "launch", "train"]
@@ -65,6 +66,7 @@ def launch(
         ConfigError: The training cannot work; nothing was started.
     """
     config.check_ranks(num_ranks)
+    choose_device(config.device)
     if config.data:
         from_files(config.data)
     if resume and resume != "auto":

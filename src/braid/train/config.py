@@ -18,7 +18,7 @@ from braid.sampling import share_of
 from braid.schedule.files import check_schedule, schedule_named
 from braid.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 
-__all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
+__all__ = ["DEVICES", "DTYPES", "MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
 
 class ModelSize(NamedTuple):
@@ -49,6 +49,8 @@ MODELS = {
 }
 
 MEASURED = ("time", "size")  # costs by which stages are balanced
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +99,8 @@ class TrainConfig:
         servers: Servers beside the workers, with a scheduler.
         replicas: Copies of each shard on other servers.
         staleness: Steps that a worker may be ahead of the slowest one.
+        device: Device of each rank: `cpu`, `cuda`, or `auto` for a GPU if torch sees one.
+        dtype: Dtype of matrix products: `fp32`, or `bf16` by autocast. Parameters are float32.
     """
 
     model: str = "tiny"
@@ -130,11 +134,14 @@ class TrainConfig:
     servers: int = 1
     replicas: int = 0
     staleness: int = 0
+    device: str = "auto"
+    dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         problems = []
-        if self.model not in MODELS:
-            problems.append(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
+        for name, known in (("model", MODELS), ("device", DEVICES), ("dtype", DTYPES)):
+            if (value := getattr(self, name)) not in known:
+                problems.append(f"{name} must be one of {', '.join(known)}, got {value!r}")
         least = {
             "steps": 1,
             "batch": 1,

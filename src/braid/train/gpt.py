@@ -24,6 +24,7 @@ al., "PaLM", 2022, appendix B.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +41,10 @@ VOCABULARY = 256
 class Block(nn.Module):
     """An attention layer, then a perceptron, each added to the residual stream."""
 
-    def __init__(self, size: ModelSize) -> None:
+    def __init__(self, size: ModelSize, dtype: str) -> None:
         super().__init__()
         width = size.width
+        self.dtype = dtype
         self.head_width = width // size.heads
         self.norm1 = nn.LayerNorm(width, bias=False)
         self.attend = nn.Linear(width, 3 * width, bias=False)
@@ -53,6 +55,10 @@ class Block(nn.Module):
 
     def forward(self, x_btd: Tensor) -> Tensor:
         """Map activations of shape (B, T, D) to activations of the same shape."""
+        with _products_in(self.dtype, x_btd):
+            return self._computed(x_btd)
+
+    def _computed(self, x_btd: Tensor) -> Tensor:
         b, t, _ = x_btd.shape
         # as many heads as the layer has here: it may be divided over ranks
         qkv = self.attend(self.norm1(x_btd)).view(b, t, 3, -1, self.head_width)
@@ -71,15 +77,24 @@ class GPT(nn.Module):
         context: Length of the longest sequence.
         seed: Seed of the initial values.
         tied: Whether logits are made with the embedding of tokens; else with a matrix of its own.
+        dtype: Dtype of matrix products: `fp32`, or `bf16` by autocast in each layer.
     """
 
-    def __init__(self, size: ModelSize, context: int, seed: int = 0, *, tied: bool = True) -> None:
+    def __init__(
+        self,
+        size: ModelSize,
+        context: int,
+        seed: int = 0,
+        *,
+        tied: bool = True,
+        dtype: str = "fp32",
+    ) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.dtype = context, dtype
         with torch.device("meta"):  # values are drawn below, not from the default generator
             self.token = nn.Embedding(VOCABULARY, size.width)
             self.position = nn.Embedding(context, size.width)
-            self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+            self.blocks = nn.ModuleList(Block(size, dtype) for _ in range(size.layers))
             self.norm = nn.LayerNorm(size.width, bias=False)
             self.head = None if tied else nn.Embedding(VOCABULARY, size.width)
         self.to_empty(device="cpu")
@@ -119,7 +134,7 @@ class GPT(nn.Module):
         x_btd = _embedded(self.token, self.position, tokens_bt, position_ids)
         for block in self.blocks:
             x_btd = block(x_btd)
-        logits_btv = F.linear(self.norm(x_btd), self._of_logits.weight)
+        logits_btv = _logits(x_btd, self.norm, self._of_logits, self.dtype)
         return logits_btv if targets_bt is None else mean_loss(logits_btv, targets_bt)
 
 
@@ -142,14 +157,29 @@ class _Head(nn.Module):
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.norm, self.token = model.norm, model._of_logits  # noqa: SLF001 - of this module
+        self.dtype = model.dtype
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return F.linear(self.norm(x_btd), self.token.weight)
+        return _logits(x_btd, self.norm, self.token, self.dtype)
 
 
 def mean_loss(logits_btv: Tensor, targets_bt: Tensor) -> Tensor:
     """Return the mean loss in nats per byte."""
     return F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
+
+
+def _products_in(dtype: str, x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which matrix products on the device of `x` compute in `dtype`.
+
+    A layer enters it by itself, so any engine may run the layer, also a second time in backward.
+    """
+    return torch.autocast(x.device.type, torch.bfloat16) if dtype == "bf16" else nullcontext()
+
+
+def _logits(x_btd: Tensor, norm: nn.Module, of_logits: nn.Embedding, dtype: str) -> Tensor:
+    with _products_in(dtype, x_btd):
+        logits_btv = F.linear(norm(x_btd), of_logits.weight)
+    return logits_btv.float() if dtype == "bf16" else logits_btv
 
 
 def _embedded(
@@ -174,10 +204,11 @@ def flops_per_token(size: ModelSize, context: int) -> int:
 def generate(model: GPT, prompt: bytes, count: int, *, seed: int, temperature: float = 0.8) -> str:
     """Generate `count` bytes that continue `prompt`, as text that a terminal can show."""
     generator = torch.Generator().manual_seed(text_digest(f"{seed}/sample"))
+    device = model.token.weight.device
     tokens = list(prompt)
     for _ in range(count):
-        logits_v = model(torch.tensor([tokens[-model.context :]]))[0, -1]
-        probabilities = torch.softmax(logits_v.double() / temperature, dim=-1)
+        logits_v = model(torch.tensor([tokens[-model.context :]], device=device))[0, -1]
+        probabilities = torch.softmax(logits_v.double().cpu() / temperature, dim=-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     text = bytes(tokens[len(prompt) :]).decode(errors="replace")
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from braid.autograd.streams import current_stream, synchronize
 from braid.checkpoint import (
     BackgroundSaver,
     Checkpoint,
@@ -24,13 +25,13 @@ from braid.checkpoint import (
     Saving,
     restore_training,
 )
-from braid.clock import Clock
 from braid.comm import Group
 from braid.data import Corpus, Windows
 from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.sampling import OrderedSampler, SampleOrder
 from braid.train.asynchronous import AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
+from braid.train.device import CPU, RankDevice
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.mesh_shards import MeshShards
 from braid.train.reports import (
@@ -47,11 +48,9 @@ from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.zero_shards import ZeroShards
 
-__all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError", "measured_peak"]
+__all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError"]
 
 PROMPT = b"\0"  # the byte with which each document of a corpus begins
-PROBE_SIZE = 512
-PROBE_RUNS = 12
 
 
 class TrainingDivergedError(BraidError, ArithmeticError):
@@ -78,6 +77,7 @@ class Trainer:
         group: Group of all ranks that train.
         reporter: Writes the reports.
         stopping: Says whether this rank has been asked to stop.
+        place: Device of this rank, on which model, optimizer and batches are.
 
     Raises:
         ConfigError: The data does not suffice for the configuration.
@@ -90,21 +90,27 @@ class Trainer:
         group: Group,
         reporter: Reporter,
         stopping: Stopping,
+        place: RankDevice = CPU,
     ) -> None:
-        self._config = config
+        self._config, self._place = config, place
         self._corpus = corpus
         self._group = group
         self._reporter = reporter
         self._stopping = stopping
         self._num_shards = config.check_ranks(group.size)
-        train = Windows(corpus.train, config.context, name="training text")
-        self._held_out = Windows(corpus.held_out, config.context, name="held-out text")
+        device = place.device
+        train = Windows(corpus.train, config.context, name="training text", device=device)
+        self._held_out = Windows(
+            corpus.held_out, config.context, name="held-out text", device=device
+        )
         self._eval_indices = self._choose_eval(len(self._held_out))
         self._sampler = OrderedSampler(
             SampleOrder(num_samples=len(train), batch_size=config.batch, seed=config.seed)
         )
         tied = not config.versions  # stages that step at other times share no parameters
-        self._model = GPT(MODELS[config.model], config.context, config.seed, tied=tied)
+        self._model = GPT(
+            MODELS[config.model], config.context, config.seed, tied=tied, dtype=config.dtype
+        ).to(device)
         self._optimizer = _adamw(self._model, config)
         self._notes: tuple[str, ...] = ()
         self._shards = self._make_shards(train)
@@ -115,7 +121,7 @@ class Trainer:
         self._saved_step = -1
         self._saver = BackgroundSaver(group)
         self._saving: Saving | None = None
-        self._peak = math.inf  # until `run` measures it
+        self._peak, self._peak_source = math.inf, ""  # until `run` finds them
         self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
 
@@ -180,7 +186,7 @@ class Trainer:
         """
         config, clock = self._config, self._group.context.clock
         self._group.barrier()  # all ranks at once
-        self._peak = measured_peak(clock)
+        self._peak, self._peak_source = self._place.peak(config.dtype, clock)
         self._group.barrier()
         self._reporter.rewind(self._step)
         self._reporter.write(self._started(resumed_from, (*notes, *self._notes)))
@@ -236,6 +242,8 @@ class Trainer:
             "algorithms": self._group.engine.record(),
             "torch": str(torch.__version__),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "device": self._place.name,
+            "dtype": self._config.dtype,
         }
 
     def one_step(self) -> int:
@@ -255,6 +263,7 @@ class Trainer:
             norm = self._shards.clip(config.clip)
             self._refuse_gradient(norm, self._step)
             self._optimizer.step()
+            synchronize(current_stream(self._place.device))  # the clock counts work, not launches
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, self._group.statistics())
         self._report_step(answers.loss, norm, wall_ns / 1e9, shares)
@@ -271,6 +280,7 @@ class Trainer:
         count = min(ends) - self._step
         batches = [self._sampler.next_batch() for _ in range(count)]
         losses, norms = stages.train_on(self._step, batches, self._refuse_gradient)
+        synchronize(current_stream(self._place.device))
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, self._group.statistics())
         for loss, norm in zip(losses, norms, strict=True):
@@ -423,21 +433,13 @@ class Trainer:
             tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops_per_step,
             peak_flops_per_s=self._peak,
+            peak_source=self._peak_source,
+            device=self._place.name,
+            dtype=config.dtype,
             torch=str(torch.__version__),
             resumed_from=resumed_from,
             notes=notes,
         )
-
-
-def measured_peak(clock: Clock) -> float:
-    """Measure the rate of a matrix product, in operations a second; MFU compares with it."""
-    a = torch.ones(PROBE_SIZE, PROBE_SIZE)
-    best_ns = 1 << 62
-    for _ in range(PROBE_RUNS):
-        start_ns = clock.now_ns()
-        a @ a
-        best_ns = min(best_ns, clock.now_ns() - start_ns)
-    return 2 * PROBE_SIZE**3 / (max(best_ns, 1) / 1e9)
 
 
 def _adamw(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:

@@ -64,6 +64,8 @@ def gpt(
     tensor: int = 1,
     group: Group | None = None,
     size: ModelSize | None = None,
+    device: torch.device | str = "cpu",
+    dtype: str = "fp32",
 ) -> Layers:
     """Return the layers of a GPT.
 
@@ -73,12 +75,14 @@ def gpt(
         tensor: Number of ranks that share each layer, of which only this one exists.
         group: Ranks that share each layer.
         size: Size in place of the model's own.
+        device: Device of the layers and of the samples.
+        dtype: Dtype of matrix products, as in `GPT`.
 
     Raises:
         ConfigError: There is no such model, or its heads cannot be divided.
     """
     key = gpt_name(model)
-    whole = GPT(size or MODELS[key], context, tied=False)
+    whole = GPT(size or MODELS[key], context, tied=False, dtype=dtype).to(device)
     ranks = LoneRank(tensor) if tensor > 1 else None
     sharing = group or ranks
     if sharing is not None:
@@ -86,13 +90,23 @@ def gpt(
     generator = torch.Generator().manual_seed(0)
 
     def sample(rows: int) -> torch.Tensor:
-        return torch.randint(0, 256, (rows, context), generator=generator)
+        return torch.randint(0, 256, (rows, context), generator=generator).to(device)
 
     return Layers(key, [(str(i), layer) for i, layer in enumerate(whole.layers())], sample, ranks)
 
 
-def layers_of(target: str, model: str, context: int, *, tensor: int = 1) -> Layers:
+def layers_of(
+    target: str,
+    model: str,
+    context: int,
+    *,
+    tensor: int = 1,
+    device: torch.device | str = "cpu",
+    dtype: str = "fp32",
+) -> Layers:
     """Return the layers of what a command names: a GPT, or a model of the user's.
+
+    A model of the user's stays on its device, in its dtypes.
 
     Raises:
         ConfigError: Neither or both are named, or a model of the user's is to be divided.
@@ -100,7 +114,9 @@ def layers_of(target: str, model: str, context: int, *, tensor: int = 1) -> Laye
     if bool(target) == bool(model):
         msg = "give a model: MODULE:FUNCTION, or --model NAME"
         raise ConfigError(msg)
-    return gpt(model, context, tensor=tensor) if model else captured(target)
+    if not model:
+        return captured(target)
+    return gpt(model, context, tensor=tensor, device=device, dtype=dtype)
 
 
 def captured(target: str) -> Layers:

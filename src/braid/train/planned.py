@@ -42,9 +42,9 @@ SPREAD = (4, 2, 1)  # parts of a rank's rows in the micro-batches that are profi
 
 
 def ranking_here(
-    model: str, batch: int, context: int, num_ranks: int, *, threads: int | None = None
+    config: TrainConfig, num_ranks: int, *, threads: int | None = None
 ) -> tuple[Ranking, str]:
-    """Profile a GPT on ranks of this host, and return all splits of its training by time.
+    """Profile a training's GPT on ranks of this host, and return all its splits by time.
 
     Returns:
         The splits, and a note if the profile was kept from before.
@@ -52,8 +52,15 @@ def ranking_here(
     Raises:
         ConfigError: The batch cannot be divided over the ranks.
     """
+    batch = config.batch
     rows = sorted({max(1, batch // num_ranks // part) for part in SPREAD} | {batch})
-    request = ProfileRequest(model=model, context=context, rows=tuple(rows))
+    request = ProfileRequest(
+        model=config.model,
+        context=config.context,
+        rows=tuple(rows),
+        device=config.device,
+        dtype=config.dtype,
+    )
     profile, note = cached_profile(request, num_ranks, threads=threads)
     assert profile.host is not None, "ranks measured together"
     machines = MeasuredMachines(profile.host)

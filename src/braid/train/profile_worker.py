@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import Any
 
 import msgspec
-import torch
 
 from braid import context
 from braid.comm import Group
 from braid.plan.profiling import LayerProfile, Profile, profile_host, profile_layers
 from braid.train.config import MODELS
+from braid.train.device import CPU, RankDevice, choose_device, compute_deterministically
 from braid.train.models import gpt, gpt_name, layers_of
 
 __all__ = ["ProfileRequest", "main", "measured", "profiled_layers"]
@@ -30,6 +31,8 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
         rows: Rows of the micro-batches to measure with.
         seconds: Seconds to measure layers for.
         out: File for the profile.
+        device: Device of a GPT on each rank, as `TrainConfig` has it.
+        dtype: Dtype of a GPT's matrix products.
     """
 
     target: str = ""
@@ -38,25 +41,28 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[int, ...] = (2, 8)
     seconds: float = 4.0
     out: str = ""
+    device: str = "auto"
+    dtype: str = "fp32"
 
 
-def measured(request: ProfileRequest, group: Group) -> Profile:
+def measured(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> Profile:
     """Return the profile of a model and of the ranks, as rank 0 measures it; a collective."""
-    layers = layers_of(request.target, request.model, request.context)
+    layers = layers_of(request.target, request.model, request.context, device=place.device)
     host = profile_host(group, [layer for _, layer in layers.named])
-    return msgspec.structs.replace(profiled_layers(request, group), host=host)
+    return msgspec.structs.replace(profiled_layers(request, group, place), host=host)
 
 
-def profiled_layers(request: ProfileRequest, group: Group) -> Profile:
+def profiled_layers(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> Profile:
     """Return the profile of a model's layers, whole and shared by ranks; a collective."""
     sizes = [1]
     if request.model:
         heads = MODELS[gpt_name(request.model)].heads
         sizes = [n for n in range(1, group.size + 1) if group.size % n == 0 and heads % n == 0]
-    torch.use_deterministic_algorithms(True)  # as braid train does
+    compute_deterministically()  # as braid train does
+    options: dict[str, Any] = {"device": place.device, "dtype": request.dtype}
     profiles: dict[int, Profile] = {}
     for tensor in sizes:
-        layers = layers_of(request.target, request.model, request.context, tensor=tensor)
+        layers = layers_of(request.target, request.model, request.context, tensor=tensor, **options)
         group.barrier()  # all ranks at once
         measure = partial(profile_layers, model=layers.model, rows=request.rows, group=group)
         if tensor == 1:
@@ -66,7 +72,7 @@ def profiled_layers(request: ProfileRequest, group: Group) -> Profile:
         sized = measure(layers.named, layers.sample, ranks=layers.ranks, seconds=0.0)
         own = group.split(group.rank // tensor)
         assert own is not None, "every rank has a color"
-        together = gpt(request.model, request.context, group=own)
+        together = gpt(request.model, request.context, group=own, **options)
         timed = measure(together.named, together.sample, seconds=request.seconds / len(sizes))
         both = zip(sized.layers, timed.layers, strict=True)
         made = tuple(_with_times(layer, other) for layer, other in both)
@@ -91,8 +97,10 @@ def _with_times(layer: LayerProfile, other: LayerProfile) -> LayerProfile:
 
 def main(request: ProfileRequest) -> None:
     """Be a rank."""
-    group = context.init()
-    profile = measured(request, group)
+    group, here = context.init(), context.membership().environment
+    place = choose_device(request.device, here.local_rank, here.local_world_size)
+    place.make_current()
+    profile = measured(request, group, place)
     if group.rank == 0:
         profile.write(request.out)
     context.shutdown()

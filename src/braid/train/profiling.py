@@ -15,6 +15,7 @@ from braid import __version__
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
 from braid.plan.profiling import Curve, Profile, read_profile
+from braid.train.device import choose_device
 from braid.train.profile_worker import ProfileRequest
 from braid.train.server_profile import ServerRequest
 
@@ -81,13 +82,15 @@ def cached_profile(
 ) -> tuple[Profile, str]:
     """Return a profile that was kept from before, or measure it and keep it.
 
-    Of the same model, sizes, ranks, threads, torch and processor, in the user's cache directory
-    (`XDG_CACHE_HOME`, else ~/.cache). Models of the user's own may change and are never kept.
+    Of the same model, sizes, ranks, threads, torch, processor and GPU, in the user's cache
+    directory (`XDG_CACHE_HOME`, else ~/.cache). Models of the user's own may change and are never
+    kept.
 
     Returns:
         The profile, and a note on where it was kept; nothing if it is new.
     """
-    facts = (request, num_ranks, threads, __version__, torch.__version__, _processor())
+    device = choose_device(request.device).name
+    facts = (request, num_ranks, threads, __version__, torch.__version__, _processor(), device)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     file = Path(cache, "braid", "profiles", f"{name}.json")

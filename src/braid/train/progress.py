@@ -239,12 +239,12 @@ def describe_start(start: Started) -> list[str]:
             f"data     {start.data}: {start.num_files} files, {_count(start.data_bytes)} bytes to "
             "train on"
         ),
-        f"ranks    {start.num_ranks}{shards}, {_plural(start.threads, 'thread')} each",
-        f"step     {start.tokens_per_step:,} tokens, {start.flops_per_step / 1e9:.2g} GFLOP",
         (
-            f"MFU      of {start.peak_flops_per_s / 1e9:.0f} GFLOP/s a rank, measured with matrix "
-            "products on all of them"
+            f"ranks    {start.num_ranks}{shards}, {_plural(start.threads, 'thread')} each, on "
+            f"{start.device} in {start.dtype}"
         ),
+        f"step     {start.tokens_per_step:,} tokens, {start.flops_per_step / 1e9:.2g} GFLOP",
+        (f"MFU      of {start.peak_flops_per_s / 1e9:.0f} GFLOP/s a rank, {start.peak_source}"),
     ]
     if start.resumed_from:
         lines.append(f"resumed  {start.resumed_from}, step {start.first_step}")

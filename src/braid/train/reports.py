@@ -73,6 +73,9 @@ class Started(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_onl
     flops_per_step: int
     peak_flops_per_s: float
     torch: str
+    peak_source: str = ""
+    device: str = "cpu"
+    dtype: str = "fp32"
     mesh: str = ""
     resumed_from: str = ""
     notes: tuple[str, ...] = ()

@@ -25,13 +25,13 @@ from braid.checkpoint import open_last, training_tensors
 from braid.comm import Group
 from braid.data import Corpus, Windows
 from braid.errors import CheckpointError, ConfigError
-from braid.params.exact_norm import clip_pieces_
 from braid.rendezvous import Loaded, Saved
 from braid.rendezvous.membership import Membership
 from braid.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.config import MODELS, TrainConfig, checkpoints_in
+from braid.train.device import RankDevice
 from braid.train.gpt import GPT, flops_per_token, generate
-from braid.train.loop import PROMPT, Stopping, TrainingDivergedError, measured_peak
+from braid.train.loop import PROMPT, Stopping, TrainingDivergedError
 from braid.train.reports import (
     Checkpointed,
     Evaluated,
@@ -42,12 +42,18 @@ from braid.train.reports import (
     Started,
     Stepped,
 )
+from braid.train.shards import clip_whole
 
 __all__ = ["train_on_servers"]
 
 
 def train_on_servers(
-    config: TrainConfig, corpus: Corpus, group: Group, stopping: Stopping, member: Membership
+    config: TrainConfig,
+    corpus: Corpus,
+    group: Group,
+    stopping: Stopping,
+    member: Membership,
+    place: RankDevice,
 ) -> int:
     """Train, or serve, on this rank; returns the signal that ended the training early, or 0.
 
@@ -57,8 +63,10 @@ def train_on_servers(
     """
     restored, state = _opened(config, corpus, member.environment.resume)
     options = ps.Options(replicas=config.replicas, restore=restored)
-    model = GPT(MODELS[config.model], config.context, config.seed)
+    model = GPT(MODELS[config.model], config.context, config.seed, dtype=config.dtype)
     with ps.join(group, config.servers, options) as node:
+        if node.is_worker:  # servers keep tables in memory of the host
+            model.to(place.device)
         served = ps.ParameterServer(
             model, node, _adamw(model, config), ps.Consistency(staleness=config.staleness)
         )
@@ -77,6 +85,7 @@ def train_on_servers(
                 reporter=reporter,
                 stopping=stopping,
                 member=member,
+                place=place,
             )
             return worker.run(restored, state)
 
@@ -118,18 +127,21 @@ class _Worker:
         reporter: Reporter,
         stopping: Stopping,
         member: Membership,
+        place: RankDevice,
     ) -> None:
         self._config, self._corpus, self._group = config, corpus, group
         self._node, self._served, self._reporter = node, served, reporter
-        self._stopping, self._member = stopping, member
-        self._windows = Windows(corpus.train, config.context, name="training text")
+        self._stopping, self._member, self._place = stopping, member, place
+        self._windows = Windows(
+            corpus.train, config.context, name="training text", device=place.device
+        )
         self._sampler = OrderedSampler(
             SampleOrder(num_samples=len(self._windows), batch_size=config.batch, seed=config.seed)
         )
         self._flops = flops_per_token(MODELS[config.model], config.context)
         self._losses: list[float] = []
         self._step = self._saved_step = self._first_step = 0
-        self._peak = 0.0
+        self._peak, self._peak_source = 0.0, ""
 
     @property
     def _is_first(self) -> bool:
@@ -144,7 +156,7 @@ class _Worker:
             if self._member.control is not None and self._is_first:
                 where = self._member.environment.resume
                 self._member.control.send(Loaded(self._step, str(restored), where))
-        self._peak = measured_peak(clock)
+        self._peak, self._peak_source = self._place.peak(config.dtype, clock)
         self._reporter.rewind(self._step)
         self._reporter.write(self._started(str(restored or "")))
         start_ns = clock.now_ns()
@@ -208,8 +220,7 @@ class _Worker:
                 f"(learning rate {lr:.2g}): lower --lr, or resume from the last checkpoint"
             )
             raise TrainingDivergedError(msg)
-        grads = [param.grad for param in self._model.parameters() if param.grad is not None]
-        norm = clip_pieces_(grads, config.clip).item()
+        norm = clip_whole(self._model, config.clip)
         computed_ns = clock.now_ns()
         self._served.step()
         self._step += 1
@@ -234,7 +245,12 @@ class _Worker:
         )
 
     def _evaluate(self) -> float:
-        windows = Windows(self._corpus.held_out, self._config.context, name="held-out text")
+        windows = Windows(
+            self._corpus.held_out,
+            self._config.context,
+            name="held-out text",
+            device=self._place.device,
+        )
         count = min(self._config.eval_samples, len(windows))
         indices = [i * len(windows) // count for i in range(count)]
         self._served.wait()
@@ -254,7 +270,7 @@ class _Worker:
             "tables": self._served.num_partitions,
         }
         with self._group.context.events.span("checkpoint", seq=self._step):
-            extra = training_tensors(self._model)
+            extra = {name: x.detach().cpu() for name, x in training_tensors(self._model).items()}
             self._node.save(
                 config.checkpoints, self._step, extra=extra, state=state, keep=config.keep
             )
@@ -284,6 +300,9 @@ class _Worker:
             tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops * config.batch * config.context,
             peak_flops_per_s=self._peak,
+            peak_source=self._peak_source,
+            device=self._place.name,
+            dtype=config.dtype,
             torch=str(torch.__version__),
             resumed_from=resumed_from,
             notes=(

@@ -27,7 +27,7 @@ from braid.params.exact_norm import clip_pieces_
 from braid.sampling import share_of
 from braid.train.gpt import GPT
 
-__all__ = ["ParallelShards", "ReferenceShards", "Round", "Shards"]
+__all__ = ["ParallelShards", "ReferenceShards", "Round", "Shards", "clip_whole"]
 
 
 class Round(NamedTuple):
@@ -106,7 +106,7 @@ class ParallelShards:
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""
         with torch.no_grad():
-            loss = self._model(*windows.batch(self._share(indices))).double()
+            loss = self._model(*windows.batch(self._share(indices))).double().cpu()
         losses = self._group.all_gather(loss).tolist()
         return float(sum(losses) / len(losses))
 
@@ -186,7 +186,10 @@ class ReferenceShards:
 def clip_whole(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients of a model that this rank has whole; returns the norm before.
 
-    The norm has the bits that ranks with parts of the gradients compute together.
+    On a CPU the norm has the bits that ranks with parts of the gradients compute together; on a GPU
+    those would take thousands of kernels.
     """
     grads = [param.grad for param in model.parameters() if param.grad is not None]
+    if grads and grads[0].is_cuda:
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
     return clip_pieces_(grads, max_norm).item()

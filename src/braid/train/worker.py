@@ -10,8 +10,6 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-
 from braid import context
 from braid.checkpoint import load, ls
 from braid.comm import Group
@@ -20,6 +18,7 @@ from braid.errors import ConfigError
 from braid.rendezvous import Loaded, Saved
 from braid.rendezvous.membership import Membership
 from braid.train.config import TrainConfig, checkpoints_in
+from braid.train.device import choose_device, compute_deterministically
 from braid.train.loop import Stopping, Trainer
 from braid.train.reports import Reporter
 from braid.train.server_loop import train_on_servers
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> int:
     stopping = Stopping()
     for number in SIGNALS:
         signal.signal(number, stopping)
-    torch.use_deterministic_algorithms(True)
+    compute_deterministically()
     signum = run(config, context.init(), stopping, context.membership())
     context.shutdown()  # not after an exception: such a rank has failed, not left
     return 128 + signum if signum else 0
@@ -50,11 +49,17 @@ def main(arguments: list[str]) -> int:
 def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membership) -> int:
     """Train on this rank; returns the signal that ended the training early, or 0."""
     corpus = from_files(config.data) if config.data else standard_library()
+    here, helpers = member.environment, config.num_helpers  # which have the first ranks
+    place = choose_device(
+        config.device, max(0, here.local_rank - helpers), here.local_world_size - helpers
+    )
+    if group.rank >= helpers:
+        place.make_current()
     if config.strategy:
-        return train_on_servers(config, corpus, group, stopping, member)
+        return train_on_servers(config, corpus, group, stopping, member, place)
     metrics = Path(config.log_dir) / "metrics.jsonl" if group.rank == 0 else None
     with Reporter(metrics, sys.stdout, group.context.clock) as reporter:
-        trainer = Trainer(config, corpus, group, reporter, stopping)
+        trainer = Trainer(config, corpus, group, reporter, stopping, place)
 
         def report_saved(step: int, path: Path, sha256_ok: bool) -> None:
             if member.control is not None and group.rank == 0:
@@ -94,6 +99,7 @@ def _resume(
     then, now = loaded.manifest.numerics, trainer.numerics()
     del now["world_size"]  # the number of shards matters instead
     del now["algorithms"]  # measured anew in every run; none of them changes the order of sums
+    then = {"device": "cpu", "dtype": "fp32", **then}  # older checkpoints do not name them
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
     return str(loaded.path), tuple(notes)

@@ -78,7 +78,7 @@ class ZeroShards:
         """See `Shards`."""
         self._sharding()
         with torch.no_grad():
-            loss = self._model(*windows.batch(self._share(indices))).double()
+            loss = self._model(*windows.batch(self._share(indices))).double().cpu()
         losses = self._group.all_gather(loss).tolist()
         return float(sum(losses) / len(losses))
 

@@ -1,7 +1,8 @@
 """Measures ranks of one host at work together: collectives, messages, optimizer, a pipeline.
 
 All ranks measure at the same time, each on its own cores, so what they share (caches, memory) is
-shared as in training. Groups of one size work side by side. Medians over runs count.
+shared as in training. Groups of one size work side by side. Medians over runs count. Tensors are on
+the device of the model's parameters, and the clock stops when the device has done its work.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import psutil
 import torch
 from torch import nn
 
+from braid.autograd.layer_costs import seconds_of
 from braid.comm import Group
 from braid.params.exact_norm import clip_pieces_
 from braid.pipeline import Pipeline
@@ -38,6 +40,7 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
 
     Cost: some seconds, and 100 MB on each rank.
     """
+    device = next((p.device for layer in layers for p in layer.parameters()), torch.device("cpu"))
     collectives = {}
     for size in range(2, group.size + 1):
         if group.size % size:
@@ -45,19 +48,22 @@ def profile_host(group: Group, layers: Sequence[nn.Module]) -> HostProfile:
         own = group.split(group.rank // size)
         assert own is not None, "every rank has a color"
         for operation in ("all_reduce", "reduce_scatter", "all_gather"):
-            seconds = [_collective_s(group, own, operation, nbytes) for nbytes in SIZES]
+            seconds = [_collective_s(group, own, operation, nbytes, device) for nbytes in SIZES]
             collectives[f"{operation}/{size}"] = _ascending(SIZES, seconds)
     message = _ascending((0,), (0.0,))
     if group.size > 1:
-        message = _ascending(SIZES, [_message_s(group, nbytes) for nbytes in SIZES])
+        message = _ascending(SIZES, [_message_s(group, nbytes, device) for nbytes in SIZES])
+    step_s = 0.0
+    if group.size > 1:  # losses are exchanged in memory of the host
+        step_s = _collective_s(group, group, "all_gather", 16, torch.device("cpu"))
     return HostProfile(
         ranks=group.size,
         collectives=collectives,
         message=message,
-        optimizer=_optimizer(group, layers),
-        action_s=max(0.0, _action_s(group) - (message.of(0.0) if group.size > 1 else 0.0)),
-        step_s=_collective_s(group, group, "all_gather", 16) if group.size > 1 else 0.0,
-        memory_bytes=psutil.virtual_memory().total / group.size,
+        optimizer=_optimizer(group, layers, device),
+        action_s=max(0.0, _action_s(group, device) - (message.of(0.0) if group.size > 1 else 0.0)),
+        step_s=step_s,
+        memory_bytes=_memory_bytes(group, device),
         cores=_cores(),
     )
 
@@ -66,6 +72,15 @@ def _cores() -> int:
     """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 0
+
+
+def _memory_bytes(group: Group, device: torch.device) -> float:
+    """Return this rank's share of the device's memory; a collective."""
+    if device.type != "cuda":
+        return float(psutil.virtual_memory().total) / group.size
+    devices = group.all_gather(torch.tensor([device.index])).tolist()
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total / devices.count(device.index)
 
 
 def _ascending(nbytes: Sequence[int], seconds: Sequence[float]) -> Curve:
@@ -77,35 +92,38 @@ def _ascending(nbytes: Sequence[int], seconds: Sequence[float]) -> Curve:
     return Curve(tuple(map(float, nbytes)), tuple(made))
 
 
-def _median_s(group: Group, run: Callable[[], object], runs: int = RUNS) -> float:
+def _median_s(
+    group: Group, run: Callable[[], object], device: torch.device, runs: int = RUNS
+) -> float:
     """Return the median seconds of a function that all ranks call, of the slowest rank."""
     clock = group.context.clock
     times = []
     for number in range(runs + 1):
         group.barrier()
-        start_ns = clock.now_ns()
-        run()
+        seconds = seconds_of(run, [device], clock)[1]
         if number:  # the first one warms up
-            times.append((clock.now_ns() - start_ns) / 1e9)
+            times.append(seconds)
     own = torch.tensor(statistics.median(times), dtype=torch.float64)
     return float(group.all_reduce(own, "max"))
 
 
-def _collective_s(group: Group, own: Group, operation: str, nbytes: int) -> float:
+def _collective_s(
+    group: Group, own: Group, operation: str, nbytes: int, device: torch.device
+) -> float:
     count = max(own.size, nbytes // 4 // own.size * own.size)
-    whole = torch.ones(count)
-    part = torch.ones(count // own.size)
+    whole = torch.ones(count, device=device)
+    part = torch.ones(count // own.size, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: own.all_reduce(whole),
         "reduce_scatter": lambda: own.reduce_scatter(whole),
         "all_gather": lambda: own.all_gather(part),
     }
-    return _median_s(group, calls[operation], LARGE_RUNS if nbytes >= LARGE else RUNS)
+    return _median_s(group, calls[operation], device, LARGE_RUNS if nbytes >= LARGE else RUNS)
 
 
-def _message_s(group: Group, nbytes: int) -> float:
+def _message_s(group: Group, nbytes: int, device: torch.device) -> float:
     """Return the seconds of a message: half of those there and back, between pairs of ranks."""
-    peer, x = group.rank ^ 1, torch.ones(max(1, nbytes // 4))
+    peer, x = group.rank ^ 1, torch.ones(max(1, nbytes // 4), device=device)
 
     def there_and_back() -> None:
         if peer >= group.size:
@@ -117,10 +135,10 @@ def _message_s(group: Group, nbytes: int) -> float:
             group.recv(x, peer)
             group.send(x, peer)
 
-    return _median_s(group, there_and_back, LARGE_RUNS if nbytes >= LARGE else RUNS) / 2
+    return _median_s(group, there_and_back, device, LARGE_RUNS if nbytes >= LARGE else RUNS) / 2
 
 
-def _optimizer(group: Group, layers: Sequence[nn.Module]) -> Curve:
+def _optimizer(group: Group, layers: Sequence[nn.Module], device: torch.device) -> Curve:
     """Return the seconds of clipping and of AdamW, for a half and for all of the layers."""
     points = {}
     for own in (layers[: max(1, len(layers) // 2)], layers):
@@ -133,25 +151,28 @@ def _optimizer(group: Group, layers: Sequence[nn.Module]) -> Curve:
         def step(
             copies: list[nn.Parameter] = copies, optimizer: torch.optim.Optimizer = optimizer
         ) -> None:
-            clip_pieces_([p.grad for p in copies if p.grad is not None], CLIP)
+            if device.type == "cuda":  # as braid train clips there
+                nn.utils.clip_grad_norm_(copies, CLIP)
+            else:
+                clip_pieces_([p.grad for p in copies if p.grad is not None], CLIP)
             optimizer.step()
 
-        points[sum(p.nbytes for p in copies)] = _median_s(group, step, LARGE_RUNS)
+        points[sum(p.nbytes for p in copies)] = _median_s(group, step, device, LARGE_RUNS)
     return _ascending(sorted(points), [points[nbytes] for nbytes in sorted(points)])
 
 
-def _action_s(group: Group) -> float:
+def _action_s(group: Group, device: torch.device) -> float:
     """Return the seconds of a forward or backward in a pipeline whose layers do nothing."""
     p = group.size
-    stages = [nn.Linear(1, 1, bias=False) for _ in range(p)]
+    stages = [nn.Linear(1, 1, bias=False, device=device) for _ in range(p)]
     for stage in stages:
         nn.init.ones_(stage.weight)
     pipeline = Pipeline(stages, num_microbatches=MICROBATCHES, process_group=group)
-    x, y = torch.ones(MICROBATCHES, 1), torch.ones(MICROBATCHES, 1)
+    x, y = torch.ones(2, MICROBATCHES, 1, device=device)
 
     def step() -> None:
         pipeline.step(x, y, loss=nn.functional.mse_loss)
         pipeline.zero_grad()
 
     # forwards and backwards of the longest way: all micro-batches of one stage, and the others once
-    return _median_s(group, step) / (2 * (MICROBATCHES + p - 1))
+    return _median_s(group, step, device) / (2 * (MICROBATCHES + p - 1))
