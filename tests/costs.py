@@ -14,6 +14,7 @@ NUM_SHOWN = 10
 # beginning of a test's path below tests/ -> seconds; the longest that fits counts
 BUDGETS_S = {
     "frameworks/": 300,
+    "gpu/test_gpu_train": 12,
     "gpu/": 45,
     "gpu/test_gpu_cores": 25,
     "gpu/test_gpu_launch": 25,

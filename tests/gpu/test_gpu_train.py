@@ -141,7 +141,7 @@ def _step_times(
     )
     profile = measured(request, group, place)
     assert profile.host is not None
-    assert profile.device == place.name
+    assert (profile.device, profile.dtype) == (place.name, dtype)
     peak, _ = place.peak(dtype, clock)
     rows = []
     for batch in BATCHES[device]:

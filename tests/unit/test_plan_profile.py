@@ -142,7 +142,7 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     command = ["profile", "--model", "gpt2-tiny", "--context", "8", "--seconds", "0.05"]
     assert main([*command, "--out", profile, "--graph", graph]) == 0
     shown = capsys.readouterr().out
-    assert "tiny on cpu, 1 thread, 8 rows" in shown
+    assert "tiny on cpu in fp32, 1 thread, 8 rows" in shown
     assert shown.count("Block") == 2
     assert len(parse_graph((tmp_path / "g.txt").read_text()).nodes) == 4
     command = ["plan", "pipedream", profile, "--machines", "2", "--straight", "--plan", plan]

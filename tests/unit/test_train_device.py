@@ -8,9 +8,11 @@ import torch
 from braid.cli import main
 from braid.clock import MonotonicClock
 from braid.errors import ConfigError
+from braid.plan.profiling import read_profile
 from braid.topology import DEVICES, find_device
-from braid.train.config import TrainConfig
+from braid.train.config import MODELS, TrainConfig
 from braid.train.device import CPU, RankDevice, choose_device
+from braid.train.gpt import GPT, mean_loss
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -107,3 +109,27 @@ def test_the_peak_of_an_unlisted_device_is_measured():
     peak, source = CPU.peak("fp32", MonotonicClock())
     assert peak > 1e8
     assert source == "measured with matrix products on all of them"
+
+
+def test_bf16_is_of_matrix_products_only():
+    tokens = torch.arange(12).view(2, 6)
+    losses, seen = [], []
+    for dtype in ("fp32", "bf16"):
+        model = GPT(MODELS["tiny"], 8, dtype=dtype)
+        model.blocks[0].up.register_forward_hook(lambda _m, _x, y: seen.append(y.dtype))
+        logits = model(tokens)
+        loss = mean_loss(logits, tokens)
+        loss.backward()
+        losses.append(loss.item())
+        grads = {param.grad.dtype for param in model.parameters()}
+        assert {logits.dtype, loss.dtype, *grads} == {torch.float32}
+    assert seen == [torch.float32, torch.bfloat16]
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_a_profile_says_with_which_dtype_it_was_measured(tmp_path, capfd):
+    out = str(tmp_path / "profile.json")
+    words = ["profile", "--model", "tiny", "--context", "8", "--seconds", "0.02", "--out", out]
+    assert main([*words, "--dtype", "bf16"]) == 0
+    assert "tiny on cpu in bf16, 1 thread" in capfd.readouterr().out
+    assert read_profile(out).dtype == "bf16"

@@ -99,10 +99,11 @@ def plan(
     limit = bytes_in(memory) if memory else None
     costs: ModelCosts
     machines: Machines
+    products = "fp32"
     if profile:
         read = _profile_of(profile, n, model)
         costs, machines, context = MeasuredModel(read), _machines_of(read, limit), read.context
-        names = [layer.name for layer in read.layers]
+        names, products = [layer.name for layer in read.layers], read.dtype
     else:
         computes, made_of = _cluster(cluster, device)
         machines = DescribedMachines(
@@ -118,7 +119,7 @@ def plan(
     made = Plan.of(ranking.estimator, best, context=0 if target else context)
     if plan:
         made.write(plan)
-        print(f"{plan}: the plan{_hint(made, plan)}")
+        print(f"{plan}: the plan{_hint(made, plan, products)}")
     _draw(ranking, timeline, picture)
     _export(export, exports(made, names) if export else {})
     return 0
@@ -160,11 +161,18 @@ def _show(ranking: Ranking, top: int, steps: int, failures: Failures | None) -> 
     print(f"{count:,} splits were considered, {len(ranking.too_large):,} of them are too large")
 
 
-def _hint(made: Plan, file: str) -> str:
-    """Return the command that follows a plan, if it is of a GPT."""
+def _hint(made: Plan, file: str, products: str) -> str:
+    """Return the command that follows a plan, if it is of a GPT.
+
+    Args:
+        made: The plan.
+        file: File of the plan.
+        products: Dtype of matrix products.
+    """
     if not made.context or (made.dtype, made.optimizer_states) != ("fp32", 2):
         return ""
-    return f"; train with braid train -n {made.ranks} --model {made.model} --plan {file}"
+    command = f"braid train -n {made.ranks} --model {made.model} --plan {file}"
+    return f"; train with {command}{' --dtype bf16' if products == 'bf16' else ''}"
 
 
 def _export(directory: str, texts: Mapping[str, str]) -> None:

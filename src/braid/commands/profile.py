@@ -146,7 +146,8 @@ def _alone(request: ProfileRequest, threads: int | None) -> Profile:
             )
     finally:
         torch.set_num_threads(before)
-    return replace(measured, context=request.context if request.model else 0)
+    context = request.context if request.model else 0
+    return replace(measured, context=context, dtype=request.dtype)
 
 
 def _table(profile: Profile) -> Table:
@@ -159,7 +160,8 @@ def _table(profile: Profile) -> Table:
 
     rows = max(profile.rows)
     threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
-    title = f"{profile.model} on {profile.device}, {threads}, {rows} rows: ms and MB"
+    place = f"{profile.device} in {profile.dtype}, {threads}"
+    title = f"{profile.model} on {place}, {rows} rows: ms and MB"
     table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", "class"):
         table.add_column(name, no_wrap=True)

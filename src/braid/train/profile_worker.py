@@ -79,7 +79,9 @@ def profiled_layers(request: ProfileRequest, group: Group, place: RankDevice = C
         profiles[tensor] = msgspec.structs.replace(sized, layers=made)
     others = {n: profile.layers for n, profile in profiles.items() if n > 1}
     context_bytes = request.context if request.model else 0
-    profile = msgspec.structs.replace(profiles[1], shared=others, context=context_bytes)
+    profile = msgspec.structs.replace(
+        profiles[1], shared=others, context=context_bytes, dtype=request.dtype
+    )
     agreed = group.objects.broadcast(msgspec.json.encode(profile), 0)
     return msgspec.json.decode(agreed, type=Profile)
 

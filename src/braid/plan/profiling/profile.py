@@ -156,6 +156,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         context: Bytes of a sequence, of a GPT; else 0.
         shared: Layers as one of several ranks has them that share each, by the number of ranks.
         host: Costs of ranks of this host at work together, if they were measured.
+        dtype: Dtype of a GPT's matrix products; `bf16` is autocast.
     """
 
     braid: Literal[1] = 1
@@ -168,6 +169,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     context: Annotated[int, msgspec.Meta(ge=0)] = 0
     shared: dict[int, tuple[LayerProfile, ...]] = {}
     host: HostProfile | None = None
+    dtype: str = "fp32"
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON."""
