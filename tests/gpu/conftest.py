@@ -15,7 +15,7 @@ from bounds import remaining_s
 from braid.testing.pool import ProcessPool
 
 Figures = Callable[..., None]
-RANKS_S = 40.0  # for the ranks of a test; fewer when the section ends earlier
+RANKS_S = 60.0  # for the ranks of a test; fewer when the section ends earlier
 STACKS_S = 4.0  # to collect the stacks of ranks that hang
 
 

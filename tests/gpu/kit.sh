@@ -29,7 +29,7 @@ sections=(
 	checkpointing:40
 	divided:60
 	others:50
-	launch:80
+	launch:110
 	plan:40
 	train:90
 	nccl:50

@@ -75,15 +75,15 @@ def test_a_rank_without_memory_is_the_cause_with_the_size(tmp_path, device):
 def test_a_rank_that_reads_outside_of_its_memory_is_the_cause(tmp_path, device):
     done = run(tmp_path, device, OUT_OF_RANGE)
     error = "IndexError: index out of range" if device == "cpu" else "device-side assert triggered"
-    assert done.returncode == 1
+    assert done.returncode != 0  # the CUDA driver may abort a process whose context is lost
     assert "rank 1" in line_of(done.stderr, "cause")
     assert error in line_of(done.stderr, "cause")
-    assert "rank 0 was waiting in all_reduce" in line_of(done.stderr, "affected")
+    assert re.search(r"rank 0 was .*in all_reduce", line_of(done.stderr, "affected"))
 
 
 @pytest.mark.launcher
 def test_a_kernel_that_does_not_end_makes_its_rank_the_missing_one(tmp_path, device):
-    done = run(tmp_path, device, SPINNING, "--hang-report", "2", "--timeout", "20")
+    done = run(tmp_path, device, SPINNING, "--hang-report", "2", "--timeout", "25")
     reason = "is at train.py:9" if device == "cpu" else "waits for its GPU in all_reduce"
     assert done.returncode == (
         0 if device == "cpu" else 124
