@@ -653,6 +653,7 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 0.12}  # of the largest number
 REFUSED = {
     ("tp", "no gradient"): "the backward of the autograd.Function _Blind, called at .*, is lost",
     ("tp", ""): "no layer can be divided over",
+    ("hybrid", ""): "no parameter of the stages of ranks .* can be sharded",
 }
 
 

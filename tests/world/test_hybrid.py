@@ -331,7 +331,10 @@ def _mistakes(group: Group) -> list[str]:
     nn.init.ones_(row[0].weight)
     nn.init.ones_(row[0].bias)
     hybrid = HybridParallel(copy.deepcopy(own), "tp=2", group, layers=own.layers())
+    tied = nn.Sequential(*[nn.utils.skip_init(nn.Linear, 3, 3) for _ in range(3)])
+    tied[2].weight, tied[2].bias = tied[1].weight, tied[1].bias
     return [
+        said_by(lambda: HybridParallel(tied, "pp=2", group, shard=1, balance=[1, 2]), ConfigError),
         refused("tp=4,zz=2", layers=None),
         refused("pp=2", balance=[1, 1, 1]),
         refused("pp=2", schedule="zbv", shard=2),
@@ -342,7 +345,8 @@ def _mistakes(group: Group) -> list[str]:
 
 
 def test_mistakes_are_named(world):
-    for everything, balance, split, norm, gathered, forgotten in world(2, _mistakes):
+    for one_stage, everything, balance, split, norm, gathered, forgotten in world(2, _mistakes):
+        assert "of the stages of ranks 1 can be sharded: all are shared by layers: use" in one_stage
         assert "outside of ModuleLists: use shard=2" in gathered
         assert "or attach(optimizer) of HybridParallel, before the first step" in forgotten
         assert "cannot be sharded, got shard=2: use 1f1b" in split

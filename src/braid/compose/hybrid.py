@@ -163,6 +163,7 @@ class HybridParallel:
                 group=self._replicas,
                 alike=self._alike,
                 layer_group=self._tensor,
+                mesh_group=group,
                 stage=shard,
             )
         self.pipeline.fail_with(self._tensor, self._sequence)

@@ -47,10 +47,11 @@ class ShardedStages:
         group: Replicas, which own the parts.
         alike: Replicas that have the same experts.
         layer_group: Ranks that share layers.
+        mesh_group: All ranks of the mesh, which raise the same error.
         stage: See the module.
 
     Raises:
-        ConfigError: There is no such stage, or nothing to shard.
+        ConfigError: There is no such stage, or some rank has nothing to shard.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ShardedStages:
         group: Group,
         alike: Group,
         layer_group: Group,
+        mesh_group: Group,
         stage: int,
     ) -> None:
         counts = Counter(p for layer in layers for p in set(layer.parameters()))
@@ -79,10 +81,18 @@ class ShardedStages:
             if param in own and is_shared:
                 self._kept.append((name, param))
         options = ShardingOptions(stage=stage, units=units, ignored=frozenset(ignored))
-        if len(ignored) == len(self._slicings):
-            msg = "no parameter of this rank's stages can be sharded: all are shared by layers" + (
-                " or outside of ModuleLists: use shard=2" if stage == GATHERED else ": use shard=0"
+        has_none = len(ignored) == len(self._slicings)
+        without = [r for r, none in enumerate(mesh_group.objects.all_gather(has_none)) if none]
+        if without:
+            ranks = ", ".join(str(mesh_group.ranks[r]) for r in without)
+            msg = (
+                f"no parameter of the stages of ranks {ranks} can be sharded: all are shared by "
+                "layers"
             )
+            if stage == GATHERED:
+                msg += " or outside of ModuleLists: use shard=2"
+            else:
+                msg += ": use shard=0"
             raise ConfigError(msg)
         self._group = group
         self._alike = alike

@@ -246,10 +246,16 @@ class _Run:
         """Run jobs on the default streams, after and before the caller's own work."""
         for device in self._devices:
             wait_stream(default_stream(device), current_stream(device))
-        results = self._workers.run(jobs)
+        results = self._workers.run([partial(self._in_context, job) for job in jobs])
         for device in self._devices:
             wait_stream(current_stream(device), default_stream(device))
         return results
+
+    def _in_context(self, job: Callable[[], Result]) -> Result:
+        """Run a job on a thread that has a context of CUDA, without which libraries warn."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).query()  # a thread's first call makes its context
+        return job()
 
     def backward(self) -> list[torch.Tensor]:
         """Return the gradients of the batch's tensors that need one, in their order."""

@@ -62,6 +62,7 @@ class Operation:
         "_advancing",
         "_collective",
         "_deadline_ns",
+        "_device_span",
         "_ended",
         "_events",
         "_late",
@@ -102,6 +103,7 @@ class Operation:
         self._wait: Wait | WaitAny | DeviceWait | None = None
         self._advancing = False  # a thread is taking steps
         self._span: Span | None = None
+        self._device_span: Span | None = None  # of a wait for a GPU
         self._ended: list[Callable[[], None]] = []
         self._left_ns = 0  # when it was first seen that a rank that is needed has left
         self._late = bool(pages.end_reason)
@@ -231,12 +233,20 @@ class Operation:
         return CommTimeout(text)
 
     def _note_device_wait(self) -> None:
-        """Keep threads that sleep for this operation looking at a GPU, which rings no bell."""
-        waits, key = self.pages.transport.bells.device_waits, id(self)
-        if type(self._wait) is DeviceWait and not self.done:
-            waits.add(key)
-        elif waits:
-            waits.discard(key)
+        """Record that the operation waits for a GPU, or does no more.
+
+        Threads that sleep for it keep looking, since a GPU rings no bell.
+        """
+        wait, span = self._wait, self._device_span
+        waits = self.pages.transport.bells.device_waits
+        if type(wait) is DeviceWait and not self.done:
+            if span is None:
+                waits.add(id(self))
+                self._device_span = self._events.span(f"wait for {wait.device}")
+        elif span is not None:
+            waits.discard(id(self))
+            span.end()
+            self._device_span = None
 
     def _ended_error(self, when: str = "") -> BraidError:
         """Return the error to raise in a group that this rank has stopped."""
