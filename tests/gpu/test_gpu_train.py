@@ -105,7 +105,9 @@ def _trained(group: Group, config: TrainConfig, resume: str = "") -> list[float]
         if resume:
             trainer.resume(load(resume, group=group))
         trainer.run()
-    assert {x.device.type for x in trainer.tensors() if x.dim()} == {place.device.type}
+    states = [x for state in trainer._optimizer.state.values() for x in state.values() if x.dim()]
+    held = [*trainer._model.parameters(), *states]
+    assert {x.device for x in held} == {place.device}
     if metrics is None:
         return []
     return [report["loss"] for report in _reports(config.log_dir) if report["kind"] == "step"]
@@ -148,7 +150,12 @@ def _step_times(
         machines = MeasuredMachines(profile.host)
         estimator = Estimator(MeasuredModel(profile), machines, Training(batch))
         config = TrainConfig(
-            data=(text,), model=SIZE[device], context=CONTEXT[device], batch=batch, dtype=dtype
+            data=(text,),
+            model=SIZE[device],
+            context=CONTEXT[device],
+            batch=batch,
+            lr=1e-4,
+            dtype=dtype,
         )
         reporter = Reporter(None, io.StringIO(), clock)
         trainer = Trainer(config, from_files(config.data), group, reporter, Stopping(), place)
