@@ -58,6 +58,8 @@ def _html(path) -> str:
 
 def test_a_report_shows_shares_facts_curves_operations_and_logs(tmp_path):
     start = {"kind": "start", "model": "tiny", "num_params": 123200}
+    start |= {"device": "NVIDIA H200", "dtype": "bf16", "peak_flops_per_s": 989e12}
+    start |= {"peak_source": "a data sheet, bf16"}
     path = write_run(
         tmp_path / "run",
         late_job(),
@@ -68,7 +70,8 @@ def test_a_report_shows_shares_facts_curves_operations_and_logs(tmp_path):
     for text in (
         "braid run -n 2 train.py --lr 0.1",
         "finished 3.23 s, 2 ranks, 6 recorded steps, started 2026-11-20 23:57:22 UTC",
-        "job model tiny, 123k parameters",
+        "job model tiny, on NVIDIA H200 in bf16, 123k parameters",
+        "989T FLOP/s peak per rank (a data sheet, bf16)",
         "rank 1 was 12 ms late in forward of step 4",
         "training 2.5 at step 5",
         "held out 2.25 at step 5",

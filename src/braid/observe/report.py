@@ -208,10 +208,12 @@ def _job(about: Mapping[str, object]) -> str:
     parts = []
     if "model" in about:
         parts.append(f"model {about['model']}")
+    if "device" in about:
+        parts.append(f"on {about['device']} in {about.get('dtype', 'fp32')}")
     for key, unit in (
         ("num_params", "parameters"),
         ("tokens_per_step", "tokens per step"),
-        ("peak_flops_per_s", "FLOP/s peak per rank"),
+        ("peak_flops_per_s", f"FLOP/s peak per rank ({about.get('peak_source', 'measured')})"),
     ):
         value = about.get(key)
         if isinstance(value, (int, float)):

@@ -29,7 +29,7 @@ def bytes_text(nbytes: float) -> str:
 
 def count_text(count: float) -> str:
     """Format a count for axes and totals: `950`, `12.4k`, `3.2M`."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size * 0.9995:
             return f"{number_text(count / size)}{unit}"
     return number_text(count)
