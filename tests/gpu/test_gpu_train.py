@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from braid.comm import Group
 from braid.data import from_files
 from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import Estimator, Split, Training
+from braid.rendezvous.environment import JobEnvironment
 from braid.topology import find_device
 from braid.train.config import MODELS, TrainConfig
 from braid.train.device import choose_device
@@ -29,6 +31,7 @@ from braid.train.gpt import flops_per_token
 from braid.train.loop import Stopping, Trainer
 from braid.train.profile_worker import ProfileRequest, measured
 from braid.train.reports import Reporter
+from braid.train.server_loop import train_on_servers
 
 BATCHES = {"cpu": (1, 2, 4), "cuda": (1, 4, 16)}
 PROFILE_S = {"cpu": 0.1, "cuda": 2.0}
@@ -208,3 +211,18 @@ def test_ranks_that_share_the_device_train_like_one(procs, config, options):
     (expected,) = procs(1, _trained, config)
     of_two = replace(config, **options, log_dir=config.log_dir + "-two")
     assert procs(2, _trained, of_two)[0] == pytest.approx(expected, rel=1e-3)
+
+
+def _served(group: Group, config: TrainConfig) -> None:
+    """Be the scheduler, the server or the worker, which is on the device."""
+    member = SimpleNamespace(environment=JobEnvironment(), control=None)
+    place = choose_device(config.device)
+    train_on_servers(config, from_files(config.data), group, Stopping(), member, place)
+
+
+def test_a_worker_of_a_parameter_server_trains_like_one_process(procs, config):
+    (expected,) = procs(1, _trained, config)
+    served = replace(config, strategy="ps", log_dir=config.log_dir + "-served")
+    procs(1 + served.num_helpers, _served, served)
+    losses = [r["loss"] for r in _reports(served.log_dir) if r["kind"] == "step"]
+    assert losses == pytest.approx(expected, rel=1e-3)
