@@ -108,7 +108,9 @@ def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
 
 
 def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
-    """Return whether every rank can have a GPU of its own."""
+    """Return whether every rank can have a GPU of its own; one rank alone has nothing to move."""
+    if group.size == 1:
+        return False
     here = hosts.count(hosts[group.rank])
     has = (
         torch.cuda.is_available() and dist.is_nccl_available() and here <= torch.cuda.device_count()

@@ -145,4 +145,4 @@ def test_a_map_to_a_device_that_is_not_there_is_refused_by_name(procs, device, t
         pytest.skip("tensors of the CPU have no map")
     texts = procs(2, _lost_device, str(tmp_path / "store"))
     for rank, text in enumerate(texts):
-        assert f"w{rank} maps a tensor to cuda:99" in text
+        assert f"worker:{rank} maps a tensor to cuda:99" in text

@@ -25,7 +25,7 @@ from braid.events import Recorder, Span
 from braid.params.bucket_layout import BucketLayout
 from braid.params.flat import FlatBuffer, alone, shaped
 from braid.params.grad_view import move_grad
-from braid.params.late_flags import LateFlags
+from braid.params.late_numbers import LateNumbers
 from braid.params.table import ParamRecord
 from braid.types import first_few
 
@@ -127,7 +127,7 @@ class Bucket:
         self._title = title
         self._nbytes = buffer.tensor.numel() * buffer.tensor.element_size()
         self._firsts = buffer.firsts()
-        self._late = LateFlags(len(buffer.views))
+        self._late = LateNumbers()
         self._span: Span | None = None
         self._work: Awaited | None = None
         self._expected: dict[int, int] = {}  # how often gradients come; once if not in it
@@ -235,10 +235,9 @@ class Bucket:
             good = torch.stack([view.isfinite().all() for view in self.buffer.views]).tolist()
         else:
             firsts = self.buffer.tensor.take(self._firsts)
-            if check == "late" and firsts.is_cuda:
-                good = self._late.exchange(firsts.isfinite())
-            else:
-                good = list(map(cmath.isfinite, firsts.tolist()))
+            is_late = check == "late" and firsts.is_cuda
+            numbers = self._late.exchange(firsts) if is_late else firsts.tolist()
+            good = list(map(cmath.isfinite, numbers))
             if all(good):
                 return []
         return [p for p, ok in zip(self.views, good, strict=True) if not ok]

@@ -154,7 +154,7 @@ def _largest(
 def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
     flat = piece.detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
-    return torch.split(flat, CHUNK)
+    return (flat,) if flat.is_cuda else torch.split(flat, CHUNK)  # a GPU has no such cache
 
 
 def _blocks(x: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -231,7 +231,11 @@ class ProcessPool:
             child.reports = True
             job = _Job(rank, size, str(directory), main, args, *how)
             child.pipe.send_bytes(pickle.dumps(job))
-        answers = self._collect(children, directory, timeout_s)
+        try:
+            answers = self._collect(children, directory, timeout_s)
+        except BaseException:  # such as an alarm: no later job must read these ranks' answers
+            self._remove([child for child in children if child in self._children])
+            raise
         return _results(answers)
 
     def close(self) -> None:
@@ -258,7 +262,6 @@ class ProcessPool:
             if not ready:
                 stacks = "\n".join(f"--- rank {r}\n{children[r].stack()}" for r in open_ranks)
                 events = _last_events(directory, len(children))
-                self._remove([children[rank] for rank in open_ranks])
                 msg = f"ranks {open_ranks} still run after {timeout_s:g} s\n{stacks}\n{events}"
                 raise TimeoutError(msg)
             for pipe in ready:
@@ -269,7 +272,6 @@ class ProcessPool:
                     children[rank].process.join()
                     died[rank] = children[rank].process.exitcode or 0
         if died:
-            self._remove([children[rank] for rank in died])
             errors = {r: repr(a.error) for r, a in answers.items() if a.error}
             msg = f"ranks ended without an answer, with exit codes {died}; the others: {errors}"
             error = RankDiedError(msg, died)

@@ -114,6 +114,7 @@ class C10dEngine:
         self._sequence = 0
         self._num_subsets = 0
         self._end_reason = ""
+        self._has_failed = False
         self._last: _Operation | None = None
         self._lock = threading.RLock()
 
@@ -189,9 +190,12 @@ class C10dEngine:
         self._group.abort()
 
     def close(self) -> None:
-        """Shut the process group down."""
+        """End the process group; at once if a call has failed, whose work may never end."""
         self._end_reason = self._end_reason or "was closed"
-        self._group.shutdown()
+        if self._has_failed:
+            self._group.abort()
+        else:
+            self._group.shutdown()
 
     def _operation(self, c: Collective) -> _Operation:
         if self._end_reason:
@@ -220,6 +224,7 @@ class C10dEngine:
 
     def explain_failure(self, c: Collective, exc: BaseException) -> BaseException:
         """Return braid's error for an exception of the backend."""
+        self._has_failed = True
         if isinstance(exc, BraidError):
             return exc
         shared_gpu = shared_gpu_error(str(exc), self.ranks)
