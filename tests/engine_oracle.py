@@ -689,6 +689,8 @@ def case_of(seed: int) -> Case:
         names.remove("dropped")
     if dtype is torch.bfloat16 or engine == "replicas":
         names.remove("complex")
+    if dtype is torch.bfloat16:  # a rounded number may choose another row or branch
+        names = [name for name in names if name not in {"embedded", "sometimes"}]
     if rng.random() < 0.9:
         names.remove("out of range")
     blocks = ["plain", *rng.choices(names, k=rng.randint(2, 4))]
