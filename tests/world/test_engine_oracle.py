@@ -9,11 +9,18 @@ from engine_oracle import BLOCKS, ENGINES, OTHERS, case_of, check
 pytestmark = pytest.mark.procs
 
 FAST, ALL, AT_ONCE = 300, 20_000, 100
+# a stage without anything to shard; layers that only some ranks use, in several micro-batches
+ONCE_WRONG = [2443, 3020]
 
 
 @pytest.mark.parametrize("first", range(0, FAST, AT_ONCE))
 def test_random_models_train_like_one_process_under_every_engine(procs, first):
     found = check(procs, list(range(first, first + AT_ONCE)))
+    assert not found, "\n\n".join("\n  ".join(said) for said in found.values())
+
+
+def test_models_that_once_stopped_ranks_train_like_one_process(procs):
+    found = check(procs, ONCE_WRONG, at_once=1)
     assert not found, "\n\n".join("\n  ".join(said) for said in found.values())
 
 

@@ -124,10 +124,7 @@ class Sharding:
             for spec, own in zip(specs, flats, strict=True)
         ]
         self._gradients = self._make_gradients()
-        self._unit_of = {id(flat): unit for unit in self._units for flat in unit.flats}
-        self._reducer = ShardReducer(
-            self._gradients, self.places.groups, self._on_complete, self._on_backward_ended
-        )
+        self._reducer = ShardReducer(self._gradients, self.places.groups, self._on_backward_ended)
         self._residency = Residency(
             self._units,
             self._reducer.backward_begins,
@@ -417,11 +414,6 @@ class Sharding:
             ConfigError: Always.
         """
         refuse_copy("a sharded model")
-
-    def _on_complete(self, flat: FlatShard) -> None:
-        unit = self._unit_of[id(flat)]
-        if all(self._reducer.is_complete(own) for own in unit.flats):
-            self._residency.after_backward(unit)
 
     def _on_backward_ended(self) -> None:
         self._residency.free_all()

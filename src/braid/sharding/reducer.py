@@ -35,7 +35,6 @@ class ShardReducer(GradientListener):
         gradients: Gradients of all flat vectors that can have some.
         groups: Groups that together are all ranks that average, for the exchange of who had which
             gradients.
-        on_complete: Called when all gradients of a vector are there, or will not come.
         on_end: Called when a backward has ended.
 
     Attributes:
@@ -47,13 +46,11 @@ class ShardReducer(GradientListener):
         self,
         gradients: Sequence[FlatGradients],
         groups: Sequence[Group],
-        on_complete: Callable[[FlatShard], None],
         on_end: Callable[[], None],
     ) -> None:
         self.synchronizes = True
         self.order = list(gradients)
         self._gradients = list(gradients)
-        self._on_complete = on_complete
         self._on_end = on_end
         leaves = [(g, i) for g in gradients for i in range(len(g.flat.leaves))]
         self._owner = [g for g, _ in leaves]
@@ -113,7 +110,6 @@ class ShardReducer(GradientListener):
         left = self._missing[id(gradients)] = self._missing[id(gradients)] - 1
         if left:
             return
-        self._on_complete(gradients.flat)
         if self._sums:
             if self._arrivals is not None:
                 self._arrivals.append(self._gradients.index(gradients))
@@ -156,10 +152,6 @@ class ShardReducer(GradientListener):
             self._has[self._own_flag] = 1
             self._finish_sums()
         self.drop()
-
-    def is_complete(self, flat: FlatShard) -> bool:
-        """Return whether all gradients of a vector have come in this backward."""
-        return not any(self._missing[id(g)] for g in self._gradients if g.flat is flat)
 
     def drop(self) -> None:
         """Drop gradients that have accumulated locally."""

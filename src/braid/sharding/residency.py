@@ -11,6 +11,9 @@
 While a unit computes, the next one is on its way, if its slot is free. The order is that of the
 last forward; it is a guess and need not hold. What backward needs and nobody has gathered, such as
 parameters of a unit that was freed too early, is gathered when it is needed.
+
+All ranks gather and free at the same points. So nothing here may depend on which gradients a rank
+gets: a rank whose batch leaves a layer out would start fewer gathers than the others, which wait.
 """
 
 from __future__ import annotations
@@ -284,14 +287,27 @@ class Residency:
 
     def _before_backward(self, unit: Unit) -> None:
         self._on_backward()
-        if unit.in_backward:
+        if unit.in_backward and unit.is_whole:
             return
         if self._slots and torch.is_grad_enabled():
             raise ConfigError(NO_GRAPH)
         unit.in_backward = True
-        self._make_whole(unit)
         place = self._places.get(id(unit), len(self.order))
-        self._prefetch(self.order[place - 1] if place else None)
+        self._free_passed(place)
+        self._make_whole(unit)
+        before = self.order[place - 1] if place else None
+        if before is not None and self._places[id(before)] == place - 1:  # of the same forward
+            self._prefetch(before)
+
+    def _free_passed(self, place: int) -> None:
+        """Free the units that backward has passed before it reached a place in the order.
+
+        Autograd takes the nodes of later forwards first, so that it has done with these units.
+        """
+        for unit in self.units[1:]:
+            is_passed = unit.in_backward and self._places.get(id(unit), -1) > place
+            if is_passed and not unit.is_in_use:
+                self.free(unit)
 
     def shadow_backward(self) -> Iterator[Unit]:
         """Gather what the other ranks gather in the rest of a backward that has ended here.
@@ -300,16 +316,12 @@ class Residency:
             Units in the order of backward, each while its parameters are whole.
         """
         for unit in [self.units[0], *dict.fromkeys(reversed(self.order))]:
-            with torch.no_grad():
-                self._before_backward(unit)
+            if not unit.in_backward:
+                with torch.no_grad():
+                    self._before_backward(unit)
             yield unit
             if unit is not self.units[0]:
                 self.free(unit)
-
-    def after_backward(self, unit: Unit) -> None:
-        """Free a unit whose gradients are all there."""
-        if unit.in_backward and not unit.is_in_use:
-            self.free(unit)
 
     def _find(self, address: int) -> FlatShard | None:
         """Return the vector that lies at an address, if it is to be freed."""
