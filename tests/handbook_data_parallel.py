@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from braid.clock import VirtualClock
 from braid.comm import Group
 from braid.data_parallel import (
-    DPSGD,
     DataParallel,
     DiLoCo,
     DistributedDataParallel,
-    Mixing,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
@@ -365,7 +363,7 @@ def _one_cycle(
 
 # Optimizers: four ranks, eight steps; a backward takes as long as a step, whatever the way.
 BACKWARD_S, STEP_S, STEPS, PERIOD, RING_SIZE = 300e-6, 40e-6, 8, 4, 4
-WAYS = ("DDP", "DDP, 4", "local SGD", "DiLoCo", "D-PSGD")
+WAYS = ("DDP", "DDP, 4", "local SGD", "DiLoCo")
 
 
 class _NotedSGD(torch.optim.SGD):
@@ -386,7 +384,6 @@ def _train(group: Group, way: str) -> list[list[tuple[str, int]]]:
     optimizer: Any = _NotedSGD(module.parameters(), lr=0.01)
     optimizer.recorder = recorder
     each = PERIOD if way == "DDP, 4" else 1
-    method = None
     if way.startswith("DDP"):
         module = DistributedDataParallel(
             module, process_group=group, gradient_accumulation_steps=each
@@ -394,10 +391,8 @@ def _train(group: Group, way: str) -> list[list[tuple[str, int]]]:
     elif way == "local SGD":
         averager = PeriodicModelAverager(PERIOD, warmup_steps=PERIOD - 1, process_group=group)
         optimizer = PostLocalSGDOptimizer(optimizer, averager)
-    elif way == "DiLoCo":
-        optimizer = DiLoCo(optimizer, period=PERIOD, process_group=group)
     else:
-        method = DPSGD(module.parameters(), Mixing.ring(group.size), group)
+        optimizer = DiLoCo(optimizer, period=PERIOD, process_group=group)
     steps = []
     for number in range(STEPS):
         written = recorder.ring.written
@@ -405,15 +400,13 @@ def _train(group: Group, way: str) -> list[list[tuple[str, int]]]:
         if (number + 1) % each == 0:
             optimizer.step()
             optimizer.zero_grad()
-        if method is not None:
-            method.mix()
         events = sorted(recorder.tail(recorder.ring.written - written))
         steps.append([(recorder.ring.name(event.kind), event.nbytes) for event in events])
     return steps
 
 
 def where_steps_are_taken() -> str:
-    """Rank 0 of four in five ways: backward, steps, and what it averages when."""
+    """Rank 0 of four in four ways: backward, steps, and what it averages when."""
     kinds = ("backward", "step", "averaging")
     colours = dict(zip(kinds, (COLOURS[0], COLOURS[2], COLOURS[1]), strict=True))
     bars = []
@@ -426,8 +419,6 @@ def where_steps_are_taken() -> str:
                     spans.append(("step", STEP_S))
                 elif name.startswith(("all_reduce", "all_gather", "broadcast")):
                     spans.append(("averaging", all_reduce_s(nbytes, RING_SIZE)))
-                elif name.startswith("send"):  # while it receives
-                    spans.append(("averaging", NETWORK_S + nbytes / NETWORK_BYTES_PER_S))
             for kind, seconds in spans:
                 bars.append(Bar(lane, now_s, now_s + seconds, colours[kind], kind))
                 now_s += seconds

@@ -11,11 +11,8 @@ from braid.data_parallel.hooks.adasum import adasum, adasum_hook
 from braid.data_parallel.hooks.catalogue import CastHook, bf16_hook, fp16_hook
 from braid.data_parallel.hooks.powersgd import PowerSGDHook, PowerSGDOptions
 from braid.data_parallel.layerwise import LAMB, LARS
-from braid.data_parallel.local_sgd.ad_psgd import ADPSGD
 from braid.data_parallel.local_sgd.averaging import HierarchicalModelAverager, PeriodicModelAverager
-from braid.data_parallel.local_sgd.decentralized import DPSGD, PushSum
 from braid.data_parallel.local_sgd.diloco import DiLoCo
-from braid.data_parallel.local_sgd.mixing import Mixing
 from braid.data_parallel.local_sgd.post_local import PostLocalSGDHook, PostLocalSGDOptimizer
 from braid.data_parallel.replicas.data_parallel import DataParallel
 from braid.data_parallel.replicas.gather import gather
@@ -25,8 +22,6 @@ from braid.data_parallel.replicas.scatter import scatter
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "ADPSGD",
-    "DPSGD",
     "LAMB",
     "LARS",
     "CastHook",
@@ -39,7 +34,6 @@ __all__ = [
     "JoinHook",
     "Joinable",
     "MixedPrecision",
-    "Mixing",
     "NonFinite",
     "NonFiniteError",
     "PeriodicModelAverager",
@@ -47,7 +41,6 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "PowerSGDHook",
     "PowerSGDOptions",
-    "PushSum",
     "SyncBatchNorm",
     "accumulate",
     "adasum",

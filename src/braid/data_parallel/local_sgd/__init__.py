@@ -1,1 +1,1 @@
-"""Training with rare or partial averaging of models instead of gradients."""
+"""Training with rare averaging of models instead of gradients."""
