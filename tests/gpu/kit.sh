@@ -23,18 +23,18 @@ done
 # sections and the seconds that each may take; together they get no more than KIT_S
 KIT_S=${KIT_S:-480}
 sections=(
-	ddp:90
-	copies:80
-	pipeline:40
+	ddp:60
+	copies:50
+	pipeline:50
 	checkpointing:40
 	divided:60
 	others:50
-	launch:110
+	launch:80
 	plan:40
-	train:90
-	nccl:50
+	nccl:60
 	rpc:50
-	cores:120
+	train:150
+	cores:100
 )
 export OUT=${OUT:-$PWD/gpu-results}
 mkdir -p "$OUT"

@@ -10,9 +10,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,7 @@ from braid.train.server_loop import train_on_servers
 BATCHES = {"cpu": (1, 2, 4), "cuda": (1, 4, 16)}
 PROFILE_S = {"cpu": 0.1, "cuda": 2.0}
 STEPS = 4
+LOSSES_OF_ONE: dict[str, list[float]] = {}  # by device
 
 
 @pytest.fixture
@@ -202,13 +205,20 @@ def test_a_training_changes_its_device_at_a_checkpoint(procs, config):
     assert last == pytest.approx(whole[3:], rel=1e-3)
 
 
+def _losses_of_one(procs: Callable[..., list[Any]], config: TrainConfig) -> list[float]:
+    """Return the losses of one process, which trains once for all tests."""
+    if config.device not in LOSSES_OF_ONE:
+        (LOSSES_OF_ONE[config.device],) = procs(1, _trained, config)
+    return LOSSES_OF_ONE[config.device]
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"shard": 1}, {"shard": 3}, {"mesh": "tp=2"}, {"mesh": "pp=2"}],
     ids=["replicas", "zero1", "zero3", "tp", "pp"],
 )
 def test_ranks_that_share_the_device_train_like_one(procs, config, options):
-    (expected,) = procs(1, _trained, config)
+    expected = _losses_of_one(procs, config)
     of_two = replace(config, **options, log_dir=config.log_dir + "-two")
     assert procs(2, _trained, of_two)[0] == pytest.approx(expected, rel=1e-3)
 
@@ -221,7 +231,7 @@ def _served(group: Group, config: TrainConfig) -> None:
 
 
 def test_a_worker_of_a_parameter_server_trains_like_one_process(procs, config):
-    (expected,) = procs(1, _trained, config)
+    expected = _losses_of_one(procs, config)
     served = replace(config, strategy="ps", log_dir=config.log_dir + "-served")
     procs(1 + served.num_helpers, _served, served)
     losses = [r["loss"] for r in _reports(served.log_dir) if r["kind"] == "step"]
