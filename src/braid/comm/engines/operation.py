@@ -34,11 +34,12 @@ from braid.errors import (
 from braid.events import Recorder, Span
 from braid.transport import DeviceWait, Wait, WaitAny
 
-__all__ = ["Operation"]
+__all__ = ["Operation", "OperationSteps"]
 
 LEFT_GRACE_S = 0.1
 MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
 ENDED = Collective("ended")  # stands for the collective of an operation that has ended
+OperationSteps = Generator[Wait | WaitAny | DeviceWait, None, None]
 NO_NEWS = 0  # the epoch of `Health` before any loss: one while the group was made is news, too
 
 
@@ -87,7 +88,7 @@ class Operation:
         events: Recorder,
         statistics: Statistics,
         collective: Collective,
-        steps: Generator[Wait | WaitAny | DeviceWait, None, None],
+        steps: OperationSteps,
     ) -> None:
         self.pages = pages
         self.channel = channel
@@ -133,7 +134,8 @@ class Operation:
             steps, reached = self._steps, self.pages.reached
             while self._wait is None or (not until_wait and reached(self._wait)):
                 self._wait = next(steps)
-            self._note_device_wait()
+            if self._device_span is not None or type(self._wait) is DeviceWait:
+                self._note_device_wait()
         except StopIteration:
             self._finish()
         except PeerLostError as exc:
@@ -380,7 +382,8 @@ class Operation:
 
     def _finish(self) -> None:
         self.done = True
-        self._note_device_wait()
+        if self._device_span is not None:
+            self._note_device_wait()
         self._collective = ENDED  # whoever keeps the Work keeps the result only, not the inputs
         if self._span is not None:
             self._span.end()

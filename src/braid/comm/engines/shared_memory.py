@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
@@ -24,7 +24,7 @@ from braid.comm.channel.control_pages import ABANDONED, CLOSED, ControlPages
 from braid.comm.engines.by_program import by_program
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.engine import Capabilities, Statistics
-from braid.comm.engines.operation import Operation
+from braid.comm.engines.operation import Operation, OperationSteps
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.selection import (
     DEFAULT_COSTS,
@@ -38,7 +38,7 @@ from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
 from braid.comm.tensors.node_map import NodeMap
 from braid.events import Recorder
-from braid.transport import Block, DeviceWait, MemoryTransport, Steps, Wait, WaitAny
+from braid.transport import Block, MemoryTransport, Steps
 
 __all__ = ["SharedMemoryEngine"]
 
@@ -166,13 +166,11 @@ class SharedMemoryEngine:
         """Start a collective behind what was started on its channel."""
         operation = self._operation(collective)
         progress = self.progress
-        progress.start(operation, self.steps_by(steps_by))
+        if self.pages.size == 1:  # queues on the stream of the caller's thread
+            steps_by = StepsBy.CALLER
+        progress.start(operation, steps_by)
         result, source = collective.result, collective.source
         return Work(operation, progress.wait, progress.poll, result, source)
-
-    def steps_by(self, steps_by: StepsBy) -> StepsBy:
-        """Return who takes steps; one rank alone queues on the stream of the caller's thread."""
-        return StepsBy.CALLER if self.pages.size == 1 else steps_by
 
     def request(self, collective: Collective, number: int) -> MemoryRequest:
         """Register a collective on the channel of request `number`."""
@@ -260,7 +258,9 @@ class SharedMemoryEngine:
         channel = self._collectives
         if c.kind == "send":
             channel = self.pages.channel(self.pages.sending_index(c.peer))
-        steps = _with_copies(c, self.steps(c, channel, None, None))
+        steps: OperationSteps = self.steps(c, channel, None, None)
+        if c.copies is not None and c.copies.needed:
+            steps = c.copies.around(steps)
         return Operation(self.pages, channel, self.events, self.statistics, c, steps)
 
     def _receive(self, c: Collective) -> Operation:
@@ -268,7 +268,9 @@ class SharedMemoryEngine:
         x = c.outs[0].view(torch.uint8)
         receipt = self._mailbox.post(x, c.tag, source, digest=c.digest, site=c.site)
         view = self._view(c.peer)  # one of its own: no receive waits for another one
-        steps = _with_copies(c, self._mailbox.steps(receipt))
+        steps: OperationSteps = self._mailbox.steps(receipt)
+        if c.copies is not None and c.copies.needed:
+            steps = c.copies.around(steps)
         operation = Operation(self.pages, view, self.events, self.statistics, c, steps)
 
         def received() -> None:
@@ -400,6 +402,9 @@ class MemoryRequest:
         self._engine = engine
         self._collective = collective
         self._channel = channel
+        copies = collective.copies
+        self._copies = copies if copies is not None and copies.crosses else None
+        self._is_alone = engine.pages.size == 1  # queues on the stream of the caller's thread
         self._residuals: Residuals | None = {} if collective.wire else None
         self._opens_in: Selection | None = None  # the choices for which `_opens` holds
         self._opens = False
@@ -411,22 +416,17 @@ class MemoryRequest:
         ranks need not wait until this one takes steps. So is the copy from a GPU.
         """
         engine, channel, progress = self._engine, self._channel, self._engine.progress
-        steps = engine.steps(collective, channel, scale, self._residuals)
-        copies = collective.copies
+        steps: OperationSteps = engine.steps(collective, channel, scale, self._residuals)
+        if self._copies is not None:
+            steps = self._copies.around(steps)
         operation = Operation(
-            engine.pages,
-            channel,
-            engine.events,
-            engine.statistics,
-            collective,
-            _with_copies(collective, steps),
+            engine.pages, channel, engine.events, engine.statistics, collective, steps
         )
         if self._opens_in is not engine.selection:  # measured anew
             self._opens_in = engine.selection
-            self._opens = (copies is not None and copies.crosses) or engine.opens(
-                collective, channel
-            )
-        progress.start(operation, engine.steps_by(steps_by), opens=self._opens)
+            self._opens = self._copies is not None or engine.opens(collective, channel)
+        steps_by = StepsBy.CALLER if self._is_alone else steps_by
+        progress.start(operation, steps_by, opens=self._opens)
         return Work(operation, progress.wait, progress.poll, collective.result)
 
     def residual(self) -> torch.Tensor | None:
@@ -447,11 +447,6 @@ class MemoryRequest:
         """Forget what the wire format has left out."""
         if self._residuals is not None:
             self._residuals.clear()
-
-
-def _with_copies(c: Collective, steps: Steps) -> Generator[Wait | WaitAny | DeviceWait, None, None]:
-    """Return the steps between the copies that the collective needs."""
-    return steps if c.copies is None or not c.copies.needed else c.copies.around(steps)
 
 
 def _offsets(c: Collective, size: int) -> list[int]:

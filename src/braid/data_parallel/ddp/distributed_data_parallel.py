@@ -236,8 +236,7 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         """Run the wrapped module."""
         if self._join is not None and self._join.throws:  # before collectives of the forward
             Join.notify_join_context(self)
-        present = self.module.parameters(), self.module.named_parameters()
-        has_backward = torch.is_grad_enabled() and self._snapshot.check(*present)
+        has_backward = torch.is_grad_enabled() and self._snapshot.check_module(self.module)
         if has_backward:
             if not self._reducer.num_reductions:
                 self._listener.adopt_optimizers()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
+from braid.torch_internals import own_modules, own_parameters
 from braid.types import first_few
 
 __all__ = ["ParamSnapshot"]
@@ -32,6 +33,23 @@ class ParamSnapshot:
     def __init__(self, params: Iterable[nn.Parameter], ignored: Collection[str] = ()) -> None:
         self._ignored = ignored
         self._known = {id(param): (param.dtype, param.device) for param in params}
+
+    def check_module(self, module: nn.Module) -> bool:
+        """Check the parameters of a module; see `check`.
+
+        Cost: less than half of a walk through `module.parameters()`, which makes names.
+        """
+        get, todo, seen = self._known.get, [module], set()
+        while todo:
+            part = todo.pop()
+            if part in seen:
+                continue
+            seen.add(part)
+            for param in own_parameters(part).values():
+                if param is not None and get(id(param)) != (param.dtype, param.device):
+                    return self.check(module.parameters(), module.named_parameters())
+            todo += [child for child in own_modules(part).values() if child is not None]
+        return True
 
     def check(
         self, params: Iterable[torch.Tensor], names: Iterable[tuple[str, torch.Tensor]]
