@@ -47,9 +47,9 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
     """Become a rank of the job that the launcher started, and return the group of all ranks.
 
     CPU tensors travel through shared memory inside a host and by sockets between hosts. CUDA
-    tensors go to NCCL where every rank can have a GPU of its own (choose it with
-    `torch.cuda.set_device` before the first operation), and through pinned memory where ranks share
-    one.
+    tensors go to NCCL if there are several ranks with a GPU each (choose it with
+    `torch.cuda.set_device` before the first operation), and through pinned memory if ranks share a
+    GPU. A single rank sends nothing.
 
     Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns
     the same group.
