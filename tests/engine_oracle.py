@@ -868,6 +868,7 @@ def main() -> None:
             for said in found.values():
                 print("\n  ".join(said[:6]), flush=True)
             bad += len(found)
+            print(f"{first + len(part)} of {len(seeds)} cases", file=sys.stderr, flush=True)
     print(f"{bad} of {len(seeds)} cases differ")
     sys.exit(1 if bad else 0)
 
