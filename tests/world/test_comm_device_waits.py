@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+import random
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from braid.comm import Group, StepsBy
 from braid.comm.api.batch import Batch
+from braid.comm.tensors import copies
 from braid.comm.tensors.copies import Copies
 from braid.errors import CommError, CommTimeout
+from braid.testing.claims import possible
+from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.transport import DeviceWait
+
+pytestmark = pytest.mark.procs
 
 
 class Event:
@@ -71,3 +79,49 @@ def test_a_kernel_that_never_ends_is_named_on_all_ranks(procs):
     for kind, text in procs(2, _sum, math.inf, StepsBy.WAITER, 1.0):
         assert kind is CommTimeout
         assert "rank 1" in text
+
+
+class Polled:
+    """An event that a GPU passes after some looks."""
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def query(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+
+def _keep_elsewhere(group: Group, claim: Callable[[Group], None]) -> None:
+    """Keep a claim with tensors that are all copied as from a GPU, and arrive late."""
+    device, rng = torch.device("cuda", 0), random.Random(group.rank)
+    check = copies._check
+
+    def start_copy(target: torch.Tensor, source: torch.Tensor, _device: object) -> DeviceWait:
+        target.copy_(source)
+        return DeviceWait(Polled(rng.randrange(4)), device)
+
+    def copy(self: Copies, target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+        self._devices.add(device)
+        return partial(start_copy, target, source, device)
+
+    imitated = mock.patch.multiple(
+        copies,
+        _check=lambda x, _types: check(x, frozenset({"cpu"})),
+        _is_plain=lambda _x: False,
+        _follow_current_stream=lambda _device: None,
+        _start_copy=start_copy,
+    )
+    with imitated, mock.patch.object(Copies, "_copy", copy):
+        for one in possible([claim], group.engine.capabilities):
+            one(group)
+
+
+# tensors that are not contiguous are copied here, and not refused
+CLAIMS = [claim for claim in GROUP_CLAIMS if claim.__name__ != "bad_arguments_are_refused"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: c.__name__)
+def test_claim_holds_for_tensors_that_are_copied_from_a_gpu(procs, claim, size):
+    procs(size, _keep_elsewhere, claim)

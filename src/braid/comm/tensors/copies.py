@@ -172,9 +172,7 @@ class Copies:
         What the current streams have been given before this call comes before the copies.
         """
         for device in self._devices:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            _copy_stream(device).wait_event(event)
+            _follow_current_stream(device)
         return self._around(steps)
 
     def _around(self, steps: Generator[Y, None, None]) -> Generator[Y | DeviceWait, None, None]:
@@ -202,8 +200,11 @@ class Copies:
             return flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
         if store:
             _check_own_memory(x)
-        device = x.device if here else torch.device("cpu")
-        flat = ordinary(torch.empty(x.numel(), dtype=x.dtype, device=device, pin_memory=not here))
+        flat = ordinary(
+            torch.empty(x.numel(), dtype=x.dtype, device=x.device)
+            if here
+            else _page_locked(x.numel(), x.dtype)
+        )
         if load:
             self._before.append(self._copy(flat.view(x.shape), x))
         if store:
@@ -241,6 +242,18 @@ def _check_own_memory(x: torch.Tensor) -> None:
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of copies between a GPU and the CPU."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _follow_current_stream(device: torch.device) -> None:
+    """Let copies wait for what this thread's current stream has been given."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    _copy_stream(device).wait_event(event)
+
+
+def _page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory of the host that a GPU reads and writes by itself."""
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def _start_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> DeviceWait:
