@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from braid.doctor.checks import Finding
 from braid.doctor.examination import Examination, examine
-from braid.doctor.finding import Finding
 from braid.doctor.show import show
 
 __all__ = ["Examination", "Finding", "examine", "show"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal, NamedTuple, TypeAlias
 
 from braid._version import TORCH_VERSIONS
 from braid.doctor.facts import (
@@ -21,9 +22,9 @@ from braid.doctor.facts import (
     Threads,
     Versions,
 )
-from braid.doctor.finding import Finding, note, ok, problem
 
 __all__ = [
+    "Finding",
     "check_clock",
     "check_cores",
     "check_engines",
@@ -53,6 +54,40 @@ SLOW_NAME_S = 1.0
 SLOW_CLOCK_NS = 500.0  # such a clock needs a system call, and every event reads it twice
 DEFAULT_PORT = 29500
 
+Verdict: TypeAlias = Literal["ok", "note", "problem"]
+
+
+class Finding(NamedTuple):
+    """Result of one check.
+
+    Attributes:
+        check: Name of the check.
+        verdict: `ok`; `note` if speed, comfort or error messages suffer; `problem` if braid cannot
+            be used.
+        fact: Observed fact, on one line.
+        advice: Advice, on one line; empty for `ok`.
+    """
+
+    check: str
+    verdict: Verdict
+    fact: str
+    advice: str = ""
+
+
+def ok(check: str, fact: str) -> Finding:
+    """Return a finding that needs no advice."""
+    return Finding(check, "ok", fact)
+
+
+def note(check: str, fact: str, advice: str) -> Finding:
+    """Return a finding of which the user should know."""
+    return Finding(check, "note", fact, advice)
+
+
+def problem(check: str, fact: str, advice: str) -> Finding:
+    """Return a finding that makes runs impossible."""
+    return Finding(check, "problem", fact, advice)
+
 
 def check_versions(facts: Versions) -> list[Finding]:
     """Check that Python, torch and numpy are installed and new enough."""
@@ -74,9 +109,6 @@ def check_versions(facts: Versions) -> list[Finding]:
         )
         advice = f"if an error names torch, pip install 'torch=={TORCH_VERSIONS[-1]}'"
         findings[1] = note("torch", fact, advice)
-    findings.append(
-        ok("braid", f"{facts.braid} in {facts.braid_path}" if facts.braid_path else facts.braid)
-    )
     return findings
 
 
@@ -227,13 +259,6 @@ def check_kernel_permissions(facts: Permissions) -> list[Finding]:
             facts.pidfd,
             "ranks notice the death of a peer at once",
             "allow pidfd_open in the seccomp profile; until then only the launcher notices deaths",
-        ),
-        _tried(
-            "/proc/<pid>/fd",
-            facts.descriptors,
-            "ranks open each other's memory",
-            "nothing to do: ranks send descriptors over sockets instead, and joining takes a "
-            "little longer",
         ),
     ]
     scope = "no Yama" if facts.ptrace_scope is None else f"Yama's ptrace_scope {facts.ptrace_scope}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from braid.doctor import checks, gather
-from braid.doctor.finding import Finding, note
+from braid.doctor.checks import Finding, note
 from braid.doctor.probes import probe_permissions
 
 __all__ = ["CHECKS", "Examination", "examine"]

@@ -28,8 +28,6 @@ class Versions(NamedTuple):
     python: str
     torch: str
     numpy: str
-    braid: str
-    braid_path: str = ""
     torch_error: str = ""
     torch_lacks: tuple[str, ...] = ()  # private names that braid uses
 
@@ -112,7 +110,6 @@ class Permissions(NamedTuple):
     Attributes:
         memfd: Result of memfd_create.
         pidfd: Result of pidfd_open of a child.
-        descriptors: Result of opening a sibling's memory through /proc/<pid>/fd.
         read_child: Result of process_vm_readv of a child.
         read_sibling: Result of process_vm_readv of a sibling that allows it.
         ptrace_scope: Yama's setting; None without Yama.
@@ -120,7 +117,6 @@ class Permissions(NamedTuple):
 
     memfd: str
     pidfd: str
-    descriptors: str
     read_child: str
     read_sibling: str
     ptrace_scope: int | None

@@ -17,7 +17,6 @@ from types import ModuleType
 
 import psutil
 
-from braid._version import __version__
 from braid.doctor.checks import DEFAULT_PORT
 from braid.doctor.facts import (
     Accelerators,
@@ -62,7 +61,7 @@ CLOCK_READS = 2000
 
 
 def versions() -> Versions:
-    """Return the versions of Python, torch, numpy and braid; imports torch."""
+    """Return the versions of Python, torch and numpy; imports torch."""
     error, lacks = "", ()
     try:
         importlib.import_module("torch")
@@ -75,8 +74,6 @@ def versions() -> Versions:
         python=platform.python_version(),
         torch=_installed("torch"),
         numpy=_installed("numpy"),
-        braid=__version__,
-        braid_path=str(Path(__file__).parents[1]),
         torch_error=error,
         torch_lacks=lacks,
     )

@@ -30,28 +30,19 @@ LIMIT_S = 10.0
 PROC = Path("/proc")
 MARK = b"braid was here!!"
 
-# Isolated interpreters without site start in some 15 ms. The holder prints its descriptor and
-# address and waits for the end of its stdin.
+# Isolated interpreters without site start in some 15 ms. The holder prints its address
+# and waits for the end of its stdin.
 HOLDER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)
 libc.prctl(0x59616D61, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-try:
-    fd = os.memfd_create("braid-doctor")
-except (AttributeError, OSError):
-    fd, other = os.pipe()
 memory = ctypes.create_string_buffer(b"braid was here!!")
-print(fd, ctypes.addressof(memory), flush=True)
+print(ctypes.addressof(memory), flush=True)
 sys.stdin.read()
 """
 REACHER = """
 import ctypes, os, sys
-pid, fd, address = map(int, sys.argv[1:])
-try:
-    os.close(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR))
-    print()
-except OSError as exc:
-    print(exc.strerror)
+pid, address = map(int, sys.argv[1:])
 class Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 libc = ctypes.CDLL(None, use_errno=True)
@@ -67,7 +58,6 @@ except AttributeError:
 
 class _Holder(NamedTuple):
     pid: int
-    fd: int
     address: int
 
 
@@ -94,13 +84,12 @@ def probe_permissions() -> Permissions:
             timeout=LIMIT_S,
             check=False,
         )
-        descriptors, read_sibling = [*answer.stdout.split("\n"), "no answer", "no answer"][:2]
+        read_sibling = answer.stdout.strip() if answer.stdout else "no answer"
         pidfd, read_child = _pidfd(holder.pid), _read(holder)
     scope = _text(PROC / "sys/kernel/yama/ptrace_scope")
     return Permissions(
         memfd=_memfd(),
         pidfd=pidfd,
-        descriptors=descriptors,
         read_child=read_child,
         read_sibling=read_sibling,
         ptrace_scope=int(scope) if scope.isdecimal() else None,
@@ -116,8 +105,7 @@ def _holder() -> Iterator[_Holder]:
         text=True,
     ) as child:
         assert child.stdout is not None
-        fd, address = child.stdout.readline().split()
-        yield _Holder(child.pid, int(fd), int(address))  # closing its stdin ends the child
+        yield _Holder(child.pid, int(child.stdout.readline()))  # closing its stdin ends the child
 
 
 def _memfd() -> str:
