@@ -8,17 +8,18 @@ the verdicts.
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.harness.machine import load_per_core, machine
 from braid.errors import ConfigError
 
 __all__ = [
@@ -33,6 +34,22 @@ __all__ = [
 ]
 
 WIDTH = 120  # columns of a table outside of a terminal
+
+
+def load_per_core() -> float:
+    """Return the load per core over the last minute; above some tenths it distorts figures."""
+    return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+
+
+def machine() -> str:
+    """Return the number of cores and the model of the processor."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{psutil.cpu_count()} cores {model}"
 
 
 class Report(msgspec.Struct, kw_only=True):
