@@ -9,7 +9,7 @@ module here that imports torch.
 from __future__ import annotations
 
 from braid.message.protocol.schema import Failed, Message, PeerLost, Schema
-from braid.message.protocol.sending import Sending
+from braid.message.protocol.send_queue import Sending
 from braid.message.protocol.vocabulary import (
     NUM_PRIORITIES,
     Allocate,

@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeAlias
 
 from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.message.protocol.schema import Failed, Message, PeerLost
-from braid.message.protocol.sending import Sending
+from braid.message.protocol.send_queue import Sending
 from braid.message.protocol.vocabulary import Delivery, split_node
 from braid.message.van import Van
 from braid.wire import Buffer

@@ -45,8 +45,7 @@ from braid.message.guard import Guard
 from braid.message.protocol.heads import Open
 from braid.message.protocol.link import Carry, Close
 from braid.message.protocol.schema import Message, Schema
-from braid.message.protocol.send_queue import Outgoing
-from braid.message.protocol.sending import Sending
+from braid.message.protocol.send_queue import Outgoing, Sending
 from braid.message.protocol.van_state import VanState
 from braid.message.protocol.vocabulary import Allocate, Delivery, VanStatistics
 from braid.wire import Buffer

@@ -36,9 +36,8 @@ from braid.message.protocol.schema import Schema
 from braid.message.protocol.van_state import VanState
 from braid.message.protocol.vocabulary import MAX_CHUNK_BYTES, VanConfig, split_node
 from braid.message.van import Van
-from braid.message.vans.looking import Looking
 from braid.message.vans.poll_turns import PollTurns
-from braid.message.vans.poller import READABLE, WRITABLE, Poller
+from braid.message.vans.poller import READABLE, WRITABLE, Looking, Poller
 from braid.message.vans.stream import Stream
 from braid.wire import (
     Allocate,
