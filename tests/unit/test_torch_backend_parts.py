@@ -15,8 +15,7 @@ import braid_torch_backend
 from braid.comm.engines.background_poller import BackgroundPoller
 from braid.errors import CommError, ConfigError
 from braid.torch_backend.futures import WorkFuture
-from braid.torch_backend.reduce_ops import Reduction, reduction
-from braid.torch_backend.shapes import cut, divided, rows
+from braid.torch_backend.shapes import Reduction, cut, divided, reduction, rows
 
 
 def raises() -> None:

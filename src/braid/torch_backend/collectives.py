@@ -19,7 +19,6 @@ import torch
 
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.base import BaseProcessGroup, c10d
-from braid.torch_backend.reduce_ops import reduction
 from braid.torch_backend.shapes import (
     by_input,
     cut,
@@ -27,6 +26,7 @@ from braid.torch_backend.shapes import (
     flat_outputs,
     in_shared_memory,
     premultiplied,
+    reduction,
     rows,
     tensors_of,
 )

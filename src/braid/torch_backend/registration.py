@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as dist
@@ -9,10 +10,10 @@ import torch.distributed as dist
 from braid.comm import Group
 from braid.torch_backend.base import BaseProcessGroup
 from braid.torch_backend.collectives import Collectives
-from braid.torch_backend.dynamo import skip_in_dynamo
 from braid.torch_backend.process_group import BraidProcessGroup
 from braid.torch_backend.shared_world import SharedWorlds
 from braid.torch_backend.work import FinishedWork, PendingWork
+from braid.torch_internals import compile_nothing
 
 __all__ = ["create", "register", "share"]
 
@@ -40,5 +41,18 @@ def share(world: Group | None) -> None:
 
 def register() -> None:
     """Make `init_process_group("braid")` and `new_group(backend="braid")` work. Idempotent."""
-    skip_in_dynamo(BaseProcessGroup, Collectives, BraidProcessGroup, FinishedWork, PendingWork)
+    _skip_in_dynamo(BaseProcessGroup, Collectives, BraidProcessGroup, FinishedWork, PendingWork)
     dist.Backend.register_backend("braid", create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _skip_in_dynamo(*classes: type) -> None:
+    """Mark the functions of these classes, and what they call, as nothing to compile."""
+    # DistributedDataParallel calls the group from C++ in the middle of a compiled forward. Dynamo
+    # then traces the methods as the program's code, and fails on the group, which torch 2.13
+    # regards as opaque. `torch._dynamo.disable` would import the compiler, which takes a second,
+    # and wrap each call.
+    for own in classes:
+        for member in vars(own).values():
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, FunctionType):
+                compile_nothing(function.__code__)
