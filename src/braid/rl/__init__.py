@@ -12,8 +12,7 @@ rpc.shutdown()
 from __future__ import annotations
 
 from braid.rl.a3c import A3CLearner, play_a3c
-from braid.rl.actor import Actor, Unroll
-from braid.rl.environments import Environment, make_environment
+from braid.rl.actor import Actor, Environment, Unroll, make_environment
 from braid.rl.games import (
     Game,
     PerfectPlayer,
@@ -23,12 +22,11 @@ from braid.rl.games import (
     TicTacToe,
     match,
 )
-from braid.rl.impala import ImpalaLearner, play_impala
+from braid.rl.impala import ImpalaLearner, Replay, play_impala
 from braid.rl.league import League, Member, Opponent, Result
 from braid.rl.learner import Learner, Statistics
 from braid.rl.losses import LossOptions, a3c_loss, impala_loss
 from braid.rl.policies import Decision, LocalPolicy, Policy, Weights, weights_of
-from braid.rl.replay import Replay
 from braid.rl.self_play import Opponents, PolicyPlayer, SelfPlay
 from braid.rl.serving import PolicyServer, ServedPolicy
 from braid.rl.supervision import lead

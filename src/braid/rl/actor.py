@@ -6,23 +6,57 @@
 
 One forward pass chooses the actions of all environments. An unroll is a message of its own: when an
 actor dies, only what it had not handed over is lost.
+
+Environments have the interface of gymnasium, which `make_environment` makes by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, SupportsFloat
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from braid.errors import ConfigError
-from braid.rl.environments import Environment
 from braid.rl.policies import Policy
 from braid.rpc import register
 
-__all__ = ["Actor", "Unroll"]
+__all__ = ["Actor", "Environment", "Unroll", "make_environment"]
+
+
+class Environment(Protocol):
+    """A world that an actor plays in, with the interface of gymnasium."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode; return the first observation."""
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Act; return observation, reward, terminated, truncated and more information."""
+
+
+def make_environment(name: str, **options: Any) -> Environment:
+    """Return an environment of gymnasium.
+
+    Args:
+        name: Its name there, such as "CartPole-v1".
+        options: Options of gymnasium.make.
+
+    Raises:
+        ConfigError: gymnasium is not installed, or has no environment of that name.
+    """
+    try:
+        import gymnasium  # noqa: PLC0415 - an extra
+    except ImportError as exc:
+        msg = f"the environment {name!r} needs gymnasium: pip install 'braid-train[rl]'"
+        raise ConfigError(msg) from exc
+    try:
+        made: Environment = gymnasium.make(name, disable_env_checker=True, **options)
+    except gymnasium.error.Error as exc:
+        msg = f"gymnasium cannot make the environment {name!r}: {exc}"
+        raise ConfigError(msg) from exc
+    return made
 
 
 @register
