@@ -39,9 +39,18 @@ from braid.errors import CommError, ConfigError
 from braid.fusion.autotune import Settings
 from braid.fusion.batching import Batch, batches
 from braid.fusion.coordinator import Coordinator
-from braid.fusion.lists import NOTHING, Answer, RankList, read_answer, read_list
 from braid.fusion.options import StateOptions
-from braid.fusion.request import JOINABLE, Request, Response, check_sendable
+from braid.fusion.request import (
+    JOINABLE,
+    NOTHING,
+    Answer,
+    RankList,
+    Request,
+    Response,
+    check_sendable,
+    read_answer,
+    read_list,
+)
 from braid.fusion.response_cache import Lookup, ResponseCache
 from braid.fusion.stall import Stall, StallInspector
 

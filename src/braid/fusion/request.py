@@ -1,4 +1,4 @@
-"""Requests of a rank, and the responses that all ranks have agreed on. Pure."""
+"""Requests of a rank, responses that all ranks have agreed on, and lists of both. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ from math import prod
 import msgspec
 
 from braid.errors import ConfigError
+from braid.fusion.stall import Stall
 
-__all__ = ["BATCHED", "JOINABLE", "Request", "Response", "check_sendable"]
+__all__ = [
+    "BATCHED",
+    "JOINABLE",
+    "NOTHING",
+    "Answer",
+    "RankList",
+    "Request",
+    "Response",
+    "check_sendable",
+    "read_answer",
+    "read_list",
+]
 
 BATCHED = frozenset({"all_reduce"})  # kinds that share a message with others of their kind
 # kinds that can go on without a rank that has joined
@@ -97,3 +109,44 @@ def check_sendable(request: Request) -> None:
     except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
         msg = f"request {request.name!r} cannot be sent to the other ranks: {error}"
         raise ConfigError(msg) from error
+
+
+class RankList(msgspec.Struct, array_like=True):
+    """News of a rank.
+
+    Attributes:
+        requests: New requests.
+        ages_s: Seconds since the submission of each request.
+        joined: Whether the rank has joined.
+        stopping: Reason why everything should end; empty to go on.
+    """
+
+    requests: list[Request]
+    ages_s: list[float]
+    joined: bool
+    stopping: str
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """Decisions of rank 0.
+
+    Attributes:
+        responses: Responses in the order in which they are carried out.
+        last_joined: Position of the rank that joined last, when all have; -1 otherwise.
+        stalls: Names that wait for ranks.
+        stop: Reason why everything ends; empty to go on.
+        settings: Limit of a batch in bytes and cycle time in seconds, when they change.
+    """
+
+    responses: list[Response]
+    last_joined: int
+    stalls: list[Stall]
+    stop: str
+    settings: tuple[int, float] | None = None
+
+
+NOTHING = Answer([], -1, [], "")
+
+# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+read_list = msgspec.msgpack.Decoder(RankList).decode
+read_answer = msgspec.msgpack.Decoder(Answer).decode
