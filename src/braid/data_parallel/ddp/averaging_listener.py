@@ -4,12 +4,18 @@ averaging begins     tell joined ranks that this one still works
 beside the status    send the module's buffers, if they changed in the last step
 a bucket is there    take the optimizer's step of its parameters (`step_in_backward`)
 all are averaged     make buffers equal, compare parameters, report what is not finite or odd
+
+torch's `_apply_optimizer_in_backward` puts optimizers on parameters, whose hooks step as soon as a
+parameter has the gradient of this rank alone, and drop it. As torch's DistributedDataParallel does,
+the hooks are removed when training begins, and the steps are taken when a bucket's averages are
+there.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +23,6 @@ from torch import nn
 
 from braid.comm import Group, Work
 from braid.data_parallel.ddp.first_batch import FirstBatch
-from braid.data_parallel.ddp.in_backward import adopt_optimizers, optimizers_of
 from braid.data_parallel.ddp.join import Join, Joinable
 from braid.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.data_parallel.ddp.once_warnings import OnceWarnings
@@ -29,6 +34,34 @@ from braid.params.hashing import compare_values
 __all__ = ["AveragingListener", "MakeOptimizer"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def optimizers_of(param: torch.Tensor) -> Iterable[torch.optim.Optimizer]:
+    """Return the optimizers that are on a parameter."""
+    own: Iterable[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", ())
+    return own
+
+
+def adopt_optimizers(records: Iterable[ParamRecord]) -> bool:
+    """Remove the hooks of optimizers that are on parameters; return whether there are any.
+
+    Raises:
+        ConfigError: Gradients of such a parameter are sparse.
+    """
+    own = [record for record in records if optimizers_of(record.param)]
+    for record in own:
+        if record.sparse:
+            msg = (
+                f"{record.name!r} has an optimizer in backward and sparse gradients, which are "
+                "averaged at the end of backward: give it an optimizer of its own, whose step() "
+                "follows backward"
+            )
+            raise ConfigError(msg)
+        # whoever has called torch's function has imported it
+        for handle in sys.modules[MODULE].param_to_optim_hook_handle_map.pop(record.param, ()):
+            handle.remove()
+    return bool(own)
 
 
 @dataclass(eq=False, kw_only=True)

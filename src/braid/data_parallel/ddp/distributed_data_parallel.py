@@ -24,6 +24,7 @@ from torch import nn
 from braid.autograd.nested import tensors_in
 from braid.comm import Group
 from braid.data_parallel.ddp.arguments import (
+    WrapperSettings,
     arguments_in_common,
     caps_of,
     checked_hash_every,
@@ -43,7 +44,6 @@ from braid.data_parallel.ddp.mixed_precision import precision_of
 from braid.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.data_parallel.ddp.once_warnings import OnceWarnings
 from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
-from braid.data_parallel.ddp.settings import WrapperSettings
 from braid.data_parallel.finite import NonfiniteHandler, nonfinite_handler
 from braid.data_parallel.hooks.catalogue import hook_of
 from braid.data_parallel.replicas.data_parallel import DataParallel

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel.ddp.settings import WrapperSettings
+from braid.data_parallel.ddp.arguments import WrapperSettings
 from braid.params import GradientReducer, Hook, ParamTable
 
 __all__ = ["ReducerView", "TorchNames"]
