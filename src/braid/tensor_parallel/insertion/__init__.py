@@ -9,7 +9,7 @@ from braid.tensor_parallel.insertion.annotations import (
     strategies_in,
 )
 from braid.tensor_parallel.insertion.by_graph import divide_by_graph
-from braid.tensor_parallel.insertion.division import Division
+from braid.tensor_parallel.insertion.explain import Division
 from braid.tensor_parallel.insertion.records import Options
 
 __all__ = [

@@ -8,14 +8,14 @@ linear_3_reduce   model.mlp.down    all_reduce         - | - | -    all_reduce t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
 from braid.tensor_parallel.insertion.moves import Collective
 from braid.tensor_parallel.insertion.records import Row
 
-__all__ = ["Totals", "table", "to_svg", "totals"]
+__all__ = ["Division", "Totals", "table", "to_svg", "totals"]
 
 LINE = 20  # pixels of a row
 SPLIT, WHOLE, PARTIAL = "#bcd9f5", "#e8e8e8", "#f8d7a8"
@@ -140,3 +140,34 @@ def _drawn(line: Text, top: float, width: int) -> str:
         texts += f'<path d="M 480 {middle:.0f} h 30" stroke="#c33" stroke-width="2"/>'
         texts += f'<text x="{min(516, width)}" y="{top + 12:.0f}" fill="#c33">{sent}</text>'
     return box + texts
+
+
+class Division(dict[str, str]):
+    """Kind of each module that is divided, by name.
+
+    Attributes:
+        rows: Values that are split, and collectives; empty if the model is divided by modules.
+        whole: Why layers stay whole, by the pattern of their names.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, str],
+        rows: Sequence[Row] = (),
+        whole: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(kinds)
+        self.rows = list(rows)
+        self.whole = dict(whole or {})
+
+    def explain(self) -> str:
+        """Return the values, their layouts, and what is sent, with bytes and costs, as a table."""
+        if not self.rows:
+            lines = [f"{name}  {kind}" for name, kind in self.items()]
+            return "\n".join([*lines, "pass inputs= to see what is sent"])
+        reasons = [f"whole: {name}: {why}" for name, why in self.whole.items()]
+        return "\n".join([table(self.rows), *reasons])
+
+    def to_svg(self) -> str:
+        """Return the picture of the same: a line for each value, coloured by its layout."""
+        return to_svg(self.rows)
