@@ -6,9 +6,17 @@ from braid.checkpoint.background import BackgroundSaver, Saving
 from braid.checkpoint.exporting import export_model
 from braid.checkpoint.importing import read_model
 from braid.checkpoint.inspection import Comparison, Listed, compare, ls
-from braid.checkpoint.loading import Checkpoint, Skipped, load, open_last, read_manifest, verify
+from braid.checkpoint.loading import (
+    Checkpoint,
+    PartedCheckpoint,
+    Parts,
+    Skipped,
+    load,
+    open_last,
+    read_manifest,
+    verify,
+)
 from braid.checkpoint.manifest import FileEntry, Manifest, Origin, Piece, TensorEntry
-from braid.checkpoint.parted import PartedCheckpoint, Parts
 from braid.checkpoint.plain_values import from_plain, to_plain
 from braid.checkpoint.resharding import reshard
 from braid.checkpoint.saving import OnSaved, save, save_alone

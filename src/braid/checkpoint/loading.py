@@ -2,7 +2,7 @@
 
 A checkpoint is verified before anything is used: manifest against its own digest, files against the
 manifest's. Tensors are then assembled from the pieces that overlap with the wanted box, so the
-number of ranks that wrote it does not matter.
+number of ranks that wrote it does not matter. Ranks with parts of tensors cut each when it is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -32,7 +32,16 @@ from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.types import TensorSpec
 
-__all__ = ["Checkpoint", "Skipped", "load", "open_last", "read_manifest", "verify"]
+__all__ = [
+    "Checkpoint",
+    "PartedCheckpoint",
+    "Parts",
+    "Skipped",
+    "load",
+    "open_last",
+    "read_manifest",
+    "verify",
+]
 
 LOG = logging.getLogger(__name__)
 
@@ -374,3 +383,44 @@ def _file_in(directory: Path, name: str) -> Path:
         msg = f"{name} is no regular file"
         raise CheckpointError(msg)
     return path
+
+
+class Parts(Protocol):
+    """Knows which part of a tensor a rank has; engines implement this."""
+
+    def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a whole tensor, by its name in the checkpoint, of that of a part."""
+        ...
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor."""
+        ...
+
+
+class PartedCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are this rank's parts.
+
+    Args:
+        checkpoint: The checkpoint, of whole tensors.
+        parts: Parts of this rank.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, parts: Parts) -> None:
+        super().__init__(
+            checkpoint.path, checkpoint.manifest, checkpoint.skipped, own_of=checkpoint.own_of
+        )
+        self._parts = parts
+
+    def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Return this rank's part of a tensor; a box is one of the whole tensor."""
+        tensor = super().read(name, box)
+        return tensor if box is not None else self._parts.part_of(name, tensor)
+
+    def require(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Check that the checkpoint holds the whole tensors of these parts; see `Checkpoint`."""
+        super().require(
+            {
+                name: spec._replace(shape=self._parts.whole_shape(name, spec.shape))
+                for name, spec in expected.items()
+            }
+        )
