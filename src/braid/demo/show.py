@@ -13,25 +13,27 @@ is downloaded.
 from __future__ import annotations
 
 import os
+import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from rich.console import Console
 from rich.text import Text
 
 from braid._version import __version__
 from braid.checkpoint import Comparison, compare, verify
-from braid.demo.chaos import Assassin
 from braid.errors import CheckpointError
 from braid.launch import Outcome
 from braid.observe import pipeline_views, read_run, read_timelines
 from braid.train.command import launch
 from braid.train.config import MODELS, TrainConfig
 from braid.train.progress import TrainConsole
-from braid.train.reports import Finished, Shares
+from braid.train.reports import Finished, Report, Shares, Stepped
 
 __all__ = ["bar", "show"]
 
@@ -45,6 +47,35 @@ CHECKPOINTS = 5  # of the run in which a rank is killed
 PIPELINE_PART = 6  # of the steps of the others
 KILLED_AFTER = 0.3  # of the steps; the rest leaves time to strike
 PROOF_FAILED_EXIT_CODE = 1
+
+
+class Assassin(TrainConsole):
+    """Shows a training, and kills one of its ranks after a step, by SIGKILL from outside.
+
+    Args:
+        out: Console on which the training is drawn.
+        title: Text before the moving line.
+        rank: Rank to kill.
+        after: Step after which to kill it.
+
+    Attributes:
+        struck_at: Last reported step when the rank was killed; 0 before.
+    """
+
+    def __init__(self, out: Console, *, title: str, rank: int, after: int) -> None:
+        super().__init__(out, title=title)
+        self._rank = rank
+        self._after = after
+        self.struck_at = 0
+
+    def _keep(self, report: Report) -> None:
+        super()._keep(report)
+        if isinstance(report, Stepped) and report.step >= self._after and not self.struck_at:
+            self.struck_at = report.step
+            for child in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error, ProcessLookupError):
+                    if child.environ().get("RANK") == str(self._rank):
+                        os.kill(child.pid, signal.SIGKILL)
 
 
 class _Stage(NamedTuple):
