@@ -1,13 +1,17 @@
-"""Megatron's `initialize_model_parallel`: refuse what braid has not, then make all groups."""
+"""Megatron's `initialize_model_parallel`: compare arguments of all ranks, then make groups.
+
+Ranks that make different groups wait for each other until a deadline, which names no cause. Here
+they exchange their arguments first, through torch's store, and all raise the same error.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from braid.compat.megatron.agreement import check_alike
 from braid.compat.megatron.failure import UnsupportedError, UsageError
 from braid.compat.megatron.group_plan import (
     Parallelism,
@@ -16,8 +20,51 @@ from braid.compat.megatron.group_plan import (
 )
 from braid.compat.megatron.groups import OWN_BACKENDS, check_initialized
 from braid.compat.megatron.state import STATE
+from braid.store import exchange
+from braid.store.torch_store import TorchStore
+from braid.torch_internals import default_store
 
 __all__ = ["initialize_model_parallel"]
+
+DEADLINE_S = 600.0  # ranks read their data sets before they make groups
+
+
+def check_alike(call: str, arguments: Mapping[str, object]) -> None:
+    """Raise UsageError on all ranks unless all have passed the same arguments.
+
+    Args:
+        call: Name of the function.
+        arguments: Arguments by name; functions are compared by their names.
+
+    Raises:
+        UsageError: Some arguments differ; the message has their values and ranks.
+        RanksMissingError: Some ranks did not call the function.
+    """
+    own = {name: getattr(value, "__qualname__", repr(value)) for name, value in arguments.items()}
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    store = TorchStore(default_store())
+    number = store.add(f"braid/{call}/{rank}", 1)
+    topic = f"{call}, call {number}"
+    sent = json.dumps(own).encode()
+    values = [
+        json.loads(value)
+        for value in exchange(store, topic, rank, ranks, sent, timeout_s=DEADLINE_S)
+    ]
+    problems = []
+    for name in own:
+        members: dict[str, list[int]] = {}
+        for other, theirs in enumerate(values):
+            members.setdefault(theirs[name], []).append(other)
+        if len(members) > 1:
+            each = (f"{v} on {_ranks(own)}" for v, own in members.items())
+            problems.append(f"{name} is {' and '.join(each)}")
+    if problems:
+        msg = f"{call} was called with different arguments: {'; '.join(problems)}. Pass the same"
+        raise UsageError(msg)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def initialize_model_parallel(
