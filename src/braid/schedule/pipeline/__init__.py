@@ -25,8 +25,7 @@ from braid.schedule.pipeline.named import (
     find_schedule,
 )
 from braid.schedule.pipeline.one_f_one_b import forward_only, gpipe, one_f_one_b
-from braid.schedule.pipeline.optimizer_steps import with_steps
-from braid.schedule.pipeline.recompute import RECOMPUTE_MODES, with_recompute
+from braid.schedule.pipeline.recompute import RECOMPUTE_MODES, with_recompute, with_steps
 from braid.schedule.pipeline.torch_csv import from_csv, to_csv
 from braid.schedule.pipeline.versions import ASYNCHRONOUS, ASYNCHRONOUS_RULES
 from braid.schedule.pipeline.vocabulary import (
