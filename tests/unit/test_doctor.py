@@ -202,7 +202,7 @@ def test_this_machine_is_examined_whole(capsys):
     code = main(["doctor", "--json"])
     report = msgspec.json.decode(capsys.readouterr().out, type=Report)
     assert code == (0 if report.usable else 1)
-    assert len(report.findings) == len(CHECKS) + 2 + 2  # versions are three lines, permissions three
+    assert len(report.findings) == len(CHECKS) + 2 + 2  # versions and permissions are three lines
     for finding in report.findings:
         assert finding["verdict"] in {"ok", "note", "problem"}
         assert not finding["fact"].startswith("could not be checked")
