@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from braid.context_parallel.costs import all_to_all_costs, ring_costs
-from braid.context_parallel.heads import all_to_all_attention
+from braid.context_parallel.heads import all_to_all_attention, all_to_all_costs
 from braid.context_parallel.loss import mean_over_sequence, shifted_labels
 from braid.context_parallel.model import ContextParallel, context_parallel
-from braid.context_parallel.ring import ring_attention
+from braid.context_parallel.ring import ring_attention, ring_costs
 from braid.context_parallel.sequence import (
     gather_sequence,
     join_sequence,

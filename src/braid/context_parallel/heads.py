@@ -10,6 +10,9 @@ each other rank instead of a ring, and nothing is sent twice: for n ranks the by
 with n, while a ring's stay. The number of ranks is bounded by the number of heads, and a rank must
 have the room for whole sequences of its heads.
 
+Bytes that a rank sends, forward and backward alike, for n ranks; q and kv: bytes of a rank's
+queries, and of its keys and values: (n-1)/n (2 q + kv).
+
 Source: S. A. Jacobs et al., DeepSpeed Ulysses, 2023.
 """
 
@@ -22,9 +25,10 @@ from braid.autograd import all_to_all
 from braid.comm import Group
 from braid.context_parallel.arguments import as_autocast, check_attention, shapes_differ
 from braid.context_parallel.sequence import chunks_of
+from braid.cost import Cost
 from braid.errors import ConfigError, MismatchError
 
-__all__ = ["all_to_all_attention"]
+__all__ = ["all_to_all_attention", "all_to_all_costs"]
 
 
 def all_to_all_attention(
@@ -122,3 +126,15 @@ def _check_heads(heads: int, kv_heads: int, size: int) -> None:
         f"ranks; valid: {', '.join(map(str, valid))}. ring_attention has no such limit"
     )
     raise ConfigError(msg)
+
+
+def all_to_all_costs(size: int, q_bytes: int, kv_bytes: int) -> tuple[Cost, Cost]:
+    """Return the costs of `all_to_all_attention`, forward and backward.
+
+    Args:
+        size: Number of ranks.
+        q_bytes: Bytes of a rank's queries.
+        kv_bytes: Bytes of a rank's keys and values.
+    """
+    one_way = Cost(2 * (size - 1), (size - 1) / size * (2 * q_bytes + kv_bytes))
+    return one_way, one_way

@@ -15,6 +15,14 @@ steps. The gradients of keys and values travel with them: each rank adds its ter
 the ring, and the last one sends the sum home. All sums have a fixed order, so two runs are equal
 bitwise.
 
+Bytes that a rank sends, for n ranks; kv: bytes of a rank's keys and values; wide: bytes of a number
+of sums over bytes of a number (2 for bfloat16):
+
+    forward (n-1) kv        backward (n-1) (1 + wide) kv
+
+With as many heads of keys as of queries, a ring sends n/2 times as much forward as all-to-all
+attention (`heads`); with g times fewer heads of keys, n/(g+1) times.
+
 Source: H. Liu, M. Zaharia, P. Abbeel, Ring attention with blockwise transformers for near-infinite
 context, 2023; the balanced cut is described in `sequence`.
 """
@@ -31,8 +39,9 @@ from braid.context_parallel.arguments import as_autocast, check_attention
 from braid.context_parallel.blocks import Block, block_of
 from braid.context_parallel.kernels import HALF, Kernel, kernel_for, merge
 from braid.context_parallel.travel import GRADIENTS, Arriving, Pair, pass_on, travelling
+from braid.cost import Cost
 
-__all__ = ["ring_attention"]
+__all__ = ["ring_attention", "ring_costs"]
 
 
 def ring_attention(
@@ -184,3 +193,15 @@ def _backward_pass(
     if arriving is not None:
         arriving.wait_and_add_to(own)
     return grad_q.to(q.dtype), own.keys.to(k.dtype), own.values.to(v.dtype)
+
+
+def ring_costs(size: int, kv_bytes: int, *, wide: int = 1) -> tuple[Cost, Cost]:
+    """Return the costs of `ring_attention`, forward and backward.
+
+    Args:
+        size: Number of ranks.
+        kv_bytes: Bytes of a rank's keys and values.
+        wide: Bytes of a number of sums over bytes of a number: 2 for float16 and bfloat16.
+    """
+    hops = size - 1
+    return Cost(hops, hops * kv_bytes), Cost(2 * hops, hops * (1 + wide) * kv_bytes)
