@@ -747,7 +747,8 @@ def problems(case: Case, expected: Outcome, ranks: list[Outcome]) -> list[str]:
     if expected.error:
         if not errors:
             return [f"one process raises {expected.error[0]}: {expected.text}; the engine nothing"]
-        same = [r for r in causes if expected.error[0] in r.error]
+        name = expected.error[0]  # of the exception, or named in the engine's own
+        same = [r for r in causes if name in r.error or f"{name}: " in r.text]
         return (
             []
             if same or not _unless_refused(case, causes or errors)
