@@ -1,6 +1,7 @@
 """Fixtures: worlds of ranks on threads or processes, and the check that nothing is left behind.
 
-`bounds` ends a test that is stuck; `costs` tells at the end what the run has cost, and what it may.
+`bounds` ends a test that is stuck; `costs` prints at the end what the run has cost, and what it may; `tiers` decides which
+tests run in `make test` and which in `make test-all` only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from braid.testing.leaks import Belongings, ImportFreezer, no_leaks
 from braid.testing.pool import ProcessPool
 from braid.testing.signals import default_signals
 from braid.testing.worlds import run_threads
+from tiers import mark_tiers
 
 pytest_plugins = ("bounds", "costs")
 hypothesis.settings.register_profile(
@@ -25,6 +27,9 @@ hypothesis.settings.register_profile(
     derandomize=True,
     deadline=None,
     suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.register_profile(
+    "more", hypothesis.settings.get_profile("fast"), max_examples=50
 )
 hypothesis.settings.register_profile(
     "proof", hypothesis.settings.get_profile("fast"), max_examples=500, derandomize=False
@@ -120,8 +125,9 @@ def _scope(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start launchers or hosts come first: they take longest."""
+    """Mark the tests of `make test-all`; put tests that start launchers or hosts first, which take longest."""
     scopes = {item: _scope(item.nodeid) for item in items}
+    mark_tiers(items, {item: scope != item.nodeid for item, scope in scopes.items()})
     strays = [
         item.nodeid
         for item in items
