@@ -29,9 +29,6 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.register_profile(
-    "more", hypothesis.settings.get_profile("fast"), max_examples=50
-)
-hypothesis.settings.register_profile(
     "proof", hypothesis.settings.get_profile("fast"), max_examples=500, derandomize=False
 )
 hypothesis.settings.load_profile("fast")  # unless --hypothesis-profile names another
