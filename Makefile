@@ -1,4 +1,4 @@
-# Two commands set everything up from a fresh clone: `make demo` and `make test`. `make test-all` takes 20 minutes.
+# Two commands set everything up from a fresh clone: `make demo` and `make test`. `make test-all` runs the rest, too.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin

@@ -177,7 +177,7 @@ class BackgroundSaver:
     def _copied(self, snapshot: Snapshot) -> list[Slice]:
         """Return pieces with copies of their values, in the memory of the last copies if it fits.
 
-        Copies from a GPU run one after the other without the host, which waits once for all.
+        All copies from a GPU are queued first; then the host waits once.
         """
         pieces, devices = [], set()
         for piece in snapshot.pieces():

@@ -389,7 +389,7 @@ class Parts(Protocol):
     """Knows which part of a tensor a rank has; engines implement this."""
 
     def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a whole tensor, by its name in the checkpoint, of that of a part."""
+        """Return a tensor's whole shape from its name in the checkpoint and the shape of a part."""
         ...
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:

@@ -313,8 +313,8 @@ class _Stages(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, _nothing: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        own = iter(ctx.run.backward())
-        return None, None, *[next(own) if needs else None for needs in ctx.needs]
+        input_grads = iter(ctx.run.backward())
+        return None, None, *[next(input_grads) if needs else None for needs in ctx.needs]
 
 
 class _Outputs(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""All collectives of a group of one rank: the result is what the rank has, wherever that is.
+"""All collectives of a group of one rank: the result is a copy of the input, on its device.
 
 Nothing is copied through shared memory, so that CUDA tensors stay on their GPU, no thread waits for
 it, and a CUDA graph can capture the operation.

@@ -114,7 +114,7 @@ class C10dEngine:
         self._sequence = 0
         self._num_subsets = 0
         self._end_reason = ""
-        self._has_failed = False
+        self.has_failed = False
         self._last: _Operation | None = None
         self._lock = threading.RLock()
 
@@ -190,9 +190,9 @@ class C10dEngine:
         self._group.abort()
 
     def close(self) -> None:
-        """End the process group; at once if a call has failed, whose work may never end."""
+        """Shut the process group down; abort it after a failure, since its work may not end."""
         self._end_reason = self._end_reason or "was closed"
-        if self._has_failed:
+        if self.has_failed:
             self._group.abort()
         else:
             self._group.shutdown()
@@ -224,7 +224,6 @@ class C10dEngine:
 
     def explain_failure(self, c: Collective, exc: BaseException) -> BaseException:
         """Return braid's error for an exception of the backend."""
-        self._has_failed = True
         if isinstance(exc, BraidError):
             return exc
         shared_gpu = shared_gpu_error(str(exc), self.ranks)
@@ -396,6 +395,7 @@ class _Operation:
     def _finish(self, error: BaseException | None) -> None:
         self.error = error
         self.done = True
+        self._engine.has_failed |= error is not None
         self._span.end()
         for call in self._ended:
             call()

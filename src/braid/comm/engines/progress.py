@@ -81,6 +81,8 @@ class Progress:
         """
         if self._transport.forked:
             self.refuse_fork()
+        if operation.pages.size == 1:  # waits for no rank, and uses the caller's CUDA stream
+            steps_by = StepsBy.CALLER
         with self._ordering:
             by_thread = steps_by is StepsBy.THREAD and not self._pending(operation.channel)
             if by_thread or operation.channel in self._queues:

@@ -166,8 +166,6 @@ class SharedMemoryEngine:
         """Start a collective behind what was started on its channel."""
         operation = self._operation(collective)
         progress = self.progress
-        if self.pages.size == 1:  # queues on the stream of the caller's thread
-            steps_by = StepsBy.CALLER
         progress.start(operation, steps_by)
         result, source = collective.result, collective.source
         return Work(operation, progress.wait, progress.poll, result, source)
@@ -404,7 +402,6 @@ class MemoryRequest:
         self._channel = channel
         copies = collective.copies
         self._copies = copies if copies is not None and copies.crosses else None
-        self._is_alone = engine.pages.size == 1  # queues on the stream of the caller's thread
         self._residuals: Residuals | None = {} if collective.wire else None
         self._opens_in: Selection | None = None  # the choices for which `_opens` holds
         self._opens = False
@@ -425,7 +422,6 @@ class MemoryRequest:
         if self._opens_in is not engine.selection:  # measured anew
             self._opens_in = engine.selection
             self._opens = self._copies is not None or engine.opens(collective, channel)
-        steps_by = StepsBy.CALLER if self._is_alone else steps_by
         progress.start(operation, steps_by, opens=self._opens)
         return Work(operation, progress.wait, progress.poll, collective.result)
 

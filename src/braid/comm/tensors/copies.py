@@ -12,7 +12,7 @@ A collective that is queued behind another one must see the results of that one.
 at the operation's first step, not at the call.
 
 CUDA tensors are copied to page-locked memory and back, for engines that work on the CPU. These
-copies run on a stream of their own, after the kernels that were queued before the call. No thread
+copies run on a separate stream, after the kernels that were queued before the call. No thread
 blocks for them: the steps yield a `DeviceWait`.
 
     compute stream   backward of layer 2 │ backward of layer 1 │ ...
@@ -169,7 +169,7 @@ class Copies:
     def around(self, steps: Generator[Y, None, None]) -> Generator[Y | DeviceWait, None, None]:
         """Return the steps of an operation, between the loads and the stores.
 
-        What the current streams have been given before this call comes before the copies.
+        All work queued on the current streams before this call precedes the copies.
         """
         for device in self._devices:
             _follow_current_stream(device)
@@ -245,7 +245,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _follow_current_stream(device: torch.device) -> None:
-    """Let copies wait for what this thread's current stream has been given."""
+    """Make later copies wait for all work queued on this thread's current stream."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     _copy_stream(device).wait_event(event)
@@ -267,7 +267,7 @@ def _start_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device
 
 
 def _in_turn(copies: Sequence[Copy]) -> Iterator[DeviceWait]:
-    """Make copies one after the other, and yield the waits for GPUs."""
+    """Make the copies in order, and yield the waits for GPUs."""
     pending: dict[torch.device, DeviceWait] = {}
     for copy in copies:
         if not (isinstance(copy, partial) and copy.func is _start_copy):

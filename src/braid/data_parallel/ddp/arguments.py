@@ -223,7 +223,7 @@ class WrapperSettings:
 
     Attributes:
         init_sync: Whether rank 0's values are copied at wrapping.
-        broadcast_buffers: Whether those of buffers are, too.
+        broadcast_buffers: Whether rank 0's buffers are copied at wrapping.
         caps: Sizes of buckets.
         delayed: Names of parameters whose gradients are launched late.
         delayed_after: Name of the parameter whose gradient launches them.

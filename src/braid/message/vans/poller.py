@@ -73,7 +73,7 @@ class Looking:
         self._was_short = False
 
     def wait(self, pause_s: float | None) -> list[tuple[int, int]]:
-        """Return what is ready, after `pause_s` at the latest; see `Poller.wait`."""
+        """Return the ready descriptors within `pause_s`; see `Poller.wait`."""
         look = self._poller.wait
         ready = look(0)
         if ready or pause_s == 0:

@@ -161,7 +161,7 @@ class Division(dict[str, str]):
         self.whole = dict(whole or {})
 
     def explain(self) -> str:
-        """Return the values, their layouts, and what is sent, with bytes and costs, as a table."""
+        """Return a table of values, layouts and messages, with bytes and costs."""
         if not self.rows:
             lines = [f"{name}  {kind}" for name, kind in self.items()]
             return "\n".join([*lines, "pass inputs= to see what is sent"])
