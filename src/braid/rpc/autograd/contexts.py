@@ -249,6 +249,7 @@ class Contexts:
             self._act(own, done)
             raise CommTimeout(reason)
         if own.state.failure_of(this):
+            own.restore()  # the thread that learned of the failure may not have come to it yet
             raise CommError(own.state.failure_of(this))
         assert own.finished is not None
         if own.finished.pending:
