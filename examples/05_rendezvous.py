@@ -11,8 +11,16 @@ from pathlib import Path
 
 import braid
 from braid.context import membership
-from braid.store import FileStore, HashStore, PrefixStore, Store, StoreClient, StoreServer, exchange
-from braid.wire import Identity, Secret, connect
+from braid.runtime.store import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    StoreClient,
+    StoreServer,
+    exchange,
+)
+from braid.runtime.wire import Identity, Secret, connect
 
 RUN, SETS = "handbook", 200
 

@@ -11,10 +11,10 @@ import msgspec
 import torch
 
 import braid
-from braid.message import Schema, SocketVan, VanConfig
-from braid.message.tensors import as_buffers, from_buffers
+from braid.runtime.message import Schema, SocketVan, VanConfig
+from braid.runtime.message.tensors import as_buffers, from_buffers
+from braid.runtime.wire import Secret
 from braid.types import TensorSpec
-from braid.wire import Secret
 
 NUMEL, TIMES = 8 << 20, 5  # 32 MiB
 

@@ -12,8 +12,8 @@ from collections import Counter
 import torch
 
 import braid
-from braid.message import Delivery
 from braid.ps import kv
+from braid.runtime.message import Delivery
 
 KEYS = torch.tensor([k << 61 for k in range(8)], dtype=torch.uint64)  # four for each server
 PUSHES = 60

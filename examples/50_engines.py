@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import braid
 from braid.launch.cluster.rank_assignment import Place, assign, parse_hosts
-from braid.rendezvous import JobEnvironment
-from braid.rendezvous.engine_ranks import as_torchrun
+from braid.runtime.rendezvous import JobEnvironment
+from braid.runtime.rendezvous.engine_ranks import as_torchrun
 
 COLUMNS = "{:11} {:>4} {:>4} {:>5}  {:22} {}"
 PLACES = assign(parse_hosts("a:2,b:2"))  # as `braid run -H a:2,b:2` does

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from braid.clock import VirtualClock
 from braid.comm import Group
 from braid.data_parallel import (
     DataParallel,
@@ -21,12 +20,13 @@ from braid.data_parallel import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
-from braid.events import Recorder
 from braid.fusion.fusion_state import FusionState
 from braid.fusion.request import Request
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
 from braid.params.bucket_layout_cache import REBUILD_GAIN
 from braid.params.status import StatusLayout
+from braid.runtime.clock import VirtualClock
+from braid.runtime.events import Recorder
 from braid.schedule import simulate
 from braid.schedule.bars import COLOURS, Bar, draw
 from braid.schedule.collective import algorithm, collective_costs, program

@@ -35,7 +35,7 @@ from braid.launch.supervise.supervisor_state import (
     SupervisorState,
     Tick,
 )
-from braid.rendezvous.survivors import WAIT_S
+from braid.runtime.rendezvous.survivors import WAIT_S
 from braid.schedule.bars import COLOURS, Bar, draw
 from handbook_calls import Row, _ladder
 from handbook_servers import GREY, _svg, _text

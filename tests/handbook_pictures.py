@@ -13,6 +13,7 @@ from pathlib import Path
 from braid.plan.described import DescribedMachines
 from braid.plan.search import Training, find_splits
 from braid.plan.tables import comparison
+from braid.runtime.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.schedule import Costs, simulate
 from braid.schedule.bars import COLOURS, Bar, draw
 from braid.schedule.collective import algorithm, collective_costs, program
@@ -26,7 +27,6 @@ from braid.schedule.collective.vocabulary import (
 )
 from braid.schedule.pipeline import one_f_one_b
 from braid.schedule.simulate import Timeline
-from braid.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.topology import DEVICES, Cluster, Level, flat
 from braid.train.models import described
 from handbook_actors import lag_of_actors

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from braid.message import LocalNetwork, VanConfig
 from braid.ps import kv
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.roles import name_of
+from braid.runtime.message import LocalNetwork, VanConfig
 from braid.testing.message_faults import Faults
 from braid.testing.simulated_van import Network
 

@@ -41,7 +41,7 @@ from braid.bench.ps import PsBench, ps_verdicts, run_ps
 from braid.bench.tp import TpBench, run_tp, tp_verdicts
 from braid.bench.workers.comm import Row
 from braid.bench.zero import ZeroBench, run_zero, zero_verdicts
-from braid.events import Recorder
+from braid.runtime.events import Recorder
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures.md"

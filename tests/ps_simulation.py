@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 from braid.errors import StaleError
-from braid.message import Delivery, VanConfig
 from braid.ps import Consistency, Node, Options
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.protocol.directory import virtual_shard
 from braid.ps.roles import name_of
+from braid.runtime.message import Delivery, VanConfig
 from braid.testing.message_faults import Faults
 from braid.testing.simulated_van import Network
 

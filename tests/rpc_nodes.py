@@ -11,8 +11,8 @@ from braid.rpc import RpcOptions
 from braid.rpc.agent import Agent
 from braid.rpc.current import acting_for
 from braid.rpc.membership import join, leave
-from braid.store import HashStore
-from braid.wire import Secret
+from braid.runtime.store import HashStore
+from braid.runtime.wire import Secret
 
 SECRET = Secret(b"s" * 32)
 

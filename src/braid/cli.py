@@ -43,7 +43,7 @@ from braid.commands.schedule import (
 from braid.commands.torchrun_options import OWN_FLAGS, translated
 from braid.commands.train import train
 from braid.errors import ConfigError
-from braid.last_words import drop_unwritten, ending_well, print_error
+from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
 __all__ = ["main"]
 
@@ -297,9 +297,9 @@ def report(
 
     from rich.console import Console
 
-    from braid.clock import MonotonicClock
     from braid.observe import print_comparison, print_summary, publish, publish_comparison
     from braid.observe.trackers import open_tracker, send_run
+    from braid.runtime.clock import MonotonicClock
 
     if to:
         clock = MonotonicClock()

@@ -17,9 +17,9 @@ from braid import torch_backend
 from braid.comm import Group
 from braid.comm.engines.c10d import C10dEngine, make_nccl
 from braid.errors import StaleError
-from braid.metrics import RunMetrics
-from braid.rendezvous import JobEnvironment
-from braid.rendezvous.membership import Membership, join_job
+from braid.runtime.metrics import RunMetrics
+from braid.runtime.rendezvous import JobEnvironment
+from braid.runtime.rendezvous.membership import Membership, join_job
 
 __all__ = ["init", "log", "membership", "shutdown", "world"]
 
@@ -131,7 +131,7 @@ def log(*, step: int | None = None, **values: Any) -> None:
         step: Number of the step; the one after the last when None.
         values: Numbers, such as `loss=loss`; tensors of one element, of which those on a GPU make
             the program wait for it. `loss`, `eval_loss`, `samples` and `tokens` have meanings; see
-            `braid.metrics.rows`.
+            `braid.runtime.metrics.rows`.
 
     Raises:
         ConfigError: A value is not a number; all such values are named.

@@ -50,7 +50,7 @@ from braid.errors import BraidError, CheckpointError, ConfigError, StaleError
 from braid.expert_parallel import is_of_experts
 from braid.pipeline import Pipeline
 from braid.pipeline.asynchronous import AsynchronousPipeline
-from braid.rendezvous import ControlClient, Loaded, Saved
+from braid.runtime.rendezvous import ControlClient, Loaded, Saved
 from braid.sharding import (
     ShardedSnapshot,
     has_pieces,

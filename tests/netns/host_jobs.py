@@ -47,9 +47,9 @@ def gloo() -> None:
 
 def meet() -> None:
     """Meet all ranks in the launcher's store."""
-    from braid.rendezvous import JobEnvironment
-    from braid.store import STORE_ROLE, StoreClient
-    from braid.wire import Identity, Secret, connect
+    from braid.runtime.rendezvous import JobEnvironment
+    from braid.runtime.store import STORE_ROLE, StoreClient
+    from braid.runtime.wire import Identity, Secret, connect
 
     env = JobEnvironment.from_os()
     assert env.secret_fd is not None

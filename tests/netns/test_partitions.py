@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import braid
 from braid import ps
-from braid.message import VanConfig
+from braid.runtime.message import VanConfig
 
 here, silent_s, alone_s, *plan = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:]
 SIZE, WORKERS, STEPS = 100_000, 2, 60  # the table has several shards, of both servers

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from braid.clock import VirtualClock
-from braid.diagnose import ParsedError, RankEnd, SavedCheckpoint, StopReport, judge
-from braid.events import EventRing, Recorder
+from braid.runtime.clock import VirtualClock
+from braid.runtime.diagnose import ParsedError, RankEnd, SavedCheckpoint, StopReport, judge
+from braid.runtime.events import EventRing, Recorder
 
 MS = 1_000_000
 CAPACITY = 4096

@@ -26,8 +26,8 @@ from braid.autograd import (
     measure,
     sqrt_segments,
 )
-from braid.clock import VirtualClock
 from braid.errors import ConfigError
+from braid.runtime.clock import VirtualClock
 
 
 class Pair(NamedTuple):

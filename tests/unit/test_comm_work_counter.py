@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from braid.comm.channel.work_counter import WorkCounter
-from braid.transport import atomic
+from braid.runtime.transport import atomic
 
 
 @pytest.fixture(params=["of the runtime", "of this process"])

@@ -1,4 +1,4 @@
-"""Claims of braid.diagnose.hang: who waits, who is missing, and why, from what is seen of the ranks."""
+"""Claims of braid.runtime.diagnose.hang: who waits, who is missing, and why, from what is seen of the ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.diagnose import Process, RankView, SpanView, find_hang
-from braid.diagnose.hang_causes import ADVICE
-from braid.diagnose.hang_stack import parse_threads, waits_for_peers
-from braid.diagnose.hang_view import LinkView
-from braid.diagnose.tracebacks import BRAID_ROOT
-from braid.events import OPEN
+from braid.runtime.diagnose import Process, RankView, SpanView, find_hang
+from braid.runtime.diagnose.hang_causes import ADVICE
+from braid.runtime.diagnose.hang_stack import parse_threads, waits_for_peers
+from braid.runtime.diagnose.hang_view import LinkView
+from braid.runtime.diagnose.tracebacks import BRAID_ROOT
+from braid.runtime.events import OPEN
 
 S = 1_000_000_000
 NOW, LIMIT = 100 * S, 10 * S

@@ -1,12 +1,12 @@
-"""Claims of braid.diagnose.last_events: open spans are what a rank is inside of."""
+"""Claims of braid.runtime.diagnose.last_events: open spans are what a rank is inside of."""
 
 from __future__ import annotations
 
 import pytest
 
-from braid import diagnose
-from braid.clock import VirtualClock
-from braid.events import EventRing, Recorder
+from braid.runtime import diagnose
+from braid.runtime.clock import VirtualClock
+from braid.runtime.events import EventRing, Recorder
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Claims of braid.diagnose.tracebacks, on texts that real processes wrote."""
+"""Claims of braid.runtime.diagnose.tracebacks, on texts that real processes wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.diagnose import (
+from braid.runtime.diagnose import (
     ParsedError,
     Stack,
     final_error,
@@ -19,7 +19,7 @@ from braid.diagnose import (
     printable,
     short_site,
 )
-from braid.diagnose.tracebacks import BRAID_ROOT
+from braid.runtime.diagnose.tracebacks import BRAID_ROOT
 
 PLAIN = """\
 epoch 3 begins

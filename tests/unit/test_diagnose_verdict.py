@@ -1,4 +1,4 @@
-"""Claims of braid.diagnose.verdict and block: the rank that is the cause, and the block that says so."""
+"""Claims of braid.runtime.diagnose.verdict and block: the rank that is the cause, and the block that says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.diagnose import (
+from braid.runtime.diagnose import (
     MemoryKill,
     ParsedError,
     RankEnd,

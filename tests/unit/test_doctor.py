@@ -26,7 +26,7 @@ from braid.doctor.facts import (
     Threads,
     Versions,
 )
-from braid.transport import atomic
+from braid.runtime.transport import atomic
 
 GIB = 1 << 30
 VERSIONS = Versions("3.11.7", "2.13.0+cpu", "2.4.6")

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.rendezvous.engine_ranks import FIRST_PORT, NUM_PORTS, as_torchrun, engine_rank
-from braid.rendezvous.environment import JobEnvironment
-from braid.rendezvous.slurm_names import expand_counts, expand_hostlist
+from braid.runtime.rendezvous.engine_ranks import FIRST_PORT, NUM_PORTS, as_torchrun, engine_rank
+from braid.runtime.rendezvous.environment import JobEnvironment
+from braid.runtime.rendezvous.slurm_names import expand_counts, expand_hostlist
 
 SRUN = {  # rank 2 of 4, as srun 22.05 says it on the second node of `srun -N2 -n4`
     "SLURM_JOB_ID": "12",

@@ -1,4 +1,4 @@
-"""Claims of braid.rendezvous.environment and control."""
+"""Claims of braid.runtime.rendezvous.environment and control."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError
-from braid.rendezvous import ControlClient, Failed, JobEnvironment, Left, RankLost, Saved, Stop
-from braid.rendezvous.control import decode_from_rank, encode
-from braid.wire import Identity, SocketConnection
+from braid.runtime.rendezvous import (
+    ControlClient,
+    Failed,
+    JobEnvironment,
+    Left,
+    RankLost,
+    Saved,
+    Stop,
+)
+from braid.runtime.rendezvous.control import decode_from_rank, encode
+from braid.runtime.wire import Identity, SocketConnection
 
 TORCHRUN = {
     "RANK": "3",

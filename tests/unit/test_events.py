@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.clock import VirtualClock
 from braid.errors import ConfigError
-from braid.events import OPEN, Event, EventRing, NameTable, Recorder
+from braid.runtime.clock import VirtualClock
+from braid.runtime.events import OPEN, Event, EventRing, NameTable, Recorder
 
 
 def _recorder(capacity: int = 8) -> tuple[Recorder, VirtualClock, bytearray]:

@@ -1,4 +1,4 @@
-"""Claims of braid.rendezvous.exit_hook: what ends a process by `sys.exit` is known at once, and exactly."""
+"""Claims of braid.runtime.rendezvous.exit_hook: what ends a process by `sys.exit` is known at once, and exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from braid.rendezvous.exit_hook import ExitHook
+from braid.runtime.rendezvous.exit_hook import ExitHook
 
 PROGRAM = """
 import atexit, importlib.util, pickle, sys, threading

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from braid.errors import ConfigError
-from braid.rendezvous.file_meeting import FileMeeting
+from braid.runtime.rendezvous.file_meeting import FileMeeting
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import signal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.diagnose import Process
-from braid.events import EventRing, Recorder
 from braid.launch.process.hang_state import (
     LATE_NS,
     STACKS_NS,
@@ -29,6 +27,8 @@ from braid.launch.process.process_facts import (
     process_between,
     sample,
 )
+from braid.runtime.diagnose import Process
+from braid.runtime.events import EventRing, Recorder
 
 S = 1_000_000_000
 LIMIT = 10 * S

@@ -15,7 +15,7 @@ from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
 from braid.launch.cluster.options import forwarded
 from braid.launch.cluster.rank_assignment import Place, assign
 from braid.launch.cluster.remote_shell import DEFAULT_RSH, LocalPlacement, RshPlacement, is_here
-from braid.rendezvous.meeting import MeetingPoint
+from braid.runtime.rendezvous.meeting import MeetingPoint
 
 SLOTS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 

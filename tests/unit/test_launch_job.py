@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.cli import main, separate_command
-from braid.diagnose import MemoryKill
 from braid.errors import ConfigError
 from braid.launch import JobSpec
 from braid.launch.process.job import check_command, choose_threads, command_line
 from braid.launch.process.oom import OomMonitor, parse_counter, parse_limit
+from braid.runtime.diagnose import MemoryKill
 
 
 @pytest.fixture

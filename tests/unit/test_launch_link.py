@@ -26,7 +26,7 @@ from braid.launch.cluster.agent_messages import (
 )
 from braid.launch.cluster.agent_stream import MAX_LINE, MAX_NOISE, FirstLine, first_line
 from braid.launch.process.hang_state import OpenWait
-from braid.rendezvous import JobEnvironment
+from braid.runtime.rendezvous import JobEnvironment
 
 
 @given(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from braid.diagnose import RunRecord
 from braid.launch import JobSpec
 from braid.launch.supervise.run_record import (
     git_commit,
@@ -17,6 +16,7 @@ from braid.launch.supervise.run_record import (
     write_record,
 )
 from braid.observe import read_run
+from braid.runtime.diagnose import RunRecord
 
 
 def test_files_of_an_earlier_run_are_set_aside(tmp_path):

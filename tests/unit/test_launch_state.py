@@ -26,7 +26,7 @@ from braid.launch.supervise.supervisor_state import (
     Tick,
     Warn,
 )
-from braid.rendezvous import RankLost, Stop
+from braid.runtime.rendezvous import RankLost, Stop
 
 S = 1_000_000_000
 LIMITS = Limits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=100 * S)

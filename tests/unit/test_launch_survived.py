@@ -8,16 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.diagnose import (
-    ParsedError,
-    RankEnd,
-    StopReport,
-    Verdict,
-    error_block,
-    exit_code,
-    judge,
-    render_block,
-)
 from braid.launch.supervise.supervisor_state import (
     Exited,
     Interrupted,
@@ -29,6 +19,16 @@ from braid.launch.supervise.supervisor_state import (
     Stopped,
     SupervisorState,
     Tick,
+)
+from braid.runtime.diagnose import (
+    ParsedError,
+    RankEnd,
+    StopReport,
+    Verdict,
+    error_block,
+    exit_code,
+    judge,
+    render_block,
 )
 from survived_deaths import FIRST, STORIES, Story
 

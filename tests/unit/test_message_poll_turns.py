@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from braid.message.guard import Guard
-from braid.message.vans.poll_turns import PollTurns
+from braid.runtime.message.guard import Guard
+from braid.runtime.message.vans.poll_turns import PollTurns
 
 
 @pytest.fixture

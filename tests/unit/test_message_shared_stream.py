@@ -11,11 +11,11 @@ import struct
 import pytest
 
 from braid.errors import CommError, PeerLostError
-from braid.message.vans import ring, shared_memory
-from braid.message.vans.ring import RING_BYTES, ReceiveRing, SendRing
-from braid.message.vans.shared_memory import LEAST_BYTES, SharedStream
+from braid.runtime.message.vans import ring, shared_memory
+from braid.runtime.message.vans.ring import RING_BYTES, ReceiveRing, SendRing
+from braid.runtime.message.vans.shared_memory import LEAST_BYTES, SharedStream
+from braid.runtime.wire import Identity, SocketConnection
 from braid.testing.leaks import no_leaks
-from braid.wire import Identity, SocketConnection
 
 pytestmark = pytest.mark.skipif(not shared_memory.has_rings(), reason="needs Linux on x86-64")
 HEAD = b"\x91"  # as heads of vans begin

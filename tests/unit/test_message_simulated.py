@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
-from braid.message import PeerLost, Schema, Service, VanConfig
+from braid.runtime.message import PeerLost, Schema, Service, VanConfig
 from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note, check_van
 from braid.testing.message_faults import Faults
 from braid.testing.simulated_van import Network

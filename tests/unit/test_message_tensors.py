@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError
-from braid.message import Schema
-from braid.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
+from braid.runtime.message import Schema
+from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
 from braid.testing.simulated_van import Network
 from braid.types import TensorSpec
 
@@ -119,7 +119,7 @@ def test_memory_in_pieces_is_refused():
 
 
 def test_the_room_imports_no_torch():
-    code = "import sys, braid.message; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, braid.runtime.message; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from braid.clock import VirtualClock
 from braid.errors import ConfigError
-from braid.events import Recorder
-from braid.metrics import (
+from braid.observe import read_run
+from braid.runtime.clock import VirtualClock
+from braid.runtime.events import Recorder
+from braid.runtime.metrics import (
     MetricRows,
     MetricsFiles,
     MetricsReader,
@@ -24,9 +25,8 @@ from braid.metrics import (
     read_metrics,
     row_of,
 )
-from braid.observe import read_run
-from braid.rendezvous import JobEnvironment
-from braid.store import HashStore, Store
+from braid.runtime.rendezvous import JobEnvironment
+from braid.runtime.store import HashStore, Store
 
 
 def test_numbers_of_python_numpy_and_torch_become_a_row():

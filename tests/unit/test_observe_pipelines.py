@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 from observe_job import MS, RecordedRank, late_job, write_run
 
-from braid.events import EventRing
 from braid.observe import build_story, read_run, render_page
 from braid.observe.passes import passes, schedule_name
 from braid.observe.pipelines import pipeline_views
 from braid.observe.timeline import read_timelines
+from braid.runtime.events import EventRing
 from braid.schedule import Costs, simulate
 from braid.schedule.pipeline import SCHEDULES, with_recompute
 from braid.schedule.program import SEND

@@ -20,10 +20,17 @@ from observe_job import (
 )
 from rich.console import Console
 
-from braid.diagnose import MemoryKill, ParsedError, RankEnd, error_block, judge, render_block
 from braid.errors import ConfigError
 from braid.observe import build_story, print_summary, publish, read_run, render_page
 from braid.observe.figures import line_chart, ticks
+from braid.runtime.diagnose import (
+    MemoryKill,
+    ParsedError,
+    RankEnd,
+    error_block,
+    judge,
+    render_block,
+)
 
 METRICS = [
     {"step": step, "loss": 5.0 - 0.5 * step, "tokens_per_s": 1000.0 + step, "mfu": 0.25}

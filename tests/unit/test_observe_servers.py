@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from braid.events import EventRing, Recorder
 from braid.observe.servers import ServerRow, servers, servers_text
 from braid.observe.timeline import read_timelines
+from braid.runtime.events import EventRing, Recorder
 
 
 def _ring(rank: int, *, serves: bool) -> EventRing:

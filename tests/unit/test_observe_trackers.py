@@ -13,10 +13,10 @@ import pytest
 from observe_job import late_job, record_of, write_run
 
 from braid import cli
-from braid.clock import VirtualClock
 from braid.errors import ConfigError
-from braid.metrics import MetricsFiles
 from braid.observe.trackers import TRACKERS, open_tracker, send_run
+from braid.runtime.clock import VirtualClock
+from braid.runtime.metrics import MetricsFiles
 
 ROWS = [
     {"step": 0, "unix_s": 100.0, "loss": 2.0, "a b/c:d": 1},

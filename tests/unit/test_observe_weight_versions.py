@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from braid.events import EventRing, Recorder
 from braid.observe.timeline import read_timelines
 from braid.observe.weight_versions import VersionRow, version_rows, versions_text
+from braid.runtime.events import EventRing, Recorder
 
 
 def _ring(rank: int, stage: int, ages: tuple[int, ...], live: int) -> EventRing:

@@ -10,9 +10,9 @@ from torch import nn
 
 from braid.comm import StepsBy
 from braid.errors import ConfigError
-from braid.events import Recorder
 from braid.params import Bucket, FlatBuffer, ParamTable
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
+from braid.runtime.events import Recorder
 from braid.types import TensorSpec
 
 specs = st.lists(

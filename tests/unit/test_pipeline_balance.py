@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from braid.clock import VirtualClock
 from braid.errors import ConfigError
 from braid.graph import capture
 from braid.graph.segment import segments
 from braid.pipeline import Balance, balance_by_size, balance_by_time
 from braid.pipeline.skip import pop, skippable, stash
+from braid.runtime.clock import VirtualClock
 from graph_model import Model, tokens
 
 CLOCK = VirtualClock()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from braid.message import LocalNetwork
 from braid.ps import Node
 from braid.ps.messages import SCHEMA
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.scheduler_state import SchedulerState
+from braid.runtime.message import LocalNetwork
 
 
 @pytest.mark.parametrize(("replicas", "moved"), [(0, 16), (1, 32), (2, 48)])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from braid.message import Delivery, PeerLost
 from braid.ps import BSP, Consistency, Options
+from braid.runtime.message import Delivery, PeerLost
 from braid.testing.message_faults import Faults
 from ps_simulation import NUMEL, Simulation
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from braid.clock import VirtualClock
-from braid.events import EventRing, Recorder
 from braid.ps.messages import Barrier, Pull
 from braid.ps.waits import Waits
+from braid.runtime.clock import VirtualClock
+from braid.runtime.events import EventRing, Recorder
 
 RANKS = {"scheduler": 0, "server:0": 1, "worker:0": 2, "worker:1": 3}
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from braid.rpc.autograd.accumulation import hook_groups, run_hooks
-from braid.torch_internals import accumulate_hooks
+from braid.runtime.torch_internals import accumulate_hooks
 
 
 def test_parameters_that_are_wrapped_again_follow_the_last_wrapper():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.seeding import Draws, key_of, random_words, uniform
+from braid.runtime.seeding import Draws, key_of, random_words, uniform
 
 
 def test_philox_gives_the_words_of_its_paper():

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from braid.store import HashStore, RanksMissingError, exchange
+from braid.runtime.store import HashStore, RanksMissingError, exchange
 
 
 def test_every_rank_gets_the_values_of_all_in_their_order():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.store.store_state import (
+from braid.runtime.store.store_state import (
     Add,
     Answer,
     Append,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import braid
-from braid import torch_internals
 from braid.errors import InternalError
+from braid.runtime import torch_internals
 
 SOURCE = Path(braid.__file__).parent
 # private names of the standard library and of namedtuples, and of braid in a file that cannot import it

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from braid import cli
-from braid.clock import VirtualClock
 from braid.demo.show import bar
 from braid.errors import ConfigError
+from braid.runtime.clock import VirtualClock
 from braid.train.command import last_run
 from braid.train.config import MODELS, ModelSize, TrainConfig
 from braid.train.gpt import GPT, flops_per_token, generate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from braid.transport.wait import Doorbells
+from braid.runtime.transport.wait import Doorbells
 
 
 def test_an_operation_that_ends_after_the_close_wakes_nobody():

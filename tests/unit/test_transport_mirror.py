@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, PeerLostError
-from braid.transport.announced_arena import PrivateArena
-from braid.transport.arena import EXTENT_BYTES
-from braid.transport.memory import ROOT_BYTES, ROOT_WORDS_BYTES, Extent, MemoryFile, Root
-from braid.transport.mirror import (
+from braid.runtime.transport.announced_arena import PrivateArena
+from braid.runtime.transport.arena import EXTENT_BYTES
+from braid.runtime.transport.memory import ROOT_BYTES, ROOT_WORDS_BYTES, Extent, MemoryFile, Root
+from braid.runtime.transport.mirror import (
     MirroredMemory,
     Writes,
     pack_writes,

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError, PeerLostError
+from braid.runtime.clock import MonotonicClock, VirtualClock
+from braid.runtime.transport import Fabric, Health, Loss
+from braid.runtime.transport.memory import RootAddress, open_through_proc
 from braid.testing.faults import Fault, FaultScript
-from braid.transport import Fabric, Health, Loss
-from braid.transport.memory import RootAddress, open_through_proc
 
 SIZES = st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), max_size=40)
 
@@ -169,7 +169,12 @@ def test_a_wrong_fault_script_is_refused(text):
 
 
 def test_a_descriptor_that_is_not_a_root_is_refused():
-    from braid.transport.memory import ROOT_BYTES, MappedMemory, MemoryFile, open_through_proc
+    from braid.runtime.transport.memory import (
+        ROOT_BYTES,
+        MappedMemory,
+        MemoryFile,
+        open_through_proc,
+    )
 
     foreign = MemoryFile.create(ROOT_BYTES, "braid-test-foreign")
     short = MemoryFile.create(4096, "braid-test-short")
@@ -186,7 +191,7 @@ def test_memory_that_is_not_to_be_had_is_a_clear_error(monkeypatch):
     import errno
 
     from braid.errors import CommError
-    from braid.transport.memory import MemoryFile
+    from braid.runtime.transport.memory import MemoryFile
 
     def full(fd: int, start: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from braid.clock import VirtualClock
 from braid.errors import (
     CommError,
     CommTimeout,
@@ -26,10 +25,11 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
-from braid.wire.address import Address
-from braid.wire.listener import MAX_ACCEPTS, MAX_HALF_OPEN, MAX_SILENT
-from braid.wire.unsent import Unsent
+from braid.runtime.clock import VirtualClock
+from braid.runtime.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
+from braid.runtime.wire.address import Address
+from braid.runtime.wire.listener import MAX_ACCEPTS, MAX_HALF_OPEN, MAX_SILENT
+from braid.runtime.wire.unsent import Unsent
 
 SECRET = Secret.generate()
 SERVER = Identity("run", "launcher", -1)
@@ -454,7 +454,9 @@ def test_a_turn_accepts_a_bounded_number_of_clients(monkeypatch):
     """Clients that come faster than they are refused keep nobody's event loop busy for ever."""
     with Listener("tcp://127.0.0.1:0", SECRET, SERVER) as listener:
         crowd = [raw_client(listener) for _ in range(MAX_ACCEPTS + 1)]
-        monkeypatch.setattr("braid.wire.listener._same_user_problem", lambda _: "a stranger")
+        monkeypatch.setattr(
+            "braid.runtime.wire.listener._same_user_problem", lambda _: "a stranger"
+        )
         listener.accept_ready()
         assert [ended(each) for each in crowd] == [True] * MAX_ACCEPTS + [False]
         assert is_readable(listener)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, PeerLostError
-from braid.wire import (
+from braid.runtime.wire import (
     Established,
     FrameDecoder,
     FrameLimits,
@@ -24,8 +24,8 @@ from braid.wire import (
     connect,
     encode,
 )
-from braid.wire.frame_mac import CODE_BYTES, FrameMac
-from braid.wire.handshake import FRAME_BYTES
+from braid.runtime.wire.frame_mac import CODE_BYTES, FrameMac
+from braid.runtime.wire.handshake import FRAME_BYTES
 
 KEY = bytes(range(32))
 SECRET = Secret.generate()

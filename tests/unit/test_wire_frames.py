@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError
-from braid.wire import FrameDecoder, FrameLimits, encode
+from braid.runtime.wire import FrameDecoder, FrameLimits, encode
 
 SMALL = FrameLimits(max_meta_bytes=64, max_buffers=4, max_frame_bytes=256)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.wire import Established, Handshake, Identity, Refused, Secret, Send
-from braid.wire.handshake import FRAME_BYTES, MAGIC
+from braid.runtime.wire import Established, Handshake, Identity, Refused, Secret, Send
+from braid.runtime.wire.handshake import FRAME_BYTES, MAGIC
 
 SECRET = Secret(bytes(range(32)))
 CLIENT = Identity("run-1", "store", 2, 7)

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from braid.errors import ConfigError, RendezvousError
-from braid.wire import Identity, Listener, Secret, connect, local_address
+from braid.runtime.wire import Identity, Listener, Secret, connect, local_address
 
 KEY = bytes(range(32))
 

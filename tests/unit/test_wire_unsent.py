@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.wire import Unsent
+from braid.runtime.wire import Unsent
 
 
 class Taking:

@@ -15,10 +15,18 @@ import sys
 import time
 
 from braid.errors import PeerLostError
-from braid.events import EventRing, Recorder
-from braid.rendezvous import ControlClient, Failed, Hello, JobEnvironment, Left, RankLost, Saved
-from braid.store import STORE_ROLE, StoreClient
-from braid.wire import Identity, Secret, connect
+from braid.runtime.events import EventRing, Recorder
+from braid.runtime.rendezvous import (
+    ControlClient,
+    Failed,
+    Hello,
+    JobEnvironment,
+    Left,
+    RankLost,
+    Saved,
+)
+from braid.runtime.store import STORE_ROLE, StoreClient
+from braid.runtime.wire import Identity, Secret, connect
 
 
 def say(text: str) -> None:

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from braid import rpc
-from braid.rendezvous.launcher_link import LauncherLink, open_link
 from braid.rpc import membership
+from braid.runtime.rendezvous.launcher_link import LauncherLink, open_link
 
 
 def open_link_late(*args: Any) -> LauncherLink:

@@ -18,9 +18,9 @@ from braid.comm.api.batch import Batch
 from braid.comm.tensors import copies
 from braid.comm.tensors.copies import Copies
 from braid.errors import CommError, CommTimeout
+from braid.runtime.transport import DeviceWait
 from braid.testing.claims import possible
 from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.transport import DeviceWait
 
 pytestmark = pytest.mark.procs
 

@@ -12,7 +12,7 @@ import torch
 from braid.comm import Group
 from braid.comm.algorithms import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
-from braid.store import RanksMissingError
+from braid.runtime.store import RanksMissingError
 from braid.testing.claims import possible
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
@@ -303,10 +303,10 @@ def test_a_forked_child_may_close_its_parents_group(procs):
 
 
 def _pass_descriptors(group: Group, directory: str) -> float:
-    from braid.clock import MonotonicClock
-    from braid.events import Recorder
-    from braid.store import FileStore
-    from braid.transport import Health, RankContext, connect
+    from braid.runtime.clock import MonotonicClock
+    from braid.runtime.events import Recorder
+    from braid.runtime.store import FileStore
+    from braid.runtime.transport import Health, RankContext, connect
 
     clock, store = MonotonicClock(), FileStore(f"{directory}/store")
     health = Health(group.rank, clock)

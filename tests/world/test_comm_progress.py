@@ -15,8 +15,8 @@ import torch
 from braid.comm import Group, StepsBy
 from braid.comm.algorithms import all_reduce
 from braid.errors import CommError, StaleError
+from braid.runtime.transport.atomic import fetch_add
 from braid.testing.worlds import run_threads
-from braid.transport.atomic import fetch_add
 
 NUMEL = 1 << 18  # several chunks: threads get in each other's way if they can
 

@@ -11,17 +11,17 @@ from importlib import import_module
 import pytest
 import torch
 
-from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.errors import ConfigError, PeerLostError, RendezvousError
+from braid.runtime.clock import MonotonicClock
+from braid.runtime.transport import Network, meeting
+from braid.runtime.transport.reachability import own_address_towards, probe
+from braid.runtime.wire import Listener, Secret
 from braid.testing.claims import of_rank, possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.transport_join import join_all
-from braid.transport import Network, meeting
-from braid.transport.reachability import own_address_towards, probe
-from braid.wire import Listener, Secret
 
 pytestmark = pytest.mark.procs
 
@@ -186,7 +186,9 @@ def test_ranks_of_a_job_have_one_name_and_another_job_with_their_secret_has_anot
         jobs.append(identity.run_id)
         return Listener(address, secret, identity, **options)
 
-    monkeypatch.setattr(import_module("braid.transport.peer_connections"), "Listener", listen)
+    monkeypatch.setattr(
+        import_module("braid.runtime.transport.peer_connections"), "Listener", listen
+    )
     for _ in range(2):
         for transport in _join_all([{"host": h, "secret": Secret(bytes(32))} for h in "ab"]):
             transport.close()

@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from braid.diagnose import RunRecord, error_block, render_block
 from braid.errors import ConfigError
-from braid.events import EventRing
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor, spawn
+from braid.runtime.diagnose import RunRecord, error_block, render_block
+from braid.runtime.events import EventRing
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = str(Path(__file__).with_name("launch_jobs.py"))

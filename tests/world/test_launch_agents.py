@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 
-from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError
 from braid.launch.cluster.agent_handle import END_LIMIT_S
 from braid.launch.cluster.agent_registry import AgentRegistry
@@ -19,10 +18,11 @@ from braid.launch.cluster.join import join_first_node, open_join_listener
 from braid.launch.cluster.options import Nodes
 from braid.launch.cluster.remote_shell import LocalPlacement, RshPlacement
 from braid.launch.process.job import JobSpec
-from braid.rendezvous.file_meeting import FileMeeting
-from braid.rendezvous.meeting import MeetingPoint
+from braid.runtime.clock import MonotonicClock, VirtualClock
+from braid.runtime.rendezvous.file_meeting import FileMeeting
+from braid.runtime.rendezvous.meeting import MeetingPoint
+from braid.runtime.wire import Identity, SocketConnection
 from braid.testing.leaks import no_leaks
-from braid.wire import Identity, SocketConnection
 
 pytestmark = pytest.mark.launcher
 

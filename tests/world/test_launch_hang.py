@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from braid.diagnose import RunRecord
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
+from braid.runtime.diagnose import RunRecord
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = Path(__file__).with_name("hang_jobs.py")

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from braid.diagnose import RunHost, RunRecord
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
+from braid.runtime.diagnose import RunHost, RunRecord
 from braid.testing.leaks import no_leaks
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]

@@ -278,9 +278,9 @@ def test_a_port_that_is_taken_is_named(procs, job):
 def test_ranks_that_do_not_come_are_named():
     import threading
 
-    from braid.clock import MonotonicClock
-    from braid.store import HashStore
-    from braid.transport import Health, connect
+    from braid.runtime.clock import MonotonicClock
+    from braid.runtime.store import HashStore
+    from braid.runtime.transport import Health, connect
 
     clock, store = MonotonicClock(), HashStore()
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] of 3 have not come"):

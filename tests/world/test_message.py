@@ -16,8 +16,17 @@ import threading
 import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
-from braid.message import LocalNetwork, PeerLost, PipeStream, PipeVan, Service, SocketVan, VanConfig
-from braid.message.protocol.heads import Beat, Bye, Hello, Open, pack, unpack
+from braid.runtime.message import (
+    LocalNetwork,
+    PeerLost,
+    PipeStream,
+    PipeVan,
+    Service,
+    SocketVan,
+    VanConfig,
+)
+from braid.runtime.message.protocol.heads import Beat, Bye, Hello, Open, pack, unpack
+from braid.runtime.wire import Address, Identity, Secret, connect, encode
 from braid.testing.message_conformance import (
     CONFORMANCE_CONFIG,
     CONFORMANCE_SCHEMA,
@@ -25,7 +34,6 @@ from braid.testing.message_conformance import (
     Note,
     check_van,
 )
-from braid.wire import Address, Identity, Secret, connect, encode
 
 SECRET = Secret.generate()
 _names = itertools.count()
@@ -484,9 +492,9 @@ def test_sender_that_stops_in_the_middle_of_a_message_is_lost():
 
 CHILD = """
 import sys
-from braid.message import SocketVan
+from braid.runtime.message import SocketVan
 from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
-from braid.wire import Secret
+from braid.runtime.wire import Secret
 van = SocketVan("worker:1", CONFORMANCE_SCHEMA, secret=Secret.from_fd(int(sys.argv[1])), run_id="run")
 van.connect("server:0", sys.argv[2], timeout_s=20)
 van.send("server:0", Note(1)).wait()
@@ -496,9 +504,9 @@ van.recv()
 
 ECHO = """
 import sys
-from braid.message import SocketVan, VanConfig
+from braid.runtime.message import SocketVan, VanConfig
 from braid.testing.message_conformance import CONFORMANCE_SCHEMA
-from braid.wire import Secret
+from braid.runtime.wire import Secret
 config = VanConfig(heartbeat_s=0.02, lost_after_s=1)
 secret = Secret.from_fd(int(sys.argv[1]))
 with SocketVan("worker:1", CONFORMANCE_SCHEMA, secret=secret, run_id="run", config=config) as van:

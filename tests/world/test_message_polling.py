@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from braid.errors import StaleError
-from braid.message import SocketVan, VanConfig
+from braid.runtime.message import SocketVan, VanConfig
+from braid.runtime.wire import Secret
 from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
-from braid.wire import Secret
 
 SECRET = Secret.generate()
 

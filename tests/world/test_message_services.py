@@ -11,8 +11,16 @@ import msgspec
 import pytest
 
 from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError
-from braid.message import LocalNetwork, PeerLost, Reply, Schema, Service, SocketVan, VanConfig
-from braid.wire import Secret
+from braid.runtime.message import (
+    LocalNetwork,
+    PeerLost,
+    Reply,
+    Schema,
+    Service,
+    SocketVan,
+    VanConfig,
+)
+from braid.runtime.wire import Secret
 
 SECRET = Secret.generate()
 _names = itertools.count()

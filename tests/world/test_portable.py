@@ -19,16 +19,16 @@ from braid.comm import Group
 from braid.comm.channel.control_pages import ControlPages
 from braid.data_parallel import DistributedDataParallel
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
-from braid.events import Recorder
-from braid.store import HashStore
+from braid.runtime.events import Recorder
+from braid.runtime.store import HashStore
+from braid.runtime.transport import Loss, RankContext
+from braid.runtime.wire import Identity, Secret
+from braid.runtime.wire import connect as dial
 from braid.testing.claims import possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.transport_join import join_all
-from braid.transport import Loss, RankContext
-from braid.wire import Identity, Secret
-from braid.wire import connect as dial
 
 pytestmark = pytest.mark.procs
 

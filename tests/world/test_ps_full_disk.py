@@ -18,8 +18,8 @@ from braid import ps
 from braid.checkpoint import open_last, verify
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from braid.runtime.wire import Secret
 from braid.testing.worlds import run_threads
-from braid.wire import Secret
 
 ADD = partial(torch.optim.SGD, lr=1.0)
 SUM = ps.Consistency(aggregate="sum")

@@ -12,8 +12,8 @@ from training import said_by
 from braid import ps
 from braid.comm import Group
 from braid.errors import ConfigError, PeerLostError
-from braid.transport import Loss
-from braid.wire import Secret
+from braid.runtime.transport import Loss
+from braid.runtime.wire import Secret
 
 ADD = partial(torch.optim.SGD, lr=1.0)
 SUM = ps.Consistency(aggregate="sum")

@@ -9,8 +9,8 @@ import pytest
 
 from braid.comm import Group
 from braid.ps import addresses
+from braid.runtime.wire import Secret
 from braid.testing.worlds import run_threads
-from braid.wire import Secret
 
 DRAWN = bytes(range(32))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import braid
 from braid import ps
-from braid.message import VanConfig
+from braid.runtime.message import VanConfig
 from braid.ps import rendezvous
 
 rendezvous.VanConfig = partial(VanConfig, heartbeat_s=0.2, lost_after_s=1.0)

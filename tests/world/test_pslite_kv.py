@@ -12,9 +12,9 @@ from training import said_by
 
 from braid.comm import Group
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, PeerLostError
-from braid.message import VanConfig
 from braid.ps import kv
 from braid.ps.kv.groups import ALL, SERVER_GROUP, WORKER_GROUP
+from braid.runtime.message import VanConfig
 from kv_nodes import everywhere, run, spread
 
 TOP = (1 << 64) - 1
@@ -473,7 +473,7 @@ def test_an_answer_that_is_too_large_is_refused():
 def test_nodes_with_another_secret_are_refused():
     from braid.errors import RendezvousError
     from braid.ps.kv.rendezvous import make_van
-    from braid.wire import Secret
+    from braid.runtime.wire import Secret
 
     def node(role: str, secret: bytes, scheduler: str = "") -> kv.KVNode:
         name = "scheduler" if role == "scheduler" else f"{role}:0"
@@ -577,8 +577,8 @@ def test_small_requests_take_a_few_milliseconds_at_most():
 
 
 def test_a_node_that_nobody_expects_is_refused():
-    from braid.message import LocalNetwork
     from braid.ps.kv.messages import SCHEMA
+    from braid.runtime.message import LocalNetwork
 
     network = LocalNetwork(SCHEMA)
     scheduler = kv.KVNode(network.join("scheduler"), "scheduler", 0, (1, 1), "-")

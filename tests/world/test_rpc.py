@@ -28,12 +28,12 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.rendezvous.job_store import JobStore
 from braid.rpc import dist_autograd, membership, turns
 from braid.rpc.current import acting_for, current_agent, set_default
 from braid.rpc.membership import join
-from braid.store import HashStore
-from braid.transport import Network
+from braid.runtime.rendezvous.job_store import JobStore
+from braid.runtime.store import HashStore
+from braid.runtime.transport import Network
 from example_runs import run_example
 from rpc_nodes import SECRET, everywhere, first_of, nodes
 

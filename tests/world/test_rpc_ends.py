@@ -22,7 +22,7 @@ from braid.rpc.current import acting_for
 from braid.rpc.membership import join, leave
 from braid.rpc.mistakes import RpcError
 from braid.rpc.scope import Scope, enter
-from braid.store import HashStore, PrefixStore
+from braid.runtime.store import HashStore, PrefixStore
 from rpc_nodes import SECRET, everywhere, first_of
 
 ALLOWED = {"allowed_modules": ["test_rpc_ends"]}

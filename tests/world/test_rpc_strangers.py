@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from braid.errors import RendezvousError
-from braid.rendezvous.job_store import JobStore
 from braid.rpc import RpcOptions
 from braid.rpc.membership import _secret, join, leave
 from braid.rpc.workers import Record
-from braid.store import HashStore
-from braid.transport import Network
-from braid.wire import Identity, Listener, Secret, connect, local_address
+from braid.runtime.rendezvous.job_store import JobStore
+from braid.runtime.store import HashStore
+from braid.runtime.transport import Network
+from braid.runtime.wire import Identity, Listener, Secret, connect, local_address
 
 
 def test_a_stranger_who_knows_what_is_in_the_store_is_not_called(monkeypatch):

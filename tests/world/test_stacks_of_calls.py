@@ -6,12 +6,12 @@ import os
 import signal
 import time
 
-from braid.clock import MonotonicClock
-from braid.events import EventRing, Recorder
 from braid.launch.process import rank_snapshot
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.rank_snapshot import RankObserver
-from braid.rendezvous.stack_thread import StackThread
+from braid.runtime.clock import MonotonicClock
+from braid.runtime.events import EventRing, Recorder
+from braid.runtime.rendezvous.stack_thread import StackThread
 
 
 def test_a_rank_that_serves_calls_is_asked_for_stacks_and_gets_no_signal(monkeypatch):

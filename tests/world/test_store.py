@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
-from braid.store import FileStore, HashStore, PrefixStore, StoreClient, StoreServer
-from braid.store.file_store import _HEAD
+from braid.runtime.store import FileStore, HashStore, PrefixStore, StoreClient, StoreServer
+from braid.runtime.store.file_store import _HEAD
+from braid.runtime.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
 from braid.testing.store_conformance import check_store
-from braid.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
 
 SECRET = Secret.generate()
 _names = itertools.count()
@@ -254,7 +254,7 @@ def test_readers_share_the_lock_and_writers_do_not(tmp_path):
 
 WRITER = """
 import sys
-from braid.store import FileStore
+from braid.runtime.store import FileStore
 store = FileStore(sys.argv[1])
 print("ready", flush=True)
 n = 0

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.store import HashStore, StoreServer
-from braid.store.torch_store import TorchStore, as_torch_store
+from braid.runtime.store import HashStore, StoreServer
+from braid.runtime.store.torch_store import TorchStore, as_torch_store
+from braid.runtime.wire import Secret
 from braid.testing.store_conformance import check_store
-from braid.wire import Secret
 
 _names = itertools.count()
 
@@ -103,9 +103,9 @@ WORKER = """
 import os, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from braid.store import PrefixStore, StoreClient
-from braid.store.torch_store import as_torch_store
-from braid.wire import Identity, Secret, connect
+from braid.runtime.store import PrefixStore, StoreClient
+from braid.runtime.store.torch_store import as_torch_store
+from braid.runtime.wire import Identity, Secret, connect
 rank, address, fd = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 connection = connect(address, Secret.from_fd(fd), Identity("run", "store", rank), timeout_s=30)
 with StoreClient(connection) as client:

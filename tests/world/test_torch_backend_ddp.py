@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
 
-from braid.rendezvous import wants_portable
+from braid.runtime.rendezvous import wants_portable
 from braid.testing.pool import ProcessPool
 
 WIDTH = 160  # 160 x 160 floats are a bucket that is worth moving
@@ -214,7 +214,7 @@ def _without_space(ranks: list[int]) -> Any:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if dist.get_rank() in ranks:
-            patch.setattr("braid.transport.arena.os.statvfs", statvfs)
+            patch.setattr("braid.runtime.transport.arena.os.statvfs", statvfs)
         model = DistributedDataParallel(Model(), gradient_as_bucket_view=True, bucket_cap_mb=0.05)
         parameters = train(model)
     grads = [p.grad for p in model.parameters() if p.numel() >= WIDTH * WIDTH]

@@ -16,8 +16,8 @@ from braid.autograd.nested import flatten, unflatten
 from braid.autograd.recompute_plan import LayerCost
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.autograd.streams import current_stream, synchronize
-from braid.clock import Clock, MonotonicClock
-from braid.torch_internals import TorchDispatchMode, pytree, storage_id
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.torch_internals import TorchDispatchMode, pytree, storage_id
 
 __all__ = ["LiveBytes", "PeakBytes", "bytes_of", "measure", "seconds_of"]
 

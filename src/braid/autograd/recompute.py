@@ -40,12 +40,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from braid import seeding
 from braid.autograd.nested import flatten, unflatten
 from braid.autograd.phony import phony
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
-from braid.torch_internals import current_graph_task, version_of
+from braid.runtime import seeding
+from braid.runtime.torch_internals import current_graph_task, version_of
 
 __all__ = ["RecomputeError", "checkpoint"]
 

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from braid.diagnose import last_operation_end
-from braid.events import EventRing
 from braid.launch import JobSpec, Outcome, Supervisor
+from braid.runtime.diagnose import last_operation_end
+from braid.runtime.events import EventRing
 
 __all__ = ["FaultReport", "Trial", "run_fault_trials", "shared_memory"]
 

@@ -19,8 +19,8 @@ from torch import nn
 
 from braid.checkpoint.training_state import kept_buffers
 from braid.comm import Group
-from braid.message.tensors import bytes_of
-from braid.torch_internals import NormBase
+from braid.runtime.message.tensors import bytes_of
+from braid.runtime.torch_internals import NormBase
 from braid.types import first_few
 
 __all__ = ["agreed_buffers"]

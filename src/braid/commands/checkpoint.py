@@ -9,7 +9,7 @@ import tyro
 
 from braid.commands import NO_DEFAULT
 from braid.errors import ConfigError
-from braid.last_words import print_error
+from braid.runtime.last_words import print_error
 
 __all__ = ["checkpoint_export", "checkpoint_ls", "checkpoint_reshard", "checkpoint_verify"]
 

@@ -126,7 +126,7 @@ def k8s_manifest(
     import secrets
 
     from braid.launch.engines.kubernetes import Manifest
-    from braid.wire import SECRET_BYTES
+    from braid.runtime.wire import SECRET_BYTES
 
     manifest = Manifest(
         name=name,

@@ -13,7 +13,7 @@ from braid.errors import ConfigError
 from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 from braid.launch.engines.options import EngineOptions
-from braid.rendezvous.meeting import MeetingPoint
+from braid.runtime.rendezvous.meeting import MeetingPoint
 
 __all__ = ["choose_where", "run_on"]
 

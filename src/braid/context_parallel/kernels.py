@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from braid.torch_internals import (
+from braid.runtime.torch_internals import (
     flash_attention,
     flash_attention_backward,
     flash_attention_backward_on_cpu,

@@ -30,7 +30,7 @@ from braid.context_parallel.ring import ring_attention
 from braid.context_parallel.sequence import position_ids, split_sequence
 from braid.context_parallel.transformers import Transformers, is_transformers
 from braid.errors import ConfigError
-from braid.torch_internals import forward_pre_hooks
+from braid.runtime.torch_internals import forward_pre_hooks
 
 __all__ = ["ContextParallel", "context_parallel"]
 

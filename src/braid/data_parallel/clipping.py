@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from braid.errors import ConfigError
-from braid.torch_internals import sparse_values
+from braid.runtime.torch_internals import sparse_values
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 

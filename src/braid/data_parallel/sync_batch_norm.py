@@ -37,7 +37,7 @@ from torch.nn import functional
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params.process_groups import group_of
-from braid.torch_internals import BatchNorm, LazyNorm, disable_dynamo, own_modules
+from braid.runtime.torch_internals import BatchNorm, LazyNorm, disable_dynamo, own_modules
 
 __all__ = ["SyncBatchNorm"]
 

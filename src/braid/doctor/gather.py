@@ -35,9 +35,9 @@ from braid.doctor.facts import (
 )
 from braid.errors import ConfigError
 from braid.launch.process.oom import cgroup_paths, parse_limit
-from braid.rendezvous import wants_portable
-from braid.rendezvous.engine_job import name_of_job, shared_networks
-from braid.rendezvous.engine_ranks import as_torchrun, engine_rank
+from braid.runtime.rendezvous import wants_portable
+from braid.runtime.rendezvous.engine_job import name_of_job, shared_networks
+from braid.runtime.rendezvous.engine_ranks import as_torchrun, engine_rank
 
 __all__ = [
     "accelerators",
@@ -65,7 +65,7 @@ def versions() -> Versions:
     error, lacks = "", ()
     try:
         importlib.import_module("torch")
-        lacks = tuple(importlib.import_module("braid.torch_internals").missing())
+        lacks = tuple(importlib.import_module("braid.runtime.torch_internals").missing())
     except ModuleNotFoundError as exc:
         error = "" if exc.name == "torch" else str(exc)
     except Exception as exc:  # noqa: BLE001 - any error of a broken installation is the finding
@@ -115,9 +115,9 @@ def system() -> System:
     except ConfigError:
         portable = None
     has_shared_counters = True
-    if _torch() is not None:  # which `braid.transport` imports
+    if _torch() is not None:  # which `braid.runtime.transport` imports
         has_shared_counters = importlib.import_module(
-            "braid.transport.atomic"
+            "braid.runtime.transport.atomic"
         ).is_atomic_between_processes()
     return System(
         sys.platform, platform.machine(), platform.release(), glibc, portable, has_shared_counters

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from braid.clock import Clock
-from braid.events import Recorder
+from braid.runtime.clock import Clock
+from braid.runtime.events import Recorder
 
 __all__ = ["Activities", "Activity"]
 

@@ -23,7 +23,7 @@ from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result, neutral
 from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.fusion.request import Request
-from braid.torch_internals import foreach_copy_
+from braid.runtime.torch_internals import foreach_copy_
 
 __all__ = ["Operation", "Operations", "default_operations", "missing_memory", "needed_bytes"]
 

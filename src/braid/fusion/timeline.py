@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from braid.fusion.activities import Activity
-from braid.trace_format import Event, complete, metadata, write
+from braid.runtime.trace_format import Event, complete, metadata, write
 
 __all__ = ["Timeline", "write_timeline"]
 

@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from braid.torch_internals import function_modes
+from braid.runtime.torch_internals import function_modes
 
 __all__ = ["FunctionMode", "functions_seen"]
 

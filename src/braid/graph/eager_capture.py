@@ -32,7 +32,7 @@ from braid.graph.autograd_functions import functions_seen
 from braid.graph.captured import CapturedGraph
 from braid.graph.recorder import Recorder
 from braid.graph.variables import check_rows, with_devices, with_modes, with_rows
-from braid.torch_internals import (
+from braid.runtime.torch_internals import (
     backward_hooks,
     call_replaced,
     call_with_hooks,

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.torch_internals import own_buffers, own_modules, own_parameters, transient_buffers
+from braid.runtime.torch_internals import (
+    own_buffers,
+    own_modules,
+    own_parameters,
+    transient_buffers,
+)
 
 __all__ = ["Owner", "add_module", "add_tensor", "owner_at", "part_of"]
 

@@ -21,7 +21,7 @@ from braid.errors import ConfigError
 from braid.graph.autograd_functions import FunctionMode
 from braid.graph.captured import Modes, Node
 from braid.graph.refused import RANDOM, check_function, is_sized_by_data, line
-from braid.torch_internals import storage_id, version_of
+from braid.runtime.torch_internals import storage_id, version_of
 
 __all__ = ["Applied", "Recorder"]
 

@@ -11,7 +11,7 @@ import torch
 
 from braid.autograd.nested import flatten
 from braid.errors import ConfigError
-from braid.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
+from braid.runtime.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
 
 __all__ = ["RANDOM", "check_function", "is_sized_by_data", "line"]
 

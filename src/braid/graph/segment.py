@@ -32,7 +32,12 @@ from braid.graph.captured import CapturedGraph, Node, check_cuts
 from braid.graph.parts import Owner, add_module, add_tensor, owner_at
 from braid.graph.skips import Namespace, SkipKey, current_skips
 from braid.graph.variables import Situation, resolved
-from braid.torch_internals import own_buffers, own_modules, own_parameters, transient_buffers
+from braid.runtime.torch_internals import (
+    own_buffers,
+    own_modules,
+    own_parameters,
+    transient_buffers,
+)
 
 __all__ = ["Segment", "segments", "share_modules"]
 

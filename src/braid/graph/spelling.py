@@ -22,7 +22,7 @@ from braid.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
 from braid.graph.captured import BatchDevice, ByMode, Node, Scaled, name_of
 from braid.graph.recorder import Applied
-from braid.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn
+from braid.runtime.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn
 
 __all__ = ["Spelling", "Unspelled", "spell_path"]
 

@@ -9,12 +9,12 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 
-from braid.diagnose import rank_list
-from braid.metrics import MEASURED
 from braid.observe.figures import Chart, line_chart
 from braid.observe.run_directory import Run
 from braid.observe.timeline import StepKey, StepTime
 from braid.observe.units import duration_text
+from braid.runtime.diagnose import rank_list
+from braid.runtime.metrics import MEASURED
 
 __all__ = ["charts", "rates", "step_durations"]
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import jinja2
 
 from braid._version import __version__
-from braid.diagnose import error_block, render_block
 from braid.observe.buckets import LateBucket, late_buckets
 from braid.observe.curves import charts
 from braid.observe.facts import by_step, facts, slowest_step
@@ -34,6 +33,7 @@ from braid.observe.servers import ServerRow, servers
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
 from braid.observe.weight_versions import VersionRow, version_rows
+from braid.runtime.diagnose import error_block, render_block
 
 __all__ = ["Story", "build_story", "page_template", "render_page", "this_machine"]
 

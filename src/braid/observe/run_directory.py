@@ -19,11 +19,11 @@ from typing import TypeVar
 import msgspec
 
 from braid._version import __version__
-from braid.diagnose import RunRecord
 from braid.errors import ConfigError
-from braid.events import HEADER_BYTES, EventRing
-from braid.metrics import FOLDER, MetricRows, average_rows, read_metrics
 from braid.observe.timeline import RankTimeline, read_timelines
+from braid.runtime.diagnose import RunRecord
+from braid.runtime.events import HEADER_BYTES, EventRing
+from braid.runtime.metrics import FOLDER, MetricRows, average_rows, read_metrics
 
 __all__ = ["LogTail", "Run", "read_record", "read_run"]
 

@@ -31,9 +31,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from braid.events import EventRing
 from braid.observe.averagings import derived_steps
 from braid.observe.intervals import Cover, Interval
+from braid.runtime.events import EventRing
 
 __all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
 

@@ -26,7 +26,7 @@ from braid._version import __version__
 from braid.observe.intervals import Interval, lanes
 from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline
-from braid.trace_format import Event, complete, metadata, write
+from braid.runtime.trace_format import Event, complete, metadata, write
 
 __all__ = ["trace_events", "write_trace"]
 

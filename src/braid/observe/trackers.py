@@ -16,10 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from braid.clock import Clock
 from braid.errors import BraidError, ConfigError
-from braid.metrics import FOLDER, MetricRows, MetricsReader, average_rows, has_writer
 from braid.observe.run_directory import Run, read_record, read_run
+from braid.runtime.clock import Clock
+from braid.runtime.metrics import FOLDER, MetricRows, MetricsReader, average_rows, has_writer
 
 __all__ = ["TRACKERS", "Tracker", "open_tracker", "send_run"]
 

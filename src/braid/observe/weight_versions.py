@@ -12,8 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from braid.diagnose import rank_list
 from braid.observe.timeline import RankTimeline
+from braid.runtime.diagnose import rank_list
 
 __all__ = ["VersionRow", "version_rows", "versions_text"]
 

@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from braid.errors import ConfigError
 from braid.params.table import ParamRecord
-from braid.torch_internals import current_graph_task, queue_callback, will_execute
+from braid.runtime.torch_internals import current_graph_task, queue_callback, will_execute
 
 __all__ = ["at_end_of_backward", "is_in_backward", "is_nested", "is_returned", "refuse_grad"]
 

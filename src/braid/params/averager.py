@@ -32,7 +32,7 @@ from braid.params.sparse import average_sparse
 from braid.params.status import RankState, Status
 from braid.params.status_exchange import StatusExchange
 from braid.params.table import ParamRecord
-from braid.torch_internals import sparse_values
+from braid.runtime.torch_internals import sparse_values
 
 __all__ = ["Averager"]
 

@@ -21,12 +21,12 @@ import torch
 
 from braid.comm import Group, StepsBy
 from braid.errors import ConfigError
-from braid.events import Recorder, Span
 from braid.params.bucket_layout import BucketLayout
 from braid.params.flat import FlatBuffer, alone, shaped
 from braid.params.grad_view import move_grad
 from braid.params.late_numbers import LateNumbers
 from braid.params.table import ParamRecord
+from braid.runtime.events import Recorder, Span
 from braid.types import first_few
 
 __all__ = [

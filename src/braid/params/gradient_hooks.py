@@ -18,7 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from braid.params.table import ParamRecord
-from braid.torch_internals import accumulate_hooks
+from braid.runtime.torch_internals import accumulate_hooks
 
 __all__ = ["ForwardPass", "GradientHooks", "GradientListener"]
 

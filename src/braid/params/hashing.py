@@ -15,8 +15,8 @@ import torch
 
 from braid.comm import Group
 from braid.errors import MismatchError
-from braid.message.tensors import bytes_of
 from braid.params.table import ParamRecord
+from braid.runtime.message.tensors import bytes_of
 from braid.types import first_few
 
 __all__ = ["checksum", "compare_values"]

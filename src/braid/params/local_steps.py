@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from braid.params.table import ParamRecord
-from braid.torch_internals import version_of
+from braid.runtime.torch_internals import version_of
 
 __all__ = ["LocalSteps"]
 

@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.torch_internals import backend_for
+from braid.runtime.torch_internals import backend_for
 
 __all__ = ["group_of", "shown_group_of"]
 

@@ -48,7 +48,7 @@ from braid.params.local_steps import LocalSteps
 from braid.params.reducer_options import ReducerListener, ReducerOptions
 from braid.params.reducer_policy import ReducerPolicy
 from braid.params.table import ParamTable
-from braid.torch_internals import disable_dynamo
+from braid.runtime.torch_internals import disable_dynamo
 
 __all__ = ["GradientReducer"]
 

@@ -29,13 +29,13 @@ from torch import nn
 
 from braid.autograd.layer_costs import bytes_of, seconds_of
 from braid.autograd.nested import tensors_in
-from braid.clock import Clock, MonotonicClock
 from braid.errors import ConfigError
 from braid.pipeline.balance_bars import bars
 from braid.pipeline.block_partition import block_partition
 from braid.pipeline.layer_runs import Run, Skips, as_they_were, run_all
 from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.rows import layers_of
+from braid.runtime.clock import Clock, MonotonicClock
 
 __all__ = ["Balance", "balance_by_size", "balance_by_time"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from braid.pipeline.recomputing import is_recomputing
-from braid.torch_internals import BatchNorm, own_modules
+from braid.runtime.torch_internals import BatchNorm, own_modules
 
 __all__ = ["DeferredBatchNorm", "commit_batch_norms"]
 

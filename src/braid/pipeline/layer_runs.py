@@ -17,7 +17,7 @@ from braid.autograd.nested import map_tensors, tensors_in
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError
 from braid.pipeline.skip import SkipKey, use_skips
-from braid.torch_internals import own_buffers
+from braid.runtime.torch_internals import own_buffers
 
 __all__ = ["Run", "Skips", "as_they_were", "run_all"]
 

@@ -28,7 +28,7 @@ from braid.comm import Group, Work
 from braid.errors import ConfigError
 from braid.pipeline.memory_order import as_in_memory, restored
 from braid.pipeline.sent_structure import SentSpec, SentStructure, read_structure
-from braid.torch_internals import version_of
+from braid.runtime.torch_internals import version_of
 from braid.types import text_digest
 
 __all__ = ["Carrier", "Messages"]

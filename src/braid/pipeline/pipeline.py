@@ -46,6 +46,7 @@ from braid.pipeline.replicas import Replicas
 from braid.pipeline.stage import Stage
 from braid.pipeline.tied import TiedParams
 from braid.pipeline.wired import Wire
+from braid.runtime.seeding import Draws
 from braid.schedule import Action, Program, validate
 from braid.schedule.files import schedule_named
 from braid.schedule.known import RULES
@@ -56,7 +57,6 @@ from braid.schedule.pipeline import (
     with_recompute,
     with_steps,
 )
-from braid.seeding import Draws
 
 __all__ = ["Pipeline"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.torch_internals import own_modules
+from braid.runtime.torch_internals import own_modules
 
 __all__ = ["layers_of"]
 

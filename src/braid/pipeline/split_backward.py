@@ -25,7 +25,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from braid.pipeline.memory_order import in_order_of
-from braid.torch_internals import accumulate_hooks, num_results
+from braid.runtime.torch_internals import accumulate_hooks, num_results
 
 __all__ = ["SplitBackward"]
 

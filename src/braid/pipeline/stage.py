@@ -28,8 +28,8 @@ from braid.params.weight_versions import Weights, WeightVersions
 from braid.pipeline.recomputing import CHECKPOINTING, RECOMPUTING
 from braid.pipeline.skip import SkipKey, use_skips
 from braid.pipeline.split_backward import SplitBackward
-from braid.seeding import Draws
-from braid.torch_internals import own_buffers, version_of
+from braid.runtime.seeding import Draws
+from braid.runtime.torch_internals import own_buffers, version_of
 
 __all__ = ["Edge", "Layer", "Stage", "StageError"]
 

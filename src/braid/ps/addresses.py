@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from braid.comm import Group
-from braid.rendezvous import wants_frame_codes
-from braid.rendezvous.network import network_of_program
-from braid.transport.meeting import host_name
-from braid.transport.peer_connections import own_address
-from braid.wire import Address, Secret, local_address
+from braid.runtime.rendezvous import wants_frame_codes
+from braid.runtime.rendezvous.network import network_of_program
+from braid.runtime.transport.meeting import host_name
+from braid.runtime.transport.peer_connections import own_address
+from braid.runtime.wire import Address, Secret, local_address
 
 __all__ = ["can_be_reached", "connection_secret", "listening_address"]
 

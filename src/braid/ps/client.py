@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from braid.message import Message
 from braid.ps.customer import Build, Customer, Memory, OnAnswer
 from braid.ps.messages import Pulled
 from braid.ps.postoffice import Postoffice
 from braid.ps.roles import server_node
 from braid.ps.tables import TableSpec
+from braid.runtime.message import Message
 
 __all__ = ["Client"]
 

@@ -19,12 +19,12 @@ from functools import partial
 from typing import TypeAlias
 
 from braid.errors import CommError, CommTimeout, PeerLostError
-from braid.message import Delivery, Message
 from braid.ps.messages import Answer, Elsewhere, Refused, Repeat
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.requests_state import Done, Failed, RequestsState, Route, Send
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, Message
+from braid.runtime.wire import Buffer
 
 __all__ = ["Build", "Customer", "Memory", "OnAnswer"]
 

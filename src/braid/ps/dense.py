@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from braid.errors import ConfigError
-from braid.message import Delivery
-from braid.message.tensors import as_buffers, from_buffers, memory_of
 from braid.ps.messages import Pull, Pulled, Push
 from braid.ps.storage import parts_in, range_of_shard
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec
+from braid.runtime.message import Delivery
+from braid.runtime.message.tensors import as_buffers, from_buffers, memory_of
 
 if TYPE_CHECKING:
     from braid.ps.client import Client

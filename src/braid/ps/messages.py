@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from braid.errors import ConfigError
-from braid.message import Schema
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.progress import Record
+from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
 __all__ = [

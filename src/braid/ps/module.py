@@ -39,13 +39,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
-from braid.message import NUM_PRIORITIES
 from braid.params import FlatBuffer
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.node import Node
 from braid.ps.storage import Rule
 from braid.ps.storage.steppers import MakeOptimizer
+from braid.runtime.message import NUM_PRIORITIES
 
 __all__ = ["ParamGroup", "ParameterServer"]
 

@@ -13,9 +13,6 @@ from typing import Any
 import torch
 
 from braid.errors import BraidError, CheckpointError, CommTimeout, ConfigError, PeerLostError
-from braid.events import Recorder
-from braid.message import Van
-from braid.message.tensors import bytes_of
 from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
@@ -46,6 +43,9 @@ from braid.ps.storage import (
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec, num_dense_shards
+from braid.runtime.events import Recorder
+from braid.runtime.message import Van
+from braid.runtime.message.tensors import bytes_of
 
 __all__ = ["Node"]
 

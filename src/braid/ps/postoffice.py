@@ -26,8 +26,6 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.events import Recorder
-from braid.message import Delivery, Message, PeerLost, Van
 from braid.ps.messages import (
     Explain,
     Explained,
@@ -41,7 +39,9 @@ from braid.ps.messages import (
 from braid.ps.protocol.directory import Directory
 from braid.ps.roles import SCHEDULER
 from braid.ps.waits import Waits
-from braid.wire import Buffer
+from braid.runtime.events import Recorder
+from braid.runtime.message import Delivery, Message, PeerLost, Van
+from braid.runtime.wire import Buffer
 
 __all__ = ["Handler", "Postoffice"]
 

@@ -20,15 +20,15 @@ from functools import partial
 
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
-from braid.message import Delivery, SocketVan, VanConfig
 from braid.ps.addresses import can_be_reached, connection_secret, listening_address
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
 from braid.ps.options import Options
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
 from braid.ps.roles import SCHEDULER, Role, name_of, role_of
-from braid.rendezvous import wants_portable
-from braid.wire import Secret, local_address
+from braid.runtime.message import Delivery, SocketVan, VanConfig
+from braid.runtime.rendezvous import wants_portable
+from braid.runtime.wire import Secret, local_address
 
 __all__ = ["join", "join_running"]
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from braid.errors import ConfigError
-from braid.message import Delivery
 from braid.ps.customer import Customer
 from braid.ps.messages import Dealt, NextData, check_type
 from braid.ps.roles import SCHEDULER
+from braid.runtime.message import Delivery
 
 __all__ = ["samples"]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 
 from braid.errors import BraidError, ConfigError, StaleError
-from braid.message import Delivery, PeerLost, split_node
 from braid.ps.messages import (
     Barrier,
     Called,
@@ -45,6 +44,7 @@ from braid.ps.protocol.scheduler_state import (
     Stop,
 )
 from braid.ps.roles import SPARE, server_node, worker_node
+from braid.runtime.message import Delivery, PeerLost, split_node
 
 __all__ = ["Scheduler", "read_journal"]
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from braid.errors import BraidError, CommError
-from braid.message import Delivery, Message, split_node
-from braid.message.tensors import as_buffers, from_buffers
 from braid.ps.messages import (
     Accepted,
     Change,
@@ -51,6 +49,8 @@ from braid.ps.storage import State as StoredState
 from braid.ps.storage import Tensors
 from braid.ps.tables import TableSpec
 from braid.ps.waits import Awaited
+from braid.runtime.message import Delivery, Message, split_node
+from braid.runtime.message.tensors import as_buffers, from_buffers
 
 __all__ = ["Server"]
 

@@ -16,12 +16,12 @@ import torch
 
 from braid.checkpoint import ReplicatedSnapshot, open_last, save_alone
 from braid.errors import CheckpointError
-from braid.message import Delivery
-from braid.message.tensors import from_buffers
 from braid.ps.client import Client
 from braid.ps.messages import Pull, Pulled
 from braid.ps.storage import State, join_shards, split_state
 from braid.ps.tables import TableSpec
+from braid.runtime.message import Delivery
+from braid.runtime.message.tensors import from_buffers
 
 __all__ = ["export_table", "read_table", "write_tables"]
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from braid.errors import ConfigError
-from braid.message import Delivery
-from braid.message.tensors import as_buffers, from_buffers
 from braid.ps.messages import Pull, Pulled, Push
 from braid.ps.storage import shard_of
 from braid.ps.table import Table
 from braid.ps.tables import TableSpec
+from braid.runtime.message import Delivery
+from braid.runtime.message.tensors import as_buffers, from_buffers
 
 if TYPE_CHECKING:
     from braid.ps.client import Client

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from braid.errors import ConfigError
-from braid.message import Delivery
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.messages import Change, Pull, Pulled, check_type
 from braid.ps.tables import TableSpec
+from braid.runtime.message import Delivery
 
 if TYPE_CHECKING:
     from braid.ps.client import Client

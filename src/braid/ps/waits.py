@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
-from braid.clock import Clock
-from braid.events import Recorder, Span
-from braid.message import Message
 from braid.ps.messages import Barrier, Change, Join, NextData, Pull, Push
+from braid.runtime.clock import Clock
+from braid.runtime.events import Recorder, Span
+from braid.runtime.message import Message
 from braid.types import text_digest
 
 __all__ = ["Awaited", "Waits"]

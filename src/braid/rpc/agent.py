@@ -29,7 +29,6 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.message import Delivery, Message, PeerLost, Van, split_node
 from braid.rpc.all_gather import AllGathers
 from braid.rpc.autograd.contexts import Contexts
 from braid.rpc.callee import Callee
@@ -45,9 +44,10 @@ from braid.rpc.references import References
 from braid.rpc.spans import CallSpans
 from braid.rpc.turns import Turns
 from braid.rpc.workers import Directory, WorkerInfo, node_of
-from braid.store import HashStore, Store
-from braid.transport.reachability import probe
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, Message, PeerLost, Van, split_node
+from braid.runtime.store import HashStore, Store
+from braid.runtime.transport.reachability import probe
+from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.rpc.streams import Stream

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from braid.errors import CommTimeout
-from braid.message import Delivery
 from braid.rpc.codec import Packed, tensors_of
 from braid.rpc.current import act_for
 from braid.rpc.functions import is_async_execution
@@ -23,6 +22,7 @@ from braid.rpc.messages import Call, Edge, Raised, Reply
 from braid.rpc.names import is_operator
 from braid.rpc.outcomes import Later, awaited, described, is_described, outcome
 from braid.rpc.scope import Scope, enter
+from braid.runtime.message import Delivery
 
 if TYPE_CHECKING:
     from braid.rpc.agent import Agent

@@ -25,7 +25,6 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.message import Delivery, Van
 from braid.rpc.codec import tensors_of
 from braid.rpc.messages import Call, Cancel, Creation, Raised, Reply
 from braid.rpc.mistakes import RpcError
@@ -37,6 +36,7 @@ from braid.rpc.retries import Retries, is_idempotent
 from braid.rpc.scope import current_scope, deadline_ns
 from braid.rpc.turns import Turns
 from braid.rpc.workers import Record, To, WorkerInfo, node_of
+from braid.runtime.message import Delivery, Van
 
 if TYPE_CHECKING:
     from braid.rpc.agent import Agent

@@ -19,12 +19,6 @@ from pathlib import Path
 from urllib.parse import urlparse
 
 from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
-from braid.events import Recorder
-from braid.message import SocketVan, VanConfig
-from braid.rendezvous import JobEnvironment, wants_portable
-from braid.rendezvous.job_store import JobStore, open_job_store
-from braid.rendezvous.launcher_link import LauncherLink, open_link
-from braid.rendezvous.rank import claim
 from braid.rpc.agent import Agent
 from braid.rpc.current import current_agent, has_default, set_default
 from braid.rpc.messages import SCHEMA
@@ -33,10 +27,16 @@ from braid.rpc.options import RpcOptions
 from braid.rpc.roles import own_role
 from braid.rpc.spans import CallSpans
 from braid.rpc.workers import LOOK_S, Directory, Record, WorkerInfo, check_name, node_of
-from braid.store import FileStore, PrefixStore, Store
-from braid.transport import Network
-from braid.transport.peer_connections import own_address
-from braid.wire import Address, Secret, local_address
+from braid.runtime.events import Recorder
+from braid.runtime.message import SocketVan, VanConfig
+from braid.runtime.rendezvous import JobEnvironment, wants_portable
+from braid.runtime.rendezvous.job_store import JobStore, open_job_store
+from braid.runtime.rendezvous.launcher_link import LauncherLink, open_link
+from braid.runtime.rendezvous.rank import claim
+from braid.runtime.store import FileStore, PrefixStore, Store
+from braid.runtime.transport import Network
+from braid.runtime.transport.peer_connections import own_address
+from braid.runtime.wire import Address, Secret, local_address
 
 __all__ = ["init_rpc", "join", "shutdown"]
 

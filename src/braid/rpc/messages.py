@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from braid.message import Schema
 from braid.rpc.protocol.autograd_state import AutogradMessage
 from braid.rpc.protocol.references_state import (
     Confirmed,
@@ -16,6 +15,7 @@ from braid.rpc.protocol.references_state import (
     Noted,
 )
 from braid.rpc.protocol.sparse_spec import SparseSpec
+from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
 __all__ = ["SCHEMA", "Body", "Call", "Cancel", "Creation", "Edge", "Raised", "Reply"]

@@ -33,7 +33,12 @@ import torch
 
 from braid.errors import ConfigError
 from braid.rpc.mistakes import RpcError
-from braid.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn, qualified_name
+from braid.runtime.torch_internals import (
+    OpOverload,
+    OpOverloadPacket,
+    functions_of_nn,
+    qualified_name,
+)
 
 __all__ = ["Names", "is_operator", "register"]
 

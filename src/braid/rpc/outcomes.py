@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from braid import errors
-from braid.torch_internals import Future, set_unwrap_function
+from braid.runtime.torch_internals import Future, set_unwrap_function
 
 __all__ = [
     "AnswerFuture",

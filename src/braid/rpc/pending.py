@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from braid.events import Span
 from braid.rpc.scope import Scope
 from braid.rpc.turns import Turns
+from braid.runtime.events import Span
 
 __all__ = ["Finish", "Pending", "PendingCalls"]
 

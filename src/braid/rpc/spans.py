@@ -11,7 +11,7 @@ Cost: two microseconds for a call, where there is a launcher of braid, else noth
 
 from __future__ import annotations
 
-from braid.events import Recorder, Span
+from braid.runtime.events import Recorder, Span
 from braid.types import text_digest
 
 __all__ = ["CallSpans"]

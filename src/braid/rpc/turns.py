@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable
 
 from braid.errors import CommTimeout, StaleError
-from braid.message import Delivery, Van
+from braid.runtime.message import Delivery, Van
 
 __all__ = ["REST_S", "Turns"]
 

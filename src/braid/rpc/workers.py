@@ -17,7 +17,7 @@ import msgspec
 from braid.errors import CommTimeout, RendezvousError
 from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
-from braid.store import Store
+from braid.runtime.store import Store
 
 __all__ = ["LOOK_S", "Directory", "Record", "To", "WorkerInfo", "check_name", "node_of"]
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from braid.runtime.trace_format import Event, complete
 from braid.schedule.bars import COLOURS, Bar, draw, time_text
 from braid.schedule.program import LOCAL, SEND, Action, Program
 from braid.schedule.simulate import Interval, Timeline
-from braid.trace_format import Event, complete
 
 __all__ = ["lanes", "table", "to_svg", "to_trace"]
 

@@ -32,6 +32,7 @@ from braid.params import ParamRecord, ParamTable
 from braid.params.exact_norm import clip_pieces_, exact_norm
 from braid.params.lost_requests import reclaim_lost_requests
 from braid.params.optimizer_in_place import refuse_copy
+from braid.runtime.torch_internals import own_parameters
 from braid.sharding.flat_gradients import FlatGradients, sums_in_dtype_of_pieces
 from braid.sharding.flat_shard import FlatShard, Places
 from braid.sharding.layouts import SHARD, layouts_of
@@ -50,7 +51,6 @@ from braid.sharding.units import (
     default_units,
     divide_into_units,
 )
-from braid.torch_internals import own_parameters
 from braid.types import first_few
 
 __all__ = ["Sharding", "sharding_of"]

@@ -21,9 +21,9 @@ from torch import nn
 
 from braid.comm import Group, Request, Work
 from braid.params import ParamRecord, allocator
+from braid.runtime.torch_internals import own_parameters
 from braid.sharding.partition import Partition
 from braid.sharding.slots import Slot
-from braid.torch_internals import own_parameters
 
 __all__ = ["Dtypes", "FlatShard", "Places"]
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braid.sharding.flat_shard import FlatShard
-from braid.torch_internals import (
+from braid.runtime.torch_internals import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks,
 )
+from braid.sharding.flat_shard import FlatShard
 
 __all__ = ["SavedParams"]
 

@@ -17,8 +17,8 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params import ParamTable
 from braid.params.hashing import compare_values
+from braid.runtime.torch_internals import pytree
 from braid.tensor_parallel.whole import slicing_of
-from braid.torch_internals import pytree
 
 __all__ = ["check_call"]
 

@@ -30,8 +30,8 @@ from braid.autograd import (
 )
 from braid.comm import Group
 from braid.errors import ConfigError
+from braid.runtime.torch_internals import version_of
 from braid.tensor_parallel.slices import Slicing
-from braid.torch_internals import version_of
 
 __all__ = [
     "ColumnParallelLinear",

@@ -6,8 +6,8 @@ import threading
 
 from braid.comm import Group
 from braid.comm.engines.c10d import C10dEngine, MakeProcessGroup, make_gloo, make_nccl
-from braid.events import NameTable
-from braid.transport import RankContext
+from braid.runtime.events import NameTable
+from braid.runtime.transport import RankContext
 
 __all__ = ["delegated_world"]
 

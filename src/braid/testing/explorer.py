@@ -36,8 +36,8 @@ import torch
 from braid.comm.channel.channel import Audience, Channel
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.work_counter import WorkCounter
-from braid.torch_internals import TorchDispatchMode
-from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
+from braid.runtime.torch_internals import TorchDispatchMode
+from braid.runtime.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["Access", "Acquire", "Exploration", "Publish", "Span", "explore", "record"]
 

@@ -13,7 +13,7 @@ import sys
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.events import Recorder
+from braid.runtime.events import Recorder
 
 __all__ = ["Fault", "FaultScript", "InjectedError"]
 

@@ -1,4 +1,4 @@
-"""The promises of `braid.message.Van` as one suite, which every van must keep.
+"""The promises of `braid.runtime.message.Van` as one suite, which every van must keep.
 
 Each claim is a function of connected vans; `check_van` runs them all, each on new vans. All calls
 come from one thread, so a simulated network passes, too; time passes while a van waits.
@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 import msgspec
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
-from braid.message import Delivery, PeerLost, Schema, Van, VanConfig
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, PeerLost, Schema, Van, VanConfig
+from braid.runtime.wire import Buffer
 
 __all__ = ["CONFORMANCE_CONFIG", "CONFORMANCE_SCHEMA", "VAN_CLAIMS", "Note", "Text", "check_van"]
 

@@ -34,9 +34,9 @@ import torch
 
 from braid.comm import Group
 from braid.errors import CommError
-from braid.events import EventRing, Recorder
-from braid.rendezvous.rank import join
-from braid.store import FileStore
+from braid.runtime.events import EventRing, Recorder
+from braid.runtime.rendezvous.rank import join
+from braid.runtime.store import FileStore
 from braid.testing.leaks import Belongings, ImportFreezer, belongings, described, left_since
 from braid.testing.signals import default_signals
 from braid.testing.worlds import last_events

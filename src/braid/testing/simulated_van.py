@@ -24,16 +24,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from braid.clock import VirtualClock
 from braid.errors import CommError, CommTimeout, ConfigError, RendezvousError
-from braid.message.guard import Guard
-from braid.message.protocol.heads import Cancel, Head, Hello, More, Open, unpack
-from braid.message.protocol.schema import Schema
-from braid.message.protocol.send_queue import OutFrame
-from braid.message.protocol.van_state import VanState
-from braid.message.protocol.vocabulary import Delivery, VanConfig
-from braid.message.van import Van
-from braid.message.vans.local_van import hand_over
+from braid.runtime.clock import VirtualClock
+from braid.runtime.message.guard import Guard
+from braid.runtime.message.protocol.heads import Cancel, Head, Hello, More, Open, unpack
+from braid.runtime.message.protocol.schema import Schema
+from braid.runtime.message.protocol.send_queue import OutFrame
+from braid.runtime.message.protocol.van_state import VanState
+from braid.runtime.message.protocol.vocabulary import Delivery, VanConfig
+from braid.runtime.message.van import Van
+from braid.runtime.message.vans.local_van import hand_over
 from braid.testing.message_faults import Faults
 
 __all__ = ["Network", "SimulatedVan"]

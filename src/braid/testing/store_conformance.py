@@ -1,4 +1,4 @@
-"""The claims of `braid.store.Store` as one suite, which every store must keep.
+"""The claims of `braid.runtime.store.Store` as one suite, which every store must keep.
 
 Each claim is a function of a list of clients of one empty store; `check_store` runs them all, each
 on a new store.
@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 
 from braid.errors import CommTimeout, ConfigError
-from braid.store import Store
+from braid.runtime.store import Store
 
 __all__ = ["STORE_CLAIMS", "check_store"]
 

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from braid.clock import MonotonicClock
 from braid.errors import BraidError
-from braid.store import HashStore, Store
-from braid.transport import Health, MemoryTransport, connect
+from braid.runtime.clock import MonotonicClock
+from braid.runtime.store import HashStore, Store
+from braid.runtime.transport import Health, MemoryTransport, connect
 
 __all__ = ["join_all"]
 

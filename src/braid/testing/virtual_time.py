@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from braid.clock import VirtualClock
+from braid.runtime.clock import VirtualClock
 from braid.testing.explorer import Access, Acquire, Action, Publish
 
 __all__ = ["VirtualRun", "run_on_virtual_clock"]

@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from braid.clock import Clock, MonotonicClock
 from braid.comm import Group
 from braid.errors import CommError
-from braid.events import EventRing, Recorder
-from braid.store import HashStore
-from braid.transport import Fabric, RankContext
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.events import EventRing, Recorder
+from braid.runtime.store import HashStore
+from braid.runtime.transport import Fabric, RankContext
 
 __all__ = ["last_events", "run_threads", "thread_stacks"]
 

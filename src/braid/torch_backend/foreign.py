@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from braid.comm.engines.shared_gpus import shared_gpu_error
 from braid.errors import ConfigError
-from braid.torch_internals import (
+from braid.runtime.torch_internals import (
     backend_for,
     backend_options,
     plugins,

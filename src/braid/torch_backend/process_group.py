@@ -10,13 +10,13 @@ import torch
 
 from braid.comm.engines.work import Works
 from braid.errors import ConfigError
+from braid.runtime.torch_internals import backend_options, end_coalescing, start_coalescing
 from braid.torch_backend.base import c10d
 from braid.torch_backend.collectives import Collectives
 from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.shapes import in_shared_memory, tensors_of
 from braid.torch_backend.shared_world import Meeting, SharedWorlds
 from braid.torch_backend.work import FinishedWork, PendingWork, seconds
-from braid.torch_internals import backend_options, end_coalescing, start_coalescing
 
 __all__ = ["BraidProcessGroup"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from braid.comm import Group
+from braid.runtime.torch_internals import compile_nothing
 from braid.torch_backend.base import BaseProcessGroup
 from braid.torch_backend.collectives import Collectives
 from braid.torch_backend.process_group import BraidProcessGroup
 from braid.torch_backend.shared_world import SharedWorlds
 from braid.torch_backend.work import FinishedWork, PendingWork
-from braid.torch_internals import compile_nothing
 
 __all__ = ["create", "register", "share"]
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 
 from braid.autograd.layer_costs import seconds_of
-from braid.clock import Clock
 from braid.errors import ConfigError
 from braid.plan.find import DTYPES
+from braid.runtime.clock import Clock
 from braid.topology import find_device
 
 __all__ = ["CPU", "RankDevice", "choose_device", "compute_deterministically"]

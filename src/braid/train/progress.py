@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from braid.clock import Clock, MonotonicClock
+from braid.runtime.clock import Clock, MonotonicClock
 from braid.train.reports import (
     Checkpointed,
     Evaluated,

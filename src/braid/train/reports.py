@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple, TextIO, TypeAlias
 
 import msgspec
 
-from braid.clock import Clock
 from braid.errors import ConfigError
+from braid.runtime.clock import Clock
 
 __all__ = [
     "Checkpointed",

@@ -25,8 +25,8 @@ from braid.checkpoint import open_last, training_tensors
 from braid.comm import Group
 from braid.data import Corpus, Windows
 from braid.errors import CheckpointError, ConfigError
-from braid.rendezvous import Loaded, Saved
-from braid.rendezvous.membership import Membership
+from braid.runtime.rendezvous import Loaded, Saved
+from braid.runtime.rendezvous.membership import Membership
 from braid.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.config import MODELS, TrainConfig, checkpoints_in
 from braid.train.device import RankDevice

@@ -29,7 +29,7 @@ from braid import ps
 from braid.bench.workers.ps_plan import Failover, Plan
 from braid.errors import CommTimeout
 from braid.ps.protocol.directory import Directory, virtual_shard
-from braid.wire import Secret
+from braid.runtime.wire import Secret
 
 __all__ = ["fail_over"]
 

@@ -26,8 +26,8 @@ from braid import ps
 from braid.bench.workers.ps_plan import Measured, Plan
 from braid.bench.workers.ps_reference import EchoClient, RemoteEcho, echo_address, serve_echo
 from braid.comm import Group
-from braid.message.tensors import memory_of
 from braid.ps import kv
+from braid.runtime.message.tensors import memory_of
 
 __all__ = ["RPC", "SHARED", "SOCKETS", "UNIX", "transfer"]
 

@@ -40,7 +40,7 @@ from braid.comm.channel.peer_tensor import all_registered, offers, remote_of
 from braid.comm.channel.staging import pieces
 from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = [
     "ALGORITHMS",

@@ -12,7 +12,7 @@ import torch
 
 from braid.comm.channel.channel import Channel
 from braid.comm.tensors.reduction import combine, identity
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = ["alone"]
 

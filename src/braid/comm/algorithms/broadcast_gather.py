@@ -29,7 +29,7 @@ from braid.comm.algorithms.sizes import Matrix, agree_on_sizes, offsets_of
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.peer_tensor import offers, remote_of
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = [
     "all_gather",

@@ -47,7 +47,7 @@ from braid.comm.channel.window import LINE_BYTES, Window
 from braid.comm.formats import ErrorFeedback, WireFormat
 from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine, early_factor, finish
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = ["DEPTH", "Residuals", "hierarchical", "left_out"]
 

@@ -26,7 +26,7 @@ from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_at
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.errors import CommError, MismatchError
-from braid.transport import Steps, Wait, WaitAny
+from braid.runtime.transport import Steps, Wait, WaitAny
 
 __all__ = ["Mailbox", "Receipt"]
 

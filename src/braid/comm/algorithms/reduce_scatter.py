@@ -25,7 +25,7 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.peer_tensor import Remote, offers, remote_of
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.comm.tensors.reduction import combine, identity
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = ["reduce", "reduce_scatter", "scan"]
 

@@ -23,7 +23,7 @@ import torch
 
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
 

@@ -15,7 +15,7 @@ import torch
 
 from braid.comm.channel.channel import Channel
 from braid.errors import MismatchError
-from braid.transport import Wait, WaitAny
+from braid.runtime.transport import Wait, WaitAny
 
 __all__ = ["Matrix", "agree_on_sizes", "offsets_of"]
 

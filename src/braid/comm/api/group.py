@@ -39,9 +39,9 @@ from braid.comm.engines.shared_memory import SharedMemoryEngine
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.arguments import Parts, check_movable, check_seconds, is_number
 from braid.errors import ConfigError, StaleError
-from braid.events import NameTable
-from braid.store import Store, exchange_numbers
-from braid.transport import MemoryTransport, RankContext
+from braid.runtime.events import NameTable
+from braid.runtime.store import Store, exchange_numbers
+from braid.runtime.transport import MemoryTransport, RankContext
 
 __all__ = ["Group"]
 

@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Collection, Sequence
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
-from braid.transport import RankContext
+from braid.runtime.transport import RankContext
 
 __all__ = ["meet_survivors", "together"]
 

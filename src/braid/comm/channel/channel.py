@@ -36,7 +36,7 @@ import torch
 from braid.comm.channel.staging import CHUNK_BYTES, Staging
 from braid.comm.channel.work_counter import WorkCounter
 from braid.errors import StaleError
-from braid.transport import Steps, Wait
+from braid.runtime.transport import Steps, Wait
 
 if TYPE_CHECKING:  # control pages make their channels
     from braid.comm.channel.control_pages import ControlPages

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from braid.comm.channel.channel import LINE_WORDS, Channel
 from braid.comm.channel.window_pool import Windows
 from braid.errors import StaleError
-from braid.transport import Block, DeviceWait, MemoryTransport, Wait, WaitAny
+from braid.runtime.transport import Block, DeviceWait, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
 __all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "RetiredPages", "State"]

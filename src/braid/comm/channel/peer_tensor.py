@@ -15,7 +15,7 @@ import torch
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.staging import PRIVATE
 from braid.errors import StaleError
-from braid.transport import MemoryTransport
+from braid.runtime.transport import MemoryTransport
 
 __all__ = [
     "PrivateRemote",

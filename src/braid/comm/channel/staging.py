@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.transport import Block, MemoryTransport
+from braid.runtime.transport import Block, MemoryTransport
 
 __all__ = ["CHUNK_BYTES", "PRIVATE", "Staging", "pieces"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from braid.comm.channel.channel import Audience, Channel
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = ["LINE_BYTES", "Window"]
 

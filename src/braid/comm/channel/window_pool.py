@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
-from braid.transport import Block
-from braid.transport.arena import Arena
+from braid.runtime.transport import Block
+from braid.runtime.transport.arena import Arena
 
 __all__ = ["Windows"]
 

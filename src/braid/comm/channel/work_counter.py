@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.transport.atomic import MASK, fetch_add
+from braid.runtime.transport.atomic import MASK, fetch_add
 
 __all__ = ["WorkCounter"]
 

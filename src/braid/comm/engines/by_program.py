@@ -15,7 +15,7 @@ from braid.comm.algorithms.programs import Programs, program_steps
 from braid.comm.channel.channel import Channel
 from braid.comm.engines.collective import Collective
 from braid.comm.tensors.reduction import early_factor
-from braid.transport import Steps
+from braid.runtime.transport import Steps
 
 __all__ = ["by_program"]
 

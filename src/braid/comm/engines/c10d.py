@@ -34,10 +34,10 @@ from braid.comm.engines.shared_gpus import shared_gpu_error
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.copies import Copies
 from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError
-from braid.events import Span
-from braid.store import PrefixStore, RanksMissingError, Store, exchange
-from braid.store.torch_store import as_torch_store
-from braid.transport import RankContext
+from braid.runtime.events import Span
+from braid.runtime.store import PrefixStore, RanksMissingError, Store, exchange
+from braid.runtime.store.torch_store import as_torch_store
+from braid.runtime.transport import RankContext
 
 __all__ = ["C10dEngine", "MakeProcessGroup", "make_gloo", "make_nccl"]
 

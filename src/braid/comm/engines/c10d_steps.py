@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from braid.comm.algorithms.sizes import offsets_of
 from braid.comm.engines.collective import Collective
 from braid.comm.tensors.reduction import combine, finish, identity
-from braid.torch_internals import source_rank
+from braid.runtime.torch_internals import source_rank
 
 __all__ = ["TorchSteps", "steps_of"]
 

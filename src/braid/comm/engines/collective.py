@@ -24,7 +24,7 @@ from braid.comm.formats import by_name
 from braid.comm.tensors.copies import Copies
 from braid.comm.tensors.reduction import check_op
 from braid.errors import ConfigError
-from braid.events import NameTable, Recorder
+from braid.runtime.events import NameTable, Recorder
 from braid.types import TensorSpec
 
 __all__ = ["Collective", "Describer"]

@@ -31,8 +31,8 @@ from braid.errors import (
     PeerLostError,
     StaleError,
 )
-from braid.events import Recorder, Span
-from braid.transport import DeviceWait, Wait, WaitAny
+from braid.runtime.events import Recorder, Span
+from braid.runtime.transport import DeviceWait, Wait, WaitAny
 
 __all__ = ["Operation", "OperationSteps"]
 

@@ -25,7 +25,7 @@ from braid.comm.channel.control_pages import ControlPages
 from braid.comm.engines.operation import Operation
 from braid.comm.engines.work import StepsBy
 from braid.errors import BraidError, CommTimeout, StaleError
-from braid.transport import MemoryTransport
+from braid.runtime.transport import MemoryTransport
 
 __all__ = ["Progress"]
 

@@ -25,13 +25,13 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from braid.clock import Clock
 from braid.comm.channel.channel import SENT_CHUNK_BYTES, Channel
 from braid.comm.channel.peer_tensor import remote_of
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine
-from braid.transport import Steps, Wait, WaitAny
+from braid.runtime.clock import Clock
+from braid.runtime.transport import Steps, Wait, WaitAny
 
 __all__ = [
     "DEFAULT_COSTS",

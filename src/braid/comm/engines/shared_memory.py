@@ -37,8 +37,8 @@ from braid.comm.engines.selection import (
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
 from braid.comm.tensors.node_map import NodeMap
-from braid.events import Recorder
-from braid.transport import Block, MemoryTransport, Steps
+from braid.runtime.events import Recorder
+from braid.runtime.transport import Block, MemoryTransport, Steps
 
 __all__ = ["SharedMemoryEngine"]
 

@@ -31,7 +31,7 @@ import torch
 
 from braid.comm.tensors.arguments import ordinary, overlap
 from braid.errors import ConfigError
-from braid.transport import DeviceWait
+from braid.runtime.transport import DeviceWait
 
 __all__ = ["Copies"]
 

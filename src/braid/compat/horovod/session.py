@@ -29,7 +29,7 @@ from braid.errors import CommError, ConfigError
 from braid.fusion import Autotuner, Fusion, Request, Stall
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result
-from braid.rendezvous import JobEnvironment
+from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = ["Member", "Session", "session", "start", "stop"]
 

@@ -20,9 +20,9 @@ from braid.compat.megatron.group_plan import (
 )
 from braid.compat.megatron.groups import OWN_BACKENDS, check_initialized
 from braid.compat.megatron.state import STATE
-from braid.store import exchange
-from braid.store.torch_store import TorchStore
-from braid.torch_internals import default_store
+from braid.runtime.store import exchange
+from braid.runtime.store.torch_store import TorchStore
+from braid.runtime.torch_internals import default_store
 
 __all__ = ["initialize_model_parallel"]
 

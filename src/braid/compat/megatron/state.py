@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from braid.compat.megatron.failure import NotInitializedError, UsageError
 from braid.compat.megatron.groups import create_group
-from braid.torch_internals import known_groups
+from braid.runtime.torch_internals import known_groups
 
 __all__ = ["STATE", "GlobalMemoryBuffer", "ParallelState"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from braid.compat.pslite.process import PROCESS
-from braid.message import NUM_PRIORITIES
 from braid.ps import kv
 from braid.ps.kv.pairs import Keys, Lens
+from braid.runtime.message import NUM_PRIORITIES
 
 __all__ = ["KVServer", "KVWorker", "SimpleApp"]
 

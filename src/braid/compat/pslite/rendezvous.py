@@ -21,13 +21,13 @@ import msgspec
 
 from braid.compat.pslite.environment import Environment
 from braid.errors import ConfigError
-from braid.message import Delivery, Schema, Service, SocketVan, VanConfig
 from braid.ps import kv
 from braid.ps.kv.messages import SCHEMA, Candidate, Numbered
 from braid.ps.kv.rendezvous import VAN, make_van
 from braid.ps.roles import SCHEDULER, Role, name_of
-from braid.rendezvous import wants_frame_codes
-from braid.wire import SECRET_BYTES, Secret
+from braid.runtime.message import Delivery, Schema, Service, SocketVan, VanConfig
+from braid.runtime.rendezvous import wants_frame_codes
+from braid.runtime.wire import SECRET_BYTES, Secret
 
 __all__ = ["SecretDesk", "start_by_hand"]
 

@@ -12,7 +12,7 @@ from braid.rpc.autograd.api import backward, context, get_gradients
 from braid.rpc.autograd.node_context import Context
 from braid.rpc.current import current_agent
 from braid.rpc.mistakes import RpcError
-from braid.torch_internals import active_ddp
+from braid.runtime.torch_internals import active_ddp
 
 __all__ = ["backward", "context", "get_gradients", "is_available", "run_hooks"]
 

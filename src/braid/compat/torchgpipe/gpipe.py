@@ -11,7 +11,7 @@ from torch import nn
 
 from braid.compat.torchgpipe.microbatch import check
 from braid.pipeline.device_pipeline import DevicePipeline
-from braid.torch_internals import own_modules
+from braid.runtime.torch_internals import own_modules
 
 __all__ = ["BalanceError", "GPipe"]
 

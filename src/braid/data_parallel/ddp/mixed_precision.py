@@ -25,7 +25,7 @@ from torch.func import functional_call
 from braid.autograd.nested import map_tensors
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 from braid.errors import ConfigError
-from braid.torch_internals import BatchNorm, InstanceNorm, NormBase
+from braid.runtime.torch_internals import BatchNorm, InstanceNorm, NormBase
 
 __all__ = ["MixedPrecision", "Precision", "precision_of"]
 

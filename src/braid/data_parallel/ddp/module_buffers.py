@@ -14,7 +14,7 @@ from torch import nn
 from braid.comm import Group, Request, StepsBy, Work
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, allocator
-from braid.torch_internals import foreach_copy_, has_internal_overlap
+from braid.runtime.torch_internals import foreach_copy_, has_internal_overlap
 
 __all__ = ["ModuleBuffers"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.torch_internals import own_modules, own_parameters
+from braid.runtime.torch_internals import own_modules, own_parameters
 from braid.types import first_few
 
 __all__ = ["ParamSnapshot"]

@@ -37,8 +37,8 @@ from braid.data_parallel.flat_params import (
 from braid.data_parallel.step_counts import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
-from braid.message.tensors import bytes_of
 from braid.params.process_groups import group_of
+from braid.runtime.message.tensors import bytes_of
 
 __all__ = ["DiLoCo"]
 

@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from braid.comm.tensors.reduction import combine
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
-from braid.torch_internals import own_buffers, own_modules, replica_of
+from braid.runtime.torch_internals import own_buffers, own_modules, replica_of
 
 __all__ = ["refuse_compiled", "replicate", "write_back"]
 

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import psutil
 
 from braid._version import __version__
-from braid.clock import Clock, MonotonicClock
 from braid.errors import ConfigError
 from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, AgentChannel, van_config
 from braid.launch.cluster.agent_messages import (
@@ -57,9 +56,10 @@ from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import JobSpec, check_command
 from braid.launch.process.processes import SignalInbox, end_descendants, subreaper
-from braid.message import Message, PeerLost, PipeVan, Stream
-from braid.rendezvous.interfaces import interfaces, machine
-from braid.wire import Secret
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.message import Message, PeerLost, PipeVan, Stream
+from braid.runtime.rendezvous.interfaces import interfaces, machine
+from braid.runtime.wire import Secret
 
 __all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from braid.errors import PeerLostError
 from braid.launch.cluster.agent_messages import FromAgent, ToAgent, priority_of
-from braid.message import PipeVan, VanConfig
+from braid.runtime.message import PipeVan, VanConfig
 
 __all__ = ["MESSAGES_PER_TURN", "AgentChannel", "van_config"]
 

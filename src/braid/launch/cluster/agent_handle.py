@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from braid._version import __version__
-from braid.clock import Clock
-from braid.diagnose import signal_name
 from braid.launch.cluster.agent_channel import AgentChannel
 from braid.launch.cluster.agent_messages import AgentHello, Bye, HostAddresses, Ping, Pong, ToAgent
 from braid.launch.cluster.agent_stream import FirstLine
 from braid.launch.cluster.remote_shell import Placed
-from braid.message import Delivery, Message, PeerLost, PipeStream, PipeVan
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import signal_name
+from braid.runtime.message import Delivery, Message, PeerLost, PipeStream, PipeVan
 
 __all__ = ["END_LIMIT_S", "SILENCE_S", "AgentHandle", "OnLost", "OnMessage"]
 

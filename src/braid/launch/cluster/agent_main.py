@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from braid.launch.cluster.agent import LOST_EXIT_CODE, serve
 from braid.launch.cluster.agent_stream import first_line
-from braid.message import PipeStream
+from braid.runtime.message import PipeStream
 
 __all__ = ["main"]
 

@@ -27,11 +27,11 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from braid.diagnose import MemoryKill, RankView
 from braid.launch.cluster.reachability import Attempt, Endpoint
 from braid.launch.process.hang_state import OpenWait
-from braid.message import NUM_PRIORITIES, Schema
-from braid.rendezvous import JobEnvironment
+from braid.runtime.diagnose import MemoryKill, RankView
+from braid.runtime.message import NUM_PRIORITIES, Schema
+from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = [
     "AGENT_ROLE",

@@ -13,7 +13,6 @@ from dataclasses import replace
 from signal import SIGKILL, SIGUSR1
 from typing import NamedTuple
 
-from braid.clock import Clock
 from braid.launch.cluster.agent_channel import AgentChannel
 from braid.launch.cluster.agent_messages import (
     FinalRecord,
@@ -32,8 +31,9 @@ from braid.launch.process.job import JobSpec, choose_threads, command_line, rank
 from braid.launch.process.oom import OomMonitor
 from braid.launch.process.processes import Change, changes_of
 from braid.launch.process.rank_snapshot import RankObserver
-from braid.rendezvous import JobEnvironment
-from braid.wire import Secret
+from braid.runtime.clock import Clock
+from braid.runtime.rendezvous import JobEnvironment
+from braid.runtime.wire import Secret
 
 __all__ = ["AgentRanks"]
 

@@ -6,13 +6,13 @@ import itertools
 import selectors
 from contextlib import ExitStack
 
-from braid.clock import Clock
 from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, van_config
 from braid.launch.cluster.agent_handle import END_LIMIT_S, SILENCE_S, AgentHandle, OnLost, OnMessage
 from braid.launch.cluster.agent_messages import AGENT_ROLE, AGENT_SCHEMA
 from braid.launch.cluster.remote_shell import Placed, Placement
-from braid.message import PipeVan
-from braid.wire import SocketConnection
+from braid.runtime.clock import Clock
+from braid.runtime.message import PipeVan
+from braid.runtime.wire import SocketConnection
 
 __all__ = ["AgentRegistry"]
 

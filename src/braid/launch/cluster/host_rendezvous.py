@@ -15,8 +15,6 @@ from pathlib import Path
 from signal import SIGCHLD, SIGINT
 
 from braid._version import __version__
-from braid.clock import Clock
-from braid.diagnose import signal_name
 from braid.errors import ConfigError
 from braid.launch.cluster.agent_handle import AgentHandle
 from braid.launch.cluster.agent_messages import (
@@ -55,9 +53,11 @@ from braid.launch.cluster.remote_shell import LocalPlacement, Placement
 from braid.launch.process.hang_state import LOOKS_PER_LIMIT
 from braid.launch.process.job import JobSpec
 from braid.launch.process.processes import SignalInbox
-from braid.message import Message
-from braid.rendezvous.interfaces import interfaces, machine
-from braid.wire import SECRET_BYTES, Secret
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import signal_name
+from braid.runtime.message import Message
+from braid.runtime.rendezvous.interfaces import interfaces, machine
+from braid.runtime.wire import SECRET_BYTES, Secret
 
 __all__ = ["HostRendezvous"]
 

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from braid.clock import Clock
 from braid.errors import ConfigError, RendezvousError
 from braid.launch.cluster.agent import JoinRequest, serve
 from braid.launch.cluster.agent_messages import AGENT_ROLE, Bye
@@ -14,9 +13,10 @@ from braid.launch.cluster.join_listener import JOIN_RUN_ID, JoinListener
 from braid.launch.cluster.options import Nodes, node_secret
 from braid.launch.cluster.reachability import LAUNCHER, Endpoint, eligible
 from braid.launch.process.job import JobSpec
-from braid.rendezvous.file_meeting import FileMeeting
-from braid.rendezvous.interfaces import interfaces, machine
-from braid.wire import Address, Identity, Secret, SocketConnection, connect
+from braid.runtime.clock import Clock
+from braid.runtime.rendezvous.file_meeting import FileMeeting
+from braid.runtime.rendezvous.interfaces import interfaces, machine
+from braid.runtime.wire import Address, Identity, Secret, SocketConnection, connect
 
 __all__ = ["INSECURE_WARNING", "dial", "join_first_node", "open_join_listener", "own_addresses"]
 

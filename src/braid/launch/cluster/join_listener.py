@@ -6,12 +6,12 @@ import selectors
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from braid.clock import Clock
 from braid.launch.cluster.agent_handle import AgentHandle
 from braid.launch.cluster.agent_messages import AGENT_ROLE, AgentHello, Refused
 from braid.launch.cluster.agent_registry import AgentRegistry
-from braid.message import Message
-from braid.wire import Identity, Listener, Secret
+from braid.runtime.clock import Clock
+from braid.runtime.message import Message
+from braid.runtime.wire import Identity, Listener, Secret
 
 __all__ = ["JOIN_RUN_ID", "JoinListener"]
 

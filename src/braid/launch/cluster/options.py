@@ -18,8 +18,8 @@ from braid.launch.cluster.remote_shell import (
     RshPlacement,
     is_here,
 )
-from braid.rendezvous.meeting import MeetingPoint
-from braid.wire import Secret
+from braid.runtime.rendezvous.meeting import MeetingPoint
+from braid.runtime.wire import Secret
 
 __all__ = [
     "OF_THE_JOB",

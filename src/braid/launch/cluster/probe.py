@@ -16,13 +16,13 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
-from braid.clock import Clock
-from braid.diagnose import why_unreachable
 from braid.errors import ConfigError
 from braid.launch.cluster.reachability import Attempt, Endpoint
-from braid.rendezvous.interfaces import Interface
-from braid.wire import Address, Established, Handshake, Identity, Listener, Secret
-from braid.wire import Send as SendBytes
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import why_unreachable
+from braid.runtime.rendezvous.interfaces import Interface
+from braid.runtime.wire import Address, Established, Handshake, Identity, Listener, Secret
+from braid.runtime.wire import Send as SendBytes
 
 __all__ = ["ProbeListener", "Prober"]
 

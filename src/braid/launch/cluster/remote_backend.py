@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from braid.clock import Clock
-from braid.diagnose import MemoryKill, RunHost
 from braid.launch.cluster.agent_handle import AgentHandle
 from braid.launch.cluster.agent_messages import (
     FinalRecord,
@@ -32,8 +30,10 @@ from braid.launch.cluster.reachability import LAUNCHER
 from braid.launch.cluster.remote_rank import RemoteRank
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
-from braid.message import Message
-from braid.wire import Address, Secret
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import MemoryKill, RunHost
+from braid.runtime.message import Message
+from braid.runtime.wire import Address, Secret
 
 __all__ = ["HostsReady", "RemoteBackend"]
 

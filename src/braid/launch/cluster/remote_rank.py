@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from signal import SIGKILL
 from typing import TypeAlias
 
-from braid.diagnose import ParsedError, RankEnd, RankView, clause
 from braid.launch.cluster.agent_handle import AgentHandle
 from braid.launch.cluster.agent_messages import (
     FinalRecord,
@@ -22,6 +21,7 @@ from braid.launch.process.rank_snapshot import RankObserver
 from braid.launch.supervise.backend import RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.supervisor_state import RankFacts
+from braid.runtime.diagnose import ParsedError, RankEnd, RankView, clause
 
 __all__ = ["OfRank", "RemoteRank"]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 
-from braid.clock import Clock, MonotonicClock
 from braid.launch.cluster.host_rendezvous import HostRendezvous
 from braid.launch.cluster.join import INSECURE_WARNING, join_first_node, open_join_listener
 from braid.launch.cluster.join_listener import JoinListener
@@ -19,7 +18,8 @@ from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console
 from braid.launch.process.processes import SignalInbox
 from braid.launch.supervise.supervision import carry_out
-from braid.rendezvous.file_meeting import FileMeeting
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.rendezvous.file_meeting import FileMeeting
 
 __all__ = ["HostsSupervisor"]
 

@@ -24,14 +24,14 @@ from textwrap import shorten
 
 import msgspec
 
-from braid.diagnose import signal_name
 from braid.errors import ConfigError
 from braid.launch.cluster.rank_assignment import Host
 from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.options import CLIENTS
 from braid.launch.process.processes import SignalInbox
-from braid.rendezvous.interfaces import machine
+from braid.runtime.diagnose import signal_name
+from braid.runtime.rendezvous.interfaces import machine
 
 __all__ = ["EngineClient"]
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 import msgspec
 
 from braid.errors import ConfigError
-from braid.wire import Secret
+from braid.runtime.wire import Secret
 
 __all__ = ["Invitation", "forget_engine"]
 

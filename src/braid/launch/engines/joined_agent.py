@@ -13,8 +13,8 @@ from braid.errors import ConfigError
 from braid.launch.cluster.agent import LOST_EXIT_CODE, JoinRequest, serve
 from braid.launch.cluster.join import dial
 from braid.launch.engines.invitation import Invitation, forget_engine
-from braid.rendezvous.interfaces import machine
-from braid.wire import Address
+from braid.runtime.rendezvous.interfaces import machine
+from braid.runtime.wire import Address
 
 __all__ = ["main"]
 

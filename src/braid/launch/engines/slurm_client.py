@@ -25,7 +25,7 @@ from braid.launch.cluster.rank_assignment import Host
 from braid.launch.engines.client_words import ClientWords, run_client
 from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.starting import AGENT, Command, run_commands
-from braid.rendezvous.slurm_names import expand_counts, expand_hostlist
+from braid.runtime.rendezvous.slurm_names import expand_counts, expand_hostlist
 
 __all__ = ["allocated", "lost_task", "main"]
 

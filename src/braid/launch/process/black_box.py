@@ -13,10 +13,10 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from braid.diagnose import last_events, last_operation_end, last_step, parse_stack
 from braid.errors import CommError
-from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
 from braid.launch.process.open_spans import OpenSpans
+from braid.runtime.diagnose import last_events, last_operation_end, last_step, parse_stack
+from braid.runtime.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
 
 __all__ = ["BlackBox"]
 

@@ -20,9 +20,9 @@ from typing import Literal
 
 import psutil
 
-from braid.diagnose import RankEnd, StopReport, error_block, render_block
 from braid.errors import ConfigError
-from braid.rendezvous import JobEnvironment
+from braid.runtime.diagnose import RankEnd, StopReport, error_block, render_block
+from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = [
     "RANK_VARIABLES",

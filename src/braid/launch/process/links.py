@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from braid.diagnose.hang_view import LinkView
+from braid.runtime.diagnose.hang_view import LinkView
 
 __all__ = ["LinkObserver"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 
-from braid.events import HEADER_BYTES, OPEN, RECORD, Event, EventRing
+from braid.runtime.events import HEADER_BYTES, OPEN, RECORD, Event, EventRing
 
 __all__ = ["OpenSpans"]
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from braid.diagnose import MemoryKill
 from braid.errors import ConfigError
+from braid.runtime.diagnose import MemoryKill
 
 __all__ = ["Change", "SignalInbox", "changes_of", "end_descendants", "send_signal", "subreaper"]
 

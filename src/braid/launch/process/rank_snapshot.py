@@ -7,15 +7,15 @@ from pathlib import Path
 from signal import SIGUSR1
 from typing import NamedTuple
 
-from braid.clock import Clock
-from braid.diagnose import RankView, SpanView
-from braid.events import Event, EventRing
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.links import LinkObserver
 from braid.launch.process.process_facts import Sample, catches, process_between, sample
 from braid.launch.process.processes import send_signal, send_signal_to_thread
-from braid.rendezvous.stack_thread import ASK
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import RankView, SpanView
+from braid.runtime.events import Event, EventRing
+from braid.runtime.rendezvous.stack_thread import ASK
 
 __all__ = ["RankObserver"]
 

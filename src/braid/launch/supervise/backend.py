@@ -10,14 +10,14 @@ import selectors
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from braid.clock import Clock
-from braid.diagnose import MemoryKill, RunHost
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.supervise.rank import Rank
-from braid.rendezvous import FromRank, JobEnvironment
-from braid.wire import Secret
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import MemoryKill, RunHost
+from braid.runtime.rendezvous import FromRank, JobEnvironment
+from braid.runtime.wire import Secret
 
 __all__ = ["OnChange", "OnSignal", "RankBackend", "RankPlacement", "RankSpec"]
 

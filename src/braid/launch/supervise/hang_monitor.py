@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from braid.clock import Clock
-from braid.diagnose import HangReport, find_hang, rank_list
 from braid.launch.process.hang_state import (
     AskStacks,
     HangState,
@@ -22,6 +20,8 @@ from braid.launch.process.hang_state import (
     Resume,
 )
 from braid.launch.supervise.rank import Rank
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import HangReport, find_hang, rank_list
 
 __all__ = ["HangMonitor"]
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import psutil
 
-from braid.diagnose import MemoryKill, RunHost
 from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import JobSpec, choose_threads, command_line, rank_environ
 from braid.launch.process.launcher_input import LauncherInput
@@ -22,7 +21,8 @@ from braid.launch.process.processes import changes_of, end_descendants, subreape
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.rank_process import RankProcess
-from braid.wire import Secret
+from braid.runtime.diagnose import MemoryKill, RunHost
+from braid.runtime.wire import Secret
 
 __all__ = ["LocalBackend"]
 

@@ -11,17 +11,17 @@ import selectors
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from braid.clock import Clock
-from braid.diagnose import ParsedError, RankEnd, RankView, final_error, parse_error
 from braid.errors import BraidError
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.supervise.supervisor_state import RankFacts
-from braid.rendezvous import Exiting, Failed, FromLauncher, FromRank
-from braid.rendezvous.control import decode_from_rank, encode
-from braid.wire import SocketConnection
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import ParsedError, RankEnd, RankView, final_error, parse_error
+from braid.runtime.rendezvous import Exiting, Failed, FromLauncher, FromRank
+from braid.runtime.rendezvous.control import decode_from_rank, encode
+from braid.runtime.wire import SocketConnection
 
 __all__ = ["Rank"]
 

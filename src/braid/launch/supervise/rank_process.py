@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from signal import SIGKILL
 
-from braid.clock import Clock
-from braid.diagnose import RankEnd, RankView, clause
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child
 from braid.launch.process.hang_state import OpenWait
@@ -18,7 +16,9 @@ from braid.launch.process.processes import Change
 from braid.launch.process.rank_snapshot import RankObserver
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.supervisor_state import RankFacts
-from braid.rendezvous import FromRank
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import RankEnd, RankView, clause
+from braid.runtime.rendezvous import FromRank
 
 __all__ = ["RankProcess"]
 

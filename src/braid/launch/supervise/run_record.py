@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from braid.diagnose import RunRecord
 from braid.errors import ConfigError
 from braid.launch.process.job import JobSpec
+from braid.runtime.diagnose import RunRecord
 
 __all__ = ["git_commit", "make_log_dir", "package_versions", "write_record"]
 

@@ -16,19 +16,6 @@ from pathlib import Path
 from signal import SIGCHLD, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 from braid._version import __version__
-from braid.clock import Clock
-from braid.diagnose import (
-    Ending,
-    RankEnd,
-    RunRecord,
-    SavedCheckpoint,
-    Verdict,
-    clause,
-    exit_code,
-    judge,
-    rank_list,
-    signal_name,
-)
 from braid.errors import ConfigError
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.job import JobSpec, Outcome
@@ -61,8 +48,21 @@ from braid.launch.supervise.supervisor_state import (
     Tick,
     Warn,
 )
-from braid.metrics import MetricsFiles
-from braid.rendezvous import (
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import (
+    Ending,
+    RankEnd,
+    RunRecord,
+    SavedCheckpoint,
+    Verdict,
+    clause,
+    exit_code,
+    judge,
+    rank_list,
+    signal_name,
+)
+from braid.runtime.metrics import MetricsFiles
+from braid.runtime.rendezvous import (
     Exiting,
     Failed,
     FromRank,
@@ -73,9 +73,9 @@ from braid.rendezvous import (
     Logged,
     Saved,
 )
-from braid.rendezvous.control import CONTROL_ROLE
-from braid.store import STORE_LIMITS, STORE_ROLE, StoreServer
-from braid.wire import Identity, Listener
+from braid.runtime.rendezvous.control import CONTROL_ROLE
+from braid.runtime.store import STORE_LIMITS, STORE_ROLE, StoreServer
+from braid.runtime.wire import Identity, Listener
 
 __all__ = ["carry_out"]
 

@@ -10,13 +10,13 @@ they run. This module combines the two for one host, `several_hosts` for more.
 
 from __future__ import annotations
 
-from braid.clock import Clock, MonotonicClock
 from braid.launch.process.console import QuietConsole
 from braid.launch.process.job import JobSpec, Outcome, check_command
 from braid.launch.process.output import Console
 from braid.launch.process.processes import SignalInbox
 from braid.launch.supervise.local_backend import LocalBackend
 from braid.launch.supervise.supervision import carry_out
+from braid.runtime.clock import Clock, MonotonicClock
 
 __all__ = ["Supervisor"]
 

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from braid.diagnose import signal_name
-from braid.rendezvous import RankLost, Stop
+from braid.runtime.diagnose import signal_name
+from braid.runtime.rendezvous import RankLost, Stop
 
 __all__ = [
     "CollectStacks",

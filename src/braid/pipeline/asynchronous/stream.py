@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from braid.errors import ConfigError
 from braid.pipeline.microbatches import num_rows
-from braid.seeding import Draws
+from braid.runtime.seeding import Draws
 
 __all__ = ["MicrobatchStream"]
 

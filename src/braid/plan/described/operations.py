@@ -25,7 +25,7 @@ from braid.errors import ConfigError
 from braid.pipeline.layer_runs import Skips, run_all
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import PerRows
-from braid.torch_internals import (
+from braid.runtime.torch_internals import (
     TorchDispatchMode,
     own_buffers,
     own_parameters,

@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from braid.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
 from braid.autograd.nested import flatten, tensors_in
-from braid.clock import Clock, MonotonicClock
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.pipeline.layer_runs import Skips, as_they_were, run_all
 from braid.pipeline.microbatches import num_rows
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import LayerProfile, PerRows, Profile, fitted
+from braid.runtime.clock import Clock, MonotonicClock
 
 __all__ = ["profile_layers"]
 

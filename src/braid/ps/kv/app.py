@@ -22,12 +22,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError
-from braid.message import Delivery, Message
 from braid.ps.customer import Customer, Memory
 from braid.ps.kv.messages import Asked
 from braid.ps.kv.protocol.executed import Progress, Stream
 from braid.ps.messages import Refused, Repeat
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, Message
+from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from braid.errors import BraidError, CommError
-from braid.message import Delivery, Failed, Message
 from braid.ps.kv.app import App, Header, Ticket
 from braid.ps.kv.messages import Asked, Candidate, Depart, Enter, Members, Numbered, Passed
 from braid.ps.kv.protocol.members_state import (
@@ -19,7 +18,8 @@ from braid.ps.kv.protocol.members_state import (
 from braid.ps.messages import Failure, Here, Join, Refused
 from braid.ps.protocol.directory import Directory
 from braid.ps.roles import SCHEDULER
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, Failed, Message
+from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode

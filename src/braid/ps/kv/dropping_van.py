@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 
 from braid.errors import ConfigError
-from braid.message import Delivery, PeerLost, Schema, SocketVan, VanConfig
-from braid.wire import Secret
+from braid.runtime.message import Delivery, PeerLost, Schema, SocketVan, VanConfig
+from braid.runtime.wire import Secret
 
 __all__ = ["DroppingVan"]
 

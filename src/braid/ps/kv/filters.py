@@ -26,9 +26,9 @@ from typing import TypeAlias
 import torch
 
 from braid.errors import ConfigError
-from braid.message.tensors import bytes_of
 from braid.ps.kv.messages import Coding, Compressed, FixedPointed, Head, Sparsified
 from braid.ps.kv.parcel import Parcel, compress, refuse_nonfinite
+from braid.runtime.message.tensors import bytes_of
 
 __all__ = ["Compression", "Filter", "FixedPoint", "KeyCache", "TopK", "digest_of", "filter_of"]
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from braid.errors import ConfigError
-from braid.message import split_node
 from braid.ps.roles import SCHEDULER, server_node, worker_node
+from braid.runtime.message import split_node
 
 __all__ = [
     "ALL",

@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from braid.message import Schema
 from braid.ps.messages import Answer, Explain, Explained, Failure, Here, Join, Refused, Repeat
+from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
 __all__ = [

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, StaleError
-from braid.message import Delivery, Message, Van
 from braid.ps.kv.app import App
 from braid.ps.kv.control import CONTROL_APP, Control, KVScheduler
 from braid.ps.kv.groups import ALL, id_of, key_ranges, members_of
@@ -27,7 +26,8 @@ from braid.ps.kv.protocol.executed import Executed
 from braid.ps.messages import Refused
 from braid.ps.postoffice import Postoffice
 from braid.ps.roles import SCHEDULER, Role, name_of
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, Message, Van
+from braid.runtime.wire import Buffer
 
 __all__ = ["KVNode"]
 

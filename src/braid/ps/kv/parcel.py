@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from braid.errors import CommError, ConfigError
-from braid.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
 from braid.ps.kv.messages import Compressed, FixedPointed, Head
+from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
 from braid.types import TensorSpec
 
 __all__ = ["MAX_BYTES", "Parcel"]

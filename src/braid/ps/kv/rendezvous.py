@@ -18,14 +18,14 @@ import os
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.message import SocketVan, VanConfig
 from braid.ps.addresses import can_be_reached, connection_secret, listening_address
 from braid.ps.kv.dropping_van import DroppingVan
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.kv.node import KVNode
 from braid.ps.roles import name_of, role_of
-from braid.rendezvous import wants_portable
-from braid.wire import Secret
+from braid.runtime.message import SocketVan, VanConfig
+from braid.runtime.rendezvous import wants_portable
+from braid.runtime.wire import Secret
 
 __all__ = ["VAN", "join", "make_van"]
 

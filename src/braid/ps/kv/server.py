@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from braid.errors import BraidError, CommError, ConfigError
-from braid.message import Delivery
 from braid.ps.kv.app import Ticket
 from braid.ps.kv.filters import digest_of, filter_of
 from braid.ps.kv.groups import id_of, key_ranges
@@ -34,6 +33,7 @@ from braid.ps.kv.pairs import KVPairs, check_pairs
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp, SimpleData
 from braid.ps.kv.store import SumStore
+from braid.runtime.message import Delivery
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode

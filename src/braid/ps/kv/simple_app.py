@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from braid.errors import CommError, ConfigError
-from braid.message import Delivery, Message
 from braid.ps.kv.app import App, Header, Ticket
 from braid.ps.kv.groups import id_of, members_of
 from braid.ps.kv.messages import Asked, Note, Noted
 from braid.ps.messages import check_type
-from braid.wire import Buffer
+from braid.runtime.message import Delivery, Message
+from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode

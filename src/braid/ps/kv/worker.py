@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from braid.errors import CommError, ConfigError
-from braid.message import NUM_PRIORITIES, Delivery, Message
-from braid.message.tensors import memory_of
 from braid.ps.kv.app import Header
 from braid.ps.kv.filters import Filter, KeyCache
 from braid.ps.kv.layout import Layout
@@ -35,7 +33,9 @@ from braid.ps.kv.simple_app import SimpleApp
 from braid.ps.kv.slicers import Places, Slicer, by_hash, by_range, check_slices
 from braid.ps.messages import check_type
 from braid.ps.roles import server_node
-from braid.wire import Buffer
+from braid.runtime.message import NUM_PRIORITIES, Delivery, Message
+from braid.runtime.message.tensors import memory_of
+from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode

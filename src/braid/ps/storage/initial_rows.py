@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 
 from braid.errors import ConfigError
-from braid.seeding import key_of, random_words
+from braid.runtime.seeding import key_of, random_words
 
 __all__ = ["Constant", "Init", "Normal", "Uniform", "initial_rows"]
 

@@ -17,7 +17,7 @@ from typing import TypeGuard
 import torch
 
 from braid.rpc.param_locks import PARAM_LOCKS
-from braid.torch_internals import accumulate_hooks, has_internal_overlap, storage_id
+from braid.runtime.torch_internals import accumulate_hooks, has_internal_overlap, storage_id
 
 __all__ = [
     "HookGroup",

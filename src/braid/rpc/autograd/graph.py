@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from braid.rpc.protocol.references_state import Id
-from braid.torch_internals import backward_class
+from braid.runtime.torch_internals import backward_class
 
 __all__ = ["Reached", "Receive", "RecvRpc", "SendFunction", "add_grads", "reached_from"]
 

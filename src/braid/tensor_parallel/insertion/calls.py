@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from braid.torch_internals import OpOverload
+from braid.runtime.torch_internals import OpOverload
 
 __all__ = ["Call", "length_of", "module_of", "shape_of", "source_of", "tensor_of"]
 

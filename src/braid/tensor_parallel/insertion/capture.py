@@ -21,9 +21,9 @@ from torch import fx, nn
 
 from braid.errors import ConfigError
 from braid.graph.autograd_functions import FunctionMode, functions_seen
+from braid.runtime.torch_internals import own_buffers, own_parameters, pytree
 from braid.tensor_parallel.insertion.calls import Call, shape_of, tensor_of
 from braid.tensor_parallel.insertion.labels import equal
-from braid.torch_internals import own_buffers, own_parameters, pytree
 
 __all__ = ["ONE_AT_A_TIME", "Captured", "capture", "flat_inputs"]
 

@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from braid.comm import Group
 from braid.layout import Mesh
+from braid.runtime.torch_internals import pytree
 from braid.tensor_parallel.insertion.annotations import annotated
 from braid.tensor_parallel.insertion.calls import tensor_of
 from braid.tensor_parallel.insertion.capture import ONE_AT_A_TIME, Captured, capture, flat_inputs
@@ -22,7 +23,6 @@ from braid.tensor_parallel.insertion.insert import Insertion
 from braid.tensor_parallel.insertion.moves import Groups, Move, Step
 from braid.tensor_parallel.insertion.records import Scheme
 from braid.tensor_parallel.insertion.state import ModelState
-from braid.torch_internals import pytree
 
 __all__ = ["DividedForward", "groups_along", "insert", "lengths_of"]
 

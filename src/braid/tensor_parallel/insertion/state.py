@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.torch_internals import own_buffers, own_parameters
+from braid.runtime.torch_internals import own_buffers, own_parameters
 
 __all__ = ["ModelState"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from braid.errors import ConfigError
-from braid.rendezvous import JobEnvironment
+from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = [
     "FUNCTION",

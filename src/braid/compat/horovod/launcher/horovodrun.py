@@ -15,9 +15,9 @@ from braid.compat.horovod.launcher.config_file import with_config
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import Launch, plan, with_rank_variables
 from braid.errors import ConfigError
-from braid.last_words import drop_unwritten, ending_well, print_error
 from braid.launch import Console, Host, Outcome, Supervisor, TerminalConsole, parse_hostfile
 from braid.launch.cluster.several_hosts import HostsSupervisor
+from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
 __all__ = ["TimedConsole", "hosts_of", "is_own_python", "launch", "main"]
 

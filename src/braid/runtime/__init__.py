@@ -1,0 +1,1 @@
+"""Processes, bytes and time: what every other package runs on."""

@@ -1,0 +1,194 @@
+"""Locates the threads of a stuck rank in a stack dump of `faulthandler`.
+
+Problem: spans tell which operation a rank has begun. They do not tell whether the rank waits in the
+operation, or does something else while the operation goes on in the background.
+
+Idea: the stack tells. A thread that waits for other ranks has frames of braid's communication on
+top. Any other thread is at a line of the user's code, perhaps inside of a library.
+
+Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): the innermost frame is first,
+and `Current thread` has received the signal: the main thread, or a thread of braid. The main thread
+is then the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import PurePath
+from typing import NamedTuple
+
+from braid.runtime.diagnose.tracebacks import (
+    BRAID_ROOT,
+    FRAME,
+    INSTALLED,
+    SIGNAL_RECEIVER,
+    STACK_HEADER,
+)
+
+__all__ = [
+    "Frame",
+    "Thread",
+    "main_thread",
+    "parse_threads",
+    "serving_thread",
+    "waits_for_device",
+    "waits_for_peers",
+]
+
+# with os.sep, because a directory of the user may begin with the same letters
+WAITING_PACKAGES = tuple(
+    str(PurePath(BRAID_ROOT, package)) + os.sep
+    for package in ("comm", "runtime/transport", "torch_backend", "runtime/message", "rpc")
+)
+BACKGROUND = "_run"  # first function of braid's own threads, whose waits block no program
+LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
+CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
+DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
+CUDA = f"{os.sep}torch{os.sep}cuda{os.sep}"  # synchronizes streams and events
+CALLEE = f"{os.sep}rpc{os.sep}callee.py"  # which runs the calls of other ranks
+LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
+SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether the frame belongs to user code: not braid, an installed package or Python."""
+        generated = self.file.startswith("<")
+        return not (generated or self.file.startswith(BRAID_ROOT) or INSTALLED.search(self.file))
+
+    @property
+    def place(self) -> str:
+        """File, line and function, such as `train.py:38 in load`."""
+        return f"{PurePath(self.file).name}:{self.line} in {self.function}"
+
+    @property
+    def call(self) -> str:
+        """Function with its module, such as `queue.get`; for frames of libraries."""
+        root = LIBRARIES.match(self.file)
+        below = self.file[root.end() :] if root else self.file.removeprefix(BRAID_ROOT)
+        module = ".".join(PurePath(below).with_suffix("").parts).strip("/\\.")
+        if self.file.startswith(BRAID_ROOT):
+            module = f"braid.{module.rpartition('braid.')[2]}"
+        module = module.removesuffix(".__init__")
+        return f"{CLASSES.get(module, module)}.{self.function}"
+
+
+class Thread(NamedTuple):
+    """One thread of a stack dump.
+
+    Attributes:
+        current: Whether the thread has received the signal.
+        frames: Frames of the thread, the innermost first.
+    """
+
+    current: bool
+    frames: tuple[Frame, ...]
+
+    @property
+    def waits_for_peers(self) -> bool:
+        """Whether the thread is inside of a collective, below frames of Python at most."""
+        for frame in self.frames:
+            if frame.file.startswith(WAITING_PACKAGES):
+                return not self._is_in_background
+            if not INSTALLED.search(frame.file):
+                return False
+        return False
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether the thread is inside of a collective and waits for its own GPU."""
+        libraries = list(takewhile(lambda frame: INSTALLED.search(frame.file), self.frames))
+        below = self.frames[len(libraries) : len(libraries) + 1]
+        return any(CUDA in frame.file for frame in libraries) and any(
+            frame.file.startswith(WAITING_PACKAGES) for frame in below
+        )
+
+    @property
+    def _is_in_background(self) -> bool:
+        """Whether braid waits for itself: not for a function of the program that it has called."""
+        own = takewhile(lambda frame: not frame.is_users, self.frames)
+        ours = (frame for frame in own if frame.file.startswith(WAITING_PACKAGES))
+        return any(frame.function == BACKGROUND for frame in ours)
+
+    @property
+    def place(self) -> str:
+        """Innermost line of user code; empty if there is none."""
+        return next((frame.place for frame in self.frames if frame.is_users), "")
+
+    @property
+    def call(self) -> str:
+        """Library function called by `place`, or the DataLoader that calls it; may be empty."""
+        called = ""
+        for frame in self.frames:
+            if frame.is_users:
+                break
+            called = frame.call
+        loading = (frame.call for frame in reversed(self.frames) if DATA in frame.file)
+        return called or next(loading, "")
+
+    @property
+    def loads_data(self) -> bool:
+        """Whether the thread waits for, or makes, a batch of a DataLoader."""
+        return any(DATA in frame.file for frame in self.frames)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the program has reached its end: it leaves the job, or joins its threads."""
+        ours = (f for f in self.frames if f.file.startswith(BRAID_ROOT))
+        leaves = any((PurePath(f.file).name, f.function) in LEAVING for f in ours)
+        return leaves or any((PurePath(f.file).name, f.function) == SHUTDOWN for f in self.frames)
+
+
+def parse_threads(text: str) -> tuple[Thread, ...]:
+    """Parse the threads of a stack dump; accepts any text, cut anywhere."""
+    threads: list[Thread] = []
+    frames: list[Frame] = []
+    current: bool | None = None
+    for line in [*text.splitlines(), "Thread end (most recent call first):"]:
+        header, frame = STACK_HEADER.match(line), FRAME.match(line)
+        if header is not None:
+            if current is not None and frames and not _receives_signals(frames):
+                threads.append(Thread(current, tuple(frames)))
+            current, frames = header["current"] is not None, []
+        elif frame is not None and current is not None:
+            frames.append(Frame(frame["file"], int(frame["line"][:9]), frame["name"] or ""))
+    return tuple(threads)
+
+
+def _receives_signals(frames: Sequence[Frame]) -> bool:
+    """Whether the frames are those of braid's thread that only receives the signal."""
+    return any(frame.function == SIGNAL_RECEIVER for frame in frames)
+
+
+def main_thread(threads: Sequence[Thread]) -> Thread:
+    """Return the main thread: the one that received the signal, else the last one of the dump."""
+    return next((t for t in threads if t.current), threads[-1] if threads else Thread(False, ()))
+
+
+def serving_thread(threads: Sequence[Thread]) -> Thread | None:
+    """Return a thread that runs a function which another rank has called; None if none does."""
+    return next((t for t in threads if any(map(_is_callee, t.frames)) and t.place), None)
+
+
+def _is_callee(frame: Frame) -> bool:
+    return frame.file.startswith(BRAID_ROOT) and frame.file.endswith(CALLEE)
+
+
+def waits_for_device(threads: Sequence[Thread]) -> bool:
+    """Whether any thread waits for the rank's own GPU inside of a collective."""
+    return any(thread.waits_for_device for thread in threads)
+
+
+def waits_for_peers(threads: Sequence[Thread]) -> bool:
+    """Whether any thread, except braid's background threads, is inside of a collective."""
+    return any(thread.waits_for_peers for thread in threads)

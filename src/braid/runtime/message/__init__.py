@@ -1,0 +1,50 @@
+"""Typed messages between named nodes; see README.md.
+
+The vans are `SocketVan` (processes and hosts), `PipeVan` (streams that somebody else has opened)
+and `LocalVan` (one process). A simulated van with faults and virtual time is in
+`braid.testing.simulated_van`. Tensors travel as buffers: see `tensors`, the only module here that
+imports torch.
+"""
+
+from __future__ import annotations
+
+from braid.runtime.message.protocol.schema import Failed, Message, PeerLost, Schema
+from braid.runtime.message.protocol.send_queue import Sending
+from braid.runtime.message.protocol.vocabulary import (
+    NUM_PRIORITIES,
+    Allocate,
+    Delivery,
+    VanConfig,
+    VanStatistics,
+    split_node,
+)
+from braid.runtime.message.services import Handler, Reply, Service
+from braid.runtime.message.van import Van
+from braid.runtime.message.vans.local_van import LocalNetwork, LocalVan
+from braid.runtime.message.vans.pipe_van import PipeStream, PipeVan
+from braid.runtime.message.vans.socket_van import SocketVan
+from braid.runtime.message.vans.stream import Stream
+
+__all__ = [
+    "NUM_PRIORITIES",
+    "Allocate",
+    "Delivery",
+    "Failed",
+    "Handler",
+    "LocalNetwork",
+    "LocalVan",
+    "Message",
+    "PeerLost",
+    "PipeStream",
+    "PipeVan",
+    "Reply",
+    "Schema",
+    "Sending",
+    "Service",
+    "SocketVan",
+    "Stream",
+    "Van",
+    "VanConfig",
+    "VanStatistics",
+    "split_node",
+]

@@ -1,0 +1,140 @@
+"""Heads: the descriptions of all frames that vans send each other.
+
+A frame of the room `wire` is a description and buffers. The description is one of these heads; the
+buffers are the next bytes of a message. A message without buffers is one `Open` and nothing else.
+
+    Hello                     first on every link, from both ends
+    Open  + first bytes       a message begins
+    More  + next bytes        it goes on; one message per priority may be open on a link
+    Cancel                    the open message of that priority will not be finished
+    Beat                      heartbeat of an idle link; carries the epoch, too
+    Bye                       the van is closed on purpose, or another process has the peer's name
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from braid.errors import CommError
+from braid.runtime.message.protocol.vocabulary import NUM_PRIORITIES
+from braid.runtime.wire import Buffer
+
+__all__ = ["Beat", "Bye", "Cancel", "Head", "Hello", "More", "Open", "as_bytes", "pack", "unpack"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Priority = Annotated[int, msgspec.Meta(ge=0, lt=NUM_PRIORITIES)]
+
+# Both, beside at most 10 KiB of sizes, stay below the 64 KiB that wire allows.
+INLINE_BODY_BYTES = 32 << 10
+TAIL_BYTES = 4 << 10  # a frame with buffers takes a third longer than one without
+MAX_BUFFERS = 1000
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
+    """First frame of a link: the sender's life, epoch and largest message that it accepts."""
+
+    incarnation: Count
+    epoch: Count
+    max_message_bytes: Count
+
+
+class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
+    """First frame of a message.
+
+    Attributes:
+        id: Number of the message.
+        name: Name of its type in the schema.
+        priority: Its lane.
+        epoch: Epoch of the sender when it sent the message.
+        answers: Id of the message that this one answers, or 0.
+        remaining_us: Microseconds until its deadline, 0 for none.
+        body: Encoded struct, if it is small.
+        body_bytes: Size of a larger encoded struct, which comes before the buffers.
+        sizes: Sizes of the buffers.
+        tail: Bytes of all buffers, if they are small.
+    """
+
+    id: Count
+    name: str
+    priority: Priority
+    epoch: Count
+    answers: Count
+    remaining_us: Count
+    body: bytes
+    body_bytes: Count
+    sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_BUFFERS)]
+    tail: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of body and buffers."""
+        return len(self.body) + self.body_bytes + sum(self.sizes)
+
+
+class More(msgspec.Struct, tag="more", array_like=True, frozen=True):
+    """Next frame of the open message of a priority."""
+
+    priority: Priority
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """End of the open message of a priority, which stays unfinished."""
+
+    priority: Priority
+
+
+class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
+    """Heartbeat: the sender lives, and is in this epoch."""
+
+    epoch: Count
+
+
+class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True):
+    """Last frame: the sender closes its van.
+
+    Attributes:
+        replaced: Whether it closes this link only, because a later process has the peer's name.
+    """
+
+    replaced: bool = False
+
+
+Head: TypeAlias = Hello | Open | More | Cancel | Beat | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
+    Hello | Open | More | Cancel | Beat | Bye
+)
+
+
+def pack(head: Head) -> bytes:
+    """Encode a head as the description of a frame."""
+    return _encoder.encode(head)
+
+
+def unpack(meta: bytes, peer: str) -> Head:
+    """Decode the head in `meta`.
+
+    Raises:
+        CommError: `meta` is no head; names `peer`.
+    """
+    try:
+        return _decoder.decode(meta)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        msg = (
+            f"{peer} does not speak the protocol of a braid van: {len(meta)} bytes are no head of "
+            f"a message: {exc}"
+        )
+        raise CommError(msg) from exc
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """Return the bytes of a contiguous buffer, without copying them.
+
+    Raises:
+        TypeError: The buffer is not contiguous, or the object is no buffer.
+    """
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # one without bytes cannot be cast

@@ -1,0 +1,91 @@
+"""One link to a peer, as the state machine of a van sees it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from braid.runtime.message.protocol.assembly import Inflow
+from braid.runtime.message.protocol.inbox import Peer
+from braid.runtime.message.protocol.send_queue import Outbox
+from braid.runtime.message.protocol.vocabulary import VanConfig
+
+__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Link", "Read"]
+
+HALF_CLOSED_S = 1.0  # a peer that accepts nothing more is read until it is silent for so long
+
+
+class Carry(msgspec.Struct, frozen=True):
+    """Instruction: send the frames that wait for this link, see `VanState.next_frame`."""
+
+    link: int
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Instruction: close the connection of this link, which the state has forgotten."""
+
+    link: int
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Instruction: read from this link again."""
+
+    link: int
+
+
+Instruction: TypeAlias = Carry | Close | Read
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A connection to a peer.
+
+    Attributes:
+        number: Number that the driver gave to the link.
+        name: Name of the peer, as the handshake proved it.
+        outbox: Messages that wait to leave.
+        inflow: Message that is arriving.
+        config: Limits and times of the van.
+        counts: Fates of messages, under the names of `VanStatistics`.
+        received_ns: Time of the last frame from the peer.
+        sent_ns: Time of the last frame to the peer.
+        peer: Life of the peer; None until its Hello.
+        is_paused: Whether the peer's share of the inbox is full.
+        half_closed: Why the peer accepts nothing more from this link; empty while it does.
+    """
+
+    number: int
+    name: str
+    outbox: Outbox
+    inflow: Inflow
+    config: VanConfig
+    counts: Counter[str]
+    received_ns: int
+    sent_ns: int
+    peer: Peer | None = None
+    is_paused: bool = False
+    half_closed: str = ""
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """Time at which a heartbeat is due."""
+        return self.sent_ns + round(self.config.heartbeat_s * 1e9)
+
+    @property
+    def lost_ns(self) -> int:
+        """Time at which the peer is lost if nothing more comes from it."""
+        limit_s = self.config.lost_after_s
+        if self.half_closed:
+            limit_s = min(limit_s, HALF_CLOSED_S)
+        return self.received_ns + round(limit_s * 1e9)
+
+    def silence(self, now_ns: int) -> str:
+        """Say for how long nothing has come from the peer, as the reason of its loss."""
+        silence_s = (now_ns - self.received_ns) / 1e9
+        return (
+            f"nothing came from it for {silence_s:.1f} s (limit {self.config.lost_after_s:g} s): "
+            "it is stopped, its host is down, or the network is cut"
+        )

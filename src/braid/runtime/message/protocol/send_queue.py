@@ -1,0 +1,360 @@
+"""The queue of one link: which bytes leave next, and what becomes of messages that cannot leave.
+
+Problem: a gigabyte of gradients that has begun to leave holds up the heartbeat behind it, and the
+peer is declared dead. A queue without bound turns a slow peer into a process that runs out of
+memory.
+
+Idea: there is one lane per priority, and the choice is made anew before every frame. Control heads
+leave first, then the next chunk of the first message in the most urgent lane that has one. A
+message begins when the one before it in its lane has left, so lanes are first in, first out. Chunks
+are slices of the sender's memory; nothing is copied.
+
+    state of a message     event                         next
+    waiting                its turn: next_frame()        under way (Open, then More per chunk)
+    waiting                deadline, later epoch         done, with CommTimeout or StaleError
+    under way              last chunk sent               done
+    under way              deadline                      done once its current chunk is sent:
+                                                         CommTimeout, Cancel to the peer
+    any                    link lost or half closed      done, with PeerLostError
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from braid.errors import BraidError, CommTimeout, ConfigError
+from braid.runtime.message.protocol.heads import (
+    INLINE_BODY_BYTES,
+    MAX_BUFFERS,
+    TAIL_BYTES,
+    Cancel,
+    Head,
+    More,
+    Open,
+    as_bytes,
+    pack,
+)
+from braid.runtime.message.protocol.vocabulary import NUM_PRIORITIES, VanConfig
+from braid.runtime.wire import Buffer
+
+__all__ = ["OutFrame", "Outbox", "Outgoing", "Sending"]
+
+_NOTHING = memoryview(b"")
+
+
+class OutFrame(msgspec.Struct, frozen=True):
+    """A frame to hand to the network.
+
+    Attributes:
+        meta: Description.
+        pieces: Slices of the sender's memory.
+    """
+
+    meta: bytes
+    pieces: Sequence[memoryview]
+
+
+class Outgoing(msgspec.Struct, eq=False):
+    """A message on its way out, and its progress.
+
+    Attributes:
+        head: Head of the message; the remaining time is filled in later.
+        nbytes: Size of body and buffers.
+        body: Part of the body that is not cut yet; empty if the head holds the body.
+        buffers: Parts of the buffers that are not cut yet.
+        deadline_ns: Time after which the message is dropped; None for never.
+        life: Incarnation of the peer to which it was sent; 0 until it is queued, and while the
+            peer's Hello has not come.
+        begun: Whether its head has left.
+        done: Whether the van is finished with it.
+        error: Why it did not leave; None if it did, or still may.
+    """
+
+    head: Open
+    nbytes: int
+    body: memoryview
+    buffers: deque[memoryview]
+    deadline_ns: int | None = None
+    life: int = 0
+    begun: bool = False
+    done: bool = False
+    error: BraidError | None = None
+
+    @classmethod
+    def make(
+        cls, head: Open, body: bytes, buffers: Sequence[Buffer], deadline_ns: int | None
+    ) -> Outgoing:
+        """Make a message of `body` and `buffers`, which `head` does not describe yet.
+
+        Raises:
+            ConfigError: A buffer is not contiguous, there are too many, or the priority is out of
+                range.
+        """
+        if not 0 <= head.priority < NUM_PRIORITIES or len(buffers) > MAX_BUFFERS:
+            msg = (
+                f"message {head.name!r} has priority {head.priority} and {len(buffers)} "
+                f"buffers: use a priority from 0 to {NUM_PRIORITIES - 1} and at most "
+                f"{MAX_BUFFERS} buffers"
+            )
+            raise ConfigError(msg)
+        try:
+            views = [as_bytes(buffer) for buffer in buffers]
+        except TypeError as exc:
+            msg = (
+                f"a buffer beside message {head.name!r} is not contiguous ({exc}): send a "
+                "contiguous copy of it"
+            )
+            raise ConfigError(msg) from exc
+        inline = len(body) <= INLINE_BODY_BYTES
+        sizes = tuple(map(len, views))
+        head = msgspec.structs.replace(
+            head,
+            body=body if inline else b"",
+            body_bytes=0 if inline else len(body),
+            sizes=sizes,
+        )
+        rest = _NOTHING if inline else memoryview(body)
+        nbytes = len(body) + sum(sizes)
+        return cls(head, nbytes, rest, deque(filter(len, views)), deadline_ns)
+
+    @property
+    def is_cut_up(self) -> bool:
+        """Whether all bytes of the message have been cut."""
+        return not self.body and not self.buffers
+
+    def opening(self, now_ns: int, limit: int) -> Open:
+        """Return the head to send, with the rest of its time, and with buffers up to `limit`.
+
+        A message that has a deadline has at least one microsecond.
+        """
+        head = self.head
+        if self.deadline_ns is not None:
+            remaining_us = max(1, (self.deadline_ns - now_ns) // 1000)
+            head = msgspec.structs.replace(head, remaining_us=remaining_us)
+        if self.buffers and not self.body and self.nbytes - len(head.body) <= limit:
+            head = msgspec.structs.replace(head, tail=b"".join(self.buffers))
+            self.buffers.clear()
+        return head
+
+    def cut(self, limit: int) -> list[memoryview]:
+        """Cut the next bytes, `limit` at most; the body shares no frame with buffers."""
+        if self.body:
+            piece, self.body = self.body[:limit], self.body[limit:]
+            return [piece]
+        pieces: list[memoryview] = []
+        while limit and self.buffers:
+            buffer = self.buffers[0]
+            piece = buffer[:limit]
+            pieces.append(piece)
+            limit -= len(piece)
+            if len(piece) < len(buffer):
+                self.buffers[0] = buffer[len(piece) :]
+            else:
+                self.buffers.popleft()
+        return pieces
+
+
+class Outbox:
+    """Messages that wait for one link.
+
+    Args:
+        peer: Name of the peer, for errors.
+        config: Sizes.
+        counts: Counter of what becomes of messages, under the names of `VanStatistics`.
+    """
+
+    def __init__(self, peer: str, config: VanConfig, counts: Counter[str]) -> None:
+        self._peer = peer
+        self._config = config
+        self._counts = counts
+        self._control: deque[bytes] = deque()
+        self._lanes: list[deque[Outgoing]] = [deque() for _ in range(NUM_PRIORITIES)]
+        self._busy = 0  # bit p is set while lane p has a message
+        self._deadlines: list[tuple[int, int, Outgoing]] = []
+        self._numbers = itertools.count()
+        self._in_network: Outgoing | None = None  # its chunk has left next_frame, not yet memory
+        self._has_failed = False
+        self.queued = 0
+        self.queued_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no message waits and none is under way."""
+        return not self.queued and not self._control
+
+    @property
+    def has_control(self) -> bool:
+        """Whether a control head waits, so that another heartbeat is unnecessary."""
+        return bool(self._control)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a message of `nbytes` may be put; any may when the queue is empty."""
+        config = self._config
+        return not self.queued or (
+            self.queued < config.max_queue_messages
+            and self.queued_bytes + nbytes <= config.max_queue_bytes
+        )
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Append a message to its lane."""
+        priority = outgoing.head.priority
+        self._lanes[priority].append(outgoing)
+        self._busy |= 1 << priority
+        self.queued += 1
+        self.queued_bytes += outgoing.nbytes
+        if outgoing.deadline_ns is not None:
+            entry = (outgoing.deadline_ns, next(self._numbers), outgoing)
+            heapq.heappush(self._deadlines, entry)
+
+    def send_control(self, head: Head) -> None:
+        """Queue a control head before all messages; on a link that has failed it is dropped."""
+        if not self._has_failed:
+            self._control.append(pack(head))
+
+    def next_frame(self, now_ns: int) -> OutFrame | None:
+        """Return the frame that leaves next, None when nothing waits.
+
+        Report it with `frame_sent` before asking again.
+        """
+        if self._deadlines:
+            self.expire(now_ns)
+        if self._control:
+            return OutFrame(self._control.popleft(), ())
+        if not self._busy:
+            return None
+        outgoing = self._in_network = self._lanes[self._busy.bit_length() - 1][0]
+        if outgoing.begun:
+            head: Head = More(outgoing.head.priority)
+        else:
+            outgoing.begun = True
+            head = outgoing.opening(now_ns, min(TAIL_BYTES, self._config.chunk_bytes))
+        if outgoing.buffers or outgoing.body:
+            return OutFrame(pack(head), outgoing.cut(self._config.chunk_bytes))
+        return OutFrame(pack(head), ())
+
+    def frame_sent(self, now_ns: int) -> None:
+        """Record that the last frame has left this process's memory."""
+        outgoing, self._in_network = self._in_network, None
+        if outgoing is None:
+            return
+        if outgoing.is_cut_up:
+            self._counts["sent"] += 1
+            self._counts["sent_bytes"] += outgoing.nbytes
+            self._finish(outgoing, None)
+        elif outgoing.deadline_ns is not None and outgoing.deadline_ns <= now_ns:
+            self._expire(outgoing)
+
+    def expire(self, now_ns: int) -> None:
+        """End the messages whose deadline has passed.
+
+        A message of which a chunk is in the network ends when the chunk has left: until then its
+        memory is in use.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            outgoing = heapq.heappop(self._deadlines)[2]
+            if not outgoing.done and outgoing is not self._in_network:
+                self._expire(outgoing)
+
+    def next_deadline_ns(self) -> int | None:
+        """Time at which `expire` has something to do."""
+        while self._deadlines and self._deadlines[0][2].done:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def fail(self, error: BraidError) -> None:
+        """End all messages with an error; nothing more leaves."""
+        self._has_failed = True
+        self._control.clear()
+        self._in_network = None
+        self._end(error, "lost", also_begun=True)
+
+    def fail_waiting(self, error: BraidError) -> None:
+        """End the messages that are not begun, because their epoch is over."""
+        self._end(error, "stale", also_begun=False)
+
+    def _end(self, error: BraidError, count: str, *, also_begun: bool) -> None:
+        ended = [
+            outgoing
+            for lane in self._lanes
+            for outgoing in lane
+            if also_begun or not outgoing.begun
+        ]
+        for outgoing in ended:
+            self._finish(outgoing, error)
+        self._counts[count] += len(ended)
+
+    def _expire(self, outgoing: Outgoing) -> None:
+        progress = "under way" if outgoing.begun else "in the queue"
+        if outgoing.begun:
+            self.send_control(Cancel(outgoing.head.priority))
+        msg = (
+            f"message {outgoing.head.name!r} #{outgoing.head.id} did not reach {self._peer} "
+            f"before its deadline: it is still {progress}; the peer or the network is slow, or "
+            "the deadline short"
+        )
+        self._counts["expired"] += 1
+        self._finish(outgoing, CommTimeout(msg))
+
+    def _finish(self, outgoing: Outgoing, error: BraidError | None) -> None:
+        priority = outgoing.head.priority
+        lane = self._lanes[priority]
+        lane.remove(outgoing)
+        if not lane:
+            self._busy &= ~(1 << priority)
+        self.queued -= 1
+        self.queued_bytes -= outgoing.nbytes
+        outgoing.done, outgoing.error = True, error
+        outgoing.body = _NOTHING  # the memory is the sender's again
+        outgoing.buffers.clear()
+
+
+class Sending:
+    """A message on its way out, as `Van.send` returns it."""
+
+    __slots__ = ("_outgoing", "_wait")
+
+    def __init__(self, outgoing: Outgoing, wait: Callable[[Outgoing, float | None], None]) -> None:
+        self._outgoing = outgoing
+        self._wait = wait
+
+    @property
+    def id(self) -> int:
+        """Number of the message; pass it as `message_id` to send the same message again."""
+        return self._outgoing.head.id
+
+    @property
+    def life(self) -> int:
+        """Incarnation of the peer to which the message was sent; 0 if its Hello had not come."""
+        return self._outgoing.life
+
+    @property
+    def done(self) -> bool:
+        """Whether the van is finished with the message: its buffers may be reused."""
+        return self._outgoing.done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the van has handed all of the message to the network.
+
+        Its buffers may be reused then.
+
+        Args:
+            timeout_s: Seconds to wait; when None, the message's own deadline, or the van's
+                `timeout_s` if it has none.
+
+        Raises:
+            CommTimeout: The deadline passed; `done` says whether the buffers are still in use.
+            PeerLostError: The link broke before.
+            StaleError: The van began a later epoch before.
+        """
+        self._wait(self._outgoing, timeout_s)
+
+    def __repr__(self) -> str:
+        state = "waiting"
+        if self._outgoing.done:
+            state = "sent" if self._outgoing.error is None else "failed"
+        return f"<Sending {self._outgoing.head.name} #{self.id}: {state}>"

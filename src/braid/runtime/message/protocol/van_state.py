@@ -1,0 +1,503 @@
+"""State machine of a van: it decides, without sockets, threads or a clock.
+
+Problem: queues, epochs, heartbeats, back-pressure and the order in which a lost peer is reported
+interact. In a driver with threads nobody can test their combinations.
+
+Idea: a driver reports what happened on numbered links, and at what time. Then it executes the
+instructions that the event left behind, and moves frames: `next_frame` on one end, `allocate` and
+`frame_received` on the other.
+
+    event                               effect                                      instructions
+    link_up(link, peer)                 sends Hello                                 Carry
+    ... of a peer that is known         the peer can be sent to at once             Carry
+    Hello of an unknown peer            the peer can be sent to                     -
+    Hello of a later incarnation        the old one is lost, the new one can be     Close old links
+    Hello of an earlier incarnation     sends Bye; messages of it are dropped       Carry
+    Hello of the same incarnation       a second link of it: both are read,         -
+                                        messages leave on the older
+    submit(peer, message)               queued, or refused when the queue is full   Carry
+    frame with the end of a message     to the inbox; dropped if stale or late      -
+    ... of an epoch that is over        dropped, and the sender is sent the epoch   Carry
+    ... when the peer's share is full   its links are not read (wants_read)         -
+    advance_epoch(epoch)                what is queued or unread of earlier epochs  Carry, Read
+                                        is dropped, and the peers are informed
+    room is made again                  silence while unread is forgiven            Read
+    a lost peer connects again          its old messages come before its new ones   -
+    link_half_closed(link)              what was queued on it fails, submit is      -
+                                        refused; it is read on, to its end, or until
+                                        no message has come for HALF_CLOSED_S
+    Bye, link_lost, silence, bad frame  the link ends, and what was queued on it    Close
+    ... of the last link of a peer      the peer is lost: PeerLost comes after its  Close
+                                        last message
+    tick(now)                           heartbeats, silence, deadlines              Carry, Close
+
+The greatest incarnation decides which life of a peer is current: an earlier life loses its links,
+and learns why if it connects again. Two links of one life come from both ends connecting at the
+same time, or from an end that has lost a link while the other end does not know it yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from braid.errors import CommError, ConfigError, PeerLostError, StaleError
+from braid.runtime.message.protocol.assembly import Arrived, Inflow
+from braid.runtime.message.protocol.heads import Beat, Bye, Hello
+from braid.runtime.message.protocol.inbox import Inbox, Peer
+from braid.runtime.message.protocol.link import HALF_CLOSED_S, Carry, Close, Instruction, Link, Read
+from braid.runtime.message.protocol.memory_pool import MemoryPool
+from braid.runtime.message.protocol.schema import Message, PeerLost, Schema
+from braid.runtime.message.protocol.send_queue import Outbox, OutFrame, Outgoing
+from braid.runtime.message.protocol.vocabulary import (
+    Allocate,
+    Delivery,
+    VanConfig,
+    VanStatistics,
+    split_node,
+)
+
+__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanState"]
+
+
+class VanState:
+    """State machine of a van; the table of its events opens this module.
+
+    Attributes:
+        instructions: Instructions of the events so far, in order; the driver removes them.
+        inbox: Deliveries that wait for `Van.recv`.
+        allocators: Functions that choose memory, by type of message; see `Van.receive_into`.
+
+    Args:
+        node: Name of this node.
+        schema: Messages that the node understands.
+        config: Limits and times.
+        incarnation: Number of this life of the node; differs from that of every earlier life.
+        epoch: Membership epoch to begin with.
+        detects_silence: Whether peers are lost by silence; not when both ends share one process.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        schema: Schema,
+        config: VanConfig,
+        *,
+        incarnation: int,
+        epoch: int = 0,
+        detects_silence: bool = True,
+    ) -> None:
+        split_node(node)
+        self.node = node
+        self.incarnation = incarnation
+        self.epoch = epoch
+        self.config = config
+        self._schema = schema
+        self._detects_silence = detects_silence
+        self.allocators: dict[type[Message], Allocate] = {}
+        self._links: dict[int, Link] = {}
+        self._peers: dict[str, Peer] = {}
+        self._lost: dict[str, str] = {}  # how the link of a lost peer ended
+        self.inbox = Inbox(config)
+        self._pool = MemoryPool()
+        self.instructions: deque[Instruction] = deque()
+        self._counts: dict[str, Counter[str]] = {}
+        self._quiet_until_ns: int | None = 0  # see `next_deadline_ns`; 0 if unknown
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Nodes to which a message can be sent, sorted."""
+        return tuple(sorted(name for name, peer in self._peers.items() if self._open_link(peer)))
+
+    def is_connected(self, name: str) -> bool:
+        """Whether a message can be sent to a node."""
+        peer = self._peers.get(name)
+        return peer is not None and self._open_link(peer) is not None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return all(link.outbox.is_empty for link in self._links.values())
+
+    # -- links
+
+    def link_up(self, number: int, name: str, now_ns: int, *, known: bool = False) -> None:
+        """Add a connection to the peer `name`, whose name is proven, as link `number`, a new one.
+
+        Nobody else can be at the other end of a `known` link, such as a pipe to a child. Its peer
+        can be sent to before its Hello, and its loss is reported even if the Hello never comes.
+        """
+        config, counts = self.config, self._count(name)
+        outbox = Outbox(name, config, counts)
+        inflow = Inflow(name, self._schema, config.max_message_bytes, self.allocators, self._pool)
+        link = self._links[number] = Link(
+            number, name, outbox, inflow, config, counts, now_ns, now_ns
+        )
+        if known:
+            if name in self._peers:
+                self._lose(self._peers[name], PeerLost(self._half_closed(name)))
+            link.peer = Peer(name, 0, self.epoch, config.max_message_bytes, [number])
+            self._add_peer(link.peer)
+        self._quiet_until_ns = 0
+        outbox.send_control(Hello(self.incarnation, self.epoch, config.max_message_bytes))
+        self.instructions.append(Carry(number))
+
+    def link_lost(
+        self, number: int, reason: str, *, silent: bool = False, bye: Bye | None = None
+    ) -> None:
+        """Remove a link whose connection has ended; with its last link, the peer is lost."""
+        link = self._links.get(number)
+        if link is None:
+            return
+        peer = link.peer
+        if peer is not None and peer.links == [number]:
+            self._lose(
+                peer, PeerLost(reason, bye is not None, silent, bye is not None and bye.replaced)
+            )
+            return
+        if peer is not None:
+            peer.links.remove(number)
+        msg = f"lost a link to {link.name}: {reason}"
+        self._forget(link, PeerLostError(msg, rank=split_node(link.name)[1]))
+
+    def link_half_closed(self, number: int, reason: str, now_ns: int) -> None:
+        """Send nothing more on a link, because the peer accepts nothing; receive until it ends."""
+        link = self._links.get(number)
+        if link is None or link.half_closed:
+            return
+        link.half_closed, link.received_ns = reason, now_ns
+        self._quiet_until_ns = 0
+        link.outbox.fail(_lost_error(link.name, reason))
+
+    def is_ending(self, peer: str) -> bool:
+        """Whether a peer accepts nothing more, and its loss is not reported yet."""
+        return bool(self._half_closed(peer))
+
+    def close(self) -> None:
+        """Remove all links; messages that are still queued fail."""
+        for link in list(self._links.values()):
+            self._forget(link, PeerLostError(f"{self.node} closed its van before this had left"))
+        self._peers.clear()
+
+    def send_bye(self) -> None:
+        """Tell every peer that this van closes, after the messages that are queued."""
+        for link in self._links.values():
+            self._send_control(link, Bye())
+
+    # -- sending
+
+    def submit(self, to: str, outgoing: Outgoing) -> bool:
+        """Queue a message for a peer; False if there is no room now.
+
+        Raises:
+            PeerLostError: There is no such peer.
+            StaleError: The peer or this node has reached a later epoch than the message's.
+            ConfigError: The peer does not accept messages of this size.
+        """
+        peer = self._peers.get(to)
+        link = None if peer is None else self._open_link(peer)
+        if peer is None or link is None:
+            raise self._not_connected(to)
+        head = outgoing.head
+        if max(peer.epoch, self.epoch) > head.epoch:
+            msg = (
+                f"message {head.name!r} to {to} belongs to epoch {head.epoch}, but {to} is in "
+                f"epoch {peer.epoch} and {self.node} in {self.epoch}: join the later epoch before "
+                "sending"
+            )
+            raise StaleError(msg)
+        if outgoing.nbytes > peer.max_message_bytes:
+            msg = (
+                f"message {head.name!r} has {outgoing.nbytes} bytes, but {to} accepts "
+                f"{peer.max_message_bytes}: send it in parts, or raise max_message_bytes there"
+            )
+            raise ConfigError(msg)
+        if not link.outbox.has_room(outgoing.nbytes):
+            return False
+        outgoing.life = peer.incarnation
+        link.outbox.put(outgoing)
+        if outgoing.deadline_ns is not None:
+            self._quiet_until_ns = 0
+        self.instructions.append(Carry(link.number))
+        return True
+
+    def next_frame(self, number: int, now_ns: int) -> OutFrame | None:
+        """Return the frame that leaves next on a link, None if nothing waits.
+
+        Report it with `frame_sent` before asking again.
+        """
+        link = self._links.get(number)
+        if link is None:
+            return None
+        if link.outbox.has_control:
+            self._quiet_until_ns = 0  # a heartbeat is due later
+        frame = link.outbox.next_frame(now_ns)
+        if frame is not None:
+            link.sent_ns = now_ns
+        return frame
+
+    def frame_sent(self, number: int, now_ns: int) -> bool:
+        """Record that the network has all of the last frame of a link; False if nothing waits."""
+        link = self._links.get(number)
+        if link is None:
+            return False
+        link.outbox.frame_sent(now_ns)
+        return not link.outbox.is_empty
+
+    # -- receiving
+
+    def allocate(
+        self, number: int, meta: bytes, sizes: tuple[int, ...], now_ns: int
+    ) -> Sequence[memoryview]:
+        """Return the memory for the pieces of a frame that is arriving.
+
+        Raises:
+            CommError: The frame breaks the protocol, or the link is lost.
+        """
+        link = self._links.get(number)
+        if link is None:
+            msg = f"a frame of {len(meta)} bytes arrived on a link that {self.node} has closed"
+            raise CommError(msg)
+        return link.inflow.allocate(meta, sizes, now_ns)
+
+    def frame_received(self, number: int, meta: bytes, now_ns: int) -> None:
+        """Process a frame that has arrived whole.
+
+        Raises:
+            CommError: The frame breaks the protocol; report `link_lost` then.
+        """
+        link = self._links.get(number)
+        if link is None:
+            return
+        event = link.inflow.received(meta, now_ns)
+        if not (link.half_closed and isinstance(event, Beat)):
+            link.received_ns = now_ns
+        if isinstance(event, Hello):
+            self._on_hello(link, event)
+        elif isinstance(event, Beat) and link.peer is not None:
+            link.peer.epoch = max(link.peer.epoch, event.epoch)
+        elif isinstance(event, Bye):
+            reason = f"a later process is {self.node}" if event.replaced else "it closed its van"
+            self.link_lost(number, reason, bye=event)
+        elif isinstance(event, Arrived):
+            self._on_message(link, event)
+
+    def wants_read(self, number: int) -> bool:
+        """Whether the peer's share of the inbox has room for messages of this link."""
+        link = self._links.get(number)
+        return link is not None and not link.is_paused
+
+    def next_delivery(self, now_ns: int) -> Delivery | None:
+        """Remove the most urgent message that has arrived, else the oldest; None if none has."""
+        entry = self.inbox.pop()
+        if entry is None:
+            return None
+        peer, delivery = entry
+        self._resume_reading(peer, now_ns)
+        return delivery
+
+    # -- time and epochs
+
+    def tick(self, now_ns: int) -> None:
+        """Do what is due: heartbeats, deadlines, and the loss of silent peers."""
+        self._quiet_until_ns = 0
+        for link in list(self._links.values()):
+            if link.number not in self._links:
+                continue
+            link.outbox.expire(now_ns)
+            if link.outbox.has_control:
+                self.instructions.append(Carry(link.number))
+            if not self._detects_silence:
+                continue
+            if not link.is_paused and now_ns >= link.lost_ns:
+                reason = link.half_closed or link.silence(now_ns)
+                self.link_lost(link.number, reason, silent=not link.half_closed)
+            elif now_ns >= link.heartbeat_ns and not link.outbox.has_control:
+                link.sent_ns = now_ns
+                self._send_control(link, Beat(self.epoch))
+
+    def next_deadline_ns(self) -> int | None:
+        """Time before which `tick` has nothing to do; None if nothing will be due.
+
+        Most of what is sent and received makes it later only, so it is found again when it has
+        passed, or something of an earlier deadline has come.
+        """
+        if self._quiet_until_ns == 0:
+            self._quiet_until_ns = min(self._deadlines_ns(), default=None)
+        return self._quiet_until_ns
+
+    def _deadlines_ns(self) -> list[int]:
+        due = []
+        for link in self._links.values():
+            deadline_ns = link.outbox.next_deadline_ns()
+            if deadline_ns is not None:
+                due.append(deadline_ns)
+            if self._detects_silence:
+                if not link.outbox.has_control:
+                    due.append(link.heartbeat_ns)
+                if not link.is_paused:
+                    due.append(link.lost_ns)
+        return due
+
+    def advance_epoch(self, epoch: int, now_ns: int) -> None:
+        """Begin a later epoch; see `Van.advance_epoch`.
+
+        Raises:
+            ConfigError: `epoch` is earlier than the current one.
+        """
+        if epoch < self.epoch:
+            msg = f"{self.node} is in epoch {self.epoch} already, got {epoch}: epochs only grow"
+            raise ConfigError(msg)
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        for link in self._links.values():
+            msg = f"a message to {link.name} was still queued when {self.node} began epoch {epoch}"
+            link.outbox.fail_waiting(StaleError(msg))
+            self._send_control(link, Beat(epoch))
+        for peer in self.inbox.drop_before(epoch):
+            self._count(peer.name)["stale"] += 1
+            self._resume_reading(peer, now_ns)
+
+    def last_received(self, name: str, now_ns: int) -> str:
+        """Say when something last came from a peer, for errors."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return str(self._not_connected(name))
+        received_ns = max(self._links[number].received_ns for number in peer.links)
+        return f"the last frame from {name} came {(now_ns - received_ns) / 1e9:.1f} s ago"
+
+    def statistics(self, peer: str | None = None) -> VanStatistics:
+        """Return the counts of one peer, or of all."""
+        total: Counter[str] = Counter()
+        for name, counts in self._counts.items():
+            if peer in (None, name):
+                total.update(counts)
+        for link in self._links.values():
+            if peer in (None, link.name):
+                total.update(queued=link.outbox.queued, queued_bytes=link.outbox.queued_bytes)
+        total.update(unread=self.inbox.num_unread(peer))
+        return VanStatistics(**total)
+
+    # -- inside
+
+    def _open_link(self, peer: Peer) -> Link | None:
+        """Return the link on which messages to a peer leave, None if it accepts none."""
+        for number in peer.links:
+            if not (link := self._links[number]).half_closed:
+                return link
+        return None
+
+    def _half_closed(self, name: str) -> str:
+        """Return why a peer accepts nothing more; empty if it does, or is no peer."""
+        peer = self._peers.get(name)
+        if peer is None or self._open_link(peer) is not None:
+            return ""
+        return self._links[peer.links[0]].half_closed
+
+    def _send_control(self, link: Link, head: Beat | Bye) -> None:
+        link.outbox.send_control(head)
+        self.instructions.append(Carry(link.number))
+
+    def _add_peer(self, peer: Peer) -> None:
+        self._peers[peer.name] = peer
+        self._lost.pop(peer.name, None)
+        self.inbox.begin_life(peer.name)
+
+    def _on_hello(self, link: Link, hello: Hello) -> None:
+        """Process the first frame of a link, which says which life of the peer this is."""
+        if link.peer is not None:  # known before its Hello
+            link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
+            link.peer.max_message_bytes = hello.max_message_bytes
+            return
+        peer = self._peers.get(link.name)
+        if peer is not None and peer.incarnation > hello.incarnation:
+            self._send_control(link, Bye(replaced=True))
+            return
+        if peer is not None and peer.incarnation != hello.incarnation:
+            reason = "another process connected under its name: it was restarted or replaced"
+            self._lose(peer, PeerLost(reason))
+            peer = None
+        if peer is None:
+            peer = Peer(link.name, hello.incarnation, hello.epoch, hello.max_message_bytes)
+            self._add_peer(peer)
+        peer.epoch = max(peer.epoch, hello.epoch)
+        peer.links.append(link.number)
+        link.peer = peer
+
+    def _on_message(self, link: Link, event: Arrived) -> None:
+        head, peer = event.head, link.peer
+        if peer is None:  # an earlier life; Inflow accepts no message before Hello
+            return
+        peer.epoch = max(peer.epoch, head.epoch)
+        counts = link.counts
+        if head.epoch < self.epoch:
+            counts["stale"] += 1
+            if not link.outbox.has_control:
+                self._send_control(link, Beat(self.epoch))  # so that the sender stops
+            return
+        if event.late:
+            counts["late"] += 1
+            return
+        counts["received"] += 1
+        counts["received_bytes"] += event.nbytes
+        delivery = Delivery(
+            peer.name,
+            event.message,
+            event.buffers,
+            head.id,
+            peer.incarnation,
+            head.epoch,
+            head.priority,
+            head.answers,
+        )
+        self.inbox.put(peer, event.nbytes, delivery)
+        if not self.inbox.has_room(peer):
+            for number in peer.links:
+                self._links[number].is_paused = True
+
+    def _resume_reading(self, peer: Peer, now_ns: int) -> None:
+        """Read the links of `peer` again if its share of the inbox has room."""
+        if not self.inbox.has_room(peer):
+            return
+        for number in peer.links:
+            link = self._links[number]
+            if link.is_paused:
+                link.is_paused = False
+                self._quiet_until_ns = 0
+                link.received_ns = now_ns  # nobody read, so nothing could be received
+                self.instructions.append(Read(number))
+
+    def _lose(self, peer: Peer, lost: PeerLost) -> None:
+        self._lost[peer.name] = lost.reason
+        del self._peers[peer.name]
+        error = self._not_connected(peer.name)
+        for number in peer.links:
+            self._forget(self._links[number], error)
+        peer.links.clear()
+        notice = Delivery(peer.name, lost, incarnation=peer.incarnation, epoch=peer.epoch)
+        self.inbox.put_notice(peer, notice)
+
+    def _forget(self, link: Link, error: PeerLostError) -> None:
+        del self._links[link.number]
+        link.outbox.fail(error)
+        self.instructions.append(Close(link.number))
+
+    def _not_connected(self, name: str) -> PeerLostError:
+        reason = self._half_closed(name) or self._lost.get(name)
+        if reason is not None:
+            return _lost_error(name, reason)
+        connected = ", ".join(self.peers) or "nobody"
+        msg = (
+            f"{name} is not connected to {self.node} (connected: {connected}): connect() to it, "
+            "or wait_for() it"
+        )
+        return PeerLostError(msg, rank=split_node(name)[1])
+
+    def _count(self, name: str) -> Counter[str]:
+        return self._counts.setdefault(name, Counter())
+
+
+def _lost_error(name: str, reason: str) -> PeerLostError:
+    msg = f"lost {name}: {reason}; look for the first error of that process"
+    return PeerLostError(msg, rank=split_node(name)[1])

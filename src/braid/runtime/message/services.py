@@ -1,0 +1,365 @@
+"""Requests and answers over a van: a request is executed once, though it may be sent twice.
+
+Problem: a van delivers at most once, so a caller that needs an answer must ask again; a plain
+repetition would apply a request twice. Handlers that raise, peers that die, and answers that come
+too late must all reach the caller that waits.
+
+Idea: a repetition carries the id of the first request. For each life of each caller, a service
+remembers which ids it has seen and what it answered; it sends the answer again and executes
+nothing. Exceptions travel as text (`Failed`).
+
+    class Lookup(msgspec.Struct, tag="lookup"): ...
+
+    service = Service(van, {Lookup: lambda delivery: Place(where=table[delivery.message.name])})
+    service.start()
+    answer = service.call("driver", Lookup("a"), timeout_s=5, retry_s=1).message
+
+One thread at a time receives: that of `start`, or else one that waits in `call` or `serve`; other
+threads wait for it. A handler may call, too.
+
+Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984: call
+identifiers and at-most-once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, StaleError
+from braid.runtime.message.protocol.schema import Failed, Message, PeerLost
+from braid.runtime.message.protocol.send_queue import Sending
+from braid.runtime.message.protocol.vocabulary import Delivery, split_node
+from braid.runtime.message.van import Van
+from braid.runtime.wire import Buffer
+
+__all__ = ["Handler", "Reply", "Service"]
+
+
+class Reply(NamedTuple):
+    """An answer with buffers. The service remembers both: do not change the buffers.
+
+    Attributes:
+        message: Message, of a type of the schema.
+        buffers: Buffers to send beside the message.
+        priority: Urgency of the answer; that of the request when None.
+    """
+
+    message: Message
+    buffers: Sequence[Buffer] = ()
+    priority: int | None = None
+
+
+Handler: TypeAlias = Callable[[Delivery], Message | Reply | None]
+
+
+class _Call:
+    """A request whose answer has not come."""
+
+    def __init__(self, to: str) -> None:
+        self.to = to
+        self.answer: Delivery | None = None
+        self.sending: Sending | None = None  # the last; none until the first has been queued
+        self.losses: dict[int, str] = {}  # how lives of the peer were lost meanwhile
+
+    @property
+    def lost(self) -> str:
+        """Reason why the peer's life that received the request was lost; empty if it lives.
+
+        The notice of an earlier life's loss may come late.
+        """
+        if self.sending is None:
+            return ""
+        if not self.sending.life:  # it was asked before it had said which it is
+            return next(iter(self.losses.values()), "")
+        return self.losses.get(self.sending.life, "")
+
+
+class _Memory:
+    """The requests of one life of a caller, and the answers."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.answers: OrderedDict[int, Reply | None] = OrderedDict()
+
+
+class Service:
+    """Routes messages to handlers by type, sends their results as answers, and calls other nodes.
+
+    Args:
+        van: Van, owned and closed by the service.
+        handlers: Handler for each type of message. Its result is the answer, None for no answer.
+            `PeerLost` is routed like a message, and an exception of its handler ends `serve`.
+        num_remembered: Requests remembered for each caller; must exceed the number that it has
+            under way at once.
+
+    On failure: a message without handler, and one whose handler raises, is answered with `Failed`.
+    An answer for which there is no room is dropped: the service waits for nobody, and the caller
+    can ask again.
+    """
+
+    def __init__(
+        self,
+        van: Van,
+        handlers: Mapping[type[Message], Handler] | None = None,
+        *,
+        num_remembered: int = 256,
+    ) -> None:
+        if num_remembered < 1:
+            msg = f"num_remembered must be at least 1, got {num_remembered}"
+            raise ConfigError(msg)
+        self._van = van
+        self._handlers = dict(handlers or {})
+        self._num_remembered = num_remembered
+        self._changed = threading.Condition()
+        self._is_receiving = False
+        self._calls: dict[int, _Call] = {}
+        self._memories: dict[str, _Memory] = {}
+        self._thread: threading.Thread | None = None
+
+    @property
+    def van(self) -> Van:
+        """The van, for messages that are no requests."""
+        return self._van
+
+    def call(
+        self,
+        to: str,
+        message: Message,
+        timeout_s: float | None = None,
+        *,
+        buffers: Sequence[Buffer] = (),
+        priority: int = 0,
+        retry_s: float | None = None,
+        message_id: int = 0,
+    ) -> Delivery:
+        """Send a request and wait for its answer.
+
+        Args:
+            to: Name of a connected node.
+            message: The request.
+            timeout_s: Deadline for all of it; 300 s when None.
+            buffers: Buffers of the request; free again when this returns, not when it raises.
+            priority: Urgency of the request.
+            retry_s: Seconds without an answer after which the request is sent again; never when
+                None.
+            message_id: Id of an earlier call, to make this a repetition of it, for example over a
+                new connection.
+
+        Raises:
+            CommTimeout: No answer came.
+            PeerLostError: The peer is not connected, or was lost before it answered.
+            CommError: The handler raised; the text contains its exception.
+            StaleError: The peer is in a later epoch, or the van is closed.
+        """
+        seconds = 300.0 if timeout_s is None else timeout_s
+        deadline_ns = self._van.clock.now_ns() + round(seconds * 1e9)
+        number = message_id or self._van.new_id()
+        call = _Call(to)
+        with self._changed:
+            self._calls[number] = call
+        try:
+            first = call.sending = self._van.send(
+                to,
+                message,
+                buffers=buffers,
+                priority=priority,
+                deadline_s=seconds,
+                message_id=number,
+            )
+            while not self._answered(call, deadline_ns, retry_s):
+                left_s = (deadline_ns - self._van.clock.now_ns()) / 1e9
+                if left_s <= 0:
+                    name = type(message).__name__
+                    msg = f"{to} did not answer {name} #{number} within {seconds:g} s"
+                    raise CommTimeout(msg)
+                if call.sending.done:
+                    again = self._van.try_send(
+                        to,
+                        message,
+                        buffers=[bytes(each) for each in buffers],  # it may outlive this call
+                        priority=priority,
+                        deadline_s=left_s,
+                        message_id=number,
+                    )
+                    call.sending = again or call.sending
+        finally:
+            with self._changed:
+                del self._calls[number]
+        if not first.done:  # the answer can be faster than the account of what was sent
+            first.wait(seconds)
+        assert call.answer is not None
+        if isinstance(call.answer.message, Failed):
+            failed = call.answer.message
+            msg = (
+                f"{to} failed in {type(message).__name__} #{number}: {failed.error}: {failed.text}"
+            )
+            raise CommError(msg)
+        return call.answer
+
+    def serve(self, timeout_s: float | None = None) -> bool:
+        """Handle the next message that arrives; False if none came within `timeout_s`.
+
+        Raises:
+            StaleError: The van is closed.
+        """
+        deadline_ns = None
+        if timeout_s is not None:
+            deadline_ns = self._van.clock.now_ns() + round(timeout_s * 1e9)
+        return self._receive(deadline_ns, lambda: False)
+
+    def handle(self, delivery: Delivery) -> None:
+        """Process a delivery that the caller has received, such as in a simulated network."""
+        with self._changed:
+            self._finish_request(delivery)
+        self._dispatch(delivery)
+
+    def start(self) -> None:
+        """Serve in a separate thread until `close`."""
+        if self._thread is None:
+            name = f"braid-message-{self._van.node}-service"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """Close the van, and end the thread. Idempotent; not for handlers."""
+        self._van.close(linger_s)
+        if self._thread is not None:
+            self._thread.join()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(each.__name__ for each in self._handlers)
+        return f"<Service of {self._van.node} for {names or 'nothing'}, {len(self._calls)} calls>"
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self.serve()
+        except StaleError:  # the van is closed
+            return
+
+    def _answered(self, call: _Call, deadline_ns: int, retry_s: float | None) -> bool:
+        """Wait for the answer, but not longer than until the next repetition."""
+        until_ns = deadline_ns
+        if retry_s is not None:
+            until_ns = min(until_ns, self._van.clock.now_ns() + round(retry_s * 1e9))
+
+        def is_over() -> bool:
+            return call.answer is not None or bool(call.lost)
+
+        while not is_over() and self._receive(until_ns, is_over):
+            pass
+        if call.answer is None and call.lost:
+            _, rank = split_node(call.to)
+            msg = f"lost {call.to} before it answered: {call.lost}"
+            raise PeerLostError(msg, rank=rank)
+        return call.answer is not None
+
+    def _receive(self, deadline_ns: int | None, is_over: Callable[[], bool]) -> bool:
+        """Receive and handle one message, or let another thread do so; False after the deadline."""
+        with self._changed:
+            while self._is_receiving and not is_over():
+                left_s = self._left_s(deadline_ns)
+                if left_s is not None and left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+            if is_over():
+                return True
+            self._is_receiving = True
+        delivery = None
+        try:
+            delivery = self._van.recv(self._left_s(deadline_ns))
+        except CommTimeout:
+            return deadline_ns is None
+        finally:
+            with self._changed:
+                if delivery is not None:
+                    # Before another thread receives: it may be the one that waits for this answer.
+                    self._finish_request(delivery)
+                self._is_receiving = False
+                self._changed.notify_all()
+        self._dispatch(delivery)
+        return True
+
+    def _finish_request(self, delivery: Delivery) -> None:
+        """Give waiting calls their answer or the loss of their peer; with the lock held."""
+        if delivery.answers:
+            call = self._calls.get(delivery.answers)
+            if call is not None and call.to == delivery.sender and call.answer is None:
+                call.answer = delivery
+        elif isinstance(delivery.message, PeerLost):
+            for call in self._calls.values():
+                if call.to == delivery.sender:
+                    call.losses[delivery.incarnation] = delivery.message.reason
+        self._changed.notify_all()
+
+    def _dispatch(self, delivery: Delivery) -> None:
+        """Run the handler of a message that is no answer, unless it has run for this id."""
+        if delivery.answers:
+            return
+        if isinstance(delivery.message, PeerLost):
+            handler = self._handlers.get(PeerLost)
+            if handler is not None:
+                handler(delivery)
+            return
+        with self._changed:
+            memory = self._memories.get(delivery.sender)
+            if memory is None or memory.incarnation != delivery.incarnation:
+                memory = self._memories[delivery.sender] = _Memory(delivery.incarnation)
+            is_new = delivery.id not in memory.answers
+            if is_new:
+                memory.answers[delivery.id] = (
+                    None  # while the handler runs, a repetition gets nothing
+                )
+                while len(memory.answers) > self._num_remembered:
+                    memory.answers.popitem(last=False)
+            reply = memory.answers[delivery.id]
+        if is_new:
+            reply = self._run_handler(delivery)
+            with self._changed:
+                if delivery.id in memory.answers:
+                    memory.answers[delivery.id] = reply
+        if reply is not None:
+            self._answer(delivery, reply)
+
+    def _left_s(self, deadline_ns: int | None) -> float | None:
+        if deadline_ns is None:
+            return None
+        return max(0.0, (deadline_ns - self._van.clock.now_ns()) / 1e9)
+
+    def _run_handler(self, delivery: Delivery) -> Reply | None:
+        message = delivery.message
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            known = ", ".join(each.__name__ for each in self._handlers) or "none"
+            text = f"{self._van.node} has no handler for {type(message).__name__} (it has: {known})"
+            return Reply(Failed("ConfigError", text))
+        try:
+            answer = handler(delivery)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
+            return Reply(Failed(type(exc).__name__, str(exc)))
+        return answer if isinstance(answer, Reply) or answer is None else Reply(answer)
+
+    def _answer(self, delivery: Delivery, reply: Reply) -> None:
+        priority = delivery.priority if reply.priority is None else reply.priority
+        try:
+            self._van.try_send(
+                delivery.sender,
+                reply.message,
+                buffers=reply.buffers,
+                priority=priority,
+                answers=delivery.id,
+            )
+        except ConfigError as exc:
+            failed = Failed("ConfigError", f"the answer cannot be sent: {exc}")
+            self._answer(delivery, Reply(failed, (), delivery.priority))
+        except (CommError, StaleError):
+            pass  # the asker is gone, or ahead of this node; it has been told, or will be

@@ -1,0 +1,196 @@
+"""Vans inside one process: for programs on threads, and for tests of programs that use vans.
+
+The thread that sends or receives hands frames over itself, under one lock for all nodes of a
+network: no background thread, no socket, and no delay. Everything else is as between processes:
+types, copies, order, back-pressure, deadlines, epochs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from braid.errors import CommError, ConfigError, RendezvousError
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.message.guard import Guard
+from braid.runtime.message.protocol.schema import Schema
+from braid.runtime.message.protocol.send_queue import OutFrame
+from braid.runtime.message.protocol.van_state import VanState
+from braid.runtime.message.protocol.vocabulary import VanConfig
+from braid.runtime.message.van import Van
+
+__all__ = ["LocalNetwork", "LocalVan", "hand_over"]
+
+
+class _End(NamedTuple):
+    """One end of a link.
+
+    Attributes:
+        van: Van of the node at this end.
+        link: Number of the link there.
+    """
+
+    van: LocalVan
+    link: int
+
+
+class LocalNetwork:
+    """Nodes of one process, which connect to each other by name.
+
+    Args:
+        schema: Messages of all nodes.
+        config: Limits of all nodes.
+        clock: Clock for deadlines; must move by itself; the host's when None.
+    """
+
+    def __init__(
+        self, schema: Schema, *, config: VanConfig | None = None, clock: Clock | None = None
+    ) -> None:
+        self.schema = schema
+        self.config = config or VanConfig()
+        self.clock: Clock = clock or MonotonicClock()
+        self.guard = Guard()
+        self._vans: dict[str, LocalVan] = {}
+        self._peer_ends: dict[int, _End] = {}
+        self._links = itertools.count(1)
+        self._incarnations = itertools.count(1)
+
+    def join(self, node: str, *, epoch: int = 0) -> LocalVan:
+        """Return a van for `node`.
+
+        Raises:
+            ConfigError: The network has a node of that name, or the name is not valid.
+        """
+        with self.guard:
+            if node in self._vans:
+                msg = f"this network already has a node {node}: close its van first"
+                raise ConfigError(msg)
+            incarnation = next(self._incarnations)
+            state = VanState(
+                node,
+                self.schema,
+                self.config,
+                incarnation=incarnation,
+                epoch=epoch,
+                detects_silence=False,
+            )
+            van = self._vans[node] = LocalVan(self, state)
+            self.guard.notify_all()  # somebody may wait to connect to it
+            return van
+
+    def link(self, node: str, to: str) -> None:
+        """Link two nodes; both send Hello. With the guard held.
+
+        Raises:
+            RendezvousError: There is no node `to`.
+        """
+        here, there = self._vans[node], self._vans.get(to)
+        if there is None:
+            names = ", ".join(self._vans)
+            msg = f"this process has no node {to} (it has {names}): let it join first"
+            raise RendezvousError(msg)
+        ours, theirs = next(self._links), next(self._links)
+        self._peer_ends[ours] = _End(there, theirs)
+        self._peer_ends[theirs] = _End(here, ours)
+        now_ns = self.clock.now_ns()
+        here.state.link_up(ours, to, now_ns)
+        there.state.link_up(theirs, node, now_ns)
+        here.act()
+        there.act()
+
+    def carry(self, state: VanState, link: int) -> None:
+        """Hand over frames of `state` while the far end reads. With the guard held."""
+        end = self._peer_ends.get(link)
+        now_ns = self.clock.now_ns()
+        while end is not None and end.van.state.wants_read(end.link):
+            frame = state.next_frame(link, now_ns)
+            if frame is None:
+                return
+            try:
+                hand_over(frame, end.van.state, end.link, now_ns)
+            except CommError as exc:
+                end.van.state.link_lost(end.link, f"it broke the protocol: {exc}")
+            state.frame_sent(link, now_ns)
+            end.van.act()
+            end = self._peer_ends.get(link)
+
+    def read_again(self, link: int) -> None:
+        """Continue a link whose near end has room again. With the guard held."""
+        end = self._peer_ends.get(link)
+        if end is not None:
+            self.carry(end.van.state, end.link)
+            end.van.act()
+
+    def cut(self, link: int) -> None:
+        """End a link that its near end has forgotten. With the guard held."""
+        end = self._peer_ends.pop(link, None)
+        if end is not None:
+            self._peer_ends.pop(end.link, None)
+            end.van.state.link_lost(end.link, "it closed the connection")
+            end.van.act()
+
+    def remove(self, node: str) -> None:
+        """Remove a node whose van is closed."""
+        with self.guard:
+            del self._vans[node]
+
+
+class LocalVan(Van):
+    """A `Van` between nodes of one process; made by `LocalNetwork.join`."""
+
+    def __init__(self, network: LocalNetwork, state: VanState) -> None:
+        super().__init__(state, network.schema, network.clock, network.guard)
+        self._network = network
+
+    @property
+    def state(self) -> VanState:
+        """State machine of the van, for the network."""
+        return self._state
+
+    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
+        """Link this node to another; waits for a node that has not joined yet."""
+        deadline_ns = self._deadline_ns(timeout_s)
+        with self._guard:
+            self._check_open()
+            while to not in self._state.peers:
+                try:
+                    self._network.link(self.node, to)
+                except RendezvousError:
+                    if not self._wait(deadline_ns):
+                        raise
+
+    def act(self) -> None:
+        """Execute the instructions of the state, for the network."""
+        self._act()
+
+    def _carry(self, link: int) -> None:
+        self._network.carry(self._state, link)
+
+    def _cut(self, link: int) -> None:
+        self._network.cut(link)
+
+    def _read_again(self, link: int) -> None:
+        self._network.read_again(link)
+
+    def _wait(self, deadline_ns: int) -> bool:
+        due_ns = self._state.next_deadline_ns()
+        waited = super()._wait(deadline_ns if due_ns is None else min(deadline_ns, due_ns))
+        now_ns = self._clock.now_ns()
+        self._tick_if_due(now_ns)
+        return waited or now_ns < deadline_ns
+
+    def _release(self) -> None:
+        self._network.remove(self.node)
+
+
+def hand_over(frame: OutFrame, receiver: VanState, link: int, now_ns: int) -> None:
+    """Pass a frame to a state in the same process, copying its pieces once, as a kernel would.
+
+    Raises:
+        CommError: The receiver refuses the frame.
+    """
+    if frame.pieces:
+        targets = receiver.allocate(link, frame.meta, tuple(map(len, frame.pieces)), now_ns)
+        for target, piece in zip(targets, frame.pieces, strict=True):
+            target[:] = piece
+    receiver.frame_received(link, frame.meta, now_ns)

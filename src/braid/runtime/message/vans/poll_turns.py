@@ -1,0 +1,134 @@
+"""Turns at polling: one thread at a time polls a van's streams, one that waits if there is any.
+
+Problem: a thread of the van that receives for a program's thread must wake it for each message.
+Waking a thread costs more than a small message. But a van without a thread of its own is deaf while
+the program computes: no heartbeat leaves, and nobody reads from peers.
+
+Idea: a thread that waits in a van polls the streams itself (the leader), and other waiting threads
+follow, to lead when it has what it waited for. The van's own thread polls while nobody waits. It
+does not come forward between two waits in quick succession, but after `REST_S` without any.
+
+    event                                         thread that polls next
+    a thread waits, nobody polls                  that thread
+    a thread waits, the own thread polls          that thread, once the own thread has left its poll
+    a thread waits, another one polls             unchanged; it follows
+    the leader ends its wait, others follow       one of them
+    nobody waits for REST_S                       the own thread
+    nobody waits, but something must be written   the own thread, at once
+
+Source: D. Schmidt et al., "Leader/Followers: A Design Pattern for Efficient Multi-threaded Event
+Demultiplexing and Dispatching", PLoP 2000.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from braid.runtime.message.guard import Guard
+
+__all__ = ["REST_S", "PollTurns"]
+
+REST_S = 0.002  # longer than a program takes between two waits of a conversation
+
+
+class PollTurns:
+    """Decides which thread polls; every method is called with the van's lock held.
+
+    Args:
+        guard: Lock of the van, and condition on which threads wait for changes.
+        interrupt: Function that ends a poll of another thread early.
+    """
+
+    def __init__(self, guard: Guard, interrupt: Callable[[], None]) -> None:
+        self._guard = guard
+        self._interrupt = interrupt
+        self._rest = threading.Condition(guard.lock)  # of the van's own thread
+        self._leader = 0  # identity of the thread that polls; 0 if none does
+        self._own = 0
+        self._num_waits = 0  # polls of other threads than the own one
+        self._followers = 0
+        self._rests_long = False
+        self._is_urgent = False
+        self._is_stopping = False
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a thread polls."""
+        return bool(self._leader)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread polls."""
+        return self._leader == threading.get_ident()
+
+    def begin(self) -> bool:
+        """Take the turn for the calling thread; False if another one polls."""
+        if self._leader or self._is_stopping:
+            return False
+        self._leader = threading.get_ident()
+        return True
+
+    def end(self, *, hand_over: bool) -> None:
+        """End the turn of the calling thread.
+
+        Args:
+            hand_over: Whether the own thread is to poll at once, because the program waits
+                elsewhere.
+        """
+        self._leader = 0
+        self._num_waits += 1
+        if self._followers:
+            self._guard.notify_all()
+        elif hand_over:
+            self._is_urgent = True
+        if self._rests_long or hand_over:
+            self._rest.notify()
+
+    def follow(self, seconds: float) -> None:
+        """Wait for a change, or for the turn, while another thread polls."""
+        if self._leader and self._leader == self._own:
+            self._interrupt()
+        self._followers += 1
+        try:
+            self._guard.wait(seconds)
+        finally:
+            self._followers -= 1
+
+    def wake(self) -> None:
+        """Let the thread that polls look again, or the own thread begin if none does."""
+        if self.is_mine:
+            return
+        if self._leader:
+            self._interrupt()
+        else:
+            self._is_urgent = True
+            self._rest.notify()
+
+    def begin_own(self) -> bool:
+        """Wait until the van's own thread has to poll; False when it has to end."""
+        self._own = threading.get_ident()
+        if self._leader == self._own:
+            self._leader = 0
+        seen = self._num_waits
+        if self._followers:
+            seen = -1  # the lead is theirs; look again after a rest
+            self._guard.notify_all()
+        while not self._is_stopping:
+            is_quiet = seen == self._num_waits
+            if not self._leader and not self._followers and (is_quiet or self._is_urgent):
+                self._is_urgent = False
+                self._leader = self._own
+                return True
+            self._rests_long = is_quiet and bool(self._leader)
+            seen = self._num_waits
+            self._rest.wait(None if self._rests_long else REST_S)
+            self._rests_long = False
+        return False
+
+    def stop(self) -> None:
+        """Let no thread begin again, and end the poll that is going on."""
+        self._is_stopping = True
+        self._rest.notify()
+        if self._leader:
+            self._interrupt()

@@ -1,0 +1,193 @@
+"""A stream of frames whose large buffers pass through shared memory instead of a socket.
+
+Problem: between processes of one host, a socket costs more than the copies that it makes. Shared
+memory alone has no order with other messages, wakes nobody, and does not show that a peer has died.
+
+Idea: the socket remains for heads, order, wake-ups and the end of the stream. The buffers of a
+large frame go into a ring (see `ring`), and the frame on the socket contains their sizes only. What
+does not fit goes over the socket: with a full ring, without memory for one, or to a peer that
+cannot open it. So a peer that does not read slows its sender down in the same way as without a
+ring, and no end ever waits for the ring.
+
+    frame on the socket                          meaning
+    head | buffers                               as it stands
+    IN_RING | count | sizes | head               its buffers are the next bytes of the ring
+    OFFER | process, descriptor, token           the sender has made a ring; open it if you can
+
+A head of a van begins with none of these two numbers. Each direction has a ring of its own, made
+when the first large frame leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import struct
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from braid.errors import CommError
+from braid.runtime.wire import MAX_META_BYTES, Allocate, Buffer, Frame, Identity, SocketConnection
+
+if TYPE_CHECKING:
+    from braid.runtime.message.vans.ring import ReceiveRing, SendRing
+
+__all__ = ["LEAST_BYTES", "SharedStream", "has_rings"]
+
+LEAST_BYTES = 64 << 10  # below, one system call less is worth more than a cheaper copy
+_OFFER, _IN_RING = b"\x01", b"\x02"  # heads are arrays of msgpack, which begin with 0x90 and above
+_COUNT = struct.Struct("<H")
+_MOST_UNANSWERED = 64  # large frames, after which a ring that the peer has not opened is given back
+
+
+def has_rings() -> bool:
+    """Return whether this system has all that rings need."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+class SharedStream:
+    """A `Stream` over a connection, with a ring for each direction where both ends can.
+
+    Args:
+        connection: Connection after its handshake; owned and closed by this object.
+        enabled: Whether to use shared memory; if not, rings of the peer are not opened.
+    """
+
+    def __init__(self, connection: SocketConnection, *, enabled: bool = True) -> None:
+        self._connection = connection
+        self._enabled = enabled and connection.is_local and has_rings()
+        self._outgoing: SendRing | None = None
+        self._incoming: ReceiveRing | None = None
+        self._num_unanswered = 0
+
+    @property
+    def peer(self) -> Identity:
+        """Proven identity of the other end."""
+        return self._connection.peer
+
+    @property
+    def gone(self) -> bool:
+        """Whether writing has shown that the peer accepts nothing more."""
+        return self._connection.gone
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been read ahead, which no selector shows."""
+        return self._connection.has_bytes
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether large frames leave through shared memory."""
+        return self._outgoing is not None and self._outgoing.is_opened
+
+    def fileno(self) -> int:
+        """Descriptor for a selector, -1 after `close`."""
+        return self._connection.fileno()
+
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+        """Queue a frame and write what the socket accepts now; see `SocketConnection.post`.
+
+        Raises:
+            PeerLostError: The connection ended before, or broke for another reason.
+            CommError: The peer has damaged the shared memory.
+        """
+        if buffers and self._enabled:
+            sizes = [len(buffer) for buffer in buffers]
+            if sum(sizes) >= LEAST_BYTES:
+                head = _head_in_ring(meta, sizes)
+                if len(head) <= MAX_META_BYTES and self._in_ring(buffers, sum(sizes)):
+                    return self._connection.post(head)
+        return self._connection.post(meta, buffers)
+
+    def flush(self) -> int:
+        """Write what the socket accepts now; returns the bytes still queued."""
+        return self._connection.flush()
+
+    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
+        """Return the next frame if it is here.
+
+        Raises:
+            PeerLostError: The stream has ended.
+            CommError: The peer breaks the format of frames, or refers to bytes outside of its ring.
+        """
+        while (frame := self._connection.try_recv(allocate)) is not None:
+            kind = frame.meta[:1]
+            if frame.buffers or kind not in (_OFFER, _IN_RING):
+                return frame
+            if kind == _IN_RING:
+                return self._from_ring(frame.meta, allocate)
+            self._open(frame.meta[1:])
+        return None
+
+    def close(self) -> None:
+        """Close the connection and the rings. Idempotent."""
+        self._connection.close()
+        for ring in (self._outgoing, self._incoming):
+            if ring is not None:
+                ring.close()
+        self._outgoing = self._incoming = None
+        self._enabled = False
+
+    def __repr__(self) -> str:
+        return f"<SharedStream to {self.peer}{', shared' if self.is_shared else ''}>"
+
+    def _in_ring(self, buffers: Sequence[Buffer], nbytes: int) -> bool:
+        """Copy the buffers of a frame into the ring, if there is one and they fit."""
+        ring = self._outgoing
+        if ring is not None and ring.is_opened:
+            return ring.try_write(buffers, nbytes)
+        self._num_unanswered += 1
+        if self._num_unanswered == 1:
+            self._offer()
+        elif ring is not None and self._num_unanswered > _MOST_UNANSWERED:
+            ring.close()
+            self._outgoing = None
+        return False
+
+    def _offer(self) -> None:
+        """Make a ring, and describe it to the peer; frames use the socket until it answers."""
+        from braid.runtime.message.vans.ring import SendRing  # noqa: PLC0415 - imports numpy
+
+        with contextlib.suppress(OSError):
+            self._outgoing = SendRing()
+            self._connection.post(_OFFER + self._outgoing.offer)
+
+    def _open(self, offer: bytes) -> None:
+        """Open the ring of the peer, unless it cannot be opened from here."""
+        if self._incoming is not None:
+            raise self._broken("a second ring")
+        if self._enabled:
+            from braid.runtime.message.vans.ring import ReceiveRing  # noqa: PLC0415 - imports numpy
+
+            with contextlib.suppress(OSError, ValueError):
+                self._incoming = ReceiveRing(offer)
+
+    def _from_ring(self, meta: bytes, allocate: Allocate | None) -> Frame:
+        """Copy the buffers of a frame out of the ring."""
+        ring = self._incoming
+        if ring is None:
+            raise self._broken("a frame in a ring that this process has not opened")
+        try:
+            (count,) = _COUNT.unpack_from(meta, 1)
+            sizes = struct.unpack_from(f"<{count}Q", meta, 1 + _COUNT.size)
+        except struct.error:
+            raise self._broken("a frame without its sizes") from None
+        nbytes = sum(sizes)
+        if not 0 < nbytes <= ring.nbytes:
+            raise self._broken(f"a frame of {nbytes} bytes in a ring of {ring.nbytes}")
+        head = meta[1 + _COUNT.size + 8 * count :]
+        if allocate is None:
+            targets = [memoryview(bytearray(size)) for size in sizes]
+        else:
+            targets = list(allocate(head, sizes))
+        ring.read(targets, nbytes)
+        return Frame(head, targets)
+
+    def _broken(self, problem: str) -> CommError:
+        msg = f"{self.peer} breaks the rules of shared memory: it sent {problem}"
+        return CommError(msg)
+
+
+def _head_in_ring(meta: bytes, sizes: Sequence[int]) -> bytes:
+    return _IN_RING + _COUNT.pack(len(sizes)) + struct.pack(f"<{len(sizes)}Q", *sizes) + meta

@@ -1,0 +1,22 @@
+"""Numbers that a training logs for each step: `braid.log`, and the files that keep them."""
+
+from __future__ import annotations
+
+from braid.runtime.metrics.files import FOLDER, MetricsFiles, has_writer
+from braid.runtime.metrics.reading import MetricRows, MetricsReader, average_rows, read_metrics
+from braid.runtime.metrics.rows import MEASURED, Row, row_of
+from braid.runtime.metrics.run_metrics import RunMetrics
+
+__all__ = [
+    "FOLDER",
+    "MEASURED",
+    "MetricRows",
+    "MetricsFiles",
+    "MetricsReader",
+    "Row",
+    "RunMetrics",
+    "average_rows",
+    "has_writer",
+    "read_metrics",
+    "row_of",
+]

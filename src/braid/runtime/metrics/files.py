@@ -1,0 +1,81 @@
+"""The files of logged numbers: one for each rank, one JSON object a line, in the run's directory.
+
+Every rank has a file of its own, so logging needs no communication: a rank that logs alone, or
+steps that only some ranks log, hold up nobody. Whoever reads the files takes the averages.
+
+Whoever writes a file holds a shared lock on it (`flock`), which the kernel releases however the
+process ends. So a reader knows whether more can come, with and without braid's launcher.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import msgspec
+
+from braid.runtime.metrics.rows import Row
+
+__all__ = ["FOLDER", "MetricsFiles", "has_writer"]
+
+FOLDER = "metrics"
+
+
+class MetricsFiles:
+    """Appends rows to `metrics/rank<r>.jsonl` of a run's directory; a context manager.
+
+    Each row is written at once, so a file can be read while the run goes on.
+
+    Args:
+        run_directory: Directory of the run. Files are made with their first row.
+    """
+
+    def __init__(self, run_directory: Path) -> None:
+        self._folder = run_directory / FOLDER
+        self._files: dict[int, BinaryIO] = {}
+        self._closers = ExitStack()
+
+    def append(self, rank: int, row: Row) -> None:
+        """Append a row of a rank.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        file = self._files.get(rank)
+        if file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"rank{rank}.jsonl"
+            file = self._closers.enter_context(path.open("ab", buffering=0))
+            with suppress(OSError):  # file systems without locks
+                fcntl.flock(file, fcntl.LOCK_SH)
+            self._files[rank] = file
+        file.write(msgspec.json.encode(row) + b"\n")
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        self._files.clear()
+        self._closers.close()
+
+    def __enter__(self) -> MetricsFiles:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def has_writer(path: Path) -> bool:
+    """Whether some process writes a file of `MetricsFiles`; True where nobody can know it."""
+    try:
+        with path.open("rb") as file:  # closing the file releases the lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False

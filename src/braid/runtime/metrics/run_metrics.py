@@ -1,0 +1,137 @@
+"""The metrics that one rank logs during a run, and their destinations.
+
+Under `braid run` a row is a message to the launcher, which has the run's directory, on whichever
+host the rank is. Under another launcher, or alone, ranks write to a directory below `./runs` on
+which they agree through the store by which they have met. `braid report` reads it as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from braid._version import __version__
+from braid.errors import ConfigError
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import RunRecord
+from braid.runtime.events import Recorder
+from braid.runtime.metrics.files import MetricsFiles
+from braid.runtime.metrics.rows import row_of
+from braid.runtime.rendezvous import ControlClient, JobEnvironment, Logged
+from braid.runtime.store import Store
+
+__all__ = ["RunMetrics"]
+
+LOG = logging.getLogger(__name__)
+
+DIRECTORY = "metrics/directory"  # key of the directory's name in the store
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
+
+
+class RunMetrics:
+    """Logs the numbers of one rank.
+
+    Args:
+        environment: The rank, and its launcher.
+        control: Connection to braid's launcher; None without it.
+        clock: Clock of the rank.
+        events: Recorder of the rank, which gets an event for each row.
+        store: Store of the job's ranks, in which they agree on a directory without a launcher.
+        measure: Returns further measured numbers, such as the memory of a GPU.
+    """
+
+    def __init__(
+        self,
+        environment: JobEnvironment,
+        control: ControlClient | None,
+        clock: Clock,
+        events: Recorder,
+        store: Store,
+        measure: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self._environment = environment
+        self._control = control
+        self._clock = clock
+        self._events = events
+        self._measure = measure
+        self._begin_ns = clock.now_ns()
+        # at once: the store may have ended when a rank logs for the first time
+        self._own_name = _agreed_name(store) if control is None else ""
+        self._process = psutil.Process()
+        self._files: MetricsFiles | None = None
+        self._last_step = -1
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Log numbers of one step.
+
+        Args:
+            step: Number of the step; the one after the last logged when None.
+            values: Numbers, or tensors of one element.
+
+        Raises:
+            ConfigError: A value is not a number, or the directory cannot be written.
+        """
+        measured = {
+            "time_s": round((self._clock.now_ns() - self._begin_ns) / 1e9, 6),
+            "unix_s": round(time.time(), 3),
+            "rss_bytes": self._process.memory_info().rss,
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
+            **self._measure(),
+        }
+        row = row_of(self._last_step + 1 if step is None else step, values, measured)
+        self._last_step = int(row["step"] or 0)
+        self._events.instant("log", seq=self._last_step)
+        if self._control is not None:
+            self._control.send(Logged(row))
+            return
+        try:
+            if self._files is None:
+                self._files = MetricsFiles(self._own_directory())
+            self._files.append(self._environment.rank, row)
+        except OSError as exc:
+            msg = f"cannot write numbers to {exc.filename}: {exc.strerror}"
+            raise ConfigError(msg) from exc
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        if self._files is not None:
+            self._files.close()
+
+    def _own_directory(self) -> Path:
+        """Make the directory of a run without braid's launcher; all ranks of the run share it."""
+        environment = self._environment
+        directory = Path("runs") / self._own_name
+        directory.mkdir(parents=True, exist_ok=True)
+        LOG.info("numbers go to %s, as there is no launcher of braid", directory)
+        record = directory / "run.json"
+        if not record.exists():  # by the rank that logs first; any other one writes the same
+            text = msgspec.json.encode(
+                RunRecord(
+                    braid=__version__,
+                    command=tuple(sys.argv),
+                    num_ranks=environment.world_size,
+                    run_id=environment.run_id,
+                    started=datetime.now().astimezone().isoformat(timespec="seconds"),
+                )
+            )
+            part = directory / f"run.json.part{environment.rank}"
+            part.write_bytes(text + b"\n")
+            part.replace(record)
+        return directory
+
+
+def _agreed_name(store: Store) -> str:
+    """Return the name of the run's directory, which the first of its ranks chooses for all."""
+    today = datetime.now().astimezone().date()
+    proposal = f"{today.isoformat()}_{secrets.token_hex(3)}"
+    return store.compare_set(DIRECTORY, b"", proposal.encode()).decode()

@@ -1,0 +1,240 @@
+"""Control messages between the launcher and the ranks while a job runs.
+
+Problem: surviving ranks notice a death from their sockets, seconds later and without its cause. The
+launcher must guess an exception from a log.
+
+Idea: a few small messages over one authenticated connection per rank. The launcher notices an exit
+first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
+is not an error here: the kernel kills the ranks of a dead launcher.
+
+    rank -> launcher   Hello  Saved  Loaded  Logged  Failed  Exiting  Left
+    launcher -> rank   RankLost  Stop
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from braid.errors import BraidError, CommError
+from braid.runtime.wire import Connection, Identity, Secret, connect
+
+__all__ = [
+    "CONTROL_ROLE",
+    "ControlClient",
+    "Exiting",
+    "Failed",
+    "FromLauncher",
+    "FromRank",
+    "Hello",
+    "Left",
+    "Loaded",
+    "Logged",
+    "RankLost",
+    "Saved",
+    "Stop",
+    "decode_from_rank",
+    "encode",
+]
+
+CONTROL_ROLE = "control"
+MAX_TEXT = 16 << 10  # characters of one text; as escaped UTF-8 it fits into the meta of a frame
+
+
+class Hello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True):
+    """The rank is up and handles SIGUSR1 by dumping its stacks."""
+
+    pid: int
+
+
+class Saved(msgspec.Struct, tag_field="kind", tag="saved", frozen=True):
+    """A checkpoint is complete."""
+
+    step: int
+    path: str
+    sha256_ok: bool
+
+
+class Loaded(msgspec.Struct, tag_field="kind", tag="loaded", frozen=True):
+    """The run goes on from a checkpoint of an earlier one, which has been verified.
+
+    Attributes:
+        step: Step of the checkpoint.
+        path: Path of the checkpoint.
+        resume: Value of `--resume` that loads it again.
+    """
+
+    step: int
+    path: str
+    resume: str = "auto"
+
+
+class Logged(msgspec.Struct, tag_field="kind", tag="logged", frozen=True):
+    """Numbers that the rank has logged for one step; see `braid.runtime.metrics`."""
+
+    row: dict[str, int | float | None]
+
+
+class Failed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
+    """An exception is about to end the rank."""
+
+    type: str
+    message: str
+    where: str
+    traceback: str = ""
+
+
+class Exiting(msgspec.Struct, tag_field="kind", tag="exiting", frozen=True):
+    """`sys.exit` is about to end the rank, which may take long.
+
+    Attributes:
+        code: Exit code, from 1 to 255.
+        type: Exception that the program was handling when it called `sys.exit`; else empty.
+        message: Message of that exception.
+        where: Deepest frame of user code in its traceback.
+        traceback: Text of its traceback.
+    """
+
+    code: int
+    type: str = ""
+    message: str = ""
+    where: str = ""
+    traceback: str = ""
+
+
+class Left(msgspec.Struct, tag_field="kind", tag="left", frozen=True):
+    """The rank has shut down on purpose.
+
+    Attributes:
+        missed: Ranks that had left before, while an operation of this rank still needed them.
+    """
+
+    missed: tuple[int, ...] = ()
+
+
+class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
+    """A rank has ended.
+
+    Attributes:
+        rank: Global rank that has ended.
+        reason: Clause such as `was killed by signal 9 (SIGKILL)` or `raised ValueError: ...`.
+        left: Whether the rank ended with exit code 0. Only ranks that still need it then fail.
+    """
+
+    rank: int
+    reason: str
+    left: bool = False
+
+
+class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
+    """Request to save and end."""
+
+    reason: str
+
+
+FromRank: TypeAlias = Hello | Saved | Loaded | Logged | Failed | Exiting | Left
+FromLauncher: TypeAlias = RankLost | Stop
+
+_FROM_RANK = msgspec.json.Decoder(FromRank)
+_FROM_LAUNCHER = msgspec.json.Decoder(RankLost | Stop)
+
+
+def encode(message: FromRank | FromLauncher) -> bytes:
+    """Encode a message as the meta of a frame; long texts are shortened in the middle."""
+    cut = {
+        name: _shorten(value)
+        for name in message.__struct_fields__
+        if isinstance(value := getattr(message, name), str) and len(value) > MAX_TEXT // 4
+    }
+    return msgspec.json.encode(msgspec.structs.replace(message, **cut) if cut else message)
+
+
+def decode_from_rank(meta: bytes) -> FromRank:
+    """Decode a message from a rank.
+
+    Raises:
+        CommError: `meta` is not a control message.
+    """
+    try:
+        message: FromRank = _FROM_RANK.decode(meta)
+    except msgspec.MsgspecError as exc:
+        msg = f"{meta[:80]!r} is not a control message of a rank: {exc}"
+        raise CommError(msg) from exc
+    return message
+
+
+class ControlClient:
+    """A rank's end of the control connection; no method blocks or fails on a lost launcher.
+
+    Args:
+        connection: Connection to the launcher with role `control`; owned and closed by this object.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection: Connection | None = connection
+
+    @classmethod
+    def dial(
+        cls, address: str, secret: Secret, identity: Identity, *, timeout_s: float
+    ) -> ControlClient:
+        """Connect to the launcher at `address`.
+
+        Raises:
+            RendezvousError: The launcher cannot be reached or does not accept this process.
+        """
+        role = identity._replace(role=CONTROL_ROLE)
+        return cls(connect(address, secret, role, timeout_s=timeout_s))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection was open at the last `poll` or `send`."""
+        return self._connection is not None
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable with messages; -1 if the launcher is lost."""
+        return -1 if self._connection is None else self._connection.fileno()
+
+    def poll(self) -> list[FromLauncher]:
+        """Return all messages that have arrived; never blocks, never fails."""
+        messages: list[FromLauncher] = []
+        try:
+            while self._connection is not None:
+                frame = self._connection.try_recv()
+                if frame is None:
+                    break
+                messages.append(_FROM_LAUNCHER.decode(frame.meta))
+        except (BraidError, msgspec.MsgspecError):
+            self.close()
+        return messages
+
+    def send(self, message: FromRank) -> bool:
+        """Send a message to the launcher; return False if the launcher is lost.
+
+        `poll` then returns the launcher's last messages and closes the connection.
+        """
+        connection = self._connection
+        if connection is None:
+            return False
+        try:
+            connection.send(encode(message))
+        except BraidError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _shorten(text: str) -> str:
+    half = MAX_TEXT // 8
+    return f"{text[:half]}\n  ... {len(text) - 2 * half} characters ...\n{text[-half:]}"

@@ -1,0 +1,302 @@
+"""Makes this process a rank of its job.
+
+    environment -> store, black box, control socket -> shared memory of all ranks -> RankContext
+
+Under `braid run` the launcher serves the store and is informed of failures. Under torchrun (or a
+launcher with the same variables) torch's store is wrapped. A single process is a world of one rank.
+
+A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
+ends by an exception or by `sys.exit` with a code other than 0 has *failed*: the launcher learns it
+before the interpreter shuts down, which may take long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import traceback
+from types import TracebackType
+from typing import NamedTuple
+
+from braid.errors import CommTimeout, encodable, message_of
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.diagnose import parse_error
+from braid.runtime.events import Recorder
+from braid.runtime.rendezvous.control import (
+    ControlClient,
+    Exiting,
+    Failed,
+    RankLost,
+    Stop,
+)
+from braid.runtime.rendezvous.environment import JobEnvironment
+from braid.runtime.rendezvous.exit_hook import ExitHook
+from braid.runtime.rendezvous.job_store import dial_store, torch_store
+from braid.runtime.rendezvous.launcher_link import LauncherLink, open_link
+from braid.runtime.rendezvous.network import network_of
+from braid.runtime.rendezvous.rank import JoinedRank, claim, join
+from braid.runtime.rendezvous.survivors import Survivor
+from braid.runtime.store import HashStore, PrefixStore, Store, StoreClient
+from braid.runtime.transport import Health, Loss
+from braid.runtime.wire import Connection, Secret
+
+__all__ = ["Membership", "join_job"]
+
+DEBUGGING_S = 7 * 86400.0  # a person at a prompt comes back within a week
+
+
+class _Parts(NamedTuple):
+    """Resources of a rank that depend on its launcher."""
+
+    secret: Secret | None
+    store: Store
+    recorder: Recorder | None
+    link: LauncherLink | None
+    launcher: _Launcher | None
+    sockets: tuple[Connection | ControlClient, ...]
+    closers: contextlib.ExitStack
+
+
+class _Launcher:
+    """Reports the losses of ranks that the launcher has noticed, and its request to stop.
+
+    Attributes:
+        stop_reason: Reason of the launcher's request to stop; empty if there is none.
+    """
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+        self.stop_reason = ""
+
+    def fileno(self) -> int:
+        return self._control.fileno()
+
+    def losses(self) -> list[Loss]:
+        losses = []
+        for message in self._control.poll():
+            if isinstance(message, RankLost):
+                losses.append(Loss(message.rank, message.reason, message.left))
+            elif isinstance(message, Stop):
+                self.stop_reason = message.reason
+        return losses
+
+
+class Membership:
+    """This process as a rank of its job; a context manager.
+
+    Attributes:
+        environment: Settings from the launcher.
+        context: Context for all objects that communicate.
+        transport: Transport between the ranks of the job.
+        control: Control connection to braid's launcher; None without braid's launcher.
+        failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
+        failure: The exception that is ending this process, as `type: message`, or its exit code;
+            else empty.
+    """
+
+    def __init__(
+        self,
+        environment: JobEnvironment,
+        joined: JoinedRank,
+        parts: _Parts,
+    ) -> None:
+        self.environment = environment
+        self.context, self.transport = joined
+        self._link = parts.link
+        self.control = parts.link.control if parts.link is not None else None
+        self._launcher = parts.launcher
+        self._survivor = _survivor(environment, joined) if parts.link is None else None
+        self._closers = parts.closers
+        self.failed = False
+        self.failure = ""
+        self._closed = False
+        self._hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        self._shown = getattr(sys, "last_value", None)
+        self._exit_hook = ExitHook(self._on_exit) if self.control is not None else None
+        atexit.register(self.close)
+
+    @property
+    def stop_reason(self) -> str:
+        """Reason for which the launcher asks this rank to save and end; empty if it does not."""
+        if self._launcher is None:
+            return ""
+        self.context.health.collect()
+        return self._launcher.stop_reason
+
+    def close(self) -> None:
+        """Leave the job and release all resources. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.report_uncaught()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._hook
+        if self._exit_hook is not None:
+            self._exit_hook.close()
+        atexit.unregister(self.close)
+        if not self.failed and not self.transport.forked:
+            if self._link is not None:  # first, so that the launcher knows who left first
+                self._link.leave(self.context.health.missed)
+            self.transport.announce_end()
+        self.transport.close()
+        if self._survivor is not None and self.failed and not self.transport.forked:
+            self._survivor.linger()
+        self._closers.close()
+
+    def report_uncaught(self) -> None:
+        """Report the exception that is ending this process, if the program replaced our hook."""
+        exc = getattr(sys, "last_value", None)  # set before any `sys.excepthook` is called
+        trace = getattr(sys, "last_traceback", None)
+        if self.failed or exc is None or exc is self._shown or trace is None:
+            return
+        frame = trace.tb_frame  # of the program's top level: debuggers and consoles set it, too
+        if frame.f_back is None and frame.f_globals.get("__name__") == "__main__":
+            self._report(exc, trace)
+
+    def __enter__(self) -> Membership:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.failed |= exc_info[0] is not None
+        self.close()
+
+    def __repr__(self) -> str:
+        rank, size = self.context.rank, self.context.world_size
+        return f"Membership(rank {rank} of {size}, launched by {self.environment.launched_by})"
+
+    def _on_exception(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        text, is_symptom = "", False
+        try:
+            text, is_symptom = self._report(value, trace)
+        finally:
+            is_plain = self._hook is sys.__excepthook__ and not isinstance(value, CommTimeout)
+            if is_symptom and is_plain:  # as the launcher's console shows it
+                sys.stderr.write(f"braid: rank {self.context.rank} ended: {self.failure}\n")
+            else:
+                self._hook(kind, value, trace)
+        if text:
+            sys.stderr.write(f"{text}\n")
+
+    def _report(self, exc: BaseException, trace: TracebackType | None) -> tuple[str, bool]:
+        """Tell the launcher, or else the other ranks, of the exception that is ending this process.
+
+        Returns:
+            Error block to print, if there is no launcher, and whether another rank is the cause.
+        """
+        is_new, self.failed = not self.failed, True
+        self.failure = f"{type(exc).__name__}: {message_of(exc)}"
+        if self.transport.forked:
+            return "", False
+        if self.control is not None:
+            self.control.send(Failed(**_described(exc, trace)))
+        elif self._survivor is not None and is_new:
+            parsed = parse_error(_described(exc, trace)["traceback"])
+            return self._survivor.last_words(parsed) if parsed is not None else ("", False)
+        return "", False
+
+    def _on_exit(self, code: int, handled: BaseException | None) -> None:
+        """Send the launcher the code with which `sys.exit` is ending this process."""
+        if code == 0 or self._closed or self.transport.forked:
+            return
+        self.failed = True
+        self.failure = f"exited with code {code}"
+        if self.control is not None:
+            described = _described(handled, handled.__traceback__) if handled is not None else {}
+            self.control.send(Exiting(code, **described))
+
+
+def _survivor(environment: JobEnvironment, joined: JoinedRank) -> Survivor | None:
+    """Return this rank among others that no launcher of braid watches; None if it is alone."""
+    if not environment.has_torch_store:
+        return None
+    context = joined.context
+    return Survivor(
+        context.rank,
+        context.world_size,
+        environment.launched_by,
+        context.store,
+        context.health,
+        context.events,
+        context.clock,
+        context.clock.now_ns(),
+    )
+
+
+def _described(exc: BaseException, trace: TracebackType | None) -> dict[str, str]:
+    """Return type, message, place and traceback of an exception as text that can be encoded."""
+    text = encodable("".join(traceback.format_exception(type(exc), exc, trace)))
+    parsed = parse_error(text)
+    return {
+        "type": type(exc).__name__,
+        "message": message_of(exc),
+        "where": parsed.where if parsed else "",
+        "traceback": text,
+    }
+
+
+def join_job(
+    environment: JobEnvironment, *, clock: Clock | None = None, timeout_s: float = 600.0
+) -> Membership:
+    """Become a rank of the job that `environment` describes.
+
+    Args:
+        environment: Settings from the launcher.
+        clock: Time source of the rank; the monotonic clock of the host when None.
+        timeout_s: Seconds to wait for all ranks.
+
+    Raises:
+        RendezvousError: The launcher or some ranks cannot be reached in time, or another process is
+            this rank already.
+        ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
+    """
+    clock = clock or MonotonicClock()
+    timeout_s = DEBUGGING_S if environment.debugged else timeout_s
+    parts = _parts(environment, timeout_s)
+    with contextlib.ExitStack() as undo:
+        undo.callback(parts.closers.close)
+        rank = environment.rank
+        health = Health(rank, clock, debugged=environment.debugged)
+        if parts.launcher is not None:
+            health.register(parts.launcher)
+        secret, network = network_of(environment, parts.secret)
+        joined = join(
+            PrefixStore(f"join-{claim(parts.store, rank)}", parts.store),
+            rank,
+            environment.world_size,
+            clock=clock,
+            health=health,
+            recorder=parts.recorder,
+            timeout_s=timeout_s,
+            portable=environment.portable,
+            secret=secret,
+            network=network,
+        )
+        joined.transport.keep_from_children(parts.sockets)
+        if parts.link is not None:
+            parts.link.arrive()
+        undo.pop_all()
+    return Membership(environment, joined, parts)
+
+
+def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
+    with contextlib.ExitStack() as stack:
+        if environment.launched_by == "braid":
+            return _from_launcher(environment, timeout_s, stack)
+        store = torch_store(environment, timeout_s) if environment.has_torch_store else HashStore()
+        return _Parts(None, store, None, None, None, (), stack.pop_all())
+
+
+def _from_launcher(
+    environment: JobEnvironment, timeout_s: float, stack: contextlib.ExitStack
+) -> _Parts:
+    secret, connection = dial_store(environment, timeout_s)
+    stack.callback(connection.close)
+    link = open_link(environment, secret, timeout_s)
+    stack.callback(link.close)
+    sockets = (connection, link.control)
+    store, launcher = StoreClient(connection), _Launcher(link.control)
+    return _Parts(secret, store, link.recorder, link, launcher, sockets, stack.pop_all())

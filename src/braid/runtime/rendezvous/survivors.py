@@ -1,0 +1,183 @@
+"""The error block of ranks that no launcher of braid watches: under srun, mpirun and torchrun.
+
+Problem: such a launcher ends all ranks and says little of why; each survivor prints a traceback of
+its own, all alike but for the one that matters.
+
+Idea: each rank that ends by an exception tells the others in the store, and the first of them waits
+a moment for the rest and prints one block with the same verdict as `braid run`. Ranks that are lost
+tell nothing, so what the survivors know of them stands for it. mpirun of Open MPI ends survivors
+after a second: they are done by then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from braid.errors import BraidError
+from braid.runtime.clock import Clock
+from braid.runtime.diagnose import (
+    Ending,
+    ParsedError,
+    RankEnd,
+    StopReport,
+    error_block,
+    judge,
+    last_events,
+    last_operation_end,
+    render_block,
+)
+from braid.runtime.events import Recorder
+from braid.runtime.store import Store
+from braid.runtime.transport import Health
+
+__all__ = ["LOST", "Survivor"]
+
+WAIT_S = 0.6  # for the ends of other ranks; mpirun ends them a second after the first
+POLL_S = 0.01
+STORE_LIMIT_S = 0.5
+EXCHANGE_LIMIT_S = 1.5
+LOST = "RankLost"
+PRINTER, PRINTED = "ends/printer", "ends/printed"  # keys of the store
+T = TypeVar("T")
+PID = re.compile(r"\(pid (\d+)\) ")
+
+
+class Survivor(NamedTuple):
+    """This rank, among ranks without a launcher of braid.
+
+    Attributes:
+        rank: This rank.
+        world_size: Number of ranks.
+        launched_by: Launcher that has started the ranks.
+        store: Store of all ranks.
+        health: Verdicts of this rank on the others.
+        events: Events of this rank.
+        clock: Time source.
+        start_ns: Time at which the rank joined.
+    """
+
+    rank: int
+    world_size: int
+    launched_by: str
+    store: Store
+    health: Health
+    events: Recorder
+    clock: Clock
+    start_ns: int
+
+    def last_words(self, error: ParsedError) -> tuple[str, bool]:
+        """Tell the other ranks of the exception that ends this one.
+
+        Args:
+            error: The exception.
+
+        Returns:
+            Error block for this rank to print; empty if another rank prints it. And whether the
+            exception is only a symptom of another rank's end.
+        """
+        ring = self.events.ring
+        end = RankEnd(
+            rank=self.rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            ended_ns=time.time_ns(),  # compared between hosts
+            exit_code=1,
+            error=error,
+            last_events=last_events(ring, last_operation_end(ring) - 1),
+        )
+        is_symptom = end.ending is Ending.SYMPTOM
+        known, prints = {self.rank: end}, False
+        exchanged = _within(EXCHANGE_LIMIT_S, lambda: self._exchange(end, is_symptom=is_symptom))
+        if exchanged is not None:
+            prints, others = exchanged
+            known |= others
+        else:  # rank 0 had the store, and is gone or does not answer
+            self.health.collect()
+            prints = self.rank == min(set(range(self.world_size)) - set(self.health.lost))
+        return (self._block(known) if prints else ""), is_symptom
+
+    def _exchange(self, end: RankEnd, *, is_symptom: bool) -> tuple[bool, dict[int, RankEnd]]:
+        """Tell other ranks of the end; return whether this rank prints, and the ends of others."""
+        self.store.set(f"ends/{self.rank}", msgspec.json.encode(end))
+        if not is_symptom:  # who caused it all goes on, so that the others learn of its end
+            return False, {}
+        ours = str(self.rank).encode()
+        prints = self.store.compare_set(PRINTER, b"", ours) == ours
+        return prints, self._others() if prints else {}
+
+    def linger(self) -> None:
+        """Keep the store of rank 0 until another rank has read all ends, or a moment has passed."""
+        if self.rank == 0:
+            _within(EXCHANGE_LIMIT_S, self._until_printed)
+
+    def _until_printed(self) -> None:
+        deadline_ns = self.clock.now_ns() + round(WAIT_S * 1e9)
+        while self.clock.now_ns() < deadline_ns and not self.store.check([PRINTED]):
+            self.clock.sleep(POLL_S)
+
+    def _others(self) -> dict[int, RankEnd]:
+        """Return the ends that other ranks have told, once all have, or after a moment."""
+        known: dict[int, RankEnd] = {}
+        deadline_ns = self.clock.now_ns() + round(WAIT_S * 1e9)
+        while self.clock.now_ns() < deadline_ns:
+            self.health.collect()
+            others = set(range(self.world_size)) - {self.rank}
+            missing = others - set(known) - set(self.health.lost)
+            for rank in [r for r in others - set(known) if self.store.check([f"ends/{r}"])]:
+                text = self.store.get(f"ends/{rank}", STORE_LIMIT_S)
+                known[rank] = msgspec.json.decode(text, type=RankEnd)
+                missing.discard(rank)
+            if not missing:
+                break
+            self.clock.sleep(POLL_S)
+        self.store.set(PRINTED, b"1")
+        return known
+
+    def _block(self, known: dict[int, RankEnd]) -> str:
+        ends = dict(known)
+        for rank, loss in self.health.lost.items():
+            if rank not in ends and not loss.left:
+                named = PID.match(loss.reason)
+                reason = loss.reason[named.end() :] if named is not None else loss.reason
+                reason = f"{reason}; {self.launched_by} may say how"
+                ends[rank] = RankEnd(
+                    rank=rank,
+                    pid=int(named[1]) if named is not None else 0,
+                    ended_ns=min(end.ended_ns for end in known.values()) - 1,
+                    exit_code=1,
+                    error=ParsedError(type=LOST, message=reason),
+                )
+        elapsed_s = (self.clock.now_ns() - self.start_ns) / 1e9
+        verdict = judge(ends.values())
+        return render_block(
+            error_block(StopReport(verdict=verdict, exit_code=1, elapsed_s=elapsed_s))
+        )
+
+
+def _within(limit_s: float, do: Callable[[], T]) -> T | None:
+    """Return the result of a function of the store, or None if it fails or takes too long.
+
+    A store of torch whose server is stopped may hold a call up for ever, so a thread makes it.
+    """
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(BraidError, OSError):
+            results.append(do())
+
+    thread = threading.Thread(target=run, name="braid-survivor", daemon=True)
+    try:
+        thread.start()
+        thread.join(limit_s)
+    except RuntimeError:  # Python 3.12 and newer start none while the interpreter ends
+        run()
+    return results[0] if results else None

@@ -1,0 +1,210 @@
+"""Random numbers of layers, keyed by what they are for.
+
+    key       seed, step, name of the layer, number of the operation in it
+    position  number of the sample in the global batch, number of the element in the sample
+
+So a layer drops the same elements whichever rank runs it, in whichever micro-batch, and when it is
+run again to recompute. Dropout is computed like this, that of attention too. Other operations that
+take a generator (`torch.rand`, `normal_`, ...) get one that is seeded by seed, step, layer and
+first sample: their numbers are the same for every cut and schedule, but depend on the size of
+micro-batches. The rest (such as `alpha_dropout`) draws from torch's default generator as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from braid.runtime.seeding.philox import uniform
+
+__all__ = ["Draws", "key_of"]
+
+Tensor = torch.Tensor
+# torch's functions, with the number of last dimensions that are dropped as one
+DROPOUT: dict[Callable[..., Any], int] = {
+    functional.dropout: 0,
+    torch.dropout: 0,
+    functional.dropout1d: 1,
+    functional.dropout2d: 2,
+    functional.dropout3d: 3,
+}
+TAKES_GENERATOR: frozenset[Callable[..., Any]] = frozenset(
+    {
+        torch.bernoulli,
+        torch.multinomial,
+        torch.normal,
+        torch.poisson,
+        torch.rand,
+        torch.randint,
+        torch.randn,
+        torch.randperm,
+        Tensor.bernoulli,
+        Tensor.bernoulli_,
+        Tensor.cauchy_,
+        Tensor.exponential_,
+        Tensor.geometric_,
+        Tensor.log_normal_,
+        Tensor.multinomial,
+        Tensor.normal_,
+        Tensor.random_,
+        Tensor.uniform_,
+    }
+)
+LIKE: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.rand_like: torch.rand,
+    torch.randn_like: torch.randn,
+}
+
+
+def _unchecked(func: Any) -> Callable[..., Any]:
+    """Return a function of torch without its question whether a mode handles it."""
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    never = dict.fromkeys(checks, lambda *_: False)
+    own = FunctionType(func.__code__, {**func.__globals__, **never}, func.__name__)
+    own.__defaults__, own.__kwdefaults__ = func.__defaults__, func.__kwdefaults__
+    return own
+
+
+# functions of torch that draw in functions of torch that they call
+COMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
+    func: _unchecked(func)
+    for func in (functional.multi_head_attention_forward, functional.gumbel_softmax)
+}
+
+
+def key_of(*parts: int | str) -> int:
+    """Return a key of 64 bits, equal on all ranks and hosts for equal parts."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Draws:
+    """Random numbers of some samples in one step.
+
+    Args:
+        seed: Seed of the run.
+        step: Number of the step.
+        samples: Numbers of the samples in the global batch, one for each row.
+    """
+
+    def __init__(self, seed: int, step: int, samples: range) -> None:
+        self._seed = seed
+        self._step = step
+        self._samples = samples
+
+    @contextmanager
+    def layer(self, name: str) -> Iterator[None]:
+        """Let what is drawn inside of the context belong to a layer.
+
+        Cost: 1 us for each operation of torch inside; dropout some 30 operations for each element.
+        """
+        with _LayerDraws((self._seed, self._step, name), self._samples):
+            yield
+
+
+class _LayerDraws(TorchFunctionMode):
+    def __init__(self, key: tuple[int, int, str], samples: range) -> None:
+        super().__init__()
+        self._key = key
+        self._samples = samples
+        self._num_drops = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in COMPOSED:
+            with self:  # torch leaves a mode while the mode handles a function
+                return COMPOSED[func](*args, **kwargs)
+        if func in DROPOUT:
+            return self._dropout(func, DROPOUT[func], *args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if func in TAKES_GENERATOR and kwargs.get("generator") is None:
+            given = next((x.device for x in args if isinstance(x, Tensor)), kwargs.get("device"))
+            kwargs = {**kwargs, "generator": self._generator(given)}
+        elif func in LIKE:
+            x = args[0]
+            given = {"dtype": x.dtype, "device": x.device, **kwargs}
+            return LIKE[func](x.shape, generator=self._generator(given["device"]), **given)
+        return func(*args, **kwargs)
+
+    def _generator(self, device: torch.device | str | None) -> torch.Generator:
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device not in self._generators:
+            first = self._samples.start
+            generator = torch.Generator(device).manual_seed(key_of(*self._key, first) >> 1)
+            self._generators[device] = generator
+        return self._generators[device]
+
+    def _dropout(
+        self,
+        func: Callable[..., Any],
+        num_shared: int,
+        x: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Tensor:
+        if not training or not 0 < p < 1:
+            rest = () if func is torch.dropout else (inplace,)
+            return func(x, p, training, *rest)  # type: ignore[no-any-return]
+        shape = x.shape[: x.dim() - num_shared]
+        scale = self._scale(p, shape, x).view(*shape, *[1] * num_shared)
+        return x.mul_(scale) if inplace else x * scale
+
+    def _scale(self, p: float, shape: torch.Size, x: Tensor) -> Tensor:
+        """Return a factor for each element: 0, or 1 / (1 - p).
+
+        Rows are those of the batch; if their number does not fit, all belong to the first sample.
+        """
+        self._num_drops += 1
+        key, samples = key_of(*self._key, self._num_drops), self._samples
+        if not samples or shape.numel() % len(samples):
+            samples = range(self._samples.start, self._samples.start + 1)
+        numbers = torch.tensor(samples, dtype=torch.int64, device=x.device)
+        kept = uniform(key, numbers, shape.numel() // len(samples)) >= p
+        return (kept.to(x.dtype) / (1 - p)).view(shape)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute attention; with dropout step by step, since kernels draw numbers of their own."""
+        if not dropout_p:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+        scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        weights = torch.softmax(scores, dim=-1)
+        return self._dropout(functional.dropout, 0, weights, dropout_p) @ value

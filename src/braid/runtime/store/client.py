@@ -1,0 +1,137 @@
+"""The client of a store server: many threads, one connection, no background thread.
+
+Problem: a thread that waits for a key must not stop another thread from setting it, although both
+use one connection. A reader thread would solve this, but cost two thread switches per operation.
+
+Idea: requests carry numbers. A waiting thread reads for all while no other does. It files the
+replies to other threads, and passes the reading on when its own reply has come ("leader and
+followers").
+
+Source: D. Schmidt et al., "Leader/Followers", PLoP 2000.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+from braid.errors import CommError, CommTimeout, PeerLostError
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.store.interface import RequestStore
+from braid.runtime.store.protocol import Call, pack, unpack_result
+from braid.runtime.store.store_state import Reply, Request
+from braid.runtime.wire import DEFAULT_TIMEOUT_S, Connection
+
+__all__ = ["StoreClient"]
+
+_ANSWER_LIMIT_S = 30.0  # a server that is this late behind its own deadline is stuck
+
+
+class StoreClient(RequestStore):
+    """A store in another process.
+
+    Args:
+        connection: Connection to a `StoreServer`; owned and closed by this object.
+        default_timeout_s: Deadline of operations that are given none.
+        clock: Clock for deadlines; the host's when None.
+
+    Cost: one round trip for each operation.
+
+    On failure: every operation raises PeerLostError once the server is gone.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        default_timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(default_timeout_s)
+        self._connection = connection
+        self._now_ns = (clock or MonotonicClock()).now_ns
+        self._numbers = itertools.count(1)
+        self._arrived = threading.Condition(threading.Lock())
+        self._pending: set[int] = set()
+        self._replies: dict[int, Reply] = {}
+        self._reading = False  # whether a thread reads for all
+        self._failure: CommError | None = None
+
+    def close(self) -> None:
+        """Close the connection; threads that wait get PeerLostError. Idempotent."""
+        self._connection.close()
+
+    def __enter__(self) -> StoreClient:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<StoreClient of {self._connection.peer}>"
+
+    def _ask(self, request: Request, timeout_s: float) -> Reply:
+        number = next(self._numbers)
+        timeout_ns = max(0, round(timeout_s * 1e9))
+        deadline_ns = self._now_ns() + timeout_ns + round(_ANSWER_LIMIT_S * 1e9)
+        meta, buffers = pack(Call(number, timeout_ns, request))
+        with self._arrived:
+            self._pending.add(number)
+        try:
+            self._connection.send(meta, buffers)
+            while (reply := self._await_turn(number, deadline_ns)) is None:
+                self._read(number, deadline_ns)
+            return reply
+        finally:
+            with self._arrived:
+                self._pending.discard(number)
+                self._replies.pop(number, None)
+
+    def _await_turn(self, number: int, deadline_ns: int) -> Reply | None:
+        """Wait for the reply to `number`; None when this thread has to read for all."""
+        with self._arrived:
+            while True:
+                reply = self._replies.get(number)
+                if reply is not None:
+                    return reply
+                if self._failure is not None:
+                    rank = getattr(self._failure, "rank", -1)
+                    raise PeerLostError(str(self._failure), rank=rank) from self._failure
+                if not self._reading:
+                    self._reading = True
+                    return None
+                remaining_ns = deadline_ns - self._now_ns()
+                if remaining_ns <= 0:
+                    raise self._late()
+                self._arrived.wait(remaining_ns / 1e9)
+
+    def _read(self, number: int, deadline_ns: int) -> None:
+        """Read for all until the reply to `number` has come."""
+        failure: CommError | None = None
+        try:
+            arrived = 0
+            while arrived != number:
+                remaining_ns = max(0, deadline_ns - self._now_ns())
+                result = unpack_result(self._connection.recv(remaining_ns / 1e9))
+                arrived = result.number
+                with self._arrived:
+                    if arrived in self._pending:  # else its caller waits no longer
+                        self._replies[arrived] = result.reply
+                        if arrived != number:
+                            self._arrived.notify_all()
+        except CommTimeout as exc:
+            raise self._late() from exc
+        except CommError as exc:
+            failure = exc
+        finally:
+            with self._arrived:
+                self._reading = False
+                self._failure = self._failure or failure
+                self._arrived.notify_all()
+
+    def _late(self) -> CommTimeout:
+        msg = (
+            f"the store server {self._connection.peer} did not answer within "
+            f"{_ANSWER_LIMIT_S:g} s after the deadline: it is stopped or stuck"
+        )
+        return CommTimeout(msg)

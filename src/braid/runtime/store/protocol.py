@@ -1,0 +1,76 @@
+"""Messages between client and server of a store, in frames of `braid.runtime.wire`.
+
+A small message travels in the meta of a frame, a larger one in the frame's only buffer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from braid.errors import CommError
+from braid.runtime.store.store_state import Reply, Request
+from braid.runtime.wire import Frame, FrameLimits
+
+__all__ = ["STORE_LIMITS", "STORE_ROLE", "Call", "Result", "pack", "unpack_call", "unpack_result"]
+
+STORE_ROLE = "store"
+STORE_LIMITS = FrameLimits(max_buffers=1, max_frame_bytes=256 << 20)
+
+
+class Call(msgspec.Struct, array_like=True, frozen=True):
+    """A request of a client.
+
+    Attributes:
+        number: Number that the client gave to the request.
+        timeout_ns: Nanoseconds to wait for missing keys.
+        request: The request.
+    """
+
+    number: int
+    timeout_ns: int
+    request: Request
+
+
+class Result(msgspec.Struct, array_like=True, frozen=True):
+    """The reply to the call of the same number."""
+
+    number: int
+    reply: Reply
+
+
+_CALLS = msgspec.msgpack.Decoder(Call)
+_RESULTS = msgspec.msgpack.Decoder(Result)
+
+
+def pack(message: Call | Result) -> tuple[bytes, list[bytes]]:
+    """Return meta and buffers of the frame that carries `message`."""
+    body = msgspec.msgpack.encode(message)
+    return (body, []) if len(body) <= STORE_LIMITS.max_meta_bytes else (b"", [body])
+
+
+def unpack_call(frame: Frame) -> Call:
+    """Return the call in `frame`; CommError when there is none."""
+    try:
+        return _CALLS.decode(_body(frame))
+    except msgspec.DecodeError as exc:
+        msg = (
+            f"the client of a store sent a frame that is no request ({exc}): do both run the same "
+            "version?"
+        )
+        raise CommError(msg) from exc
+
+
+def unpack_result(frame: Frame) -> Result:
+    """Return the result in `frame`; CommError when there is none."""
+    try:
+        return _RESULTS.decode(_body(frame))
+    except msgspec.DecodeError as exc:
+        msg = (
+            f"the server of a store sent a frame that is no reply ({exc}): do both run the same "
+            "version?"
+        )
+        raise CommError(msg) from exc
+
+
+def _body(frame: Frame) -> bytes | memoryview:
+    return frame.buffers[0] if frame.buffers else frame.meta

@@ -1,0 +1,33 @@
+"""Memory that ranks share or mirror, and how they wait: what collectives are built from.
+
+Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read),
+`Wait`, `WaitAny`, `DeviceWait`, `Steps` and `Waiter` (how to wait), `Health` and `Loss` (who is
+gone), `Fabric` (ranks as threads), `connect` (ranks as processes, of one or several hosts).
+"""
+
+from braid.runtime.transport.arena import Arena, Block
+from braid.runtime.transport.base import MemoryTransport
+from braid.runtime.transport.context import RankContext
+from braid.runtime.transport.health import Health, Loss, Witness
+from braid.runtime.transport.inproc import Fabric
+from braid.runtime.transport.join import connect
+from braid.runtime.transport.peer_connections import Network
+from braid.runtime.transport.wait import DeviceWait, Steps, Wait, WaitAny, Waiter
+
+__all__ = [
+    "Arena",
+    "Block",
+    "DeviceWait",
+    "Fabric",
+    "Health",
+    "Loss",
+    "MemoryTransport",
+    "Network",
+    "RankContext",
+    "Steps",
+    "Wait",
+    "WaitAny",
+    "Waiter",
+    "Witness",
+    "connect",
+]

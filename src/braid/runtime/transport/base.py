@@ -1,0 +1,229 @@
+"""The memory transport of a rank: an arena, doorbells, and access to peers' memory.
+
+Processes and threads differ only in how peers' memory is found (`PeerMemory`): `shm` opens it
+through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what ranks of
+other hosts have sent. Everything above runs on all of them, so every collective can be tested with
+threads and used with processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from braid.runtime.clock import Clock
+from braid.runtime.events import NameTable
+from braid.runtime.transport.arena import Arena
+from braid.runtime.transport.health import Health
+from braid.runtime.transport.memory import LEFT, SLEEPERS, STATE, PeerMemory, Root
+from braid.runtime.transport.wait import Doorbells, Waiter
+
+__all__ = ["ROOT_LINE", "Audience", "MemoryTransport"]
+
+Audience: TypeAlias = Any  # each transport's own
+ROOT_LINE = 0  # the place of the first line of the root; extents begin with 1
+LINGER_S = 5.0  # how long a rank that ends waits for peers that are still at work
+
+# to be told of a fork, which is cheaper than asking for the process id at every call
+_TRANSPORTS: weakref.WeakSet[MemoryTransport] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    """In a forked child: mark each transport, and replace its descriptors by /dev/null.
+
+    So a child, such as that of a DataLoader, can neither write in its parent's name nor keep the
+    parent's sockets open after its death.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for transport in _TRANSPORTS:
+        transport.forked = True
+        for fd in transport.open_fds():
+            with contextlib.suppress(OSError):
+                os.dup2(null, fd, inheritable=False)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+class _Socket(Protocol):
+    """An open connection; its number is negative once it is closed."""
+
+    def fileno(self) -> int:
+        """Return the number of the descriptor."""
+        ...
+
+
+class MemoryTransport:
+    """This rank's end of the shared memory of a job.
+
+    Attributes:
+        hosts: Number of each rank's host; ranks with the same one share memory.
+        forked: Whether this process is a forked child of the one that made the transport.
+        closed: Whether the transport has been closed.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        root: Own root, already visible to the peers.
+        bells: Own doorbells.
+        peers: Way to the others' memory.
+        clock: Time source of all waits.
+        health: Registry of lost peers.
+        crowded: Whether there are more ranks than cores here.
+        may_pull: Whether ranks that share memory may read each other's private memory.
+        on_close: Called last by `close`, for what serves this transport.
+        arena: Own arena; one that peers can map when None.
+        waiter: Strategy for waits; one that looks at memory when None.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        root: Root,
+        bells: Doorbells,
+        peers: PeerMemory,
+        clock: Clock,
+        health: Health,
+        crowded: bool,
+        may_pull: bool = False,
+        on_close: Callable[[], None] | None = None,
+        arena: Arena | None = None,
+        waiter: Waiter | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.hosts: tuple[int, ...] = (0,) * world_size
+        self.clock = clock
+        self.health = health
+        self.crowded = crowded
+        self.may_pull = may_pull
+        self.bells = bells
+        self.arena = arena or Arena(rank, root, peers)
+        self.waiter = waiter or Waiter(bells, health, clock, crowded=crowded)
+        self._root = root
+        self._peers = peers
+        self._fence = threading.Lock()
+        self.forked = False  # whether this is a child of the process that made it
+        self.closed = False
+        self._sockets: tuple[_Socket, ...] = ()
+        _TRANSPORTS.add(self)
+        self._on_close = on_close
+        health.on_loss(bells.ring_own)
+        health.set_leave_check(self._is_leaving)
+
+    @property
+    def names(self) -> NameTable:
+        """Name table of this rank: texts that peers may want to read."""
+        return self._root.names
+
+    def names_of(self, rank: int) -> NameTable:
+        """Return the name table of `rank`."""
+        return self._root.names if rank == self.rank else self._peers.root(rank).names
+
+    def shares_with(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - with all of them
+        """Return whether this rank and `ranks` can read each other's tensors in place."""
+        return True
+
+    def backlog(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - nothing waits to be sent
+        """Return whether something published for `ranks` still waits here to be sent."""
+        return False
+
+    def audience(self, ranks: Sequence[int]) -> Audience:
+        """Return some peers in the form that `publish` takes."""
+        return [(rank, self._peers.root(rank).words) for rank in ranks]
+
+    def publish(
+        self,
+        audience: Audience,
+        line: int,  # noqa: ARG002 - all of it can be seen already
+        block: int = 0,  # noqa: ARG002
+        nbytes: int = 0,  # noqa: ARG002
+        parts: Sequence[tuple[int, int]] | None = None,  # noqa: ARG002
+        *,
+        changes: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Let `audience` see a line, and a block of the arena before it; wake peers that sleep.
+
+        Call this after both have been stored. Peers may or may not see what is not published.
+
+        Args:
+            audience: Peers, made by `audience`.
+            line: Address of the line of eight words in the arena; `ROOT_LINE` for the root's first.
+            block: Address of the data that the line is about; 0 for none.
+            nbytes: Length of that data.
+            parts: First and last byte of it that each peer needs; None for all.
+            changes: Whether it may be written to before the peers have seen it, so that a copy must
+                be sent.
+        """
+        self._fence.acquire()  # a full fence: our store before our look at their announcement
+        self._fence.release()
+        for rank, words in audience:
+            slots = words[SLEEPERS]
+            if slots:
+                self._peers.ring(rank, slots)
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous tensor `out` from private memory of `rank`; needs `may_pull`.
+
+        The peer keeps that memory meanwhile.
+
+        Cost: one copy by the kernel.
+        """
+        self._peers.pull(rank, address, out)
+
+    def fds(self) -> list[int]:
+        """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""
+        root = [self._root.file.fd] if self._root.file.fd >= 0 else []
+        sockets = [fd for socket in self._sockets if (fd := socket.fileno()) >= 0]
+        return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds(), *sockets]
+
+    def open_fds(self) -> list[int]:
+        """Return `fds`, and none once the transport is closed: others may have their numbers."""
+        return [] if self.closed else self.fds()
+
+    def keep_from_children(self, sockets: Iterable[_Socket]) -> None:
+        """Let forked children lose `sockets` of this rank together with the transport's own."""
+        self._sockets = (*self._sockets, *sockets)
+
+    def announce_end(self, linger_s: float = LINGER_S) -> None:
+        """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
+
+        A peer opens new memory of this rank when it first meets it, which needs this process to be
+        there. Ranks that end at about the same time wait for each other here; one that ends early
+        goes after `linger_s`.
+        """
+        self._root.words[STATE] = LEFT
+        ranks = [r for r in range(self.world_size) if r != self.rank]
+        self.publish(self.audience(ranks), ROOT_LINE)
+        others = [(rank, self._peers.root(rank).words) for rank in ranks]
+        lost = self.health.lost
+        deadline_ns = self.clock.now_ns() + round(linger_s * 1e9)
+
+        def all_gone() -> bool:
+            gone = all(words[STATE] == LEFT or rank in lost for rank, words in others)
+            return gone or self.clock.now_ns() > deadline_ns
+
+        self.waiter.until(all_gone, lambda: None)
+
+    def close(self) -> None:
+        """Free everything. Peers that still map this memory keep it until they unmap it."""
+        self.closed = True
+        self.arena.close()
+        self._peers.close()
+        self.bells.close()
+        self.health.close()
+        self._root.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    def _is_leaving(self, rank: int) -> bool:
+        return int(self._peers.root(rank).words[STATE]) == LEFT

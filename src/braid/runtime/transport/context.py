@@ -1,0 +1,32 @@
+"""The context of a rank: what everything that communicates is handed, since nothing is ambient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from braid.runtime.clock import Clock
+from braid.runtime.events import Recorder
+from braid.runtime.store import Store
+from braid.runtime.transport.health import Health
+
+__all__ = ["RankContext"]
+
+
+class RankContext(NamedTuple):
+    """One rank of a job.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        clock: Time source of everything that waits.
+        events: Black box and trace of this rank.
+        health: Verdicts on the other ranks.
+        store: Key-value service of the job.
+    """
+
+    rank: int
+    world_size: int
+    clock: Clock
+    events: Recorder
+    health: Health
+    store: Store

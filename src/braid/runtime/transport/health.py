@@ -1,0 +1,219 @@
+"""One verdict on death, for every wait of every group of a process.
+
+Problem: a lost rank shows itself in several ways (its pidfd becomes readable, a socket ends, the
+launcher says so, its heartbeat stops), to several threads, at different times. If each place draws
+its own conclusion, ranks disagree on who failed and the loudest victim is blamed.
+
+Idea: all signs are reported here. The first report on a rank is the verdict and is never revised;
+it raises the *epoch*, and everything that waits looks at the epoch after each sleep. A rank that
+left on purpose is not lost: only who still needs something from it fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from braid.errors import PeerLostError
+from braid.runtime.clock import Clock
+
+__all__ = ["Health", "Loss", "Witness"]
+
+LOG = logging.getLogger(__name__)
+
+REASON_GRACE_S = 0.1  # how long a pidfd's verdict waits for the launcher to name the cause
+CONFIRM_S = 1.0  # how long a process may take from losing its memory to its end
+
+
+class Loss(NamedTuple):
+    """The verdict on one rank.
+
+    Attributes:
+        rank: Global rank.
+        reason: Clause that tells what happened: "was killed by signal 9 (SIGKILL)".
+        left: Whether it ended on purpose after `shutdown()`; only ranks that wait for it are
+            affected.
+    """
+
+    rank: int
+    reason: str
+    left: bool = False
+
+
+class Witness(Protocol):
+    """A source of losses, such as the launcher's socket or a heartbeat monitor."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when there is news, -1 when closed."""
+        ...
+
+    def losses(self) -> list[Loss]:
+        """Return the losses since the last call, without blocking."""
+        ...
+
+
+class Health:
+    """Knowledge of one rank about the life of the others.
+
+    Args:
+        rank: This rank.
+        clock: Clock for waiting a moment until the launcher names the cause.
+        debugged: Whether waits for a living rank have no deadline, since a person debugs it.
+    """
+
+    def __init__(self, rank: int, clock: Clock, *, debugged: bool = False) -> None:
+        self.rank = rank
+        self.debugged = debugged
+        self.epoch = 0
+        self.lost: dict[int, Loss] = {}
+        self.missed: set[int] = set()  # that had left, while an operation here needed them
+        self._clock = clock
+        self._pids: dict[int, int] = {}  # of the ranks that are watched, by whatever means
+        self._pidfds: dict[int, int] = {}
+        self._gone: dict[int, Loss] = {}  # whose connection has ended
+        self._is_leaving: Callable[[int], bool] = lambda _rank: False
+        self._witnesses: list[Witness] = []
+        self._on_loss: list[Callable[[], None]] = []
+        self._looking = threading.Lock()
+
+    def register_process(self, rank: int, pid: int) -> None:
+        """Watch a process of this host from now on."""
+        try:
+            self._pidfds[rank] = os.pidfd_open(pid)
+            self._pids[rank] = pid
+        except ProcessLookupError:
+            self.report(Loss(rank, f"(pid {pid}) was gone before it could be watched"))
+        except (OSError, AttributeError):
+            return  # a kernel before 5.3, a sandbox or another system: the launcher's word remains
+
+    def expect_end(self, rank: int, pid: int) -> None:
+        """Note a process whose end somebody else will notice and report by `ended`."""
+        self._pids[rank] = pid
+
+    def ended(self, rank: int, how: str, *, left: bool = False) -> None:
+        """Report that the connection to a watched process has ended; `collect` makes it a verdict.
+
+        Args:
+            rank: Global rank of the process.
+            how: Clause on the process, if nobody knows better: "died".
+            left: See `Loss`.
+        """
+        self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", left))
+
+    def register(self, witness: Witness) -> None:
+        """Listen to `witness` from now on."""
+        self._witnesses.append(witness)
+
+    def set_leave_check(self, is_leaving: Callable[[int], bool]) -> None:
+        """Set the function that tells a rank that ends on purpose from one that was lost."""
+        self._is_leaving = is_leaving
+
+    def on_loss(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after each new verdict, so that sleeping threads look."""
+        self._on_loss.append(wake)
+
+    def report(self, loss: Loss) -> None:
+        """Report a sign of loss; the first sign on a rank is the verdict."""
+        if loss.rank == self.rank or loss.rank in self.lost:
+            return
+        self.lost[loss.rank] = loss
+        LOG.info("rank %d %s", loss.rank, loss.reason)
+        self.epoch += 1
+        for wake in self._on_loss:
+            wake()
+
+    def fds(self) -> list[int]:
+        """Return the descriptors that become readable when there is news."""
+        fds = [fd for rank, fd in self._pidfds.items() if rank not in self.lost]
+        fds += [fd for fd in (w.fileno() for w in self._witnesses) if fd >= 0]
+        return fds
+
+    def collect(self) -> None:
+        """Look at every source once, one thread at a time; block for at most `REASON_GRACE_S`."""
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
+            self._ask_witnesses()
+            for rank in self._ended():
+                self._judge(rank)
+        finally:
+            self._looking.release()
+
+    def confirm(self, rank: int) -> Loss | None:
+        """Wait until every rank can see the death of `rank`, whose memory is gone already.
+
+        Otherwise this rank might be gone before the others know why, and be blamed by them.
+
+        Returns:
+            The verdict; None if there was none within a second.
+        """
+        deadline_ns = self._clock.now_ns() + round(CONFIRM_S * 1e9)
+        while rank not in self.lost and self._clock.now_ns() < deadline_ns:
+            self.collect()
+            self._clock.sleep(0.001)
+        return self.lost.get(rank)
+
+    def check(self, ranks: Iterable[int], epoch: int, *, needed: int = -1) -> None:
+        """Raise if a rank that matters is lost.
+
+        Args:
+            ranks: Global ranks of the group.
+            epoch: Epoch at which the caller last looked; equal to the present one means no news.
+            needed: Rank that the caller waits for; its having left on purpose is a loss, too.
+
+        Raises:
+            PeerLostError: One of them is gone.
+        """
+        if epoch == self.epoch:
+            return
+        for rank in ranks:
+            loss = self.lost.get(rank)
+            if loss is not None and (not loss.left or rank == needed):
+                if loss.left:
+                    self.missed.add(rank)
+                msg = f"rank {rank} {loss.reason}"
+                raise PeerLostError(msg, rank=rank)
+
+    def close(self) -> None:
+        """Close the pidfds and watch nobody any more."""
+        for fd in self._pidfds.values():
+            os.close(fd)
+        self._pidfds.clear()
+        self._pids.clear()
+
+    def _ask_witnesses(self) -> None:
+        for witness in self._witnesses:
+            for loss in witness.losses():
+                self.report(loss)
+
+    def _ended(self) -> list[int]:
+        """Return ranks whose process has ended, or that have told that they leave."""
+        poller = select.poll()
+        ranks = {}
+        ended = []
+        for rank in self._pids:
+            if rank in self.lost:
+                continue
+            if rank in self._gone or self._is_leaving(rank):
+                ended.append(rank)
+            elif rank in self._pidfds:
+                poller.register(self._pidfds[rank], select.POLLIN)
+                ranks[self._pidfds[rank]] = rank
+        return ended + ([ranks[fd] for fd, _ in poller.poll(0)] if ranks else [])
+
+    def _judge(self, rank: int) -> None:
+        pid = self._pids[rank]
+        if self._is_leaving(rank):
+            self.report(Loss(rank, f"(pid {pid}) has already left", left=True))
+            return
+        deadline_ns = self._clock.now_ns() + round(REASON_GRACE_S * 1e9)
+        while self._witnesses and self._clock.now_ns() < deadline_ns:
+            self._ask_witnesses()
+            if rank in self.lost:
+                return
+            self._clock.sleep(0.001)
+        self.report(self._gone.get(rank, Loss(rank, f"(pid {pid}) died")))

@@ -1,0 +1,165 @@
+"""Meeting of the ranks of a job, which have nothing in common but a store.
+
+Each rank tells which host it is on and how it can be reached. All ranks compare, and refuse what
+cannot work with the same words on every rank. A rank that waits here also listens to the launcher,
+since a rank that died on its way will never come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from braid._version import __version__
+from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
+from braid.runtime.clock import Clock
+from braid.runtime.store import RanksMissingError, Store, exchange
+from braid.runtime.transport.health import Health
+
+__all__ = ["Meeting", "host_name"]
+
+PARTING_S = 5.0
+
+
+class Meeting:
+    """One rank's part in the meeting.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks that will come.
+        store: Store that all of them share.
+        clock: Clock for the deadline.
+        health: Registry of lost ranks, fed by the launcher's reports.
+        timeout_s: Seconds to wait for the others, in each step.
+
+    Raises:
+        RendezvousError: Another process has come as this rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        *,
+        clock: Clock,
+        health: Health,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.store = store
+        self.clock = clock
+        self.health = health
+        self.timeout_s = timeout_s
+        if store.add(f"shm/joined/{rank}", 1) > 1:
+            msg = (
+                f"this is a second process with rank {rank} (pid {os.getpid()}): give every "
+                "process its own RANK, or use a fresh rendezvous address for a new job"
+            )
+            raise RendezvousError(msg)
+
+    def hosts(self, way: str, name: str) -> tuple[int, ...]:
+        """Tell all ranks which host this one is on, and return the host of each.
+
+        Args:
+            way: Name of the way in which ranks of one host reach each other; the same on all ranks,
+                as is braid's version.
+            name: Name of the host; equal on ranks that can share memory.
+
+        Returns:
+            Number of each rank's host, in the order of their first ranks.
+
+        Raises:
+            RendezvousError: Some ranks did not come; they are named.
+            ConfigError: The ranks disagree.
+        """
+        value = f"{__version__}|{way}|{name}"
+        try:
+            values = self._exchange("shm/host", value, range(self.world_size))
+        except RanksMissingError as exc:
+            msg = (
+                f"ranks {exc.ranks} of {self.world_size} have not come within {self.timeout_s:g} "
+                "s (this is rank "
+                f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
+            )
+            raise RendezvousError(msg) from exc
+        entries = [value.split("|", 2) for value in values]
+        wrong = _disagreement(
+            [entry[0] for entry in entries],
+            "have the same version of braid",
+            "install the same version of braid on all hosts",
+        ) or _disagreement(
+            [entry[1] for entry in entries],
+            "reach each other in the same way",
+            "set BRAID_PORTABLE=1 for all ranks or for none",
+        )
+        if wrong:
+            self.part()
+            raise ConfigError(wrong)
+        numbers: dict[str, int] = {}
+        return tuple(numbers.setdefault(entry[2], len(numbers)) for entry in entries)
+
+    def gather(self, topic: str, text: str, ranks: Iterable[int] | None = None) -> list[str]:
+        """Send a text to all ranks, or to `ranks`, and return theirs; each topic is used once."""
+        members = list(range(self.world_size) if ranks is None else ranks)
+        try:
+            return self._exchange(topic, text, members)
+        except RanksMissingError as exc:
+            msg = f"{exc} (this is rank {self.rank})"
+            raise RendezvousError(msg) from exc
+
+    def part(self) -> None:
+        """Wait, before all ranks raise the same error, until all know it.
+
+        Rank 0, which may serve the store, leaves last.
+        """
+        self.store.set(f"shm/parted/{self.rank}", b"")
+        if self.rank == 0:
+            with contextlib.suppress(BraidError):
+                self.store.wait([f"shm/parted/{r}" for r in range(self.world_size)], PARTING_S)
+
+    def _exchange(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        values = exchange(
+            self.store,
+            topic,
+            self.rank,
+            ranks,
+            text.encode(),
+            timeout_s=self.timeout_s,
+            clock=self.clock,
+            check=self.look,
+        )
+        return [value.decode() for value in values]
+
+    def look(self) -> None:
+        """Raise PeerLostError if a rank has died on its way here."""
+        self.health.collect()
+        for loss in self.health.lost.values():
+            msg = f"rank {loss.rank} {loss.reason}, before all ranks had joined"
+            raise PeerLostError(msg, rank=loss.rank) from None
+
+
+def _disagreement(words: list[str], claim: str, advice: str) -> str:
+    if len(set(words)) == 1:
+        return ""
+    usual = max(words, key=words.count)
+    clear = words.count(usual) > len(words) / 2  # with a tie nobody is the odd one
+    width = max(map(len, words))
+    table = "\n".join(
+        f"  rank {r}  {word:<{width}}{'  <-- differs' if clear and word != usual else ''}".rstrip()
+        for r, word in enumerate(words)
+    )
+    return f"not all ranks {claim}:\n{table}\n{advice}"
+
+
+def host_name() -> str:
+    """Return the name of this host, its boot and its network; equal where memory can be shared."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    boot = path.read_text().strip() if path.exists() else ""
+    network = "/proc/self/ns/net"
+    number = Path(network).stat().st_ino if Path(network).exists() else ""
+    return f"{socket.gethostname()}/{boot}/{number}"

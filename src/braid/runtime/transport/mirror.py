@@ -1,0 +1,218 @@
+"""Mirrors of the peers' memory, kept up to date by what the peers send.
+
+Problem: the algorithms read in place what their peers have published. Where memory cannot be
+shared, each algorithm would need a second form that works with messages.
+
+Idea: everything that ranks share has one writer, its owner, who says when others may see it
+(`publish`). So a rank keeps a *mirror* of the parts of each peer's memory that it has been sent, at
+the same extents and offsets. What is published travels as a list of writes. The algorithms read the
+mirror and do not know the difference.
+
+    frame   meta      number of large writes, (extent, offset) of each,
+                      then small writes (extent, offset, bytes)
+            buffers   the data of the large writes, received straight into the mirror
+
+The small writes are applied in their order once the whole frame has arrived, each of them under the
+interpreter's lock. So whoever sees a counter also sees the data before it, as in shared memory and
+whatever the processor. Extent 0 is the root.
+
+A mirror holds what was last sent, which may be older than what its owner holds now. Memory that
+must read as zero until its owner writes to it is therefore allocated where nothing has been before
+(`announced_arena`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from braid.errors import CommError, InternalError, PeerLostError
+from braid.runtime.transport.memory import MAX_EXTENTS, ROOT_BYTES, MemoryFile, PeerMemory, Root
+
+__all__ = ["ROOT_EXTENT", "MirroredMemory", "Writes", "pack_writes", "unpack_writes"]
+
+_COUNT = struct.Struct("<H")
+_PLACE = struct.Struct("<IQ")
+_SMALL = struct.Struct("<IQI")
+ROOT_EXTENT = 0
+ARRIVAL_S = (
+    60.0  # how long to wait for the announcement of an extent that a peer has spoken of elsewhere
+)
+
+
+class Writes(NamedTuple):
+    """The writes of a frame, without the data of the large ones.
+
+    Attributes:
+        large: (extent, offset) of each.
+        small: (extent, offset, data) of each, in order.
+    """
+
+    large: list[tuple[int, int]]
+    small: list[tuple[int, int, bytes]]
+
+
+def pack_writes(writes: Writes) -> bytes:
+    """Return the meta of a frame."""
+    parts = [_COUNT.pack(len(writes.large))]
+    for extent, offset in writes.large:
+        parts.append(_PLACE.pack(extent, offset))
+    for extent, offset, data in writes.small:
+        parts += (_SMALL.pack(extent, offset, len(data)), data)
+    return b"".join(parts)
+
+
+def unpack_writes(meta: bytes) -> Writes:
+    """Read what `pack_writes` wrote.
+
+    Raises:
+        CommError: The bytes are not the meta of a frame.
+    """
+    try:
+        (count,) = _COUNT.unpack_from(meta)
+        at = _COUNT.size
+        large = []
+        for _ in range(count):
+            large.append(_PLACE.unpack_from(meta, at))
+            at += _PLACE.size
+        small = []
+        while at < len(meta):
+            extent, offset, nbytes = _SMALL.unpack_from(meta, at)
+            at += _SMALL.size
+            small.append((extent, offset, meta[at : at + nbytes]))
+            at += nbytes
+    except struct.error as exc:
+        msg = f"{len(meta)} bytes are no list of writes, for they end within one: {exc}"
+        raise CommError(msg) from exc
+    if at > len(meta):
+        msg = f"{len(meta)} bytes are no list of writes: they end {at - len(meta)} bytes too early"
+        raise CommError(msg)
+    return Writes(large, small)
+
+
+class MirroredMemory(PeerMemory):
+    """Mirrors of the memory of some peers.
+
+    Args:
+        ranks: The peers; this rank is not among them.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._roots = {r: Root(MemoryFile.private(ROOT_BYTES, f"braid-mirror-{r}")) for r in ranks}
+        self._extents: dict[tuple[int, int], MemoryFile] = {}
+        self._ended: set[int] = set()
+        self._news = threading.Condition()
+
+    def root(self, rank: int) -> Root:
+        """Return the mirror of the root of `rank`."""
+        return self._roots[rank]
+
+    def extent(self, rank: int, extent_id: int) -> mmap.mmap:
+        """Return the mirror of an extent of `rank`, after waiting until `rank` has announced it.
+
+        Raises:
+            PeerLostError: The connection ended first.
+            CommError: It was not announced in time.
+        """
+        file = self._extents.get((rank, extent_id))
+        if file is not None:
+            return file.map
+        root = self._roots[rank]
+
+        def known() -> bool:
+            return bool(root.extent(extent_id).nbytes) or rank in self._ended
+
+        with self._news:
+            self._news.wait_for(known, ARRIVAL_S)
+            nbytes = root.extent(extent_id).nbytes
+            if not nbytes and rank in self._ended:
+                msg = f"rank {rank} has ended before it announced its memory"
+                raise PeerLostError(msg, rank=rank)
+            if not nbytes:
+                msg = f"rank {rank} has not announced extent {extent_id} within {ARRIVAL_S:g} s"
+                raise CommError(msg)
+            file = self._extents.get((rank, extent_id))
+            if file is None:
+                file = self._extents[rank, extent_id] = MemoryFile.private(
+                    nbytes, f"braid-mirror-{rank}"
+                )
+            return file.map
+
+    def forget(self, rank: int, extent_id: int) -> None:
+        """Give up the mirror of an extent that `rank` has given back."""
+        file = self._extents.pop((rank, extent_id), None)
+        if file is not None:
+            file.close()
+
+    def targets(self, rank: int, meta: bytes, sizes: Sequence[int]) -> list[memoryview]:
+        """Return the tensors that receive the large writes of a frame of `rank`.
+
+        Raises:
+            CommError: A write lies outside the memory of `rank`.
+        """
+        places = unpack_writes(meta).large
+        if len(places) != len(sizes):
+            msg = f"rank {rank} sent {len(sizes)} buffers for {len(places)} writes"
+            raise CommError(msg)
+        return [
+            self._target(rank, extent, offset, nbytes)
+            for (extent, offset), nbytes in zip(places, sizes, strict=True)
+        ]
+
+    def apply(self, rank: int, meta: bytes) -> None:
+        """Apply the small writes of a frame of `rank`, whose large ones have arrived.
+
+        Raises:
+            CommError: A write lies outside the memory of `rank`.
+        """
+        news = False
+        for extent, offset, data in unpack_writes(meta).small:
+            self._target(rank, extent, offset, len(data))[:] = data
+            news |= extent == ROOT_EXTENT
+        if news:
+            with self._news:
+                self._news.notify_all()
+
+    def ended(self, rank: int) -> None:
+        """Note that nothing more will come from `rank`."""
+        with self._news:
+            self._ended.add(rank)
+            self._news.notify_all()
+
+    def ring(self, rank: int, slots: int) -> None:
+        """Do nothing: the arrival of a frame wakes whoever waits for it."""
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - PeerMemory
+        """Raise: this memory cannot be pulled, and `may_pull` says so to its callers."""
+        msg = f"private memory of rank {rank} was to be read, of which there is only a mirror"
+        raise InternalError(msg)
+
+    def close(self) -> None:
+        """Drop the mirrors."""
+        for root in self._roots.values():
+            root.close()
+        for file in self._extents.values():
+            file.close()
+        self._extents.clear()
+
+    def _target(self, rank: int, extent: int, offset: int, nbytes: int) -> memoryview:
+        memory: mmap.mmap
+        if extent == ROOT_EXTENT:
+            memory = self._roots[rank].file.map
+        elif extent < MAX_EXTENTS and self._roots[rank].extent(extent).nbytes:
+            memory = self.extent(rank, extent)
+        else:
+            msg = f"rank {rank} wrote to extent {extent}, which it has not announced"
+            raise CommError(msg)
+        if offset + nbytes > len(memory):
+            msg = (
+                f"rank {rank} wrote {nbytes} bytes at {offset}, outside of its extent {extent} "
+                f"of {len(memory)} bytes"
+            )
+            raise CommError(msg)
+        return memoryview(memory)[offset : offset + nbytes]

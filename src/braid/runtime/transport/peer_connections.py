@@ -1,0 +1,311 @@
+"""Connections between ranks that do not share memory.
+
+Each rank calls the remote ranks before it and answers those behind it. Both ends prove that they
+know the job's secret, which comes from the launcher or from the user. Without one, ranks of one
+host meet at unix sockets, where the system says that both ends are of one user; 32 random bytes
+that rank 0 puts into the store tell jobs apart. Over a network these bytes are the secret only if
+the user permits it.
+Several jobs of one user may share a secret file, so both ends also name their job, by a random word
+that rank 0 has put into the store.
+
+Before anybody waits, one rank of each host tries the addresses of all other hosts. If some host
+cannot reach another, all ranks raise the same table of who cannot reach whom within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+from typing import NamedTuple
+
+from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
+from braid.runtime.diagnose import reach_table
+from braid.runtime.store.exchange import LOOK_S
+from braid.runtime.transport.meeting import Meeting
+from braid.runtime.transport.reachability import own_address_towards, probe
+from braid.runtime.wire import Address, Identity, Listener, Secret, SocketConnection, local_address
+from braid.runtime.wire import connect as dial
+
+__all__ = ["LOST_AFTER_S", "Call", "Network", "call_all"]
+
+ROLE = "memory"
+ANSWER_S = 30.0  # for a rank that has published its address
+LOST_AFTER_S = 30.0  # of silence of a host
+OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way there is the way out
+
+
+class Network(NamedTuple):
+    """Addresses at which ranks of other hosts reach this rank, and the trust in their network.
+
+    Attributes:
+        listen: Address to listen on; when empty, the one from which this host reaches `towards`.
+        towards: A host of the job, such as that of the store.
+        insecure: Let the secret of the connections travel through the store as plain text.
+        seals_frames: Whether frames between hosts carry message authentication codes.
+        one_host: Whether all ranks are on this host.
+    """
+
+    listen: str = ""
+    towards: str = ""
+    insecure: bool = False
+    seals_frames: bool = True
+    one_host: bool = False
+
+
+class Call(NamedTuple):
+    """A connection to one peer, after the handshake.
+
+    Attributes:
+        pid: Process id of the peer, on its host.
+        host: Name of its host.
+        over_network: Whether the peer is on another host.
+        connection: The authenticated connection.
+    """
+
+    pid: int
+    host: str
+    over_network: bool
+    connection: SocketConnection
+
+
+class _Endpoint(NamedTuple):
+    """Process id, host and address that a rank has published for the others."""
+
+    pid: int
+    host: str
+    address: str
+
+    @classmethod
+    def parse(cls, text: str) -> _Endpoint:
+        pid, host, address = text.split("@", 2)
+        return cls(int(pid), host, address)
+
+
+def call_all(
+    meeting: Meeting, hosts: tuple[int, ...], secret: Secret | None, network: Network
+) -> dict[int, Call]:
+    """Connect to all ranks of other hosts.
+
+    Args:
+        meeting: Meeting of all ranks in the store.
+        hosts: Number of each rank's host.
+        secret: The job's secret; None to agree on one through the store.
+        network: Addresses at which other hosts reach this rank.
+
+    Raises:
+        RendezvousError: Some rank did not answer, cannot be reached or has another secret.
+        ConfigError: There is no secret, or no address to listen on.
+    """
+    me = meeting.rank
+    remote = [r for r, host in enumerate(hosts) if host != hosts[me]]
+    job_secret, job = _agree_on_secret(meeting, secret, network)
+    who = Identity(job, ROLE, me)
+    with contextlib.ExitStack() as stack:
+        try:
+            wanted = _place_to_listen(job_secret, network)
+            listener = stack.enter_context(
+                Listener(
+                    wanted,
+                    job_secret,
+                    who,
+                    listen_anywhere=not Address.parse(wanted).is_loopback,
+                    clock=meeting.clock,
+                )
+            )
+        except BraidError as exc:
+            _gather_addresses(
+                meeting, "shm/address", f"!{exc}", "can listen"
+            )  # raises, on all ranks
+            raise
+        own = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
+        words = _gather_addresses(meeting, "shm/address", own, "can listen")
+        if me == 0:  # all have read it
+            meeting.store.delete_key("shm/secret/0")
+        ends = [_Endpoint.parse(word) for word in words]
+        over_network = _require_one_network(meeting, ends)
+        if over_network:
+            _require_reach(meeting, hosts, ends)
+        calls: dict[int, SocketConnection] = {}
+        with contextlib.ExitStack() as undo:
+            for peer in (r for r in remote if r < me):
+                calls[peer] = _call(meeting, peer, ends[peer].address, job_secret, who)
+                undo.callback(calls[peer].close)
+            while len(calls) < len(remote):
+                connection = _answer(meeting, listener, [r for r in remote if r not in calls])
+                peer = connection.peer.rank
+                if (
+                    peer <= me
+                    or peer in calls
+                    or peer not in remote
+                    or connection.peer.role != ROLE
+                ):
+                    connection.close()
+                    continue
+                calls[peer] = connection
+                undo.callback(connection.close)
+            undo.pop_all()
+    if over_network:
+        for connection in calls.values():
+            connection.end_if_silent(LOST_AFTER_S)
+    return {r: Call(ends[r].pid, ends[r].host, over_network, calls[r]) for r in remote}
+
+
+def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> list[str]:
+    """Send a text to all ranks and return theirs.
+
+    A text that begins with `!` says why its rank cannot go on; then all ranks raise it.
+    """
+    texts = meeting.gather(topic, text)
+    wrong = [f"  rank {r}: {own[1:]}" for r, own in enumerate(texts) if own.startswith("!")]
+    if wrong:
+        meeting.part()
+        table = "\n".join(wrong)
+        msg = f"not every rank {claim} for ranks of other hosts:\n{table}"
+        raise ConfigError(msg)
+    return texts
+
+
+def _place_to_listen(secret: Secret, network: Network) -> str:
+    if secret.for_one_user:
+        return local_address(ROLE)
+    return str(Address(host=network.listen or own_address(network), port=0))
+
+
+def own_address(network: Network) -> str:
+    """Return the address of this host on the network of a job.
+
+    Raises:
+        ConfigError: There is no way to that network.
+    """
+    if not network.towards:
+        return "127.0.0.1"
+    try:
+        address = own_address_towards(network.towards)
+        named = not Address(host=network.towards).is_loopback
+        if named and Address(host=address).is_loopback:  # its own name, as in /etc/hosts
+            address = own_address_towards(OUTWARDS)
+    except OSError as exc:
+        msg = (
+            f"{socket.gethostname()} finds no way to {network.towards} ({exc}): name the "
+            "address on which this rank listens with BRAID_LISTEN, or see whether MASTER_ADDR "
+            "is right"
+        )
+        raise ConfigError(msg) from exc
+    return address
+
+
+def _agree_on_secret(
+    meeting: Meeting, secret: Secret | None, network: Network
+) -> tuple[Secret, str]:
+    """Return the job's secret and its name, or one from the store if every rank permits that."""
+    trusts = not network.towards or network.insecure
+    kind = "own" if secret else "store" if trusts else "none"
+    words = meeting.gather("shm/trust", f"{kind}@{secrets.token_hex(8)}")
+    kinds, drawn = zip(*(word.split("@") for word in words), strict=True)
+    job = drawn[0]
+    if "none" in kinds or len(set(kinds)) > 1:
+        meeting.part()
+        descriptions = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
+        table = "\n".join(f"  rank {r} {descriptions[kind]}" for r, kind in enumerate(kinds))
+        msg = (
+            "ranks have no secret for connections between hosts, or not all in the same way:\n"
+            f"{table}\n"
+            "start the job with `braid run`, or put 32 random bytes into a file that only you "
+            "can read (chmod 600) and name it in BRAID_SECRET_FILE on all hosts, or, on a "
+            "network that you trust, set BRAID_INSECURE_NETWORK=1 on all"
+        )
+        raise ConfigError(msg)
+    if secret is not None:
+        return secret, job
+    made = secrets.token_hex(32) if meeting.rank == 0 else ""
+    key = bytes.fromhex(meeting.gather("shm/secret", made)[0])
+    # elsewhere than on Linux the system does not say who connects: there the store is trusted
+    for_one_user = network.one_host and sys.platform == "linux"
+    return Secret(key, seals_frames=network.seals_frames, for_one_user=for_one_user), job
+
+
+def _require_one_network(meeting: Meeting, ends: list[_Endpoint]) -> bool:
+    """Return whether ranks listen on a network.
+
+    If some do and others listen only on the loopback address of their host, all ranks raise.
+    """
+    inside = [r for r, one in enumerate(ends) if Address.parse(one.address).is_loopback]
+    if inside and len(inside) < len(ends):
+        meeting.part()
+        table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(ends))
+        msg = (
+            "other hosts cannot reach some of the addresses on which ranks listen:\n"
+            f"{table}\n"
+            f"name one for ranks {inside} with BRAID_LISTEN, or see why MASTER_ADDR means the "
+            "host itself there (/etc/hosts)"
+        )
+        raise ConfigError(msg)
+    return not inside
+
+
+def _require_reach(meeting: Meeting, hosts: tuple[int, ...], ends: list[_Endpoint]) -> None:
+    """Raise, on all ranks, if some host cannot reach another."""
+    mine = hosts[meeting.rank]
+    first = (
+        hosts.index(mine) == meeting.rank
+    )  # one rank of a host probes: nobody answers before the meeting is over
+    remote = {r: ends[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
+    failed = {str(rank): why for rank, why in probe(remote, meeting.clock).items()}
+    words = meeting.gather("shm/reach", json.dumps(failed))
+    failures: dict[tuple[int, int], str] = {}
+    for rank, word in enumerate(words):
+        for other, why in json.loads(word).items():
+            failures.setdefault((hosts[rank], hosts[int(other)]), why)
+    if not failures:
+        return
+    firsts = [ends[hosts.index(number)] for number in range(max(hosts) + 1)]
+    names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
+    msg = (
+        f"some of the {len(names)} hosts cannot reach each other:\n"
+        f"{reach_table(names, failures)}\n"
+        "open the ports between them in both directions, or name an address on a network that "
+        "all share with BRAID_LISTEN (or `braid run --network-interface`)"
+    )
+    meeting.part()
+    raise RendezvousError(msg)
+
+
+def _call(
+    meeting: Meeting, peer: int, address: str, secret: Secret, who: Identity
+) -> SocketConnection:
+    try:
+        timeout_s = min(meeting.timeout_s, ANSWER_S)
+        connection = dial(address, secret, who, timeout_s=timeout_s, clock=meeting.clock)
+    except RendezvousError:
+        meeting.look()  # the launcher may know more
+        raise
+    if connection.peer.rank != peer:
+        connection.close()
+        msg = (
+            f"{connection.peer} answers at {address} instead of rank {peer}: is the store that "
+            "of another job?"
+        )
+        raise RendezvousError(msg)
+    return connection
+
+
+def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> SocketConnection:
+    deadline_ns = meeting.clock.now_ns() + round(meeting.timeout_s * 1e9)
+    while True:
+        left_s = (deadline_ns - meeting.clock.now_ns()) / 1e9
+        try:
+            return listener.accept(max(0.0, min(left_s, LOOK_S)))
+        except CommTimeout as exc:
+            meeting.look()
+            if left_s <= LOOK_S:
+                refused = "".join(f"\n  refused {one}" for one in listener.refusals)
+                msg = (
+                    f"ranks {missing} did not connect to rank {meeting.rank} within "
+                    f"{meeting.timeout_s:g} s: see their errors, or whether they have the "
+                    f"job's secret{refused}"
+                )
+                raise RendezvousError(msg) from exc

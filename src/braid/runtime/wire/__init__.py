@@ -1,0 +1,52 @@
+"""Bytes between processes that trust each other only after a handshake; see README.md."""
+
+from __future__ import annotations
+
+from braid.runtime.wire.address import Address, local_address
+from braid.runtime.wire.connection import DEFAULT_TIMEOUT_S, Connection, SocketConnection
+from braid.runtime.wire.frames import (
+    MAX_META_BYTES,
+    Allocate,
+    Buffer,
+    Frame,
+    FrameDecoder,
+    FrameLimits,
+    encode,
+)
+from braid.runtime.wire.handshake import (
+    PROTOCOL_VERSION,
+    Established,
+    Handshake,
+    Identity,
+    Refused,
+    Send,
+)
+from braid.runtime.wire.listener import Listener, connect
+from braid.runtime.wire.secret import SECRET_BYTES, Secret
+from braid.runtime.wire.unsent import Unsent
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "MAX_META_BYTES",
+    "PROTOCOL_VERSION",
+    "SECRET_BYTES",
+    "Address",
+    "Allocate",
+    "Buffer",
+    "Connection",
+    "Established",
+    "Frame",
+    "FrameDecoder",
+    "FrameLimits",
+    "Handshake",
+    "Identity",
+    "Listener",
+    "Refused",
+    "Secret",
+    "Send",
+    "SocketConnection",
+    "Unsent",
+    "connect",
+    "encode",
+    "local_address",
+]

@@ -1,0 +1,383 @@
+"""A connection: frames to and from one peer that has proven its identity.
+
+Problem: blocking sockets hang for ever, time-outs of the socket module are shared by sender and
+receiver and start anew for each partial write, and "Connection reset by peer" does not say which
+peer.
+
+Idea: the socket never blocks. A thread that has to wait polls it until a deadline, and every error
+names the peer's rank. Sending puts what the kernel does not accept at once into an outbox, so that
+one implementation serves threads that wait (`send`) and event loops that must not (`post`,
+`flush`).
+
+A peer that ends gives its reason in its last frames, and accepts nothing from then on. A sender may
+notice that first. The connection ends all the same only when those frames have been received, and
+the end of the stream behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from braid.errors import CommError, CommTimeout, PeerLostError
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.wire.frame_mac import FrameKeys, FrameMac
+from braid.runtime.wire.frames import Allocate, Buffer, Frame, FrameDecoder, FrameLimits, encode
+from braid.runtime.wire.handshake import Identity
+from braid.runtime.wire.unsent import Unsent
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection", "is_inside_host"]
+
+DEFAULT_TIMEOUT_S = 300.0
+# With the system's 208 KiB, both ends of a unix socket sleep after every 208 KiB. TCP adapts its
+# buffers itself, unless they are set. The system may allow less.
+_UNIX_BUFFER_BYTES = 2 << 20
+
+
+class Connection(Protocol):
+    """Frames to and from one peer. Any thread may send; one thread at a time receives."""
+
+    @property
+    def peer(self) -> Identity:
+        """Proven identity of the other end."""
+        ...
+
+    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:
+        """Send a frame and return when the buffers may be reused."""
+        ...
+
+    def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame; its buffers go into the memory that `allocate` returns."""
+        ...
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame, in new memory."""
+        ...
+
+    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
+        """Return the next frame if it is already here; never waits."""
+        ...
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether a frame can be read, or the end of the stream."""
+        ...
+
+    def fileno(self) -> int:
+        """Descriptor for a selector."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection; threads that wait in it get PeerLostError."""
+        ...
+
+
+class SocketConnection:
+    """A `Connection` over a connected stream socket, after its handshake.
+
+    With a selector: a readable `fileno()` means that `try_recv()` must be called *until it returns
+    None*, since one read may bring several frames.
+
+    Args:
+        sock: Connected AF_UNIX or TCP socket; owned and closed by this object.
+        peer: Proven identity of the other end.
+        limits: Limits of a frame, in both directions.
+        keys: Keys of the frames' codes, from the handshake; None for frames without codes.
+        clock: Clock for deadlines; the host's when None.
+        send_timeout_s: Seconds for which `send` waits for a peer that does not read.
+
+    On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind
+    the frames that came before. Frames posted to it until then are dropped, see `gone`. A peer that
+    breaks the frame format gives CommError once and the connection is closed.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: Identity,
+        *,
+        limits: FrameLimits | None = None,
+        keys: FrameKeys | None = None,
+        clock: Clock | None = None,
+        send_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        else:
+            # Small frames are requests that somebody waits for; Nagle would hold them 40 ms.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._peer = peer
+        self._limits = limits or FrameLimits()
+        self._clock = clock or MonotonicClock()
+        self._send_timeout_s = send_timeout_s
+        self._mac = None if keys is None else FrameMac(keys.sent)
+        received = None if keys is None else FrameMac(keys.received)
+        self._decoder = FrameDecoder(self._limits, mac=received)
+        self._outbox = Unsent(sock.sendmsg)
+        self._send_lock = threading.Lock()
+        self._gone: OSError | None = None  # error that showed that the peer accepts nothing
+        self._ended = ""  # why nothing can be sent or received any more
+
+    @property
+    def peer(self) -> Identity:
+        """Proven identity of the other end."""
+        return self._peer
+
+    @property
+    def closed(self) -> bool:
+        """Whether this connection has ended, for whatever reason."""
+        return bool(self._ended)
+
+    @property
+    def gone(self) -> bool:
+        """Whether sending has shown that the peer accepts nothing more.
+
+        Its last frames may still be received.
+        """
+        return self._gone is not None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been read ahead, which no selector shows."""
+        return self._decoder.has_bytes
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the other end seems to be on this host, by its address."""
+        return is_inside_host(self._socket)
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether frames carry message authentication codes."""
+        return self._mac is not None
+
+    def fileno(self) -> int:
+        """Descriptor for a selector, -1 after `close`."""
+        return self._socket.fileno()
+
+    def end_if_silent(self, limit_s: float) -> None:
+        """Let the system end this connection after `limit_s` seconds of silence of the peer's host.
+
+        Hosts answer for their processes, so a process that is stopped or busy is not lost. A host
+        that lost its power or its network is, whether something is being sent or not. Only TCP has
+        that; on other sockets nothing happens.
+        """
+        if self._socket.family == socket.AF_UNIX:
+            return
+        first_s = max(1, round(limit_s / 2))
+        later_s = max(1, round(limit_s / 8))
+        options = {
+            "TCP_KEEPIDLE": first_s,
+            "TCP_KEEPALIVE": first_s,  # the same on macOS
+            "TCP_KEEPINTVL": later_s,
+            "TCP_KEEPCNT": max(1, round((limit_s - first_s) / later_s)),
+            "TCP_USER_TIMEOUT": round(limit_s * 1000),
+        }
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    # the queue has no priorities
+    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002
+        """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
+
+        Two peers that both send more than the kernel buffers, while neither receives, wait for each
+        other until the deadline: let another thread receive.
+
+        Args:
+            meta: Description, at most 64 KiB.
+            buffers: Contiguous payloads; not copied in this process.
+            priority: Reserved: frames leave in the order of the calls; the message layer orders
+                them before.
+
+        Raises:
+            PeerLostError: The peer is gone.
+            CommTimeout: The peer did not read for `send_timeout_s`; the connection is closed, since
+                half a frame may be on its way.
+            ConfigError: The frame exceeds the limits; nothing was sent.
+        """
+        pieces = encode(meta, buffers, self._limits)
+        with self._send_lock:
+            self._queue(pieces, has_buffers=bool(buffers))
+            deadline_ns = self._clock.now_ns() + round(self._send_timeout_s * 1e9)
+            while not self._drain():
+                if not self._wait(select.POLLOUT, deadline_ns):
+                    self._end("this process gave up sending to it")
+                    msg = (
+                        f"{self._peer} did not read for {self._send_timeout_s:g} s and its "
+                        "buffers are full: it is stopped, stuck, or waits for this process to "
+                        "receive"
+                    )
+                    raise CommTimeout(msg)
+            if self._gone is not None:
+                raise self._lost_error(self._ended or _broke(self._gone)) from self._gone
+
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+        """Queue a frame and send what the kernel accepts now; for event loops.
+
+        Do not change the buffers until `flush` returns 0.
+
+        Returns:
+            Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that
+            has gone: the socket is readable, and receiving ends with PeerLostError.
+
+        Raises:
+            PeerLostError: The connection ended before, or broke for another reason.
+        """
+        pieces = encode(meta, buffers, self._limits)
+        with self._send_lock:
+            self._queue(pieces, has_buffers=bool(buffers))
+            self._drain()
+            return self._outbox.nbytes
+
+    def flush(self) -> int:
+        """Send what the kernel accepts now of the posted frames; returns the bytes still queued."""
+        with self._send_lock:
+            self._drain()
+            return self._outbox.nbytes
+
+    def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame; its buffers go into the memory that `allocate` returns.
+
+        Args:
+            allocate: Function that chooses the memory; see `FrameDecoder.next_frame`.
+            timeout_s: Deadline for the whole frame; 300 s when None.
+
+        Raises:
+            PeerLostError: The peer is gone.
+            CommTimeout: The deadline passed; a later call continues the same frame.
+            CommError: The peer sent bytes that are no frame; the connection is closed.
+        """
+        frame = self.try_recv(allocate)
+        if frame is not None:
+            return frame
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline_ns = self._clock.now_ns() + round(timeout_s * 1e9)
+        while self._wait(select.POLLIN, deadline_ns):
+            frame = self.try_recv(allocate)
+            if frame is not None:
+                return frame
+        arrived = "a part of one" if self._decoder.in_frame else "nothing"
+        msg = f"no frame from {self._peer} within {timeout_s:g} s, {arrived} has come"
+        raise CommTimeout(msg)
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame, in new memory; see `recv_into`."""
+        return self.recv_into(None, timeout_s)
+
+    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
+        """Return the next frame if it is already here, else None; raises like `recv_into`."""
+        decoder = self._decoder
+        try:
+            while (frame := decoder.next_frame(allocate)) is None:
+                nbytes = self._socket.recv_into(decoder.next_view())
+                if nbytes == 0:
+                    raise self._lost(self._gone) from self._gone
+                decoder.advance(nbytes)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        except CommError as exc:
+            self._end(f"it broke the frame format: {exc}")
+            self._decoder = FrameDecoder(self._limits)  # what was read ahead means nothing
+            raise
+        return frame
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Wait up to `timeout_s`; returns whether a frame can be read, or the end of the stream."""
+        if self._decoder.has_bytes or self._ended:
+            return True
+        return self._wait(select.POLLIN, self._clock.now_ns() + round(timeout_s * 1e9))
+
+    def close(self) -> None:
+        """Close the socket; threads that wait in this connection get PeerLostError. Idempotent."""
+        self._end("this process closed the connection")
+
+    def __enter__(self) -> SocketConnection:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<SocketConnection to {self._peer}{', ended' if self._ended else ''}>"
+
+    def _queue(self, pieces: list[memoryview], *, has_buffers: bool) -> None:
+        """Append a frame to the outbox; one with codes is sent part by part."""
+        if self._mac is None:
+            self._outbox.add(pieces)
+            return
+        for number, part in enumerate(self._mac.sealed(pieces, has_buffers=has_buffers)):
+            if number:
+                self._drain()
+            self._outbox.add(part)
+
+    def _drain(self) -> bool:
+        """Send from the outbox until it is empty (True) or the kernel accepts no more."""
+        if self._gone is not None and not self._ended:
+            self._outbox.clear()
+            return True
+        try:
+            return self._outbox.drain()
+        except (BrokenPipeError, ConnectionResetError) as exc:
+            # A new object: `exc` refers to the frames of all callers, and would live for long.
+            self._gone = OSError(exc.errno, exc.strerror)
+            return True
+        except OSError as exc:
+            raise self._lost(exc) from exc
+
+    def _wait(self, event: int, deadline_ns: int) -> bool:
+        """Wait until the socket is ready for `event`, or broken; False at the deadline."""
+        poll = select.poll()
+        fd = self._socket.fileno()
+        if fd < 0:
+            return True  # closed: the next read or write raises
+        poll.register(fd, event)
+        remaining_ns = max(0, deadline_ns - self._clock.now_ns())
+        return bool(poll.poll(remaining_ns / 1e6))
+
+    def _lost(self, cause: OSError | None) -> PeerLostError:
+        """Close the connection; returns the error that says how the stream ended."""
+        if not self._ended:
+            reason = "it closed the connection"
+            if cause is not None:
+                reason = _broke(cause)
+            elif self._decoder.in_frame:
+                reason = "it closed the connection in the middle of a frame"
+            self._end(reason)
+        return self._lost_error(self._ended)
+
+    def _lost_error(self, how: str) -> PeerLostError:
+        msg = f"lost {self._peer}: {how}; look for the first error of that process"
+        return PeerLostError(msg, rank=self._peer.rank)
+
+    def _end(self, why: str) -> None:
+        if self._ended:
+            return
+        self._ended = why
+        with contextlib.suppress(OSError):  # the peer may have gone already
+            # Wakes threads that poll this descriptor; closing alone would not.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def is_inside_host(sock: socket.socket) -> bool:
+    """Return whether both ends of a connected socket seem to be on this host."""
+    if sock.family == socket.AF_UNIX:
+        return True
+    try:
+        here, there = sock.getsockname(), sock.getpeername()
+    except OSError:  # the peer has gone already
+        return False
+    return bool(here[0] == there[0])
+
+
+def _broke(cause: OSError) -> str:
+    return f"the connection broke ({cause.strerror or cause})"

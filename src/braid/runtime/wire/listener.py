@@ -1,0 +1,501 @@
+"""Connecting and accepting: sockets become connections once both ends have proven their identity.
+
+Problem: `accept()` followed by a blocking handshake lets one silent client lock everybody out, and
+a server that listens on all interfaces is discovered by the first scanner.
+
+Idea: the listener binds the loopback address unless told otherwise. It runs all handshakes at once
+in one selector, each with a deadline and all together with a limit. It has no thread: `accept()`
+waits, or an event loop polls `fileno()` and calls `accept_ready()`. On unix sockets the peer must
+also be the same user.
+
+Strangers keep nobody waiting. One turn accepts a bounded number of clients, however fast more of
+them come, so that an event loop gets on with its other work. Clients of one address that send
+nothing have a small share of the room. Where there is no room, the oldest client of the address
+with the most clients goes, and silent ones before others: an honest client is soon done.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import struct
+from collections import Counter, deque
+from pathlib import Path
+from typing import NamedTuple
+
+from braid.errors import CommTimeout, ConfigError, RendezvousError, StaleError
+from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.wire.address import Address
+from braid.runtime.wire.connection import SocketConnection, is_inside_host
+from braid.runtime.wire.frames import FrameLimits
+from braid.runtime.wire.handshake import (
+    NONCE_BYTES,
+    Established,
+    Handshake,
+    Identity,
+    Refused,
+    Send,
+)
+from braid.runtime.wire.secret import Secret
+
+__all__ = [
+    "HANDSHAKE_LIMIT_S",
+    "MAX_ACCEPTS",
+    "MAX_HALF_OPEN",
+    "MAX_SILENT",
+    "Listener",
+    "connect",
+]
+
+HANDSHAKE_LIMIT_S = 5.0
+MAX_HALF_OPEN = 64
+MAX_SILENT = 16  # of one address that have not sent anything yet
+MAX_ACCEPTS = 64  # in one turn of an event loop: about a millisecond
+_BACKLOG = 4096  # all hosts of a job may connect at once; the system may allow less
+_PAUSE_NS = 100_000_000  # without descriptors; the clients wait in the backlog meanwhile
+_KEPT_REFUSALS = 16
+_RETRY_FIRST_S = 0.005
+_RETRY_MOST_S = 0.2
+
+
+class _HalfOpen(NamedTuple):
+    """A client that has not proven anything yet."""
+
+    sock: socket.socket
+    handshake: Handshake
+    deadline_ns: int
+    origin: str
+    host: str
+
+
+class Listener:
+    """A bound socket that yields authenticated connections; for one thread at a time.
+
+    Args:
+        address: Address to listen on; port 0 lets the system choose, see `address`.
+        secret: The job's secret.
+        identity: Identity that clients see here.
+        listen_anywhere: Allow an address that other hosts can reach.
+        limits: Limits of the frames of all connections.
+        clock: Clock for deadlines; the host's when None.
+
+    Raises:
+        ConfigError: The address cannot be bound: in use, not this host's, or reachable from outside
+            without `listen_anywhere`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        identity: Identity,
+        *,
+        listen_anywhere: bool = False,
+        limits: FrameLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        wanted = Address.parse(address)
+        if not wanted.is_loopback and not listen_anywhere:
+            msg = (
+                f"other hosts may reach {address}: listen on 127.0.0.1, or pass "
+                "listen_anywhere=True (`--listen ADDR`) to allow it"
+            )
+            raise ConfigError(msg)
+        if problem := _one_user_problem(secret, wanted):
+            msg = f"cannot listen on {address}: {problem}"
+            raise ConfigError(msg)
+        Handshake("server", secret, identity, bytes(NONCE_BYTES))  # refuses a bad identity now
+        self._secret = secret
+        self._identity = identity
+        self._limits = limits
+        self._clock = clock or MonotonicClock()
+        self._half_open: dict[int, _HalfOpen] = {}
+        self._silent: set[int] = set()  # of those, clients that have sent nothing yet
+        self._accepted: deque[SocketConnection] = deque()
+        self._refusals: deque[str] = deque(maxlen=_KEPT_REFUSALS)
+        self._pause_until_ns: int | None = None
+        self._socket = _bind(wanted)
+        self._address = wanted
+        if not wanted.is_unix:
+            self._address = wanted._replace(port=self._socket.getsockname()[1])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> str:
+        """Address of the listener, with the real port."""
+        return str(self._address)
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why the last clients were refused, newest last."""
+        return tuple(self._refusals)
+
+    def fileno(self) -> int:
+        """Descriptor for another selector; when readable, call `accept_ready`."""
+        return self._selector.fileno()
+
+    def next_deadline_ns(self) -> int | None:
+        """Time at which `accept_ready` should be called though nothing is readable.
+
+        A client is overdue then, or a pause is over. None if neither can happen.
+        """
+        if not self._half_open:
+            return self._pause_until_ns
+        due = [half.deadline_ns for half in self._half_open.values()]
+        if self._pause_until_ns is not None:
+            due.append(self._pause_until_ns)
+        return min(due, default=None)
+
+    def accept_ready(self) -> list[SocketConnection]:
+        """Advance all handshakes without waiting; returns the connections that became complete."""
+        self._advance(0.0)
+        ready = list(self._accepted)
+        self._accepted.clear()
+        return ready
+
+    def accept(self, timeout_s: float) -> SocketConnection:
+        """Wait for the next client that proves its identity.
+
+        Raises:
+            CommTimeout: No client did within `timeout_s`; the text lists the refused clients.
+            StaleError: The listener is closed.
+        """
+        deadline_ns = self._clock.now_ns() + round(timeout_s * 1e9)
+        while not self._accepted:
+            now_ns = self._clock.now_ns()
+            overdue_ns = self.next_deadline_ns()
+            until_ns = deadline_ns if overdue_ns is None else min(deadline_ns, overdue_ns)
+            self._advance(max(0, until_ns - now_ns) / 1e9)
+            if not self._accepted and now_ns >= deadline_ns:
+                refused = "; ".join(self._refusals) or "nobody was refused"
+                msg = (
+                    f"no client connected to {self.address} within {timeout_s:g} s "
+                    f"({len(self._half_open)} in their handshake; {refused})"
+                )
+                raise CommTimeout(msg)
+        return self._accepted.popleft()
+
+    def close(self) -> None:
+        """Stop listening; connections that were returned stay open. Idempotent."""
+        if self._socket.fileno() < 0:
+            return
+        for half in list(self._half_open.values()):
+            self._drop(half, None)
+        while self._accepted:
+            self._accepted.popleft().close()
+        self._selector.close()
+        self._socket.close()
+        path = self._address.path
+        if path.startswith("/"):
+            Path(path).unlink(missing_ok=True)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Listener {self.address} as {self._identity}, {len(self._half_open)} half open>"
+
+    def _advance(self, timeout_s: float) -> None:
+        if self._socket.fileno() < 0:
+            msg = f"the listener on {self.address} is closed: open a new one"
+            raise StaleError(msg)
+        for key, _ in self._selector.select(timeout_s):
+            half = self._half_open.get(key.fd)
+            if half is not None:
+                self._read(half)
+        now_ns = self._clock.now_ns()
+        for half in [half for half in self._half_open.values() if half.deadline_ns <= now_ns]:
+            self._drop(half, f"it was silent during the handshake (limit {HANDSHAKE_LIMIT_S:g} s)")
+        self._admit()  # last, when the overdue have made room
+
+    def _admit(self) -> None:
+        if self._is_pausing():
+            return
+        for _ in range(MAX_ACCEPTS):  # the rest wait for the next turn
+            try:
+                sock, origin = self._socket.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:  # that client has gone again
+                continue
+            except OSError as exc:  # descriptors or memory ran out
+                self._pause(exc)
+                return
+            where = str(origin or "this host")
+            problem = _same_user_problem(sock)
+            if problem is not None:
+                self._refusals.append(f"{where}: {problem}")
+                sock.close()
+                continue
+            if len(self._half_open) >= MAX_HALF_OPEN:
+                self._make_room()
+            host = origin[0] if isinstance(origin, tuple) else "this host"
+            self._begin(sock, where, host)
+
+    def _begin(self, sock: socket.socket, where: str, host: str) -> None:
+        """Begin the handshake with a client."""
+        sock.setblocking(False)
+        nonce = os.urandom(NONCE_BYTES)
+        seals_frames = self._secret.seals_frames and not is_inside_host(sock)
+        handshake = Handshake(
+            "server", self._secret, self._identity, nonce, seals_frames=seals_frames
+        )
+        handshake.start()
+        deadline_ns = self._clock.now_ns() + round(HANDSHAKE_LIMIT_S * 1e9)
+        half = _HalfOpen(sock, handshake, deadline_ns, where, host)
+        fd = sock.fileno()
+        self._half_open[fd] = half
+        self._silent.add(fd)
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._read(half)  # often its first frame is already here
+        silent = [h for h in self._half_open.values() if h.host == host and self._is_silent(h)]
+        if len(silent) > MAX_SILENT:
+            self._drop(silent[0], f"{MAX_SILENT} later clients of {host} were silent, too")
+
+    def _make_room(self) -> None:
+        """Drop the oldest client of the address with the most clients; silent ones first."""
+        clients = list(self._half_open.values())  # oldest first
+        num = Counter(half.host for half in clients)
+        crowd = [half for half in clients if num[half.host] == max(num.values())]
+        oldest = next(filter(self._is_silent, crowd), crowd[0])
+        # an honest client tries again until its deadline
+        self._drop(oldest, f"{MAX_HALF_OPEN} clients were in their handshake at once")
+
+    def _is_silent(self, half: _HalfOpen) -> bool:
+        return half.sock.fileno() in self._silent
+
+    def _pause(self, exc: OSError) -> None:
+        """Do not poll the socket for a moment: it stays readable, and polling it would spin."""
+        self._refusals.append(f"accept failed: {exc.strerror}")
+        self._selector.unregister(self._socket)
+        self._pause_until_ns = self._clock.now_ns() + _PAUSE_NS
+
+    def _is_pausing(self) -> bool:
+        """Whether a pause lasts; ends a pause that is over."""
+        if self._pause_until_ns is None:
+            return False
+        if self._clock.now_ns() < self._pause_until_ns:
+            return True
+        self._pause_until_ns = None
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        return False
+
+    def _read(self, half: _HalfOpen) -> None:
+        try:
+            while half.handshake.needs:
+                data = half.sock.recv(half.handshake.needs)
+                if not data:
+                    # A silent client only probed whether it can reach this address.
+                    is_probe = self._is_silent(half)
+                    reason = "it closed the connection during the handshake"
+                    self._drop(half, None if is_probe else reason)
+                    return
+                self._silent.discard(half.sock.fileno())
+                for instruction in half.handshake.feed(data):
+                    if isinstance(instruction, Send):
+                        # One small frame on a fresh socket: all of it fits, or it is broken.
+                        half.sock.send(instruction.data)
+                    elif isinstance(instruction, Established):
+                        self._forget(half)
+                        self._accepted.append(
+                            SocketConnection(
+                                half.sock,
+                                instruction.peer,
+                                limits=self._limits,
+                                keys=instruction.keys,
+                                clock=self._clock,
+                            )
+                        )
+                    else:
+                        self._drop(half, instruction.reason)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self._drop(half, f"the connection broke during the handshake ({exc.strerror})")
+
+    def _forget(self, half: _HalfOpen) -> None:
+        self._selector.unregister(half.sock)
+        del self._half_open[half.sock.fileno()]
+        self._silent.discard(half.sock.fileno())
+
+    def _drop(self, half: _HalfOpen, why: str | None) -> None:
+        self._forget(half)
+        half.sock.close()
+        if why is not None:
+            self._refusals.append(f"{half.origin}: {why}")
+
+
+def connect(
+    address: str,
+    secret: Secret,
+    identity: Identity,
+    *,
+    timeout_s: float,
+    limits: FrameLimits | None = None,
+    clock: Clock | None = None,
+) -> SocketConnection:
+    """Connect to a `Listener` and prove both ends; tries again while nothing listens.
+
+    Args:
+        address: Address of the listener.
+        secret: The job's secret.
+        identity: Identity of this process; its role is the purpose of the connection.
+        timeout_s: Deadline for all of it.
+        limits: Limits of the frames of the connection.
+        clock: Clock for the deadline and the pauses; the host's when None.
+
+    Raises:
+        RendezvousError: Nothing listened until the deadline, or one end does not trust the other
+            (at once).
+        ConfigError: `address` or `identity` is malformed.
+    """
+    where = Address.parse(address)
+    if problem := _one_user_problem(secret, where):
+        msg = f"refused the listener at {address}: {problem}"
+        raise RendezvousError(msg)
+    clock = clock or MonotonicClock()
+    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    pause_s = _RETRY_FIRST_S
+    while True:
+        try:
+            sock = _open(where, deadline_ns, clock)
+            try:
+                handshake = Handshake(
+                    "client",
+                    secret,
+                    identity,
+                    os.urandom(NONCE_BYTES),
+                    seals_frames=secret.seals_frames and not is_inside_host(sock),
+                )
+                peer, keys = _prove(sock, handshake, address, deadline_ns, clock)
+                return SocketConnection(sock, peer, limits=limits, keys=keys, clock=clock)
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as exc:
+            problem = exc.strerror or str(exc) or type(exc).__name__
+            if clock.now_ns() + round(pause_s * 1e9) >= deadline_ns:
+                msg = (
+                    f"no braid process answered at {address} within {timeout_s:g} s: "
+                    f"{problem}; is it running, and can {identity} reach it?"
+                )
+                raise RendezvousError(msg) from exc
+        clock.sleep(pause_s)
+        pause_s = min(2 * pause_s, _RETRY_MOST_S)
+
+
+def _open(where: Address, deadline_ns: int, clock: Clock) -> socket.socket:
+    family, target = where.resolve()
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(_remaining_s(deadline_ns, clock))
+        sock.connect(target)
+        if not where.is_unix and sock.getsockname() == sock.getpeername():
+            # Linux connects a loopback port to itself when the system happened to choose it.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        problem = _same_user_problem(sock)
+        if problem is not None:
+            msg = f"refused the listener at {where}: {problem}"
+            raise RendezvousError(msg)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _prove(
+    sock: socket.socket, handshake: Handshake, address: str, deadline_ns: int, clock: Clock
+) -> Established:
+    """Run the client's side of a handshake; OSError means that another try may succeed."""
+    instructions = handshake.start()
+    established: Established | None = None
+    while True:
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                sock.sendall(instruction.data)
+            elif isinstance(instruction, Refused):
+                msg = f"handshake with {address} failed: {instruction.reason}"
+                raise RendezvousError(msg)
+            else:
+                established = instruction
+        if established is not None:
+            return established
+        sock.settimeout(_remaining_s(deadline_ns, clock))
+        data = sock.recv(handshake.needs)
+        if not data:
+            reason = "the listener closed the connection during the handshake"
+            raise ConnectionResetError(errno.ECONNRESET, reason)
+        instructions = handshake.feed(data)
+
+
+def _bind(address: Address) -> socket.socket:
+    try:
+        family, where = address.resolve()
+        _remove_stale(address)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as exc:
+        msg = f"cannot listen on {address}: {exc.strerror}; use an address of this host"
+        raise ConfigError(msg) from exc
+    try:
+        if not address.is_unix:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        if address.path.startswith("/"):
+            Path(address.path).chmod(0o600)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as exc:
+        sock.close()
+        advice = "use an address of this host"
+        if exc.errno == errno.EADDRINUSE:
+            advice = "end the process that listens there, or let the system choose with port 0"
+            if address.is_unix:
+                advice = "end the process that listens there, or use another name"
+        msg = f"cannot listen on {address}: {exc.strerror}; {advice}"
+        raise ConfigError(msg) from exc
+    return sock
+
+
+def _remove_stale(address: Address) -> None:
+    """Remove a socket file whose listener was killed."""
+    path = Path(address.path)
+    if not address.path.startswith("/") or not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(address.path)
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+
+
+def _one_user_problem(secret: Secret, address: Address) -> str | None:
+    """Say why nobody can be trusted at an address; None if somebody can."""
+    if not secret.for_one_user or (address.is_unix and hasattr(socket, "SO_PEERCRED")):
+        return None
+    return (
+        "the job has no secret of its own, and the system does not say of which user a peer there "
+        "is: set BRAID_SECRET_FILE to a file with 32 random bytes (mode 0600)"
+    )
+
+
+def _same_user_problem(sock: socket.socket) -> str | None:
+    """Say why the process at the other end of a unix socket is not ours; None when it is."""
+    option = getattr(socket, "SO_PEERCRED", None)  # not on macOS: file mode and secret guard there
+    if sock.family != socket.AF_UNIX or option is None:
+        return None
+    credentials = struct.Struct("3i")
+    _, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, option, credentials.size))
+    if uid == os.geteuid():
+        return None
+    return f"expected a process of user {os.geteuid()}, got one of user {uid}"
+
+
+def _remaining_s(deadline_ns: int, clock: Clock) -> float:
+    """Return the seconds until the deadline; at least a little, since 0 means non-blocking."""
+    return max(1e-3, (deadline_ns - clock.now_ns()) / 1e9)
