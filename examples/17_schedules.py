@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 import braid
-from braid.schedule import Costs, simulate
-from braid.schedule.pipeline import SCHEDULES
-from braid.schedule.pipeline.measures import bubble, peak_activations
-from braid.topology import flat
+from braid.programs.schedule import Costs, simulate
+from braid.programs.schedule.pipeline import SCHEDULES
+from braid.programs.schedule.pipeline.measures import bubble, peak_activations
+from braid.programs.topology import flat
 
 WIDTH, LAYERS, ROWS, MICROBATCHES = 32, 8, 64, 8
 COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

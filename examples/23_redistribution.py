@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.layout import Layout
+from braid.programs.layout import Layout
 from braid.redistribute import plan, redistribute
 from braid.tensor_parallel import Shard
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import braid
 from braid.compose import HybridParallel
-from braid.layout import Mesh, place
-from braid.topology import Cluster, Level
+from braid.programs.layout import Mesh, place
+from braid.programs.topology import Cluster, Level
 
 D, H, LAYERS, ROWS, STEPS = 32, 128, 4, 16, 3
 MESHES = {"dp=4": 0, "dp=2,tp=2": 0, "pp=2,tp=2": 0, "pp=2,dp=2": 2}  # -> shard

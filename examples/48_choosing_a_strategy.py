@@ -12,7 +12,7 @@ import braid
 from braid.compose import HybridParallel
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.search import Split, Training, find_splits
-from braid.topology import Device, Efficiency, flat
+from braid.programs.topology import Device, Efficiency, flat
 
 WIDTH, LAYERS, BATCH = 256, 8, 16
 LINKS = {"fast links": 1e11, "slow links": 1e8}  # bytes per second

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from braid.programs.schedule.bars import COLOURS
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
     ContextState,
@@ -19,7 +20,6 @@ from braid.rpc.protocol.autograd_state import (
     Ship,
 )
 from braid.rpc.protocol.references_state import Id
-from braid.schedule.bars import COLOURS
 from handbook_calls import arrow, heads_of
 from handbook_servers import LOST, _line, _svg, _text
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from braid import rpc
+from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.rpc import dist_autograd
 from braid.rpc.autograd.graph import Receive
 from braid.rpc.messages import Call, Raised, Reply
 from braid.rpc.protocol.references_state import Id
-from braid.schedule.bars import COLOURS, Bar, draw
 from handbook_servers import GREY, _line, _svg, _text
 from references_simulation import Packet, World
 from rpc_nodes import first_of

@@ -25,13 +25,13 @@ from braid.fusion.request import Request
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
 from braid.params.bucket_layout_cache import REBUILD_GAIN
 from braid.params.status import StatusLayout
+from braid.programs.schedule import simulate
+from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.collective import algorithm, collective_costs, program
+from braid.programs.topology import flat
 from braid.runtime.clock import VirtualClock
 from braid.runtime.events import Recorder
-from braid.schedule import simulate
-from braid.schedule.bars import COLOURS, Bar, draw
-from braid.schedule.collective import algorithm, collective_costs, program
 from braid.testing.worlds import run_threads
-from braid.topology import flat
 from braid.types import TensorSpec
 
 WIDTH = 680  # pixels of a time axis; 760 with names of lanes

@@ -35,8 +35,8 @@ from braid.launch.supervise.supervisor_state import (
     SupervisorState,
     Tick,
 )
+from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.runtime.rendezvous.survivors import WAIT_S
-from braid.schedule.bars import COLOURS, Bar, draw
 from handbook_calls import Row, _ladder
 from handbook_servers import GREY, _svg, _text
 

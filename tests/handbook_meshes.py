@@ -13,9 +13,9 @@ from braid.checkpoint.loading import open_last
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.context_parallel import ring_costs
-from braid.cost import form
-from braid.layout import Mesh
-from braid.schedule.bars import COLOURS
+from braid.programs.cost import form
+from braid.programs.layout import Mesh
+from braid.programs.schedule.bars import COLOURS
 from braid.testing.worlds import run_threads
 
 TEXT = 'font-family="sans-serif" font-size="12"'

@@ -13,11 +13,10 @@ from pathlib import Path
 from braid.plan.described import DescribedMachines
 from braid.plan.search import Training, find_splits
 from braid.plan.tables import comparison
-from braid.runtime.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
-from braid.schedule import Costs, simulate
-from braid.schedule.bars import COLOURS, Bar, draw
-from braid.schedule.collective import algorithm, collective_costs, program
-from braid.schedule.collective.vocabulary import (
+from braid.programs.schedule import Costs, simulate
+from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.collective import algorithm, collective_costs, program
+from braid.programs.schedule.collective.vocabulary import (
     OPERATIONS,
     ROOTED,
     Held,
@@ -25,9 +24,10 @@ from braid.schedule.collective.vocabulary import (
     held_at_start,
     num_slots,
 )
-from braid.schedule.pipeline import one_f_one_b
-from braid.schedule.simulate import Timeline
-from braid.topology import DEVICES, Cluster, Level, flat
+from braid.programs.schedule.pipeline import one_f_one_b
+from braid.programs.schedule.simulate import Timeline
+from braid.programs.topology import DEVICES, Cluster, Level, flat
+from braid.runtime.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
 from braid.train.models import described
 from handbook_actors import lag_of_actors
 from handbook_backwards import BACKWARDS

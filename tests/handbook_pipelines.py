@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from braid.schedule import Costs, Program, simulate
-from braid.schedule.bars import COLOURS, Bar, draw
-from braid.schedule.pipeline import (
+from braid.programs.schedule import Costs, Program, simulate
+from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.pipeline import (
     SCHEDULES,
     asynchronous,
     gpipe,
@@ -14,9 +14,9 @@ from braid.schedule.pipeline import (
     staleness,
     with_recompute,
 )
-from braid.schedule.pipeline.measures import bubble, peak_activations
-from braid.schedule.simulate import Interval, Timeline
-from braid.topology import flat
+from braid.programs.schedule.pipeline.measures import bubble, peak_activations
+from braid.programs.schedule.simulate import Interval, Timeline
+from braid.programs.topology import flat
 
 WIDTH = 680  # pixels of a time axis
 RANKS, MICROBATCHES = 4, 8

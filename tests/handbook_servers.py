@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import torch
 
+from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.ps import BSP, Options
 from braid.ps.kv import by_hash, by_range
 from braid.ps.protocol.directory import Directory
 from braid.runtime.message import VanConfig
 from braid.runtime.message.protocol.heads import Beat, Open, unpack
 from braid.runtime.message.protocol.send_queue import Outbox, Outgoing
-from braid.schedule.bars import COLOURS, Bar, draw
 from braid.testing.message_faults import Faults
 from ps_simulation import Simulation
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.layout import Layout, Mesh
-from braid.schedule.bars import COLOURS, Bar, draw
+from braid.programs.layout import Layout, Mesh
+from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.sharding import Bytes, Sharding, ShardingOptions, layouts_of
 from braid.sharding.flat_gradients import FlatGradients
 from braid.sharding.flat_shard import FlatShard

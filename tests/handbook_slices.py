@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.layout import Layout, Mesh, place
-from braid.layout.placement import AxisCost
+from braid.programs.layout import Layout, Mesh, place
+from braid.programs.layout.placement import AxisCost
+from braid.programs.schedule.bars import COLOURS
+from braid.programs.topology import Cluster, Level
 from braid.redistribute import plan
-from braid.schedule.bars import COLOURS
 from braid.tensor_parallel import Shard
 from braid.tensor_parallel.insertion import strategies_in
 from braid.tensor_parallel.insertion.annotations import annotated
@@ -21,7 +22,6 @@ from braid.tensor_parallel.insertion.divided import insert
 from braid.tensor_parallel.insertion.explain import to_svg
 from braid.tensor_parallel.insertion.pairing import pair
 from braid.tensor_parallel.insertion.records import Options, Row, Scheme
-from braid.topology import Cluster, Level
 
 RANKS, LAYERS = 4, 4
 SIDE, GAP, NAME = 88, 74, 110  # pixels: a matrix, between two, a way's name

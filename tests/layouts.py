@@ -6,7 +6,7 @@ import math
 
 from hypothesis import strategies as st
 
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.redistribute.axis_moves import Prices, State, possible_moves
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(

@@ -15,11 +15,11 @@ from typing import NamedTuple
 from braid.comm.algorithms.programs import names_for
 from braid.comm.engines.selection import DEFAULT_COSTS, DEFAULT_NETWORK_COSTS, Selection
 from braid.comm.tensors.node_map import NodeMap
-from braid.cost import Comparison, compare
-from braid.schedule import simulate
-from braid.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
-from braid.schedule.plot import table, to_svg
-from braid.topology import Cluster, Level, flat
+from braid.programs.cost import Comparison, compare
+from braid.programs.schedule import simulate
+from braid.programs.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
+from braid.programs.schedule.plot import table, to_svg
+from braid.programs.topology import Cluster, Level, flat
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "collectives"
@@ -78,7 +78,7 @@ class Subject(NamedTuple):
 
     Attributes:
         title: Of the page.
-        module: Of `braid.schedule.collective`, which tells the idea.
+        module: Of `braid.programs.schedule.collective`, which tells the idea.
         formulas: Time by operation, as Python reads it: a seconds per message, b per byte, c per byte added up, p ranks (a
             power of two), l bytes, lg = log2 p.
         note: What else is to be known.
@@ -168,9 +168,9 @@ SUBJECTS = {
 def page(name: str) -> str:
     """Text of the page of an algorithm."""
     subject = SUBJECTS[name]
-    module = importlib.import_module(f"braid.schedule.collective.{subject.module}")
+    module = importlib.import_module(f"braid.programs.schedule.collective.{subject.module}")
     idea = inspect.getdoc(module) or ""
-    source = f"../../src/braid/schedule/collective/{subject.module}.py"
+    source = f"../../src/braid/programs/schedule/collective/{subject.module}.py"
     operation = next(iter(subject.formulas))
     lines = [f"# {subject.title}", "", *_operations(name), "", *_idea(idea), ""]
     lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
@@ -184,7 +184,7 @@ def page(name: str) -> str:
         "|---|---|",
         *(f"| {op} | `{text.replace('*', ' ')}` |" for op, text in subject.formulas.items()),
         "",
-        "a: seconds per message, b: per byte sent, c: per byte added up; p ranks, here a power of two, l bytes of the largest full buffer, lg = log2 p; `braid.cost.form` knows the others. "
+        "a: seconds per message, b: per byte sent, c: per byte added up; p ranks, here a power of two, l bytes of the largest full buffer, lg = log2 p; `braid.programs.cost.form` knows the others. "
         + subject.note,
         "",
         "## Where it wins",

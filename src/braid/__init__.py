@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from braid.pipeline import Pipeline
     from braid.plan.find import find_plan
     from braid.plan.plan_file import Plan
+    from braid.programs.schedule import Program, simulate
     from braid.ps import ParameterServer
     from braid.resume import load, save
-    from braid.schedule import Program, simulate
     from braid.sharding import FullyShardedDataParallel
     from braid.tensor_parallel import parallelize
 
@@ -55,7 +55,7 @@ _ROOT_NAMES = {
     "PeerLostError": "errors",
     "Pipeline": "pipeline",
     "Plan": "plan.plan_file",
-    "Program": "schedule",
+    "Program": "programs.schedule",
     "RendezvousError": "errors",
     "Request": "comm",
     "StaleError": "errors",
@@ -70,7 +70,7 @@ _ROOT_NAMES = {
     "parallelize": "tensor_parallel",
     "save": "resume",
     "shutdown": "context",
-    "simulate": "schedule",
+    "simulate": "programs.schedule",
     "spawn": "launch",
     "world": "context",
 }

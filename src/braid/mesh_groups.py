@@ -14,7 +14,7 @@ from typing import NoReturn
 from braid.comm import Group
 from braid.context import init
 from braid.errors import ConfigError
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 
 __all__ = ["MeshGroups", "mesh"]
 

@@ -9,7 +9,7 @@ from gpu_models import CONTEXT, SIZE, language_model, loss_of, tokens
 from braid.autograd.layer_costs import PeakBytes
 from braid.plan.described import DescribedMachines
 from braid.plan.search import Estimator, Split, Training
-from braid.topology import DEVICES, Cluster, Level
+from braid.programs.topology import DEVICES, Cluster, Level
 from braid.train.models import described
 
 

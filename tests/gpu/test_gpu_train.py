@@ -25,8 +25,8 @@ from braid.comm import Group
 from braid.data import from_files
 from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import Estimator, Split, Training
+from braid.programs.topology import find_device
 from braid.runtime.rendezvous.environment import JobEnvironment
-from braid.topology import find_device
 from braid.train.config import MODELS, TrainConfig
 from braid.train.device import choose_device
 from braid.train.gpt import flops_per_token

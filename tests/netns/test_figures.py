@@ -11,7 +11,7 @@ import pytest
 from braid.bench.model import ModelReport
 from braid.bench.net import NetReport
 from braid.cli import main
-from braid.topology import from_toml
+from braid.programs.topology import from_toml
 
 
 def namespaces() -> set[str]:

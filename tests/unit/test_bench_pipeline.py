@@ -9,9 +9,9 @@ from braid.bench.workers.pipeline import Case, Figures, Measured
 from braid.bench.workers.pipeline_models import closed_form
 from braid.bench.workers.pipeline_parts import Held, Swept
 from braid.errors import ConfigError
-from braid.schedule import Costs, simulate
-from braid.schedule.pipeline import SCHEDULES, bubble
-from braid.schedule.simulate import Route
+from braid.programs.schedule import Costs, simulate
+from braid.programs.schedule.pipeline import SCHEDULES, bubble
+from braid.programs.schedule.simulate import Route
 
 
 def measured(model, *, speedup=1.2, gloo=0.7, braid=0.95, action_s=50e-6):

@@ -6,7 +6,7 @@ import pytest
 
 from braid.comm.algorithms.program_stages import Stage, stages
 from braid.errors import ConfigError
-from braid.schedule.collective import algorithm, program
+from braid.programs.schedule.collective import algorithm, program
 
 
 def test_blocks_beside_each_other_travel_as_one_slice():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from braid.cost import FORMS, Cost, Estimate, form, simulate_rounds
 from braid.errors import ConfigError
-from braid.schedule import Costs, Timeline, simulate
-from braid.schedule.collective import ALGORITHMS, Rounds, algorithm, program
-from braid.topology import Cluster, Level, flat
+from braid.programs.cost import FORMS, Cost, Estimate, form, simulate_rounds
+from braid.programs.schedule import Costs, Timeline, simulate
+from braid.programs.schedule.collective import ALGORITHMS, Rounds, algorithm, program
+from braid.programs.topology import Cluster, Level, flat
 
 C, NBYTES = 2e-10, 1e6  # seconds per byte added up; bytes
 KIB, MB, GB, TB = 1024, 1e6, 1e9, 1e12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from braid.cost import Phase, form, hierarchical_s, pipelined_s, program_s
 from braid.errors import ConfigError
-from braid.schedule.collective import algorithm, program
-from braid.topology import Cluster, Level, flat
+from braid.programs.cost import Phase, form, hierarchical_s, pipelined_s, program_s
+from braid.programs.schedule.collective import algorithm, program
+from braid.programs.topology import Cluster, Level, flat
 
 A, B = 1e-3, 1e-6
 

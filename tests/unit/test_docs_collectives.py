@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from braid.cost import form
-from braid.cost.forms import grid
-from braid.schedule.collective import ALGORITHMS
+from braid.programs.cost import form
+from braid.programs.cost.forms import grid
+from braid.programs.schedule.collective import ALGORITHMS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pages

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.layout import Grid
+from braid.programs.layout import Grid
 
 KINDS = ("tp", "cp", "ep", "dp", "pp")
 

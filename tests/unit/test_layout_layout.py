@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 
 MESH = Mesh({"dp": 2, "tp": 2, "cp": 3})
 

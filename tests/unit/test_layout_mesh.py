@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 
 AXES = st.dictionaries(
     st.from_regex(r"[a-z]{1,3}", fullmatch=True), st.integers(1, 4), min_size=1, max_size=4

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from braid.cost import simulate_rounds
 from braid.errors import ConfigError
-from braid.layout import Grid, Mesh, Traffic, place, usual_traffic
-from braid.layout.traffic import OPERATIONS
-from braid.schedule.collective import Round, Rounds
-from braid.topology import Cluster, Level, flat
+from braid.programs.cost import simulate_rounds
+from braid.programs.layout import Grid, Mesh, Traffic, place, usual_traffic
+from braid.programs.layout.traffic import OPERATIONS
+from braid.programs.schedule.collective import Round, Rounds
+from braid.programs.topology import Cluster, Level, flat
 
 AXES = ("tp", "cp", "ep", "fsdp", "dp", "pp")
 
@@ -176,7 +176,7 @@ def test_without_a_reason_the_order_stays():
 
 @pytest.mark.parametrize("name", ["grid", "layout", "mesh", "placement", "traffic"])
 def test_examples_in_docstrings_give_what_they_show(name):
-    assert doctest.testmod(importlib.import_module(f"braid.layout.{name}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"braid.programs.layout.{name}")).failed == 0
 
 
 def test_an_axis_that_does_not_fit_is_divided_over_hosts():

@@ -11,11 +11,11 @@ from braid.observe import build_story, read_run, render_page
 from braid.observe.passes import passes, schedule_name
 from braid.observe.pipelines import pipeline_views
 from braid.observe.timeline import read_timelines
+from braid.programs.schedule import Costs, simulate
+from braid.programs.schedule.pipeline import SCHEDULES, with_recompute
+from braid.programs.schedule.program import SEND
+from braid.programs.schedule.simulate import Route
 from braid.runtime.events import EventRing
-from braid.schedule import Costs, simulate
-from braid.schedule.pipeline import SCHEDULES, with_recompute
-from braid.schedule.program import SEND
-from braid.schedule.simulate import Route
 
 FORWARD, BACKWARD = 2, 4  # ms
 

@@ -35,10 +35,19 @@ from braid.plan.search import (
 )
 from braid.plan.search.split import held
 from braid.plan.tables import best_of_kinds, comparison, infeasible, ranking_table
-from braid.schedule import validate
-from braid.schedule.known import RULES
-from braid.schedule.pipeline import SCHEDULES, TRAINING, VersionRule, from_csv, most_held
-from braid.topology import DEVICES, Cluster, Device, Efficiency, Level, flat, from_toml, to_toml
+from braid.programs.schedule import validate
+from braid.programs.schedule.known import RULES
+from braid.programs.schedule.pipeline import SCHEDULES, TRAINING, VersionRule, from_csv, most_held
+from braid.programs.topology import (
+    DEVICES,
+    Cluster,
+    Device,
+    Efficiency,
+    Level,
+    flat,
+    from_toml,
+    to_toml,
+)
 
 FREE = Efficiency(operation_s=0.0, message_s=0.0, transfer_s=0.0)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh, layout
+from braid.programs.layout import Layout, Mesh, layout
 from braid.redistribute import AxisCost, plan, planner
 from layouts import inferred_seconds, meshes, moves
 

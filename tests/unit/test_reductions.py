@@ -8,7 +8,7 @@ import torch
 from braid.comm.tensors.reduction import OPS, combine
 from braid.fusion.coordinator import _impossible
 from braid.fusion.request import Request
-from braid.reductions import REDUCTIONS, refusal
+from braid.programs.reductions import REDUCTIONS, refusal
 
 DTYPES = sorted(
     {

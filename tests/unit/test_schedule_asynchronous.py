@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.schedule import from_text, to_text, validate
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import asynchronous, most_held, num_of_step, pipedream, staleness
+from braid.programs.schedule import from_text, to_text, validate
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.pipeline import (
+    asynchronous,
+    most_held,
+    num_of_step,
+    pipedream,
+    staleness,
+)
 
 SMALL = """program asynchronous own train units 2 indices 2
 rank 0

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import braid.schedule.collective as room
+import braid.programs.schedule.collective as room
 from braid.errors import ConfigError
-from braid.schedule import from_text, to_text, validate
-from braid.schedule.collective import ALGORITHMS, OPERATIONS, Rounds, algorithm, program
-from braid.schedule.collective.numbers import carried_out
-from braid.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule import from_text, to_text, validate
+from braid.programs.schedule.collective import ALGORITHMS, OPERATIONS, Rounds, algorithm, program
+from braid.programs.schedule.collective.numbers import carried_out
+from braid.programs.schedule.known import RULES, VOCABULARIES
 
 NAMES = sorted(ALGORITHMS)
 MODULES = sorted(f"{room.__name__}.{found.name}" for found in pkgutil.iter_modules(room.__path__))

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from braid.schedule import Action, Program, validate
-from braid.schedule.collective import algorithm, program
-from braid.schedule.known import RULES
+from braid.programs.schedule import Action, Program, validate
+from braid.programs.schedule.collective import algorithm, program
+from braid.programs.schedule.known import RULES
 
 MADE = [
     program(algorithm(name, operation, num_ranks, root=root, row=2))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.schedule import Action, Program, from_text, validate
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import SCHEDULES, gpipe, interleaved, v_half, zb_h1
+from braid.programs.schedule import Action, Program, from_text, validate
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.pipeline import SCHEDULES, gpipe, interleaved, v_half, zb_h1
 
 FIRST = "F0.0 send_f0.0>1 recv_b0.0<1 B0.0"
 LAST = "recv_f1.0<0 F1.0 B1.0 send_b1.0>0"

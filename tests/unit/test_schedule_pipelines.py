@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_schedule_plot import drawn, same_as_golden
 
 from braid.errors import ConfigError
-from braid.schedule import Costs, Program, Timeline, from_text, simulate, to_text, validate
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import (
+from braid.programs.schedule import Costs, Program, Timeline, from_text, simulate, to_text, validate
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.pipeline import (
     SCHEDULES,
     StageCosts,
     breadth_first,
@@ -33,8 +33,8 @@ from braid.schedule.pipeline import (
     zb_h2,
     zbv,
 )
-from braid.schedule.plot import lanes, table
-from braid.topology import flat
+from braid.programs.schedule.plot import lanes, table
+from braid.programs.topology import flat
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 

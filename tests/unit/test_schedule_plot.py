@@ -10,12 +10,21 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from braid.schedule import Action, Costs, Header, Interval, Program, Timeline, simulate, to_text
-from braid.schedule.bars import time_text
-from braid.schedule.collective import COLLECTIVE, algorithm, program
-from braid.schedule.pipeline import gpipe, one_f_one_b
-from braid.schedule.plot import lanes, table, to_svg, to_trace
-from braid.topology import flat
+from braid.programs.schedule import (
+    Action,
+    Costs,
+    Header,
+    Interval,
+    Program,
+    Timeline,
+    simulate,
+    to_text,
+)
+from braid.programs.schedule.bars import time_text
+from braid.programs.schedule.collective import COLLECTIVE, algorithm, program
+from braid.programs.schedule.pipeline import gpipe, one_f_one_b
+from braid.programs.schedule.plot import lanes, table, to_svg, to_trace
+from braid.programs.topology import flat
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SVG = "{http://www.w3.org/2000/svg}"

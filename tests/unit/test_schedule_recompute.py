@@ -3,9 +3,9 @@
 import pytest
 
 from braid.errors import ConfigError
-from braid.schedule import from_text, to_text, validate
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import (
+from braid.programs.schedule import from_text, to_text, validate
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.pipeline import (
     RECOMPUTE_MODES,
     SCHEDULES,
     gpipe,

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from braid.cost import FORMS, form
 from braid.errors import ConfigError
-from braid.schedule import Action, Costs, Program, Timeline, from_text, simulate
-from braid.schedule.collective import Rounds, algorithm, program
-from braid.schedule.known import VOCABULARIES
-from braid.schedule.pipeline import gpipe, most_held, one_f_one_b
-from braid.topology import Cluster, Level, flat
+from braid.programs.cost import FORMS, form
+from braid.programs.schedule import Action, Costs, Program, Timeline, from_text, simulate
+from braid.programs.schedule.collective import Rounds, algorithm, program
+from braid.programs.schedule.known import VOCABULARIES
+from braid.programs.schedule.pipeline import gpipe, most_held, one_f_one_b
+from braid.programs.topology import Cluster, Level, flat
 
 A, B, C, NBYTES = 3e-6, 1e-9, 2e-10, 1e6  # seconds per message, per byte, per byte added; bytes
 SIZES = range(1, 18)

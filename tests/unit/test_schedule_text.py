@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.schedule import Action, Header, Kind, Program, Vocabulary, from_text, to_text
-from braid.schedule.collective import algorithm, program
-from braid.schedule.known import VOCABULARIES
-from braid.schedule.pipeline import gpipe, one_f_one_b
+from braid.programs.schedule import Action, Header, Kind, Program, Vocabulary, from_text, to_text
+from braid.programs.schedule.collective import algorithm, program
+from braid.programs.schedule.known import VOCABULARIES
+from braid.programs.schedule.pipeline import gpipe, one_f_one_b
 
 HEAD = "program collective ring all_reduce units 2 indices 2"
 RING = f"""{HEAD}

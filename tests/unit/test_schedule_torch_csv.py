@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from test_schedule_pipelines import overhead
 
 from braid.errors import ConfigError
-from braid.schedule import Program, from_text, validate
-from braid.schedule.files import read_program, schedule_named
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import (
+from braid.programs.schedule import Program, from_text, validate
+from braid.programs.schedule.files import read_program, schedule_named
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.pipeline import (
     SCHEDULES,
     forward_only,
     from_csv,
@@ -24,7 +24,7 @@ from braid.schedule.pipeline import (
     to_csv,
     v_half,
 )
-from braid.schedule.pipeline.vocabulary import WORK
+from braid.programs.schedule.pipeline.vocabulary import WORK
 
 TRAINING = [name for name in SCHEDULES if name != "forward"]
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]

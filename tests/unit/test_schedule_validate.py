@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from braid.errors import ConfigError
-from braid.schedule import Action, Program, from_text, match, order, validate
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.matching import Moment, Place
-from braid.schedule.pipeline import gpipe, one_f_one_b
+from braid.programs.schedule import Action, Program, from_text, match, order, validate
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.matching import Moment, Place
+from braid.programs.schedule.pipeline import gpipe, one_f_one_b
 
 BOTH = ("rendezvous", "buffered")
 

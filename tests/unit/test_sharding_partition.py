@@ -48,7 +48,7 @@ def test_the_boxes_of_a_range_are_its_elements_in_order(shape, data):
 
 
 def test_layouts_say_what_is_cut_at_each_stage():
-    from braid.layout import Mesh
+    from braid.programs.layout import Mesh
 
     mesh = Mesh.parse("replica=2,shard=4")
     shown = {stage: tuple(map(str, layouts_of(stage, mesh))) for stage in (1, 2, 3)}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.schedule import Route
-from braid.topology import Cluster, Level, flat
+from braid.programs.schedule import Route
+from braid.programs.topology import Cluster, Level, flat
 
 
 def level(name: str, size: int, latency_s: float, bytes_per_s: float, **more: bool) -> Level:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from braid.cost import simulate_rounds
 from braid.errors import ConfigError
-from braid.schedule import Costs, simulate
-from braid.schedule.collective import algorithm, program
-from braid.topology import Cluster, Level, from_toml, to_toml
+from braid.programs.cost import simulate_rounds
+from braid.programs.schedule import Costs, simulate
+from braid.programs.schedule.collective import algorithm, program
+from braid.programs.topology import Cluster, Level, from_toml, to_toml
 
 STAIRS = ((1024.0, 1e9), (1048576.0, 8e9))
 

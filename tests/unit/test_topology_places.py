@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.topology import Rings, cpus_of, node_of, rings
+from braid.programs.topology import Rings, cpus_of, node_of, rings
 
 
 def test_every_level_has_rings_of_the_first_ranks_of_its_children():

@@ -8,8 +8,8 @@ import torch
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.plan.profiling import read_profile
+from braid.programs.topology import DEVICES, find_device
 from braid.runtime.clock import MonotonicClock
-from braid.topology import DEVICES, find_device
 from braid.train.config import MODELS, TrainConfig
 from braid.train.device import CPU, RankDevice, choose_device
 from braid.train.gpt import GPT, mean_loss

@@ -8,8 +8,8 @@ import torch
 from braid.comm.algorithms.programs import Programs, program_steps
 from braid.comm.channel.control_pages import ControlPages
 from braid.errors import ConfigError
-from braid.schedule import Program
-from braid.schedule.collective import ALGORITHMS, algorithm, program
+from braid.programs.schedule import Program
+from braid.programs.schedule.collective import ALGORITHMS, algorithm, program
 from braid.testing.explorer import explore, record
 
 NUMELS = (0, 1, 7, 60, 601)  # fewer than there are blocks, and no multiple of them

@@ -17,7 +17,7 @@ from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.errors import CommError, ConfigError
 from braid.expert_parallel import MixtureOfExperts
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 from braid.train.config import MODELS
 from braid.train.gpt import GPT, mean_loss
 

@@ -13,7 +13,7 @@ from training import said_by
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.runtime.seeding import Draws
 from braid.tensor_parallel import Shard, clip_grad_norm_, parallelize, slicing_of, undivide
 from braid.tensor_parallel.insertion.explain import totals

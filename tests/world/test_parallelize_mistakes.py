@@ -9,8 +9,8 @@ from torch import nn
 from training import said_by
 
 from braid.comm import Group
-from braid.layout import Layout, Mesh
 from braid.mesh_groups import mesh
+from braid.programs.layout import Layout, Mesh
 from braid.tensor_parallel import Shard, parallelize, slicing_of
 
 

@@ -15,7 +15,7 @@ from braid.graph import capture
 from braid.observe.timeline import read_timelines
 from braid.observe.weight_versions import version_rows
 from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
-from braid.schedule.pipeline import asynchronous, staleness
+from braid.programs.schedule.pipeline import asynchronous, staleness
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

@@ -20,10 +20,10 @@ from braid.pipeline import Pipeline, Stage
 from braid.pipeline.microbatches import scatter, sizes_of
 from braid.pipeline.skip import Namespace, SkipError, Skippable, pop, skippable, stash
 from braid.pipeline.stage import Layer
+from braid.programs.schedule import from_text, to_text, validate
+from braid.programs.schedule.known import RULES, VOCABULARIES
+from braid.programs.schedule.pipeline import SCHEDULES, with_steps
 from braid.runtime.seeding import Draws
-from braid.schedule import from_text, to_text, validate
-from braid.schedule.known import RULES, VOCABULARIES
-from braid.schedule.pipeline import SCHEDULES, with_steps
 from braid.testing.pool import RankDiedError
 from braid.testing.worlds import run_threads
 

@@ -19,7 +19,7 @@ from braid.comm import Group
 from braid.errors import CommError, ConfigError, PeerLostError
 from braid.pipeline import DevicePipeline, Pipeline
 from braid.pipeline.skip import pop, skippable, stash
-from braid.schedule.pipeline import Work, gpipe, looped, pipeline_program
+from braid.programs.schedule.pipeline import Work, gpipe, looped, pipeline_program
 from braid.tensor_parallel import parallelize
 
 WIDTH = 4

@@ -8,7 +8,7 @@ from braid.bench.probe import Probe, as_cluster
 from braid.bench.workers.probe import Measured, Probed
 from braid.cli import main
 from braid.errors import ConfigError
-from braid.topology import from_toml
+from braid.programs.topology import from_toml
 
 
 def host(latency_s, seconds):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
 from braid.mesh_groups import MeshGroups
+from braid.programs.layout import Layout, Mesh
 from braid.redistribute import carry_out, move, plan, redistribute
 from braid.redistribute.exchange import Exchange
 from braid.testing.worlds import run_threads

@@ -22,7 +22,7 @@ from braid.cli import main
 from braid.comm import Group
 from braid.data import from_files
 from braid.errors import CheckpointError, ConfigError
-from braid.schedule.pipeline import to_csv, v_min
+from braid.programs.schedule.pipeline import to_csv, v_min
 from braid.train.config import TrainConfig
 from braid.train.loop import Stopping, Trainer, TrainingDivergedError
 from braid.train.reports import Reporter

@@ -32,7 +32,7 @@ from braid.plan.described import (
 )
 from braid.plan.lone_rank import LoneRank
 from braid.plan.search import Estimator, Split, Training
-from braid.topology import DEVICES, Cluster, Efficiency, Level
+from braid.programs.topology import DEVICES, Cluster, Efficiency, Level
 
 __all__ = ["DeviceFit", "Iteration", "fit_device", "read_iterations"]
 

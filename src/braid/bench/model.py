@@ -25,8 +25,8 @@ from braid.bench.probe import as_cluster
 from braid.bench.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
-from braid.cost import hierarchical_s, program_s
-from braid.schedule.collective import algorithm, program
+from braid.programs.cost import hierarchical_s, program_s
+from braid.programs.schedule.collective import algorithm, program
 
 __all__ = [
     "Held",

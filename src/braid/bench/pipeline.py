@@ -32,7 +32,7 @@ from braid.bench.workers.pipeline import Case, Figures, Measured, Plan
 from braid.bench.workers.pipeline_models import MODEL_NAMES, NUM_BLOCKS, TORCH_SCHEDULES
 from braid.bench.workers.pipeline_parts import Held, Swept
 from braid.errors import ConfigError
-from braid.schedule.pipeline import SCHEDULES
+from braid.programs.schedule.pipeline import SCHEDULES
 
 __all__ = [
     "CASES",

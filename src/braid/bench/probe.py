@@ -19,7 +19,7 @@ from braid.bench.harness.one_host import run_here
 from braid.bench.harness.several import Where, run_ranks
 from braid.bench.workers.probe import Measured, Plan, Probed
 from braid.errors import ConfigError
-from braid.topology import LEVEL_NAMES, Cluster, Level
+from braid.programs.topology import LEVEL_NAMES, Cluster, Level
 
 __all__ = ["Probe", "as_cluster", "level_of", "probe", "run_probe"]
 

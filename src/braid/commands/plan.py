@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from braid.plan.plan_file import Plan
     from braid.plan.profiling import Profile
     from braid.plan.search import Failures, Ranking
-    from braid.topology import Cluster, Device
+    from braid.programs.topology import Cluster, Device
 
 __all__ = ["plan"]
 
@@ -131,7 +131,7 @@ def _draw(ranking: Ranking, timeline: str, picture: str) -> None:
 
     from braid.plan.search import timeline_of
     from braid.plan.tables import comparison
-    from braid.schedule.plot import to_svg
+    from braid.programs.schedule.plot import to_svg
 
     split = ranking.best.split
     if timeline:
@@ -188,8 +188,8 @@ def _export(directory: str, texts: Mapping[str, str]) -> None:
 def _cluster(file: str, name: str) -> tuple[Cluster, Device]:
     """Return the cluster of a file, and its device or the one of the table that is named."""
     from braid.errors import ConfigError
-    from braid.schedule.files import read_text
-    from braid.topology import DEVICES, from_toml
+    from braid.programs.schedule.files import read_text
+    from braid.programs.topology import DEVICES, from_toml
 
     try:
         cluster = from_toml(read_text(file))

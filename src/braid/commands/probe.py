@@ -45,7 +45,7 @@ def probe(
     from braid.bench.harness.several import Where
     from braid.bench.probe import Probe
     from braid.bench.probe import probe as measure
-    from braid.topology import to_toml
+    from braid.programs.topology import to_toml
 
     where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None
     if rsh and not hosts:

@@ -13,9 +13,9 @@ from braid.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from braid.schedule import Costs, Program, Timeline
-    from braid.schedule.collective import Rounds
-    from braid.topology import Cluster
+    from braid.programs.schedule import Costs, Program, Timeline
+    from braid.programs.schedule.collective import Rounds
+    from braid.programs.topology import Cluster
 
 __all__ = ["schedule_check", "schedule_compare", "schedule_show", "schedule_simulate"]
 
@@ -50,9 +50,9 @@ def schedule_show(
         csv: Print CSV for torch's pipelining instead; `--schedule FILE.csv` of `braid train` reads
             it, too.
     """
-    from braid.schedule import to_text
-    from braid.schedule.files import read_program
-    from braid.schedule.pipeline import to_csv
+    from braid.programs.schedule import to_text
+    from braid.programs.schedule.files import read_program
+    from braid.programs.schedule.pipeline import to_csv
 
     if table and csv:
         msg = "--table and --csv are two forms of the same program: choose one"
@@ -79,9 +79,9 @@ def schedule_check(
     Args:
         file: Program, as `braid schedule show` prints it, or CSV of torch's pipelining.
     """
-    from braid.schedule import validate
-    from braid.schedule.files import read_program
-    from braid.schedule.known import RULES
+    from braid.programs.schedule import validate
+    from braid.programs.schedule.files import read_program
+    from braid.programs.schedule.known import RULES
 
     program = read_program(file)
     violations = validate(program, RULES)
@@ -130,9 +130,9 @@ def schedule_simulate(
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
-    from braid.schedule.collective import algorithm
-    from braid.schedule.files import valid_program
-    from braid.schedule.pipeline import find_schedule
+    from braid.programs.schedule.collective import algorithm
+    from braid.programs.schedule.files import valid_program
+    from braid.programs.schedule.pipeline import find_schedule
 
     for file in filter(None, (svg, trace)):
         check_place(file)
@@ -193,8 +193,8 @@ def schedule_compare(
     from rich import box
     from rich.table import Table
 
-    from braid.cost import compare
-    from braid.schedule.bars import time_text
+    from braid.programs.cost import compare
+    from braid.programs.schedule.bars import time_text
 
     if not sizes:
         msg = "--sizes lists no size: give at least one, such as 1Mi"
@@ -223,8 +223,8 @@ def schedule_compare(
 def _program(
     name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
 ) -> Program:
-    from braid.schedule.collective import algorithm, program
-    from braid.schedule.pipeline import find_schedule
+    from braid.programs.schedule.collective import algorithm, program
+    from braid.programs.schedule.pipeline import find_schedule
 
     pipeline = find_schedule(name)
     if pipeline is not None:
@@ -247,9 +247,9 @@ def _check_no_options(file: str, operation: str, root: int | None, row: int | No
 
 def _is_known(name: str) -> bool:
     """Whether `name` is the name of an algorithm; any other name is a file's, if there is one."""
-    from braid.schedule.collective import ALGORITHMS
-    from braid.schedule.files import is_file
-    from braid.schedule.pipeline import find_schedule
+    from braid.programs.schedule.collective import ALGORITHMS
+    from braid.programs.schedule.files import is_file
+    from braid.programs.schedule.pipeline import find_schedule
 
     if find_schedule(name) is not None or name in {known for known, _ in ALGORITHMS}:
         return True
@@ -257,8 +257,8 @@ def _is_known(name: str) -> bool:
 
 
 def _main_operation(name: str) -> str:
-    from braid.schedule.collective import ALGORITHMS
-    from braid.schedule.pipeline import ALL_SCHEDULES
+    from braid.programs.schedule.collective import ALGORITHMS
+    from braid.programs.schedule.pipeline import ALL_SCHEDULES
 
     operations = [operation for known, operation in ALGORITHMS if known == name]
     if not operations:
@@ -272,8 +272,8 @@ def _main_operation(name: str) -> str:
 
 
 def _cluster(file: str, ranks: int, latency_us: float, gbytes_per_s: float) -> Cluster:
-    from braid.schedule.files import read_text
-    from braid.topology import flat, from_toml
+    from braid.programs.schedule.files import read_text
+    from braid.programs.topology import flat, from_toml
 
     if not file:
         return flat(ranks, latency_us * 1e-6, gbytes_per_s * 1e9)
@@ -295,8 +295,8 @@ def _write(file: str, text: str) -> None:
 
 
 def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -> Costs:
-    from braid.schedule import Costs
-    from braid.schedule.collective import collective_costs
+    from braid.programs.schedule import Costs
+    from braid.programs.schedule.collective import collective_costs
 
     if _is_pipeline(program):
         share = program.num_ranks / program.header.num_units  # of a rank's work, for each stage
@@ -314,10 +314,10 @@ def _is_pipeline(program: Program) -> bool:
 def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) -> int:
     import json
 
-    from braid.schedule import simulate
-    from braid.schedule.bars import time_text
-    from braid.schedule.pipeline import measures_text, peak_activations
-    from braid.schedule.plot import lanes, to_svg, to_trace
+    from braid.programs.schedule import simulate
+    from braid.programs.schedule.bars import time_text
+    from braid.programs.schedule.pipeline import measures_text, peak_activations
+    from braid.programs.schedule.plot import lanes, to_svg, to_trace
 
     is_pipeline = _is_pipeline(program)  # whose sends wait for no receive
     timeline = simulate(program, costs, net, buffered=is_pipeline)
@@ -339,8 +339,8 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
 
 
 def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
-    from braid.cost import simulate_rounds
-    from braid.schedule.bars import time_text
+    from braid.programs.cost import simulate_rounds
+    from braid.programs.schedule.bars import time_text
 
     estimate = simulate_rounds(rounds, nbytes, net)
     print(
@@ -375,7 +375,7 @@ def _print_table(console: Console, program: Program) -> None:
     from rich import box
     from rich.table import Table
 
-    from braid.schedule.plot import table
+    from braid.programs.schedule.plot import table
 
     head, *rows = table(program)
     print(program)

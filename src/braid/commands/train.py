@@ -126,8 +126,8 @@ def train(
     """
     from rich.console import Console
 
-    from braid.layout import Mesh
     from braid.plan.plan_file import Plan
+    from braid.programs.layout import Mesh
     from braid.train import command
     from braid.train.config import TrainConfig
     from braid.train.planned import comparison, followed

@@ -47,9 +47,9 @@ from braid.expert_parallel import (
     undivide_experts,
 )
 from braid.graph import CapturedGraph
-from braid.layout import Mesh
 from braid.params.exact_norm import clip_counted_
 from braid.pipeline import Pipeline
+from braid.programs.layout import Mesh
 from braid.tensor_parallel import divide_states, parallelize, slicing_of, undivide
 
 __all__ = ["AXES", "HybridParallel"]

@@ -25,8 +25,8 @@ from braid.autograd import all_to_all
 from braid.comm import Group
 from braid.context_parallel.arguments import as_autocast, check_attention, shapes_differ
 from braid.context_parallel.sequence import chunks_of
-from braid.cost import Cost
 from braid.errors import ConfigError, MismatchError
+from braid.programs.cost import Cost
 
 __all__ = ["all_to_all_attention", "all_to_all_costs"]
 

@@ -39,7 +39,7 @@ from braid.context_parallel.arguments import as_autocast, check_attention
 from braid.context_parallel.blocks import Block, block_of
 from braid.context_parallel.kernels import HALF, Kernel, kernel_for, merge
 from braid.context_parallel.travel import GRADIENTS, Arriving, Pair, pass_on, travelling
-from braid.cost import Cost
+from braid.programs.cost import Cost
 
 __all__ = ["ring_attention", "ring_costs"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from braid.fusion.request import JOINABLE, Request, Response
-from braid.reductions import REDUCTIONS as DEFINED_OPS
-from braid.reductions import refusal
+from braid.programs.reductions import REDUCTIONS as DEFINED_OPS
+from braid.programs.reductions import refusal
 
 __all__ = ["Coordinator", "agree"]
 

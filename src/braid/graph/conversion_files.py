@@ -42,7 +42,7 @@ sys.path[:0] = [str(HERE), str((HERE / {above!r}).resolve())]
 
 import braid
 from braid.autograd.nested import flatten, tensors_in
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 from {module} import {function}
 {imports}
 

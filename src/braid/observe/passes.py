@@ -19,11 +19,11 @@ from typing import NamedTuple
 from braid.errors import ConfigError
 from braid.observe.intervals import Cover
 from braid.observe.timeline import RankTimeline
-from braid.schedule import Action, Program, validate
-from braid.schedule.files import schedule_named
-from braid.schedule.known import RULES
-from braid.schedule.pipeline import LOOPED, TRAINING, Work, pipeline_program
-from braid.schedule.pipeline.vocabulary import TRAIN
+from braid.programs.schedule import Action, Program, validate
+from braid.programs.schedule.files import schedule_named
+from braid.programs.schedule.known import RULES
+from braid.programs.schedule.pipeline import LOOPED, TRAINING, Work, pipeline_program
+from braid.programs.schedule.pipeline.vocabulary import TRAIN
 
 __all__ = ["WORK", "Pass", "Passes", "Timed", "passes", "schedule_name"]
 

@@ -24,8 +24,8 @@ from braid.observe.intervals import Cover
 from braid.observe.passes import Pass, Passes, Timed, passes, schedule_name
 from braid.observe.timeline import RankTimeline
 from braid.observe.units import duration_text
-from braid.schedule import Action, Costs, simulate
-from braid.schedule.simulate import Route, Timeline
+from braid.programs.schedule import Action, Costs, simulate
+from braid.programs.schedule.simulate import Route, Timeline
 
 __all__ = ["Division", "PipelineView", "StageRow", "pipeline_views"]
 

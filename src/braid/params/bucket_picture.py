@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from braid.schedule.bars import COLOURS, Bar, draw, time_text
+from braid.programs.schedule.bars import COLOURS, Bar, draw, time_text
 
 __all__ = ["bucket_picture"]
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from rich.cells import cell_len, set_cell_size
 
-from braid.schedule.bars import time_text
+from braid.programs.schedule.bars import time_text
 
 __all__ = ["bars"]
 

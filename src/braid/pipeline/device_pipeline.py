@@ -45,9 +45,9 @@ from braid.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.pipeline.rows import layers_of
 from braid.pipeline.stage import Layer, Stage
 from braid.pipeline.workers import Workers
+from braid.programs.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
 from braid.runtime.seeding import Draws
 from braid.runtime.torch_internals import own_parameters
-from braid.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
 
 __all__ = ["DevicePipeline"]
 

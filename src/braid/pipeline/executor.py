@@ -25,10 +25,10 @@ import torch
 from braid.errors import CommError, ConfigError, StaleError
 from braid.pipeline.messages import Carrier
 from braid.pipeline.stage import Edge, Stage, StageError
+from braid.programs.schedule import Action, Program
+from braid.programs.schedule.pipeline import PIPELINE
+from braid.programs.schedule.pipeline.vocabulary import TRAIN, WORK, work_ranks
 from braid.runtime.seeding import Draws
-from braid.schedule import Action, Program
-from braid.schedule.pipeline import PIPELINE
-from braid.schedule.pipeline.vocabulary import TRAIN, WORK, work_ranks
 
 __all__ = ["Executor", "LossOf"]
 

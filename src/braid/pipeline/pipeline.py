@@ -46,17 +46,17 @@ from braid.pipeline.replicas import Replicas
 from braid.pipeline.stage import Stage
 from braid.pipeline.tied import TiedParams
 from braid.pipeline.wired import Wire
-from braid.runtime.seeding import Draws
-from braid.schedule import Action, Program, validate
-from braid.schedule.files import schedule_named
-from braid.schedule.known import RULES
-from braid.schedule.pipeline import (
+from braid.programs.schedule import Action, Program, validate
+from braid.programs.schedule.files import schedule_named
+from braid.programs.schedule.known import RULES
+from braid.programs.schedule.pipeline import (
     RECOMPUTE_MODES,
     forward_only,
     stage_ranks,
     with_recompute,
     with_steps,
 )
+from braid.runtime.seeding import Draws
 
 __all__ = ["Pipeline"]
 
@@ -78,7 +78,7 @@ class Pipeline(nn.Module):
             made of any other model. Each module takes what the one before returns: any containers
             of tensors. Or a list of (module, names of inputs, names of outputs); see `wired`.
         num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
-        schedule: Name of a schedule of `braid.schedule.pipeline`, a file with a program or with
+        schedule: Name of a schedule of `programs.schedule.pipeline`, a file with a program or with
             torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
             program.
         balance: Number of layers of each stage; as even as possible when None.

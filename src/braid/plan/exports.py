@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from braid.plan.plan_file import Plan
-from braid.schedule.files import schedule_named
-from braid.schedule.pipeline import to_csv
+from braid.programs.schedule.files import schedule_named
+from braid.programs.schedule.pipeline import to_csv
 
 __all__ = ["exports"]
 

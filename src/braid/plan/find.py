@@ -24,7 +24,7 @@ from braid.graph import capture, segments
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.plan_file import Plan
 from braid.plan.search import Training, find_splits
-from braid.topology import Cluster, from_toml
+from braid.programs.topology import Cluster, from_toml
 
 __all__ = ["CapturedLayers", "captured_layers", "find_plan"]
 

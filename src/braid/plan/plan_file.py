@@ -14,15 +14,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from braid.errors import ConfigError
-from braid.layout import Mesh
 from braid.plan.costs import Origin
 from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.search.estimate import Estimate, Estimator, Memory, StepTime
 from braid.plan.search.rescoring import action_s, program_of
 from braid.plan.search.split import Split
-from braid.schedule.files import check_schedule
-from braid.schedule.pipeline import VersionRule
-from braid.topology import DTYPES
+from braid.programs.layout import Mesh
+from braid.programs.schedule.files import check_schedule
+from braid.programs.schedule.pipeline import VersionRule
+from braid.programs.topology import DTYPES
 
 __all__ = ["Plan", "Prediction", "read_plan"]
 

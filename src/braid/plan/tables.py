@@ -11,7 +11,7 @@ from braid.plan.search.estimate import Estimate, StepTime
 from braid.plan.search.failures import Failures, time_to_solution
 from braid.plan.search.planner import Ranking
 from braid.plan.search.sensitivity import PART_NAMES
-from braid.schedule.bars import COLOURS, Bar, draw, time_text
+from braid.programs.schedule.bars import COLOURS, Bar, draw, time_text
 
 __all__ = ["best_of_kinds", "comparison", "infeasible", "ranking_table"]
 

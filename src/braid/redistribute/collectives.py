@@ -9,7 +9,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.layout import Box, Layout
+from braid.programs.layout import Box, Layout
 from braid.redistribute.exchange import Exchange, intersection, relative
 from braid.redistribute.planner import plan
 from braid.redistribute.steps import AxisCost, Plan, Step

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from braid.errors import ConfigError
-from braid.layout import Box, Layout
+from braid.programs.layout import Box, Layout
 
 __all__ = ["Exchange", "intersection", "relative"]
 

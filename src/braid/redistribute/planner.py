@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from braid.errors import ConfigError
-from braid.layout import Layout
+from braid.programs.layout import Layout
 from braid.redistribute.axis_moves import Move, Prices, State, possible_moves
 from braid.redistribute.steps import AxisCost, Plan, Step
 
@@ -51,7 +51,7 @@ def plan(
 
     Cost: no communication; states grow as (dims + 2) to the power of the axes of several ranks.
 
-    >>> from braid.layout import Mesh
+    >>> from braid.programs.layout import Mesh
     >>> mesh = Mesh({"tp": 2})
     >>> layouts = Layout.parse(mesh, "tp | -"), Layout.parse(mesh, "- | tp")
     >>> ", ".join(step.move for step in plan((4, 6), 4, *layouts).steps)

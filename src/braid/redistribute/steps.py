@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from braid.errors import ConfigError
-from braid.layout import Layout
+from braid.programs.layout import Layout
 
 __all__ = ["AxisCost", "Plan", "Step"]
 

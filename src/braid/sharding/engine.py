@@ -27,11 +27,11 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.layout import Mesh
 from braid.params import ParamRecord, ParamTable
 from braid.params.exact_norm import clip_pieces_, exact_norm
 from braid.params.lost_requests import reclaim_lost_requests
 from braid.params.optimizer_in_place import refuse_copy
+from braid.programs.layout import Mesh
 from braid.runtime.torch_internals import own_parameters
 from braid.sharding.flat_gradients import FlatGradients, sums_in_dtype_of_pieces
 from braid.sharding.flat_shard import FlatShard, Places

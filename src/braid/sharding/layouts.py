@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 
 __all__ = ["SHARD", "STAGES", "Bytes", "Layouts", "layouts_of"]
 

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.layout import Mesh
 from braid.params.process_groups import group_of
+from braid.programs.layout import Mesh
 
 __all__ = ["GroupsOfMesh", "MeshOfGroups", "groups_of_mesh"]
 

@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.sharding.layouts import SHARD
 
 __all__ = [

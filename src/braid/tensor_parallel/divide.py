@@ -32,8 +32,8 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.layout import Layout
 from braid.params.exact_norm import clip_counted_
+from braid.programs.layout import Layout
 from braid.tensor_parallel.agreement import check_call
 from braid.tensor_parallel.embedding import VocabParallelEmbedding
 from braid.tensor_parallel.insertion import (

@@ -29,7 +29,7 @@ from braid.comm import Group
 from braid.data import Windows
 from braid.pipeline import sizes_of
 from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
-from braid.schedule.pipeline import VersionRule, asynchronous, oldest_ages
+from braid.programs.schedule.pipeline import VersionRule, asynchronous, oldest_ages
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import clip_whole

@@ -13,10 +13,10 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from braid.errors import ConfigError
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
+from braid.programs.schedule.files import check_schedule, schedule_named
+from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 from braid.sampling import share_of
-from braid.schedule.files import check_schedule, schedule_named
-from braid.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 
 __all__ = ["DEVICES", "DTYPES", "MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 

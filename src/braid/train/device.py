@@ -18,8 +18,8 @@ import torch
 from braid.autograd.layer_costs import seconds_of
 from braid.errors import ConfigError
 from braid.plan.find import DTYPES
+from braid.programs.topology import find_device
 from braid.runtime.clock import Clock
-from braid.topology import find_device
 
 __all__ = ["CPU", "RankDevice", "choose_device", "compute_deterministically"]
 
@@ -54,8 +54,8 @@ class RankDevice(NamedTuple):
     def peak(self, dtype: str, clock: Clock) -> tuple[float, str]:
         """Return the peak of this rank in operations per second, and its source.
 
-        The peak is the one of the data sheet if `braid.topology` lists the device. Else it is the
-        rate of the fastest matrix product of a few, which all ranks measure at the same time.
+        The peak is the one of the data sheet if `programs.topology` lists the device. Else it is
+        the rate of the fastest matrix product of a few, which all ranks measure at the same time.
         """
         if known := find_device(self.name):
             return known.peak(dtype) / self.num_ranks, f"{known.source}, {dtype}"

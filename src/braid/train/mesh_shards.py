@@ -16,7 +16,7 @@ from braid.checkpoint import Snapshot
 from braid.comm import Group
 from braid.compose import HybridParallel
 from braid.data import Windows
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 from braid.train.config import TrainConfig
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import Round

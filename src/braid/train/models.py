@@ -17,8 +17,8 @@ from braid.plan.described.model import DescribedModel
 from braid.plan.described.operations import LayerOperations, count_operations
 from braid.plan.find import DTYPES, captured_layers
 from braid.plan.lone_rank import LoneRank
+from braid.programs.topology import Device
 from braid.tensor_parallel import parallelize
-from braid.topology import Device
 from braid.train.config import MODELS, ModelSize
 from braid.train.gpt import GPT
 

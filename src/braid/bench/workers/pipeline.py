@@ -29,7 +29,7 @@ from braid.bench.workers.pipeline_models import Compute, Job, closed_form, job_o
 from braid.bench.workers.pipeline_parts import Held, Swept, measure_held, measure_sweep
 from braid.comm import Group
 from braid.context import init, shutdown
-from braid.schedule.pipeline import SCHEDULES
+from braid.programs.schedule.pipeline import SCHEDULES
 
 __all__ = ["VARIANTS", "Case", "Figures", "Measured", "Plan", "main"]
 

@@ -24,8 +24,8 @@ from torch import nn
 
 from braid.comm import Group
 from braid.pipeline import Pipeline
-from braid.schedule import Program
-from braid.schedule.pipeline import SCHEDULES, stage_ranks
+from braid.programs.schedule import Program
+from braid.programs.schedule.pipeline import SCHEDULES, stage_ranks
 
 __all__ = [
     "MODEL_NAMES",

@@ -18,10 +18,10 @@ from braid.autograd import LiveBytes
 from braid.bench.workers.pipeline_models import Compute, Job, cut, job_of
 from braid.comm import Group
 from braid.pipeline import Pipeline
-from braid.schedule import Action, Costs, Program, simulate
-from braid.schedule.pipeline import SCHEDULES, most_held, stage_ranks, with_recompute
-from braid.schedule.program import RECEIVE
-from braid.schedule.simulate import Route
+from braid.programs.schedule import Action, Costs, Program, simulate
+from braid.programs.schedule.pipeline import SCHEDULES, most_held, stage_ranks, with_recompute
+from braid.programs.schedule.program import RECEIVE
+from braid.programs.schedule.simulate import Route
 
 __all__ = ["Held", "Swept", "measure_held", "measure_sweep"]
 

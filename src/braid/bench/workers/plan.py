@@ -17,7 +17,7 @@ from braid.bench.workers.ps_plan import Measured
 from braid.comm import Group
 from braid.pipeline import Pipeline
 from braid.pipeline.asynchronous import AsynchronousPipeline
-from braid.schedule.pipeline import VersionRule
+from braid.programs.schedule.pipeline import VersionRule
 from braid.train.config import MODELS
 from braid.train.gpt import GPT, mean_loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from braid.schedule.pipeline import VersionRule
+from braid.programs.schedule.pipeline import VersionRule
 
 __all__ = ["PARTS", "RULES", "SYNCHRONOUS", "Plan", "StepError", "Steps", "StepsPlan"]
 

@@ -22,7 +22,7 @@ from braid.bench.harness.turns import in_turns
 from braid.comm import Group
 from braid.context import init, membership, shutdown
 from braid.errors import ConfigError
-from braid.topology import LEVEL_NAMES, Rings, cpus_of, node_of, rings
+from braid.programs.topology import LEVEL_NAMES, Rings, cpus_of, node_of, rings
 
 __all__ = [
     "LONG_BYTES",

@@ -24,8 +24,8 @@ import torch
 
 from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
-from braid.schedule import Action, Program, match, messages
-from braid.schedule.program import LOCAL, batches
+from braid.programs.schedule import Action, Program, match, messages
+from braid.programs.schedule.program import LOCAL, batches
 
 __all__ = ["Move", "Stage", "apply_move", "stages"]
 

@@ -21,11 +21,11 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.window import LINE_BYTES, Window
 from braid.comm.tensors.reduction import finish
 from braid.errors import ConfigError
+from braid.programs.schedule import Program
+from braid.programs.schedule.collective import ALGORITHMS, algorithm, program
+from braid.programs.schedule.collective.vocabulary import ROOTED
+from braid.programs.schedule.program import batches
 from braid.runtime.transport import Steps
-from braid.schedule import Program
-from braid.schedule.collective import ALGORITHMS, algorithm, program
-from braid.schedule.collective.vocabulary import ROOTED
-from braid.schedule.program import batches
 
 __all__ = [
     "PIECE_BYTES",

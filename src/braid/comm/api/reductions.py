@@ -89,7 +89,7 @@ class Reductions(Face):
                 sent, it changes nothing. Sums are then taken inside of each host first, whatever
                 the group's order.
             algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice
-                by size; or a program of `braid.schedule` such as ring, tree or halving_doubling,
+                by size; or a program of `programs.schedule` such as ring, tree or halving_doubling,
                 which adds in its own order.
             timeout_s: Seconds until CommTimeout.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from braid.errors import ConfigError
-from braid.reductions import refusal
+from braid.programs.reductions import refusal
 
 __all__ = ["OPS", "check_op", "combine", "early_factor", "finish", "identity"]
 

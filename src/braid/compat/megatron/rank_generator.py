@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from braid.compat.megatron.failure import UsageError
 from braid.errors import ConfigError
-from braid.layout import Grid, Mesh
+from braid.programs.layout import Grid, Mesh
 
 __all__ = ["RankGenerator", "generate_masked_orthogonal_rank_groups", "hierarchical_ranks"]
 

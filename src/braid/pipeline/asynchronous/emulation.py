@@ -29,8 +29,8 @@ from braid.pipeline.cutting import checked_loss, parts_of, refuse_shared, traine
 from braid.pipeline.edges import edges_of
 from braid.pipeline.microbatches import num_rows
 from braid.pipeline.stage import Layer, Stage
+from braid.programs.schedule.pipeline import VersionRule
 from braid.runtime.seeding import Draws
-from braid.schedule.pipeline import VersionRule
 
 __all__ = ["Emulation"]
 

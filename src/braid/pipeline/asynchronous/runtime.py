@@ -8,8 +8,8 @@
         print(pipeline.evaluate(inputs, targets, loss=nn.functional.cross_entropy))
 
 Each stage steps as soon as it has a gradient, by a program with versions of weights; see
-`braid.schedule.pipeline.asynchronous`. A call of `train_on` ends with a flush: all gradients have
-been used. `Emulation` computes the same bits in one process.
+`programs.schedule.pipeline.asynchronous`. A call of `train_on` ends with a flush: all gradients
+have been used. `Emulation` computes the same bits in one process.
 
 Stages with old gradients may begin with smaller rates, by PipeMare's rule:
 
@@ -51,8 +51,8 @@ from braid.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.pipeline.replicas import Replicas
 from braid.pipeline.stage import Stage
 from braid.pipeline.wired import Wire
-from braid.schedule import Action, Program
-from braid.schedule.pipeline import (
+from braid.programs.schedule import Action, Program
+from braid.programs.schedule.pipeline import (
     VersionRule,
     asynchronous,
     forward_only,

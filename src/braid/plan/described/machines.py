@@ -22,9 +22,9 @@ from functools import cache
 
 import numpy as np
 
-from braid.cost import Cost, form
 from braid.plan.costs import Axis, Origin
-from braid.topology import DTYPES, Cluster, Device, Level
+from braid.programs.cost import Cost, form
+from braid.programs.topology import DTYPES, Cluster, Device, Level
 
 __all__ = ["DescribedMachines"]
 

@@ -7,7 +7,7 @@ from functools import cache
 
 from braid.plan.costs import LayerCost, Origin
 from braid.plan.described.operations import LayerOperations, Operation
-from braid.topology import Device
+from braid.programs.topology import Device
 
 __all__ = ["DescribedModel"]
 

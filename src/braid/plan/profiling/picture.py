@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from braid.plan.profiling.profile import Profile
-from braid.schedule.bars import Bar, draw, time_text
+from braid.programs.schedule.bars import Bar, draw, time_text
 
 __all__ = ["HEAT", "profile_picture"]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from braid.pipeline import block_partition
 from braid.plan.costs import Axis, LayerCost, Machines, ModelCosts
 from braid.plan.search.split import Split, held, homes
-from braid.topology import DTYPES
+from braid.programs.topology import DTYPES
 
 __all__ = ["Estimate", "Estimator", "Memory", "StageCost", "StepTime", "Training"]
 

@@ -18,7 +18,7 @@ from braid.plan.costs import Machines, ModelCosts
 from braid.plan.search.estimate import Estimate, Estimator, Training
 from braid.plan.search.rescoring import rescore
 from braid.plan.search.split import splits
-from braid.schedule.pipeline import TRAINING
+from braid.programs.schedule.pipeline import TRAINING
 
 __all__ = ["NUM_SIMULATED", "Ranking", "find_splits"]
 

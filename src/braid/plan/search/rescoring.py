@@ -10,10 +10,10 @@ from __future__ import annotations
 from braid.plan.costs import Axis
 from braid.plan.search.estimate import Estimate, Estimator, StepTime
 from braid.plan.search.split import Split
-from braid.schedule import Action, Costs, Program, Timeline, simulate
-from braid.schedule.files import schedule_named
-from braid.schedule.pipeline import asynchronous, with_recompute
-from braid.topology import flat
+from braid.programs.schedule import Action, Costs, Program, Timeline, simulate
+from braid.programs.schedule.files import schedule_named
+from braid.programs.schedule.pipeline import asynchronous, with_recompute
+from braid.programs.topology import flat
 
 __all__ = ["MOST_ACTIONS", "action_s", "program_of", "rescore", "timeline_of"]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from braid.schedule.files import schedule_named
-from braid.schedule.pipeline import LOOPED, TRAINING, VersionRule, most_held, stage_ranks
+from braid.programs.schedule.files import schedule_named
+from braid.programs.schedule.pipeline import LOOPED, TRAINING, VersionRule, most_held, stage_ranks
 
 __all__ = ["SPLIT_BACKWARD", "Split", "held", "homes", "splits"]
 

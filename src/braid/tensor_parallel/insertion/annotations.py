@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from braid.errors import ConfigError
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 from braid.tensor_parallel.insertion.calls import Call, module_of, shape_of
 from braid.tensor_parallel.insertion.labels import Labels
 from braid.tensor_parallel.insertion.rules import rule_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.tensor_parallel.insertion.annotations import Strategy, annotated
 from braid.tensor_parallel.insertion.capture import ONE_AT_A_TIME, capture
 from braid.tensor_parallel.insertion.divided import (

@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 
 from torch import fx
 
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.tensor_parallel.insertion.calls import Call, length_of, module_of, shape_of, source_of
 from braid.tensor_parallel.insertion.labels import Dims, Labels
 from braid.tensor_parallel.insertion.rules import outputs_of

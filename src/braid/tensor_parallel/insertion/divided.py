@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from braid.comm import Group
-from braid.layout import Mesh
+from braid.programs.layout import Mesh
 from braid.runtime.torch_internals import pytree
 from braid.tensor_parallel.insertion.annotations import annotated
 from braid.tensor_parallel.insertion.calls import tensor_of

@@ -25,7 +25,7 @@ from torch import fx
 from torch.nn import functional
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.tensor_parallel.insertion.calls import (
     Call,
     length_of,

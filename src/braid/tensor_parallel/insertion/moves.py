@@ -36,7 +36,7 @@ from braid.autograd import (
 )
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.layout import Layout
+from braid.programs.layout import Layout
 from braid.redistribute import AxisCost, plan
 from braid.tensor_parallel.slices import Slicing
 

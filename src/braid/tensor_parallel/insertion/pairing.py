@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch import fx
 
 from braid.errors import ConfigError
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.tensor_parallel.insertion.calls import Call, shape_of
 from braid.tensor_parallel.insertion.insert import Insertion
 from braid.tensor_parallel.insertion.records import Conflict, Options

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from braid.layout import Layout, Mesh
+from braid.programs.layout import Layout, Mesh
 from braid.redistribute import AxisCost
 from braid.tensor_parallel.insertion.moves import Collective
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from braid.layout import Layout
+from braid.programs.layout import Layout
 from braid.tensor_parallel.insertion.calls import Call, shape_of
 from braid.tensor_parallel.insertion.labels import Dims, Labels, broadcast, equal, kept
 from braid.tensor_parallel.insertion.view_rules import VIEWS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
-from braid.layout import Layout
+from braid.programs.layout import Layout
 from braid.redistribute import AxisCost
 from braid.tensor_parallel.insertion.calls import Call, length_of, shape_of, tensor_of
 from braid.tensor_parallel.insertion.moves import Collective, Groups, Step

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from braid.layout import Layout
+from braid.programs.layout import Layout
 from braid.tensor_parallel.insertion.calls import Call, length_of, shape_of, tensor_of
 from braid.tensor_parallel.insertion.labels import Dims, Labels, equal, grouped, kept
 

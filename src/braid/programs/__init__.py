@@ -1,0 +1,1 @@
+"""Schedules, topology, costs and layouts as data, without torch and sockets."""

@@ -1,0 +1,131 @@
+"""Messages that ranks exchange along the axes of a mesh in one step of training, as data.
+
+    axis         usual operation, per step                    grows with
+    tp           all_reduce of activations, 4 per layer       tokens, layers
+    cp           all_gather of keys and values, per layer     tokens, layers
+    ep           all_to_all of tokens, per layer              tokens, layers
+    fsdp, zero   all_gather twice, reduce_scatter once        parameters
+    dp           all_reduce of gradients                      parameters of a shard
+    pp           send of activations, per micro-batch         tokens
+
+The usual sizes are weights rather than a measurement: those of tp lie between layers, where no
+computation hides them, and come first; all others are smaller by an order of magnitude. A program
+that knows its own bytes passes them.
+
+Source: for the operations, D. Narayanan et al., Efficient large-scale language model training on
+GPU clusters, SC 2021, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from braid.errors import ConfigError
+from braid.programs.layout.mesh import Mesh
+
+__all__ = ["OPERATIONS", "Traffic", "traffic_of", "usual_traffic"]
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+SHARDING = ("fsdp", "zero")
+LAYERS, MICROBATCHES = 32, 8
+ACTIVATION_BYTES = 256 << 20  # 32 Ki tokens of width 4096, bfloat16
+STAGE_BYTES = 2 << 20  # from one stage to the next
+PARAMETER_BYTES = 1 << 30  # of one rank: models are divided until their parts fit
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives along one axis in one step.
+
+    Attributes:
+        operation: One of `OPERATIONS`; `send` goes from each index to the next.
+        nbytes: Bytes of the largest full buffer of a rank in one of them.
+        count: Number of them in a step.
+
+    Raises:
+        ConfigError: There is no such operation, or a number is negative; all problems are named.
+    """
+
+    operation: str
+    nbytes: float
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.operation not in OPERATIONS:
+            known = ", ".join(OPERATIONS)
+            problems.append(f"there is no operation {self.operation!r}: use one of {known}")
+        if not 0 <= self.nbytes < math.inf:
+            problems.append(f"nbytes must be at least 0, got {self.nbytes}")
+        if type(self.count) is not int or self.count < 0:
+            problems.append(f"count must be a whole number from 0, got {self.count!r}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of all collectives of a step."""
+        return self.nbytes * self.count
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.count} x {_size(self.nbytes)}"
+
+
+def usual_traffic(mesh: Mesh) -> dict[str, Traffic]:
+    """Return usual weights for the axes of a mesh that have a known name.
+
+    Sharding axes gather the parameters of a rank, and dp sums gradients of one shard of them.
+    """
+    shards = math.prod(mesh.axes.get(name, 1) for name in SHARDING)
+    usual = {
+        "tp": Traffic("all_reduce", ACTIVATION_BYTES, 4 * LAYERS),
+        "cp": Traffic("all_gather", ACTIVATION_BYTES / 2, LAYERS),
+        "ep": Traffic("all_to_all", ACTIVATION_BYTES / 2, LAYERS),
+        **dict.fromkeys(SHARDING, Traffic("all_gather", PARAMETER_BYTES, 3)),
+        "dp": Traffic("all_reduce", PARAMETER_BYTES / shards),
+        "pp": Traffic("send", STAGE_BYTES, MICROBATCHES),
+    }
+    return {axis: usual[axis] for axis in mesh.axes if axis in usual}
+
+
+def traffic_of(mesh: Mesh, given: Mapping[str, float | Traffic] | None) -> dict[str, Traffic]:
+    """Return the traffic of every axis: as given, or else the usual one.
+
+    Args:
+        mesh: Named axes.
+        given: Traffic of some axes; a number is the bytes of one collective per step, of the kind
+            that is usual for the axis, and an all_reduce for other names.
+
+    Raises:
+        ConfigError: An axis is unknown, or one of several ranks has no traffic; all are named.
+    """
+    usual, given = usual_traffic(mesh), dict(given or {})
+    problems = [f"there is no axis {name} in {mesh}" for name in given if name not in mesh.axes]
+    problems += [
+        f"axis {name} has no usual traffic: pass its bytes per step, traffic={{{name!r}: 1e9}}"
+        for name, size in mesh.axes.items()
+        if size > 1 and name not in given and name not in usual
+    ]
+    made = {}
+    for name in mesh.axes:
+        value = given.get(name, usual.get(name, 0.0))
+        try:
+            made[name] = value if isinstance(value, Traffic) else _number(value, usual.get(name))
+        except ConfigError as exc:
+            problems.append(f"axis {name}: {exc}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return made
+
+
+def _number(nbytes: float, usual: Traffic | None) -> Traffic:
+    return Traffic(usual.operation if usual else "all_reduce", nbytes)
+
+
+def _size(nbytes: float) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes:.4g} bytes"

@@ -1,0 +1,30 @@
+"""Programs: the actions of every rank, as data; see README.md."""
+
+from braid.programs.schedule.matching import match, messages, order
+from braid.programs.schedule.program import Action, Header, Kind, Program, Vocabulary
+from braid.programs.schedule.simulate import Costs, Interval, Network, Route, Timeline, simulate
+from braid.programs.schedule.text import from_text, to_text
+from braid.programs.schedule.validate import Rules, validate
+from braid.programs.schedule.violation import Violation
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Header",
+    "Interval",
+    "Kind",
+    "Network",
+    "Program",
+    "Route",
+    "Rules",
+    "Timeline",
+    "Violation",
+    "Vocabulary",
+    "from_text",
+    "match",
+    "messages",
+    "order",
+    "simulate",
+    "to_text",
+    "validate",
+]

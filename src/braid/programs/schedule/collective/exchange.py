@@ -1,0 +1,131 @@
+"""Recursive doubling and halving: partners at distance 1, 2, 4, ...
+
+    distance 4          2                1           recursive halving: each half of the buffer
+    0 <------> 4    0 <----> 2       0 <--> 1        goes to the half that is to hold it
+    1 <------> 5    1 <----> 3       2 <--> 3
+    2 <------> 6    4 <----> 6       4 <--> 5        in the other order: recursive doubling,
+    3 <------> 7    5 <----> 7       6 <--> 7        which gathers
+
+    recursive doubling    lg p rounds with the whole buffer     for small messages
+    halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on separate links
+
+Where p is no power of two, the ranks above the largest one in it first send their whole buffer to a
+partner, and get the result at the end (`folded`): two more rounds with l bytes each.
+
+    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> for made in doubling, halving_doubling:
+    ...     carried_out(made(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
+    [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
+    [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
+
+Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in
+MPICH, IJHPCA 19 (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from braid.programs.schedule.collective.rounds import Round, Rounds
+from braid.programs.schedule.program import check_ranks
+
+__all__ = ["doubling", "halving_doubling", "hypercube"]
+
+Slots = Callable[[int, int], Sequence[int]]
+
+
+def doubling(num_ranks: int) -> Rounds:
+    """All-reduce in which partners exchange their whole buffers."""
+    core = _core(num_ranks)
+
+    def whole(_rank: int, _repetition: int) -> Sequence[int]:
+        return (0,)
+
+    steps = tuple(_exchange(core, d, 1, whole) for d in _distances(core))
+    return Rounds("doubling", "all_reduce", num_ranks, 1, folded(num_ranks, 1, steps))
+
+
+def halving_doubling(num_ranks: int) -> Rounds:
+    """All-reduce: recursive halving reduces and scatters, recursive doubling gathers."""
+    core = _core(num_ranks)
+    distances = _distances(core)
+    steps = [_halve(core, distance) for distance in reversed(distances)]
+    steps += [_gather(core, distance, core) for distance in distances]
+    rounds = folded(num_ranks, core, tuple(steps))
+    return Rounds("halving_doubling", "all_reduce", num_ranks, core, rounds)
+
+
+def hypercube(num_ranks: int) -> Rounds:
+    """All-gather along the edges of a hypercube: lg p rounds.
+
+    Ranks that are no corner send their block to a partner first.
+    """
+    core = _core(num_ranks)
+    others = np.arange(core, num_ranks)
+    steps = [_gather(core, distance, num_ranks) for distance in _distances(core)]
+    if len(others):
+
+        def own(rank: int, _repetition: int) -> Sequence[int]:
+            return (rank,)
+
+        def whole(_rank: int, _repetition: int) -> Sequence[int]:
+            return range(num_ranks)
+
+        steps.insert(0, Round(others, others - core, 1, own))
+        steps.append(Round(others - core, others, num_ranks, whole))
+    return Rounds("hypercube", "all_gather", num_ranks, num_ranks, tuple(steps))
+
+
+def folded(num_ranks: int, num_blocks: int, steps: tuple[Round, ...]) -> tuple[Round, ...]:
+    """Surround `steps` of the largest power of two with messages of the remaining ranks."""
+    core = _core(num_ranks)
+    others = np.arange(core, num_ranks)
+    if not len(others):
+        return steps
+
+    def whole(_rank: int, _repetition: int) -> Sequence[int]:
+        return range(num_blocks)
+
+    before = Round(others, others - core, num_blocks, whole, adds=True)
+    after = Round(others - core, others, num_blocks, whole)
+    return (before, *steps, after)
+
+
+def _core(num_ranks: int) -> int:
+    check_ranks(num_ranks)
+    return 1 << (num_ranks.bit_length() - 1)
+
+
+def _distances(core: int) -> list[int]:
+    return [1 << i for i in range(core.bit_length() - 1)]
+
+
+def _exchange(core: int, distance: int, num_blocks: int, slots: Slots) -> Round:
+    ranks = np.arange(core)
+    return Round(ranks, ranks ^ distance, num_blocks, slots, adds=True)
+
+
+def _halve(core: int, distance: int) -> Round:
+    """Send the blocks that the partner's half is to hold."""
+
+    def slots(rank: int, _repetition: int) -> Sequence[int]:
+        first = (rank ^ distance) // distance * distance
+        return range(first, first + distance)
+
+    return _exchange(core, distance, distance, slots)
+
+
+def _gather(core: int, distance: int, num_blocks: int) -> Round:
+    """Send the blocks of this half; those from `core` on lie with the ranks `core` before them."""
+
+    def slots(rank: int, _repetition: int) -> Sequence[int]:
+        first = rank // distance * distance
+        own = range(first, first + distance)
+        return [*own, *(b + core for b in own if b + core < num_blocks)]
+
+    ranks = np.arange(core)
+    firsts = ranks // distance * distance
+    counts = distance + np.clip(num_blocks - core - firsts, 0, distance)
+    return Round(ranks, ranks ^ distance, counts, slots)

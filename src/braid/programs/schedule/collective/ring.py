@@ -1,0 +1,78 @@
+"""Ring: each rank sends to the next rank, one block at a time.
+
+    round            0            1            2         after p - 1 rounds rank r holds
+    rank 0   block 0 >    block 3 >    block 2 >         the sum of block r + 1;
+    rank 1   block 1 >    block 0 >    block 3 >
+    rank 2   block 2 >    block 1 >    block 0 >         p - 1 more rounds pass the sums on
+    rank 3   block 3 >    block 2 >    block 1 >
+
+Every link is busy in every round and every rank sends 2 (p-1)/p l bytes, the least that is
+possible; the price is 2 (p-1) rounds.
+
+    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
+    [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
+
+Source: P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations,
+JPDC 69 (2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from braid.programs.schedule.collective.rounds import Ranks, Round, Rounds
+from braid.programs.schedule.program import check_ranks
+
+__all__ = ["all_gather", "all_reduce", "reduce_scatter", "rings"]
+
+Parts = Callable[[int, int], Sequence[int]]
+
+
+def all_reduce(num_ranks: int) -> Rounds:
+    """Reduce-scatter, then all-gather of the sums: 2 (p-1) rounds."""
+    lane = np.arange(num_ranks)[None, :]
+    steps = (*rings(lane, _one_block, adds=True), *rings(lane, _one_block, ahead=1))
+    return Rounds("ring", "all_reduce", num_ranks, num_ranks, steps)
+
+
+def reduce_scatter(num_ranks: int) -> Rounds:
+    """Rank r ends with the sum of block r: p-1 rounds."""
+    steps = rings(np.arange(num_ranks)[None, :], _one_block, ahead=-1, adds=True)
+    return Rounds("ring", "reduce_scatter", num_ranks, num_ranks, steps)
+
+
+def all_gather(num_ranks: int) -> Rounds:
+    """Every rank ends with the blocks of all ranks: p-1 rounds."""
+    steps = rings(np.arange(num_ranks)[None, :], _one_block)
+    return Rounds("ring", "all_gather", num_ranks, num_ranks, steps)
+
+
+def rings(lanes: Ranks, parts: Parts, *, ahead: int = 0, adds: bool = False) -> tuple[Round, ...]:
+    """Rings beside each other, each over its own ranks.
+
+    Args:
+        lanes: Ranks of each ring in order; shape (rings, ranks of a ring).
+        parts: Function that returns the blocks of part i, by (rank, i).
+        ahead: The rank at place i begins with part i + `ahead`.
+        adds: Whether parts are added up: the rank at place i ends with the sum of part i + 1 +
+            `ahead`; else they are gathered.
+    """
+    check_ranks(lanes.size)
+    length = lanes.shape[1]
+    if length == 1:
+        return ()
+    places = {int(rank): i for lane in lanes for i, rank in enumerate(lane)}
+
+    def slots(rank: int, repetition: int) -> Sequence[int]:
+        return parts(rank, (places[rank] + ahead - repetition) % length)
+
+    sources, targets = lanes.ravel(), np.roll(lanes, -1, axis=1).ravel()
+    num_blocks = len(parts(int(sources[0]), 0))
+    return (Round(sources, targets, num_blocks, slots, adds=adds, repeat=length - 1),)
+
+
+def _one_block(_rank: int, part: int) -> Sequence[int]:
+    return (part,)

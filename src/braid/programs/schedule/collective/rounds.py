@@ -1,0 +1,137 @@
+"""Rounds: an algorithm written once, for four ranks to read and for a hundred thousand to compute.
+
+An algorithm is a list of rounds. In a round some ranks send to one other rank each, and a round
+that is repeated with the same pairs (a ring) is written once:
+
+    Round(sources [0 1 2 3], targets [1 2 3 0], num_blocks 1, repeat 3)
+
+`program` writes it out, action by action, for validation, execution and pictures. `simulate_rounds`
+in `cost` needs only pairs and numbers of blocks, so its work grows with ranks times kinds of rounds
+and not with messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.errors import ConfigError
+from braid.programs.schedule.collective.vocabulary import COLLECTIVE
+from braid.programs.schedule.program import Action, Header, Program
+
+__all__ = ["Copy", "Ranks", "Round", "Rounds", "program"]
+
+MOST_RANKS = 512  # a ring has 4 p^2 actions
+Ranks = npt.NDArray[np.int64]
+Slots = Callable[[int, int], Sequence[int]]
+
+
+class Round(NamedTuple):
+    """Messages that are under way at the same time.
+
+    Attributes:
+        sources: Ranks that send; each at most once.
+        targets: Ranks that receive; each at most once.
+        num_blocks: Number of blocks of each message, or of all.
+        slots: Function that returns the blocks that a rank sends, by (rank, repetition).
+        into: Function that returns the blocks of the target, by (sender, repetition); the same
+            blocks when None.
+        adds: Whether received blocks are added to the target's.
+        repeat: Number of repetitions.
+    """
+
+    sources: Ranks
+    targets: Ranks
+    num_blocks: int | Ranks
+    slots: Slots
+    into: Slots | None = None
+    adds: bool = False
+    repeat: int = 1
+
+
+class Copy(NamedTuple):
+    """Copies inside each rank's buffer.
+
+    Attributes:
+        blocks: Function that returns the pairs (to, from) of a rank.
+    """
+
+    blocks: Callable[[int], Sequence[tuple[int, int]]]
+
+
+class Rounds(NamedTuple):
+    """An algorithm for a number of ranks.
+
+    Attributes:
+        name: Name of the algorithm.
+        operation: Name of the operation.
+        num_ranks: World size.
+        num_blocks: Number of blocks of the buffer; for all_to_all of both buffers together.
+        steps: Rounds and copies, in order.
+        root: Rank, for operations that have one.
+    """
+
+    name: str
+    operation: str
+    num_ranks: int
+    num_blocks: int
+    steps: tuple[Round | Copy, ...]
+    root: int = -1
+
+    def block_bytes(self, nbytes: float) -> float:
+        """Return the bytes of a block.
+
+        Args:
+            nbytes: Bytes of the largest full buffer of a rank; of one of the two of all_to_all.
+        """
+        return nbytes / (self.num_ranks if self.operation == "all_to_all" else self.num_blocks)
+
+    @property
+    def num_rounds(self) -> int:
+        """Number of rounds one after the other."""
+        return sum(step.repeat for step in self.steps if isinstance(step, Round))
+
+
+def program(rounds: Rounds) -> Program:
+    """Write an algorithm out, action by action.
+
+    Raises:
+        ConfigError: There are more ranks than can be written out; `simulate_rounds` in `cost` needs
+            no program.
+    """
+    if rounds.num_ranks > MOST_RANKS:
+        msg = (
+            f"at most {MOST_RANKS} ranks can be written out action by action, got "
+            f"{rounds.num_ranks}: use simulate_rounds"
+        )
+        raise ConfigError(msg)
+    ranks: list[list[Action]] = [[] for _ in range(rounds.num_ranks)]
+    index = 0
+    for step in rounds.steps:
+        if isinstance(step, Copy):
+            for rank, actions in enumerate(ranks):
+                blocks = step.blocks(rank)
+                actions.extend(Action("copy", to, index, edge=source) for to, source in blocks)
+            index += 1
+            continue
+        for repetition in range(step.repeat):
+            _write(ranks, step, repetition, index)
+            index += 1
+    header = Header(rounds.name, rounds.operation, rounds.num_blocks, index, rounds.root)
+    return Program(COLLECTIVE, header, tuple(map(tuple, ranks)))
+
+
+def _write(ranks: list[list[Action]], step: Round, repetition: int, index: int) -> None:
+    kind = "reduce" if step.adds else "recv"
+    pairs = list(zip(step.sources.tolist(), step.targets.tolist(), strict=True))
+    counts = np.broadcast_to(step.num_blocks, len(pairs)).tolist()
+    into = step.into or step.slots
+    for (source, target), count in zip(pairs, counts, strict=True):  # sends come first
+        blocks = step.slots(source, repetition)
+        assert len(blocks) == count, (source, blocks, step)
+        ranks[source] += (Action("send", block, index, target) for block in blocks)
+    for source, target in pairs:
+        ranks[target] += (Action(kind, block, index, source) for block in into(source, repetition))

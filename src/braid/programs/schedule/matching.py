@@ -1,0 +1,219 @@
+"""Pairs of sends and receives, and the order in which a program can happen.
+
+Sends and receives between two ranks form one first-in, first-out line each way, so matching needs
+no search. An action that is left over is an error of the program, reported here and not by a rank
+that waits for ever.
+
+`order` executes a program without time: it posts the batches of all ranks and ends every action
+that can end. Under *buffered* semantics a send ends at once, and under *sequential* semantics each
+receive ends before the next action begins, too; under *rendezvous* a send ends only when its
+receive has been posted. A program that is right under rendezvous needs no memory for messages under
+way. If some actions cannot end, the program deadlocks, and the circle of waiting ranks is reported.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+from braid.programs.schedule.program import LOCAL, SEND, Action, Program, batches
+
+__all__ = ["Deadlock", "Matching", "Message", "Moment", "Place", "match", "messages", "order"]
+
+
+class Place(NamedTuple):
+    """Position of an action in a program.
+
+    Attributes:
+        rank: Rank of the action.
+        position: Index in the rank's list.
+    """
+
+    rank: int
+    position: int
+
+
+class Matching(NamedTuple):
+    """Pairs of sends and receives.
+
+    Attributes:
+        partner: Receive of every matched send, and send of every matched receive.
+        alone: Sends and receives without partner.
+    """
+
+    partner: dict[Place, Place]
+    alone: list[Place]
+
+
+class Message(NamedTuple):
+    """Sends that one rank posts together and whose receives another rank posts together.
+
+    They travel as one message.
+
+    Attributes:
+        source: Sending rank.
+        posted: Number of the batch in which the message is sent.
+        target: Receiving rank.
+        awaited: Number of the batch in which the message is received.
+        sends: Actions of the source.
+        receives: Actions of the target, in the same order.
+    """
+
+    source: int
+    posted: int
+    target: int
+    awaited: int
+    sends: tuple[Action, ...]
+    receives: tuple[Action, ...]
+
+
+class Moment(NamedTuple):
+    """The posting or the end of a batch of a rank.
+
+    Attributes:
+        rank: Rank of the batch.
+        positions: Positions of its actions.
+        ended: Whether the batch ends; else it is posted. Data to send or copy is read when it is
+            posted, received data is written when it ends.
+    """
+
+    rank: int
+    positions: range
+    ended: bool
+
+
+class Deadlock(NamedTuple):
+    """Actions that wait for each other for ever.
+
+    Attributes:
+        circle: Waiting actions, each for a later action of the next one's rank; the last waits for
+            the first. If a rank waits for one that has ended, the path to that rank.
+    """
+
+    circle: list[Place]
+
+
+def match(program: Program) -> Matching:
+    """Pair the n-th send from one rank to another with the n-th receive there."""
+    sends: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            role = program.vocabulary.role(action)
+            if role == LOCAL:
+                continue
+            if role == SEND:
+                sends[rank, action.peer].append(Place(rank, position))
+            else:
+                receives[action.peer, rank].append(Place(rank, position))
+    partner: dict[Place, Place] = {}
+    alone: list[Place] = []
+    for pair in sorted({*sends, *receives}):
+        out, into = sends[pair], receives[pair]
+        both = min(len(out), len(into))
+        for one, other in zip(out[:both], into[:both], strict=True):
+            partner[one], partner[other] = other, one
+        alone += out[both:] + into[both:]
+    return Matching(partner, sorted(alone))
+
+
+def messages(program: Program, matching: Matching) -> list[Message]:
+    """Return all messages of `program`, by source and in the order in which they are sent.
+
+    Args:
+        program: Program whose messages all have partners.
+        matching: Matching of the program.
+    """
+    batch_of = [
+        [number for number, positions in enumerate(batches(program, rank)) for _ in positions]
+        for rank in range(program.num_ranks)
+    ]
+    by_ends: dict[tuple[int, int, int, int], tuple[list[Action], list[Action]]] = {}
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            if program.vocabulary.role(action) != SEND:
+                continue
+            target, there = matching.partner[Place(rank, position)]
+            ends = (rank, batch_of[rank][position], target, batch_of[target][there])
+            sends, receives = by_ends.setdefault(ends, ([], []))
+            sends.append(action)
+            receives.append(program.ranks[target][there])
+    return [Message(*ends, tuple(s), tuple(r)) for ends, (s, r) in by_ends.items()]
+
+
+def order(
+    program: Program, matching: Matching, *, buffered: bool, sequential: bool = False
+) -> tuple[list[Moment], Deadlock | None]:
+    """Return the moments of a program in a possible order, and its deadlock, if it has one.
+
+    Args:
+        program: Program whose messages all have partners.
+        matching: Matching of the program.
+        buffered: Whether a send ends without its receive.
+        sequential: Whether a rank posts its actions one by one, also those posted together.
+    """
+    return _Run(program, matching, buffered=buffered, sequential=sequential).run()
+
+
+class _Run:
+    def __init__(
+        self, program: Program, matching: Matching, *, buffered: bool, sequential: bool
+    ) -> None:
+        self._program = program
+        self._partner = matching.partner
+        self._buffered = buffered
+        self._batches = [
+            deque(range(i, i + 1) for i in range(len(actions)))
+            if sequential
+            else deque(batches(program, rank))
+            for rank, actions in enumerate(program.ranks)
+        ]
+        self._posted = [0] * program.num_ranks  # number of posted actions of each rank
+        self._moments: list[Moment] = []
+
+    def run(self) -> tuple[list[Moment], Deadlock | None]:
+        fresh = deque(range(self._program.num_ranks))  # ranks whose first batch may be able to end
+        for rank in range(self._program.num_ranks):
+            self._post(rank)
+        while fresh:
+            rank = fresh.popleft()
+            while self._batches[rank] and self._stuck_at(rank) is None:
+                self._moments.append(Moment(rank, self._batches[rank].popleft(), ended=True))
+                self._post(rank)
+                fresh.extend(self._peers_of_head(rank))
+        waiting = [rank for rank, left in enumerate(self._batches) if left]
+        return self._moments, (Deadlock(self._circle(waiting[0])) if waiting else None)
+
+    def _post(self, rank: int) -> None:
+        if self._batches[rank]:
+            positions = self._batches[rank][0]
+            self._posted[rank] = positions.stop
+            self._moments.append(Moment(rank, positions, ended=False))
+
+    def _peers_of_head(self, rank: int) -> list[int]:
+        if not self._batches[rank]:
+            return []
+        actions = self._program.ranks[rank]
+        return [actions[i].peer for i in self._batches[rank][0] if actions[i].peer >= 0]
+
+    def _stuck_at(self, rank: int) -> Place | None:
+        """Return the first action of the head of `rank` that cannot end."""
+        for position in self._batches[rank][0]:
+            partner = self._partner.get(Place(rank, position))
+            if partner is None or partner.position < self._posted[partner.rank]:
+                continue
+            action = self._program.ranks[rank][position]
+            if not (self._buffered and self._program.vocabulary.role(action) == SEND):
+                return Place(rank, position)
+        return None
+
+    def _circle(self, rank: int) -> list[Place]:
+        path: list[Place] = []
+        seen: dict[int, int] = {}
+        while rank not in seen:
+            seen[rank] = len(path)
+            stuck = self._stuck_at(rank)
+            assert stuck is not None  # it waits
+            path.append(stuck)
+            rank = self._partner[stuck].rank
+        return path[seen[rank] :]

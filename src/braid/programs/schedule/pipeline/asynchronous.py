@@ -1,0 +1,180 @@
+"""Asynchronous pipelines: 1F1B that never waits for the end of a batch, by versions of weights.
+
+Problem: a synchronous pipeline waits at the end of each batch until all its gradients are there,
+and has a bubble. An asynchronous one takes the next micro-batch at once, and steps whenever a
+gradient comes. Weights change between the forward and the backward of a micro-batch.
+
+Idea: weights have versions, and every action names its own. Version v of a stage is what its first
+v steps have made of its weights. A backward uses the version of its forward.
+
+    stash           the newest version of each stage (PipeDream)
+    vertical_sync   the version that was the newest of stage 0 when the micro-batch entered
+    2bw             the version before the last, with a step every m >= p micro-batches, so that
+                    two versions are enough (PipeDream-2BW)
+
+    stash, 2 stages     0  F0~0 F1~0      B0~0 STEP0~1 F2~1      B1~0 STEP1~2
+                        1       F0~0 B0~0 STEP0~1 F1~1 B1~1 STEP1~2 F2~2 ...
+
+A stage may have replicas, which take turns with micro-batches (1F1B-RR); their gradients of a round
+are added before each step. Stage s has w = (N - 1 - ranks before) // replicas forwards in advance,
+so w + 1 versions, and its gradients are w steps old.
+
+Sources: D. Narayanan et al., PipeDream, SOSP 2019, sections 3.2 and 3.3; D. Narayanan et al.,
+Memory-efficient pipeline-parallel DNN training (2BW), ICML 2021.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
+
+from braid.errors import ConfigError
+from braid.programs.schedule.pipeline.linear import Work, check_size, pipeline_program
+from braid.programs.schedule.pipeline.versions import ASYNCHRONOUS
+from braid.programs.schedule.program import Action, Program
+
+__all__ = [
+    "VersionRule",
+    "asynchronous",
+    "num_of_step",
+    "oldest_ages",
+    "pipedream",
+    "pipedream_2bw",
+    "pipedream_vertical_sync",
+    "placement_of",
+    "staleness",
+]
+
+VersionRule = Literal["stash", "vertical_sync", "2bw"]
+
+
+def pipedream(num_stages: int, num_microbatches: int) -> Program:
+    """Make PipeDream's program for one rank per stage: 1F1B that stashes weights."""
+    return asynchronous((1,) * num_stages, num_microbatches)
+
+
+def pipedream_vertical_sync(num_stages: int, num_microbatches: int) -> Program:
+    """Make PipeDream's program with the weights that stage 0 had for each micro-batch."""
+    return asynchronous((1,) * num_stages, num_microbatches, versions="vertical_sync")
+
+
+def pipedream_2bw(num_stages: int, num_microbatches: int) -> Program:
+    """Make a PipeDream-2BW program with a step for as many micro-batches as there are stages."""
+    return asynchronous((1,) * num_stages, num_microbatches, versions="2bw", every=num_stages)
+
+
+def asynchronous(
+    replicas: Sequence[int],
+    num_microbatches: int,
+    *,
+    versions: VersionRule = "stash",
+    every: int = 1,
+) -> Program:
+    """Make an asynchronous program; at its end all gradients have been used (a flush).
+
+    Args:
+        replicas: Number of ranks of each stage.
+        num_microbatches: Number of micro-batches up to the flush.
+        versions: Rule for the version that a forward uses.
+        every: Micro-batches of a rank between two steps.
+
+    Raises:
+        ConfigError: A number is not positive; stages have other numbers of replicas, with a rule
+            that needs equal ones; or the version before the last is not there yet, since `every` is
+            too small.
+    """
+    placement = placement_of(replicas)
+    check_size(len(replicas), num_microbatches)
+    _check(replicas, versions, every)
+    ahead = [(sum(replicas[stage:]) - 1) // own for stage, own in enumerate(replicas)]
+    entry: dict[int, int] = {}  # version of stage 0 for each micro-batch
+    work: list[list[Work]] = []
+    for stage, ranks in enumerate(placement):
+        num_steps = -(-num_microbatches // (len(ranks) * every))
+        for replica in range(len(ranks)):
+            mine = range(replica, num_microbatches, len(ranks))
+            steps, own = 0, []
+            version: dict[int, int] = {}
+            for position in range(-min(ahead[stage], len(mine)), len(mine)):
+                if 0 <= (going := position + min(ahead[stage], len(mine))) < len(mine):
+                    i = mine[going]
+                    version[i] = _version(versions, i, steps, entry, every * len(ranks))
+                    if not stage:
+                        entry[i] = steps
+                    own.append(Work("F", stage, i, version[i]))
+                if position >= 0:
+                    i = mine[position]
+                    own.append(Work("B", stage, i, version[i]))
+                    if (position + 1) % every == 0 or position + 1 == len(mine):
+                        steps += 1
+                        own.append(Work("STEP", stage, i, steps))
+            if steps < num_steps:  # a last round in which others have micro-batches
+                own.append(Work("STEP", stage, num_microbatches - 1, steps + 1))
+            work.append(own)
+    name = "pipedream" if versions == "stash" else f"pipedream_{versions}"
+    return pipeline_program(name, work, placement, num_microbatches, vocabulary=ASYNCHRONOUS)
+
+
+def placement_of(replicas: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks of each stage: those of stage 0 first."""
+    ends = accumulate(replicas, initial=0)
+    return [tuple(range(first, end)) for first, end in pairwise(ends)]
+
+
+def num_of_step(action: Action, replicas: int, every: int, num_microbatches: int) -> int:
+    """Return how many micro-batches the gradients of a STEP are of, over all replicas."""
+    per_step = replicas * every
+    return min(per_step, num_microbatches - (action.version - 1) * per_step)
+
+
+def staleness(program: Program) -> dict[int, Counter[int]]:
+    """Count the gradients of each stage by their age: steps between their forward and their own."""
+    ages: dict[int, Counter[int]] = {}
+    for actions in program.ranks:
+        waiting: dict[int, list[int]] = {}  # versions of gradients, by stage
+        for action in actions:
+            if action.kind == "B":
+                waiting.setdefault(action.unit, []).append(action.version)
+            elif action.kind == "STEP":
+                own = ages.setdefault(action.unit, Counter())
+                own.update(action.version - 1 - v for v in waiting.pop(action.unit, []))
+    return ages
+
+
+def oldest_ages(program: Program) -> tuple[int, ...]:
+    """Return the age of the oldest gradient of each stage.
+
+    >>> oldest_ages(pipedream(3, 6))
+    (2, 1, 0)
+    """
+    return tuple(max(own) for _, own in sorted(staleness(program).items()))
+
+
+def _check(replicas: Sequence[int], versions: str, every: int) -> None:
+    problems = []
+    if any(own < 1 for own in replicas) or every < 1:
+        problems.append(f"replicas and every must be at least 1, got {list(replicas)} and {every}")
+    if versions not in get_args(VersionRule):
+        known = ", ".join(get_args(VersionRule))
+        problems.append(f"versions must be one of {known}, got {versions!r}")
+    if versions != "stash" and len(set(replicas)) > 1:
+        problems.append(
+            f"{versions} needs the same number of replicas of every stage, got {list(replicas)}: "
+            'use versions="stash"'
+        )
+    if versions == "2bw" and every < len(replicas):
+        problems.append(
+            f"2bw needs a step every {len(replicas)} micro-batches or more, one for each stage, "
+            f"got {every}"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _version(rule: str, i: int, steps: int, entry: dict[int, int], per_step: int) -> int:
+    """Return the version that a forward uses, after `steps` of its stage."""
+    if rule == "2bw":
+        return max(0, i // per_step - 1)
+    return entry.get(i, steps) if rule == "vertical_sync" else steps

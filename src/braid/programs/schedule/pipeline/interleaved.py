@@ -1,0 +1,65 @@
+"""Several stages per rank: looped breadth-first, and interleaved 1F1B.
+
+With v stages on each of p ranks, stages go round: stage s is on rank s mod p. A stage is v times
+shorter, so the pipeline fills v times faster, and the bubble is (p-1)/(v m) of the work. The price
+is v times as many messages.
+
+    breadth-first   all forwards of a rank's first stage, then of its second one, ...; then back.
+                    Holds the activations of m micro-batches. Parameters of a stage are needed once.
+    interleaved     rounds of p micro-batches; after a warm-up of 2(p-r-1) + (v-1)p forwards, one
+                    forward and one backward in turns. Rank 0 holds (v-1)p + 2(p-1) + 1 stages of v.
+
+Source: J. Lamy-Poirier, Breadth-first pipeline parallelism, MLSys 2023; D. Narayanan et al.,
+Efficient large-scale language model training on GPU clusters, SC 2021, section 2.2.
+"""
+
+from __future__ import annotations
+
+from braid.programs.schedule.pipeline.linear import Work, check_size, looped, pipeline_program
+from braid.programs.schedule.program import Program
+
+__all__ = ["breadth_first", "interleaved"]
+
+
+def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
+    """Make a looped breadth-first program."""
+    check_size(num_ranks, num_microbatches, num_chunks)
+    work = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        own = [Work("F", stage, i) for stage in stages for i in range(num_microbatches)]
+        own += [Work("B", stage, i) for stage in reversed(stages) for i in range(num_microbatches)]
+        work.append(own)
+    placement = looped(num_ranks, num_chunks)
+    return pipeline_program("breadth_first", work, placement, num_microbatches)
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
+    """Make an interleaved 1F1B program.
+
+    If micro-batches are no multiple of ranks, the last round is that of a full one without those
+    that are missing: an order that can be executed stays so when work is left out.
+    """
+    check_size(num_ranks, num_microbatches, num_chunks)
+    whole = -(-num_microbatches // num_ranks) * num_ranks
+    rounds = [range(first, first + num_ranks) for first in range(0, whole, num_ranks)]
+    chunks = range(num_chunks)
+    turns = [(chunk, i) for group in rounds for chunk in chunks for i in group]
+    back = [(chunk, i) for group in rounds for chunk in reversed(chunks) for i in group]
+    work = []
+    for rank in range(num_ranks):
+        forwards = [Work("F", chunk * num_ranks + rank, i) for chunk, i in turns]
+        backwards = [Work("B", chunk * num_ranks + rank, i) for chunk, i in back]
+        ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
+        own = _in_turns(forwards, backwards, min(ahead, len(forwards)))
+        work.append([item for item in own if item.microbatch < num_microbatches])
+    placement = looped(num_ranks, num_chunks)
+    return pipeline_program("interleaved", work, placement, num_microbatches)
+
+
+def _in_turns(forwards: list[Work], backwards: list[Work], ahead: int) -> list[Work]:
+    """Return `ahead` forwards, then forwards and backwards in turns, then the other backwards."""
+    own = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        own += [forward, backward]
+    return own + backwards[len(forwards) - ahead :]

@@ -1,0 +1,126 @@
+"""Validator: checks everything that can be known to be wrong with a program before it runs.
+
+The rules build on each other, so a later rule is checked only when those before it hold:
+
+    size           not more than can be checked
+    peers          another rank of the program
+    units          of the vocabulary's own rules
+    matching       every send has a receive, and every receive a send
+    deadlock       everything can end, under the semantics of what executes it: by default under
+                   rendezvous and under buffered ones
+    contributions  of the vocabulary's own rules: the promised result is there at the end
+
+A program that deadlocks under rendezvous only needs memory for messages under way: `semantics`
+chooses what is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.programs.schedule.matching import Deadlock, Matching, Moment, Place, match, order
+from braid.programs.schedule.program import LOCAL, Program
+from braid.programs.schedule.violation import Violation
+
+__all__ = ["Rules", "validate"]
+
+MOST_PLACES = 1 << 20  # a program may come from anywhere; each block is checked on every rank
+SEMANTICS = ("rendezvous", "buffered", "sequential")
+
+
+class Rules(NamedTuple):
+    """Rules of a vocabulary beyond those of all programs.
+
+    Attributes:
+        before: Checks actions alone.
+        after: Checks a program that can be executed, in a possible order of its moments.
+        semantics: Semantics under which programs must not deadlock: those of what executes them.
+    """
+
+    before: Callable[[Program], list[Violation]]
+    after: Callable[[Program, Matching, list[Moment]], list[Violation]]
+    semantics: tuple[str, ...] = ("rendezvous", "buffered")
+
+
+def validate(
+    program: Program,
+    rules: Mapping[str, Rules],
+    *,
+    semantics: tuple[str, ...] | None = None,
+) -> list[Violation]:
+    """Return the violations of `program`; empty when it is valid.
+
+    Args:
+        program: Any program.
+        rules: Rules by name of the vocabulary.
+        semantics: Semantics under which the program must not deadlock; those of the rules when
+            None.
+
+    Raises:
+        ConfigError: There are no such semantics.
+    """
+    own = rules[program.vocabulary.name]
+    semantics = own.semantics if semantics is None else semantics
+    if not semantics or set(semantics) - set(SEMANTICS):
+        msg = f"semantics must be some of {', '.join(SEMANTICS)}, got {semantics}"
+        raise ConfigError(msg)
+    header = program.header
+    if program.num_ranks * max(header.num_units, header.num_indices) > MOST_PLACES:
+        text = (
+            f"a program may have at most {MOST_PLACES} ranks x units and ranks x indices, got "
+            f"{header} on {program.num_ranks} ranks"
+        )
+        return [Violation("size", -1, -1, text)]
+    violations = _check_peers(program) + own.before(program)
+    if violations:
+        return violations
+    matching = match(program)
+    if matching.alone:
+        return [_lonely(program, place) for place in matching.alone]
+    moments: list[Moment] = []
+    for name in semantics:
+        moments, deadlock = order(
+            program, matching, buffered=name != "rendezvous", sequential=name == "sequential"
+        )
+        if deadlock is not None:
+            return [_deadlocked(program, deadlock, matching, name)]
+    return own.after(program, matching, moments)
+
+
+def _check_peers(program: Program) -> list[Violation]:
+    violations = []
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            if program.vocabulary.role(action) == LOCAL:
+                continue
+            if not 0 <= action.peer < program.num_ranks or action.peer == rank:
+                text = (
+                    f"the peer must be another rank from 0 to {program.num_ranks - 1}, got "
+                    f"{action.peer}"
+                )
+                violations.append(Violation("peers", rank, position, text))
+    return violations
+
+
+def _lonely(program: Program, place: Place) -> Violation:
+    action = program.ranks[place.rank][place.position]
+    other = "receive" if program.vocabulary.role(action) == "send" else "send"
+    text = f"{program.vocabulary.describe(action)} has no {other} there"
+    return Violation("matching", place.rank, place.position, text)
+
+
+def _deadlocked(
+    program: Program, deadlock: Deadlock, matching: Matching, semantics: str
+) -> Violation:
+    steps = []
+    for place in deadlock.circle:
+        action, other = program.ranks[place.rank][place.position], matching.partner[place]
+        steps.append(
+            f"rank {place.rank} waits in {program.vocabulary.describe(action)} for action "
+            f"{other.position} there"
+        )
+    first = deadlock.circle[0]
+    text = f"under {semantics} semantics no rank can continue: {'; '.join(steps)}"
+    return Violation("deadlock", first.rank, first.position, text)
