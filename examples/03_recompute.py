@@ -10,7 +10,7 @@ import time
 import torch
 from torch import nn
 
-from braid.autograd import (
+from braid.comm.autograd import (
     LiveBytes,
     RecomputePlan,
     by_budget,

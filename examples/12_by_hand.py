@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.autograd import recv, send
+from braid.comm.autograd import recv, send
 
 WIDTH, LAYERS, ROWS, STEPS = 256, 8, 512, 5
 

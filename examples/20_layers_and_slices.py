@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.autograd import recv, send
+from braid.comm.autograd import recv, send
 from braid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, slicing_of
 
 WIDTH, LAYERS, ROWS = 128, 4, 32

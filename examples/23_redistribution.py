@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import braid
+from braid.comm.redistribute import plan, redistribute
 from braid.programs.layout import Layout
-from braid.redistribute import plan, redistribute
 from braid.tensor_parallel import Shard
 
 ROWS, WIDTH = 64, 32

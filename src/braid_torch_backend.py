@@ -32,7 +32,7 @@ def autoload() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    return import_module("braid.torch_backend").create(options, backend_options)
+    return import_module("braid.comm.torch_backend").create(options, backend_options)
 
 
 def _is_first_of_several_ranks() -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from braid.autograd.nested import flatten, tensors_in
+from braid.comm.autograd.nested import flatten, tensors_in
 from braid.graph import capture, segments
 from braid.graph.conversion import Made, convert
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from braid.comm.redistribute import plan
 from braid.programs.layout import Layout, Mesh, place
 from braid.programs.layout.placement import AxisCost
 from braid.programs.schedule.bars import COLOURS
 from braid.programs.topology import Cluster, Level
-from braid.redistribute import plan
 from braid.tensor_parallel import Shard
 from braid.tensor_parallel.insertion import strategies_in
 from braid.tensor_parallel.insertion.annotations import annotated

@@ -6,8 +6,8 @@ import math
 
 from hypothesis import strategies as st
 
+from braid.comm.redistribute.axis_moves import Prices, State, possible_moves
 from braid.programs.layout import Layout, Mesh
-from braid.redistribute.axis_moves import Prices, State, possible_moves
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(
     lambda sizes: math.prod(sizes) <= 8

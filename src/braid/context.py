@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from braid import torch_backend
-from braid.comm import Group
+from braid.comm import Group, torch_backend
 from braid.comm.engines.c10d import C10dEngine, make_nccl
 from braid.errors import StaleError
 from braid.runtime.metrics import RunMetrics

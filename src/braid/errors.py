@@ -9,7 +9,7 @@
     ├── RendezvousError  (RuntimeError)    ranks could not find or did not trust each other
     ├── StaleError       (RuntimeError)    an object of an earlier epoch, or of a closed group
     ├── CheckpointError  (RuntimeError)    a checkpoint is missing, incomplete, corrupt or misfits
-    ├── RecomputeError   (RuntimeError)    a recomputed segment differs (in `braid.autograd`)
+    ├── RecomputeError   (RuntimeError)    a recomputed segment differs (in `braid.comm.autograd`)
     └── InternalError    (RuntimeError)    a bug in braid: please report it
 
 Messages have four parts: the problem in the user's words, the values, the place (rank, group,

@@ -7,8 +7,8 @@ import torch
 from gpu_models import layers, tokens
 from torch import nn
 
-from braid.autograd import checkpoint
-from braid.autograd.layer_costs import PeakBytes
+from braid.comm.autograd import checkpoint
+from braid.comm.autograd.layer_costs import PeakBytes
 
 
 def _net(device: str) -> nn.Sequential:

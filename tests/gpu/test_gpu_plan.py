@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_models import CONTEXT, SIZE, language_model, loss_of, tokens
 
-from braid.autograd.layer_costs import PeakBytes
+from braid.comm.autograd.layer_costs import PeakBytes
 from braid.plan.described import DescribedMachines
 from braid.plan.search import Estimator, Split, Training
 from braid.programs.topology import DEVICES, Cluster, Level

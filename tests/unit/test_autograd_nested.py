@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from braid.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.nested import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from braid.autograd import checkpoint, copy, depend, fork, join, phony, streams, wait
-from braid.autograd.streams import CPU_STREAM
+from braid.comm.autograd import checkpoint, copy, depend, fork, join, phony, streams, wait
+from braid.comm.autograd.streams import CPU_STREAM
 
 needs_two_gpus = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="needs two CUDA devices to copy between"

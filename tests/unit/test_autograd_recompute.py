@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from braid.autograd import (
+from braid.comm.autograd import (
     LayerCost,
     LiveBytes,
     RecomputeError,

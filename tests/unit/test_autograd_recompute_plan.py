@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.autograd.recompute_plan import (
+from braid.comm.autograd.recompute_plan import (
     LayerCost,
     RecomputePlan,
     Segment,

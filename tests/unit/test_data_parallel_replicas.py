@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.autograd import checkpoint
+from braid.comm.autograd import checkpoint
 from braid.comm.tensors.reduction import combine
 from braid.data_parallel.replicas.data_parallel import DataParallel
 from braid.data_parallel.replicas.parallel_apply import parallel_apply

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.autograd.nested import flatten, unflatten
+from braid.comm.autograd.nested import flatten, unflatten
 from braid.comm.tensors.plain_data import encode
 from braid.errors import CommError, ConfigError
 from braid.pipeline import sent_structure as sent

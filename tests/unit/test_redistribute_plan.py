@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.comm.redistribute import AxisCost, plan, planner
 from braid.errors import ConfigError
 from braid.programs.layout import Layout, Mesh, layout
-from braid.redistribute import AxisCost, plan, planner
 from layouts import inferred_seconds, meshes, moves
 
 MESH = Mesh({"dp": 2, "tp": 4})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from braid.comm.engines.shared_gpus import shared_gpu_error
+from braid.comm.torch_backend.foreign import ExplainedGroup
 from braid.errors import ConfigError
-from braid.torch_backend.foreign import ExplainedGroup
 
 # of torch 2.11 with NCCL 2.28
 TEXT = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9

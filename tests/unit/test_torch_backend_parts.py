@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 import braid_torch_backend
 from braid.comm.engines.background_poller import BackgroundPoller
+from braid.comm.torch_backend.futures import WorkFuture
+from braid.comm.torch_backend.shapes import Reduction, cut, divided, reduction, rows
 from braid.errors import CommError, ConfigError
-from braid.torch_backend.futures import WorkFuture
-from braid.torch_backend.shapes import Reduction, cut, divided, reduction, rows
 
 
 def raises() -> None:

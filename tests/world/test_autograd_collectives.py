@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from braid import autograd
-from braid.comm import Group
+from braid.comm import Group, autograd
 
 Tensors = list[torch.Tensor]
 WORLDS = (1, 2, 3)

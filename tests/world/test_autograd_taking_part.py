@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from braid import autograd
-from braid.comm import Group
+from braid.comm import Group, autograd
 from braid.errors import ConfigError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)

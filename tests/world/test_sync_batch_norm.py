@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from braid.autograd import checkpoint
 from braid.comm import Group
+from braid.comm.autograd import checkpoint
 from braid.data_parallel import DistributedDataParallel
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm, _combined
 from braid.errors import ConfigError

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch_jobs import process_group, run
 
+from braid.comm.torch_backend import BraidProcessGroup
 from braid.errors import ConfigError, MismatchError, StaleError
 from braid.testing.pool import ProcessPool
-from braid.torch_backend import BraidProcessGroup
 
 
 def summed(group: Any) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import braid.torch_backend  # noqa: F401 - registers the backend, also where braid is not installed anew
+import braid.comm.torch_backend  # noqa: F401 - registers the backend, also where braid is not installed anew
 from braid.comm import Group
 from braid.testing.pool import ProcessPool
 

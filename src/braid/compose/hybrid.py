@@ -30,12 +30,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from braid.autograd.nested import map_tensors, tensors_in
 from braid.checkpoint import ReplicatedSnapshot, Snapshot, training_numbers, training_tensors
 from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
 from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
+from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.compose.sharded_stages import ShardedStages
 from braid.compose.snapshot import HybridSnapshot
 from braid.context_parallel import ContextParallel, context_parallel, position_ids, split_sequence

@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from braid.autograd import all_to_all
 from braid.comm import Group
+from braid.comm.autograd import all_to_all
 from braid.context_parallel.arguments import as_autocast, check_attention, shapes_differ
 from braid.context_parallel.sequence import chunks_of
 from braid.errors import ConfigError, MismatchError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from braid.autograd import all_reduce
 from braid.comm import Group
+from braid.comm.autograd import all_reduce
 from braid.errors import ConfigError
 
 __all__ = ["mean_over_sequence", "shifted_labels"]

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from braid.autograd.phony import phony
 from braid.comm import Group
+from braid.comm.autograd.phony import phony
 from braid.context_parallel.arguments import as_autocast, check_attention
 from braid.context_parallel.blocks import Block, block_of
 from braid.context_parallel.kernels import HALF, Kernel, kernel_for, merge

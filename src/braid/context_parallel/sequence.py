@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from braid.autograd import all_gather
 from braid.comm import Group
+from braid.comm.autograd import all_gather
 from braid.errors import ConfigError
 
 __all__ = [

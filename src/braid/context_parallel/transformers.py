@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from braid.autograd import all_reduce
 from braid.comm import Group
+from braid.comm.autograd import all_reduce
 from braid.context_parallel.loss import mean_over_sequence, shifted_labels
 from braid.errors import ConfigError
 

@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 import torch
 
-from braid.autograd import all_to_all
 from braid.comm import Group
+from braid.comm.autograd import all_to_all
 from braid.expert_parallel.routing import capacity_of, keep_within
 
 __all__ = ["Dispatch"]

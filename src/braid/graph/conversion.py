@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from braid.autograd.nested import flatten, tensors_in
+from braid.comm.autograd.nested import flatten, tensors_in
 from braid.errors import ConfigError
 from braid.graph.captured import CapturedGraph
 from braid.graph.conversion_files import FUSED, README, TRAIN

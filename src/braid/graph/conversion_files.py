@@ -41,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str((HERE / {above!r}).resolve())]
 
 import braid
-from braid.autograd.nested import flatten, tensors_in
+from braid.comm.autograd.nested import flatten, tensors_in
 from braid.programs.layout import Mesh
 from {module} import {function}
 {imports}

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.nested import flatten, map_tensors
-from braid.autograd.rng_and_autocast import generators_of
+from braid.comm.autograd.nested import flatten, map_tensors
+from braid.comm.autograd.rng_and_autocast import generators_of
 from braid.errors import ConfigError
 from braid.graph.autograd_functions import functions_seen
 from braid.graph.captured import CapturedGraph

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from braid.autograd.nested import flatten, map_tensors
+from braid.comm.autograd.nested import flatten, map_tensors
 from braid.errors import ConfigError
 from braid.graph.autograd_functions import FunctionMode
 from braid.graph.captured import Modes, Node

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from braid.autograd.nested import flatten
+from braid.comm.autograd.nested import flatten
 from braid.errors import ConfigError
 from braid.runtime.seeding.keyed import DROPOUT, LIKE, TAKES_GENERATOR
 

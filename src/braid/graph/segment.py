@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd import checkpoint
-from braid.autograd.nested import flatten, unflatten
+from braid.comm.autograd import checkpoint
+from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
 from braid.graph.captured import CapturedGraph, Node, check_cuts
 from braid.graph.parts import Owner, add_module, add_tensor, owner_at

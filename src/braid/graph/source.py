@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from braid.autograd.nested import index_of, parts_of
+from braid.comm.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
 from braid.graph.captured import BatchDevice, CapturedGraph, Modes, Node, Scaled
 from braid.graph.spelling import Spelling, Unspelled, spell_path

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from braid.autograd.nested import index_of, parts_of
+from braid.comm.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
 from braid.graph.captured import BatchDevice, ByMode, Node, Scaled, name_of
 from braid.graph.recorder import Applied

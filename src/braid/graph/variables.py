@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braid.autograd.nested import parts_of, rebuild
+from braid.comm.autograd.nested import parts_of, rebuild
 from braid.errors import ConfigError
 from braid.graph.captured import BatchDevice, ByMode, CapturedGraph, Node, Scaled
 

@@ -27,8 +27,8 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from braid.autograd.layer_costs import bytes_of, seconds_of
-from braid.autograd.nested import tensors_in
+from braid.comm.autograd.layer_costs import bytes_of, seconds_of
+from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.pipeline.balance_bars import bars
 from braid.pipeline.block_partition import block_partition

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.nested import tensors_in
+from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.graph import CapturedGraph, Segment, segments, share_modules
 from braid.params import ParamTable

@@ -33,9 +33,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from braid.autograd import phony
-from braid.autograd.nested import flatten, map_tensors, unflatten
-from braid.autograd.streams import Stream, current_stream, default_stream, wait_stream
+from braid.comm.autograd import phony
+from braid.comm.autograd.nested import flatten, map_tensors, unflatten
+from braid.comm.autograd.streams import Stream, current_stream, default_stream, wait_stream
 from braid.errors import ConfigError
 from braid.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.pipeline.edges import edges_of

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.nested import map_tensors, tensors_in
-from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError
 from braid.pipeline.skip import SkipKey, use_skips
 from braid.runtime.torch_internals import own_buffers

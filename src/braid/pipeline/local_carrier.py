@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braid.autograd import Stream, copy
-from braid.autograd.nested import map_tensors
-from braid.autograd.streams import current_stream, new_stream, wait_stream
+from braid.comm.autograd import Stream, copy
+from braid.comm.autograd.nested import map_tensors
+from braid.comm.autograd.streams import current_stream, new_stream, wait_stream
 from braid.errors import CommError
 
 __all__ = ["LocalCarrier", "LocalWire", "Span"]

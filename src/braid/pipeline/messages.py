@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from braid.autograd.nested import flatten, unflatten
 from braid.comm import Group, Work
+from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
 from braid.pipeline.memory_order import as_in_memory, restored
 from braid.pipeline.sent_structure import SentSpec, SentStructure, read_structure

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from braid.autograd.nested import flatten, unflatten
+from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
 
 __all__ = ["gather", "num_rows", "scatter", "sizes_of"]

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from braid.autograd.nested import TensorPlace, unflatten
+from braid.comm.autograd.nested import TensorPlace, unflatten
 from braid.comm.tensors.plain_data import decode, encode
 from braid.errors import BraidError, CommError, ConfigError
 from braid.pipeline.memory_order import order_of, restored

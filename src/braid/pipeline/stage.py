@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from braid.autograd import checkpoint
-from braid.autograd.nested import map_tensors, tensors_in
-from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.comm.autograd import checkpoint
+from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError, InternalError
 from braid.graph import Segment
 from braid.params.weight_versions import Weights, WeightVersions

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from braid.autograd.rng_and_autocast import RngAndAutocast
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast
 from braid.errors import CommError
 
 __all__ = ["Workers"]

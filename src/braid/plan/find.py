@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from braid.autograd.nested import map_tensors
+from braid.comm.autograd.nested import map_tensors
 from braid.errors import ConfigError
 from braid.graph import capture, segments
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations

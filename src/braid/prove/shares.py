@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from braid.autograd.nested import tensors_in
+from braid.comm.autograd.nested import tensors_in
 from braid.prove.task import Task
 
 __all__ = ["CHECKED_STEPS", "ShareCheck", "ShareGap", "check_shares", "noting_weights"]

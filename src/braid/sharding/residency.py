@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from braid.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
 from braid.params.autograd_grad import is_in_backward
 from braid.params.optimizer_in_place import refuse_copy

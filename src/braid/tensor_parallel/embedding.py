@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.autograd import all_reduce_forward_identity_backward
 from braid.comm import Group
+from braid.comm.autograd import all_reduce_forward_identity_backward
 from braid.errors import ConfigError
 from braid.tensor_parallel.linear import slice_param
 from braid.tensor_parallel.slices import Slicing

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.autograd import (
+from braid.comm import Group
+from braid.comm.autograd import (
     all_gather_forward_split_backward,
     all_reduce_forward_identity_backward,
     identity_forward_all_reduce_backward,
     split_forward_all_gather_backward,
 )
-from braid.comm import Group
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import version_of
 from braid.tensor_parallel.slices import Slicing

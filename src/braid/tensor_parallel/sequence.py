@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import torch
 
-from braid.autograd import (
+from braid.comm import Group
+from braid.comm.autograd import (
     all_gather,
     all_gather_forward_split_backward,
     reduce_scatter,
     split_forward_all_gather_backward,
 )
-from braid.comm import Group
 from braid.errors import ConfigError
 
 __all__ = ["gather_sequence", "reduce_scatter_sequence", "scatter_sequence"]

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.autograd import (
+from braid.comm import Group
+from braid.comm.autograd import (
     all_gather_forward_split_backward,
     all_reduce_forward_identity_backward,
 )
-from braid.comm import Group
 from braid.tensor_parallel.linear import column_linear, slice_param
 from braid.tensor_parallel.slices import Slicing
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from braid.autograd.layer_costs import seconds_of
+from braid.comm.autograd.layer_costs import seconds_of
 from braid.errors import ConfigError
 from braid.plan.find import DTYPES
 from braid.programs.topology import find_device

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from braid.autograd.streams import current_stream, synchronize
 from braid.checkpoint import (
     BackgroundSaver,
     Checkpoint,
@@ -26,6 +25,7 @@ from braid.checkpoint import (
     restore_training,
 )
 from braid.comm import Group
+from braid.comm.autograd.streams import current_stream, synchronize
 from braid.data import Corpus, Windows
 from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.sampling import OrderedSampler, SampleOrder

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from braid.autograd import LiveBytes
 from braid.bench.workers.pipeline_models import Compute, Job, cut, job_of
 from braid.comm import Group
+from braid.comm.autograd import LiveBytes
 from braid.pipeline import Pipeline
 from braid.programs.schedule import Action, Costs, Program, simulate
 from braid.programs.schedule.pipeline import SCHEDULES, most_held, stage_ranks, with_recompute

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from braid import context
-from braid.autograd.layer_costs import PeakBytes
 from braid.bench.workers.plan_plan import StepError, Steps, StepsPlan
 from braid.comm import Group
+from braid.comm.autograd.layer_costs import PeakBytes
 from braid.data import Corpus, standard_library
 from braid.plan.plan_file import Plan
 from braid.plan.profiling import (

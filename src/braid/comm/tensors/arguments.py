@@ -2,7 +2,7 @@
 
 Tensors, numpy arrays and raw memory (`Buffer`) are accepted, with any strides; results need a
 tensor whose elements do not overlap. Tensors that are not contiguous are copied and copied back
-(`copies`). Tensors that require grad are used without autograd noticing; `braid.autograd` has
+(`copies`). Tensors that require grad are used without autograd noticing; `braid.comm.autograd` has
 collectives with gradients. Empty and zero-dim tensors are ordinary. CUDA tensors of a group in
 shared memory travel through a copy in pinned memory.
 

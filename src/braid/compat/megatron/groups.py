@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-import braid.torch_backend  # noqa: F401 - registers the backend
+import braid.comm.torch_backend  # noqa: F401 - registers the backend
 from braid.comm import Group
 from braid.compat.megatron.failure import NotInitializedError, UnsupportedError, UsageError
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.nested import tensors_in
 from braid.comm import Group
+from braid.comm.autograd.nested import tensors_in
 from braid.data_parallel.ddp.arguments import (
     WrapperSettings,
     arguments_in_common,

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.nested import tensors_in
 from braid.comm import Group
+from braid.comm.autograd.nested import tensors_in
 from braid.params import Bucket
 from braid.params.hashing import checksum
 from braid.types import first_few

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from braid.autograd.nested import map_tensors
+from braid.comm.autograd.nested import map_tensors
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import BatchNorm, InstanceNorm, NormBase

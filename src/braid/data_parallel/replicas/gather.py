@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from braid.autograd.nested import parts_of, rebuild
+from braid.comm.autograd.nested import parts_of, rebuild
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from braid.autograd.nested import tensors_in
-from braid.autograd.rng_and_autocast import RngAndAutocast
-from braid.autograd.streams import current_stream, use_stream
+from braid.comm.autograd.nested import tensors_in
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast
+from braid.comm.autograd.streams import current_stream, use_stream
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
 

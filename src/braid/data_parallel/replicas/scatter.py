@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from braid.autograd.nested import flatten, tensors_in, unflatten
+from braid.comm.autograd.nested import flatten, tensors_in, unflatten
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
 
@@ -39,7 +39,7 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
     """Return the length along `dim` of all tensors in `inputs`; None if there are none with dims.
 
     Args:
-        inputs: Containers of tensors and anything else, as in `braid.autograd.nested`.
+        inputs: Containers of tensors and anything else, as in `braid.comm.autograd.nested`.
         dim: Dim along which samples lie.
 
     Raises:

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from braid.autograd.layer_costs import bytes_of
-from braid.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.layer_costs import bytes_of
+from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
 from braid.pipeline.layer_runs import Skips, run_all
 from braid.plan.lone_rank import LoneRank

@@ -15,8 +15,8 @@ import psutil
 import torch
 from torch import nn
 
-from braid.autograd.layer_costs import seconds_of
 from braid.comm import Group
+from braid.comm.autograd.layer_costs import seconds_of
 from braid.params.exact_norm import clip_pieces_
 from braid.pipeline import Pipeline
 from braid.plan.profiling.profile import Curve, HostProfile

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from braid.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
-from braid.autograd.nested import flatten, tensors_in
 from braid.comm import Group
+from braid.comm.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
+from braid.comm.autograd.nested import flatten, tensors_in
 from braid.errors import ConfigError
 from braid.pipeline.layer_runs import Skips, as_they_were, run_all
 from braid.pipeline.microbatches import num_rows

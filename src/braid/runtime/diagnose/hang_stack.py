@@ -41,7 +41,7 @@ __all__ = [
 # with os.sep, because a directory of the user may begin with the same letters
 WAITING_PACKAGES = tuple(
     str(PurePath(BRAID_ROOT, package)) + os.sep
-    for package in ("comm", "runtime/transport", "torch_backend", "runtime/message", "rpc")
+    for package in ("comm", "runtime/transport", "runtime/message", "rpc")
 )
 BACKGROUND = "_run"  # first function of braid's own threads, whose waits block no program
 LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from braid.autograd import (
+from braid.comm import Group
+from braid.comm.autograd import (
     all_gather,
     all_gather_forward_split_backward,
     all_reduce,
@@ -34,10 +35,9 @@ from braid.autograd import (
     reduce_scatter,
     split_forward_all_gather_backward,
 )
-from braid.comm import Group
+from braid.comm.redistribute import AxisCost, plan
 from braid.errors import ConfigError
 from braid.programs.layout import Layout
-from braid.redistribute import AxisCost, plan
 from braid.tensor_parallel.slices import Slicing
 
 __all__ = ["Collective", "Move", "Step", "steps_between"]

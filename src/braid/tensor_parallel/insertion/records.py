@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from braid.comm.redistribute import AxisCost
 from braid.programs.layout import Layout, Mesh
-from braid.redistribute import AxisCost
 from braid.tensor_parallel.insertion.moves import Collective
 
 __all__ = ["Conflict", "Options", "Row", "Scheme"]

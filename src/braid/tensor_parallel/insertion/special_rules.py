@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
+from braid.comm.redistribute import AxisCost
 from braid.programs.layout import Layout
-from braid.redistribute import AxisCost
 from braid.tensor_parallel.insertion.calls import Call, length_of, shape_of, tensor_of
 from braid.tensor_parallel.insertion.moves import Collective, Groups, Step
 from braid.tensor_parallel.insertion.special import (

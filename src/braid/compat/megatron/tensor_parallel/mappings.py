@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from braid import autograd
-from braid.autograd import (
+from braid.comm import Group, autograd
+from braid.comm.autograd import (
     all_gather_forward_split_backward,
     all_reduce_forward_identity_backward,
     identity_forward_all_reduce_backward,
     split_forward_all_gather_backward,
 )
-from braid.comm import Group
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.groups import braid_group
 from braid.compat.megatron.utils import divide, tensor_group

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from braid import autograd
-from braid.autograd import (
+from braid.comm import autograd
+from braid.comm.autograd import (
     all_gather_forward_split_backward,
     split_forward_all_gather_backward,
 )
-from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.compat.megatron.failure import UnsupportedError, UsageError
 from braid.compat.megatron.tensor_parallel.rng_tracker import (
     CudaRNGStatesTracker,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from braid.redistribute.collectives import carry_out, move, redistribute
-from braid.redistribute.planner import plan
-from braid.redistribute.steps import AxisCost, Plan, Step
+from braid.comm.redistribute.collectives import carry_out, move, redistribute
+from braid.comm.redistribute.planner import plan
+from braid.comm.redistribute.steps import AxisCost, Plan, Step
 
 __all__ = ["AxisCost", "Plan", "Step", "carry_out", "move", "plan", "redistribute"]

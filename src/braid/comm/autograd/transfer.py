@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from braid.autograd.linear_map import linear_map
-from braid.autograd.streams import (
+from braid.comm.autograd.linear_map import linear_map
+from braid.comm.autograd.streams import (
     Stream,
     current_stream,
     device_of,

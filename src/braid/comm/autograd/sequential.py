@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.autograd.recompute import Around, checkpoint
-from braid.autograd.recompute_plan import RecomputePlan, equal_segments
+from braid.comm.autograd.recompute import Around, checkpoint
+from braid.comm.autograd.recompute_plan import RecomputePlan, equal_segments
 
 __all__ = ["checkpoint_sequential"]
 

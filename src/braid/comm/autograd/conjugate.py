@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import torch
 
-from braid.autograd.arguments import check_call
-from braid.autograd.linear_map import collective
 from braid.comm import Group
+from braid.comm.autograd.arguments import check_call
+from braid.comm.autograd.linear_map import collective
 from braid.errors import ConfigError
 
 __all__ = [

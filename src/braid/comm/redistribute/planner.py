@@ -18,10 +18,10 @@ import heapq
 from collections.abc import Mapping, Sequence
 from itertools import count
 
+from braid.comm.redistribute.axis_moves import Move, Prices, State, possible_moves
+from braid.comm.redistribute.steps import AxisCost, Plan, Step
 from braid.errors import ConfigError
 from braid.programs.layout import Layout
-from braid.redistribute.axis_moves import Move, Prices, State, possible_moves
-from braid.redistribute.steps import AxisCost, Plan, Step
 
 __all__ = ["plan"]
 

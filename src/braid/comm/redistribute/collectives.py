@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from braid.comm import Group
+from braid.comm.redistribute.exchange import Exchange, intersection, relative
+from braid.comm.redistribute.planner import plan
+from braid.comm.redistribute.steps import AxisCost, Plan, Step
 from braid.errors import ConfigError
 from braid.programs.layout import Box, Layout
-from braid.redistribute.exchange import Exchange, intersection, relative
-from braid.redistribute.planner import plan
-from braid.redistribute.steps import AxisCost, Plan, Step
 
 __all__ = ["carry_out", "move", "redistribute"]
 

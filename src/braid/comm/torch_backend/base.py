@@ -15,14 +15,14 @@ from torch.distributed import distributed_c10d
 
 from braid.comm import Group, StepsBy, Work
 from braid.comm.engines.work import Works
+from braid.comm.torch_backend.backward import inside_backward
+from braid.comm.torch_backend.buckets import Buckets
+from braid.comm.torch_backend.foreign import ExplainedGroup, Foreign
+from braid.comm.torch_backend.futures import WorkFuture
+from braid.comm.torch_backend.shapes import flat_outputs
+from braid.comm.torch_backend.shared_world import SharedWorld, SharedWorlds
+from braid.comm.torch_backend.work import FinishedWork, PendingWork, Started, seconds
 from braid.errors import StaleError
-from braid.torch_backend.backward import inside_backward
-from braid.torch_backend.buckets import Buckets
-from braid.torch_backend.foreign import ExplainedGroup, Foreign
-from braid.torch_backend.futures import WorkFuture
-from braid.torch_backend.shapes import flat_outputs
-from braid.torch_backend.shared_world import SharedWorld, SharedWorlds
-from braid.torch_backend.work import FinishedWork, PendingWork, Started, seconds
 
 __all__ = ["BaseProcessGroup", "c10d"]
 

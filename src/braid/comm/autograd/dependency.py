@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from braid.autograd.linear_map import linear_map
-from braid.autograd.phony import phony
+from braid.comm.autograd.linear_map import linear_map
+from braid.comm.autograd.phony import phony
 
 __all__ = ["depend", "fork", "join"]
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from braid.redistribute.steps import AxisCost
+from braid.comm.redistribute.steps import AxisCost
 
 __all__ = ["Dims", "Move", "Prices", "State", "possible_moves"]
 

@@ -18,8 +18,8 @@ An error is raised out of that callback, hence out of `loss.backward()`, as itse
 
 from __future__ import annotations
 
+from braid.comm.torch_backend.futures import WorkFuture
 from braid.runtime.torch_internals import current_graph_task, current_node, queue_callback
-from braid.torch_backend.futures import WorkFuture
 
 __all__ = ["Backward", "inside_backward"]
 

@@ -40,9 +40,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from braid.autograd.nested import flatten, unflatten
-from braid.autograd.phony import phony
-from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.comm.autograd.nested import flatten, unflatten
+from braid.comm.autograd.phony import phony
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
 from braid.runtime import seeding
 from braid.runtime.torch_internals import current_graph_task, version_of

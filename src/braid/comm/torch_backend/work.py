@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
 from braid.comm.engines.work import Work, Works
-from braid.torch_backend.futures import WorkFuture
+from braid.comm.torch_backend.futures import WorkFuture
 
 __all__ = ["FinishedWork", "PendingWork", "Started", "seconds"]
 

@@ -30,6 +30,7 @@ import torch
 from braid.comm import Group
 from braid.comm.api.group import FIRST_DEADLINE_S
 from braid.comm.engines.background_poller import BackgroundPoller
+from braid.comm.torch_backend.backward import Backward
 from braid.errors import ConfigError, message_of
 from braid.runtime.rendezvous import JobEnvironment, wants_portable
 from braid.runtime.rendezvous.membership import join_job
@@ -37,7 +38,6 @@ from braid.runtime.rendezvous.network import network_of_program
 from braid.runtime.rendezvous.rank import claim, join
 from braid.runtime.store import PrefixStore, Store
 from braid.runtime.store.torch_store import TorchStore
-from braid.torch_backend.backward import Backward
 
 __all__ = ["Meeting", "SharedWorld", "SharedWorlds"]
 

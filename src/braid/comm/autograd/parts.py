@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.autograd.arguments import check_call
-from braid.autograd.linear_map import collective
 from braid.comm import Group
+from braid.comm.autograd.arguments import check_call
+from braid.comm.autograd.linear_map import collective
 from braid.errors import ConfigError
 
 __all__ = ["all_gather", "all_to_all", "check_sizes", "reduce_scatter"]

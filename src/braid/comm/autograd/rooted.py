@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.autograd.arguments import check_call
-from braid.autograd.linear_map import collective
-from braid.autograd.parts import check_sizes
 from braid.comm import Group
+from braid.comm.autograd.arguments import check_call
+from braid.comm.autograd.linear_map import collective
+from braid.comm.autograd.parts import check_sizes
 from braid.errors import ConfigError
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]

@@ -9,10 +9,10 @@ from functools import reduce as fold
 
 import torch
 
-from braid.autograd.arguments import check_call
-from braid.autograd.linear_map import collective
-from braid.autograd.parts import all_gather
 from braid.comm import Group
+from braid.comm.autograd.arguments import check_call
+from braid.comm.autograd.linear_map import collective
+from braid.comm.autograd.parts import all_gather
 from braid.errors import ConfigError
 
 __all__ = ["all_reduce", "scan"]

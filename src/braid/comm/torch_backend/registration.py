@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from braid.comm import Group
+from braid.comm.torch_backend.base import BaseProcessGroup
+from braid.comm.torch_backend.collectives import Collectives
+from braid.comm.torch_backend.process_group import BraidProcessGroup
+from braid.comm.torch_backend.shared_world import SharedWorlds
+from braid.comm.torch_backend.work import FinishedWork, PendingWork
 from braid.runtime.torch_internals import compile_nothing
-from braid.torch_backend.base import BaseProcessGroup
-from braid.torch_backend.collectives import Collectives
-from braid.torch_backend.process_group import BraidProcessGroup
-from braid.torch_backend.shared_world import SharedWorlds
-from braid.torch_backend.work import FinishedWork, PendingWork
 
 __all__ = ["create", "register", "share"]
 

@@ -3,8 +3,8 @@
 Importing this room registers the backend; with braid installed, `import torch` is enough.
 """
 
-from braid.torch_backend.process_group import BraidProcessGroup
-from braid.torch_backend.registration import create, register, share
+from braid.comm.torch_backend.process_group import BraidProcessGroup
+from braid.comm.torch_backend.registration import create, register, share
 
 __all__ = ["BraidProcessGroup", "create", "register", "share"]
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from braid.torch_backend.backward import inside_backward
-from braid.torch_backend.base import BaseProcessGroup, c10d
-from braid.torch_backend.shapes import (
+from braid.comm.torch_backend.backward import inside_backward
+from braid.comm.torch_backend.base import BaseProcessGroup, c10d
+from braid.comm.torch_backend.shapes import (
     by_input,
     cut,
     divided,
@@ -30,7 +30,7 @@ from braid.torch_backend.shapes import (
     rows,
     tensors_of,
 )
-from braid.torch_backend.work import FinishedWork, seconds
+from braid.comm.torch_backend.work import FinishedWork, seconds
 
 __all__ = ["Collectives"]
 

@@ -52,7 +52,7 @@ from typing import Any, cast
 
 import torch
 
-from braid.autograd.phony import phony
+from braid.comm.autograd.phony import phony
 
 __all__ = ["collective", "linear_map"]
 

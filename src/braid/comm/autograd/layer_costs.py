@@ -12,10 +12,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from braid.autograd.nested import flatten, unflatten
-from braid.autograd.recompute_plan import LayerCost
-from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
-from braid.autograd.streams import current_stream, synchronize
+from braid.comm.autograd.nested import flatten, unflatten
+from braid.comm.autograd.recompute_plan import LayerCost
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.comm.autograd.streams import current_stream, synchronize
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.torch_internals import TorchDispatchMode, pytree, storage_id
 

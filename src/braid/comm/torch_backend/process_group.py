@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from braid.comm.engines.work import Works
+from braid.comm.torch_backend.base import c10d
+from braid.comm.torch_backend.collectives import Collectives
+from braid.comm.torch_backend.foreign import Foreign
+from braid.comm.torch_backend.shapes import in_shared_memory, tensors_of
+from braid.comm.torch_backend.shared_world import Meeting, SharedWorlds
+from braid.comm.torch_backend.work import FinishedWork, PendingWork, seconds
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import backend_options, end_coalescing, start_coalescing
-from braid.torch_backend.base import c10d
-from braid.torch_backend.collectives import Collectives
-from braid.torch_backend.foreign import Foreign
-from braid.torch_backend.shapes import in_shared_memory, tensors_of
-from braid.torch_backend.shared_world import Meeting, SharedWorlds
-from braid.torch_backend.work import FinishedWork, PendingWork, seconds
 
 __all__ = ["BraidProcessGroup"]
 

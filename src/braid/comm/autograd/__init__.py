@@ -1,18 +1,18 @@
 """Collectives with gradients, order in backward, copies between streams, and recomputation."""
 
-from braid.autograd.conjugate import (
+from braid.comm.autograd.conjugate import (
     all_gather_forward_split_backward,
     all_reduce_forward_identity_backward,
     identity_forward_all_reduce_backward,
     split_forward_all_gather_backward,
 )
-from braid.autograd.dependency import depend, fork, join
-from braid.autograd.layer_costs import LiveBytes, measure
-from braid.autograd.messages import exchange, recv, send
-from braid.autograd.parts import all_gather, all_to_all, reduce_scatter
-from braid.autograd.phony import phony
-from braid.autograd.recompute import RecomputeError, checkpoint
-from braid.autograd.recompute_plan import (
+from braid.comm.autograd.dependency import depend, fork, join
+from braid.comm.autograd.layer_costs import LiveBytes, measure
+from braid.comm.autograd.messages import exchange, recv, send
+from braid.comm.autograd.parts import all_gather, all_to_all, reduce_scatter
+from braid.comm.autograd.phony import phony
+from braid.comm.autograd.recompute import RecomputeError, checkpoint
+from braid.comm.autograd.recompute_plan import (
     LayerCost,
     RecomputePlan,
     Segment,
@@ -23,11 +23,11 @@ from braid.autograd.recompute_plan import (
     least_budget,
     sqrt_segments,
 )
-from braid.autograd.reductions import all_reduce, scan
-from braid.autograd.rooted import broadcast, gather, reduce, scatter
-from braid.autograd.sequential import checkpoint_sequential
-from braid.autograd.streams import CPU_STREAM, CPUStream, Stream
-from braid.autograd.transfer import copy, wait
+from braid.comm.autograd.reductions import all_reduce, scan
+from braid.comm.autograd.rooted import broadcast, gather, reduce, scatter
+from braid.comm.autograd.sequential import checkpoint_sequential
+from braid.comm.autograd.streams import CPU_STREAM, CPUStream, Stream
+from braid.comm.autograd.transfer import copy, wait
 
 __all__ = [
     "CPU_STREAM",

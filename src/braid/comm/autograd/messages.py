@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from braid.autograd.arguments import check_call
-from braid.autograd.dependency import join
-from braid.autograd.linear_map import collective
 from braid.comm import Group
+from braid.comm.autograd.arguments import check_call
+from braid.comm.autograd.dependency import join
+from braid.comm.autograd.linear_map import collective
 
 __all__ = ["exchange", "recv", "send"]
 
