@@ -41,7 +41,7 @@ ROOMS = (
     "braid.runtime.metrics",
     "braid.launch",
     "braid.prove",
-    "braid.observe",
+    "braid.launch.observe",
     "braid.programs.schedule",
     "braid.programs.topology",
     "braid.programs.cost",

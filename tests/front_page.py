@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
-from braid.observe import build_story, publish, read_run
-from braid.observe.report import page_template
+from braid.launch.observe import build_story, publish, read_run
+from braid.launch.observe.report import page_template
 from proof import FAILING_JOB
 
 ROOT = Path(__file__).resolve().parent.parent

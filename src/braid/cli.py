@@ -297,8 +297,8 @@ def report(
 
     from rich.console import Console
 
-    from braid.observe import print_comparison, print_summary, publish, publish_comparison
-    from braid.observe.trackers import open_tracker, send_run
+    from braid.launch.observe import print_comparison, print_summary, publish, publish_comparison
+    from braid.launch.observe.trackers import open_tracker, send_run
     from braid.runtime.clock import MonotonicClock
 
     if to:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from braid.launch import JobSpec
+from braid.launch.observe import read_run
 from braid.launch.supervise.run_record import (
     git_commit,
     make_log_dir,
     package_versions,
     write_record,
 )
-from braid.observe import read_run
 from braid.runtime.diagnose import RunRecord
 
 

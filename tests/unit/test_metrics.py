@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from braid.errors import ConfigError
-from braid.observe import read_run
+from braid.launch.observe import read_run
 from braid.runtime.clock import VirtualClock
 from braid.runtime.events import Recorder
 from braid.runtime.metrics import (

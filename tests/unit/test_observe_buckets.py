@@ -7,9 +7,9 @@ import math
 import pytest
 from observe_job import CAPACITY, MS, RecordedRank, late_job, write_run
 
-from braid.observe import build_story, read_run, read_timelines, render_page
-from braid.observe.buckets import LateBucket, averagings, late_buckets, more_often_than
-from braid.observe.facts import facts
+from braid.launch.observe import build_story, read_run, read_timelines, render_page
+from braid.launch.observe.buckets import LateBucket, averagings, late_buckets, more_often_than
+from braid.launch.observe.facts import facts
 
 STEP_MS = 20.0
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from braid import cli
 from braid.errors import ConfigError
-from braid.observe import compare_runs, publish_comparison, read_run
-from braid.observe.compare import print_comparison
+from braid.launch.observe import compare_runs, publish_comparison, read_run
+from braid.launch.observe.compare import print_comparison
 
 
 def _metrics(scale: float) -> list[dict[str, float]]:

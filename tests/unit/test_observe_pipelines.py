@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from observe_job import MS, RecordedRank, late_job, write_run
 
-from braid.observe import build_story, read_run, render_page
-from braid.observe.passes import passes, schedule_name
-from braid.observe.pipelines import pipeline_views
-from braid.observe.timeline import read_timelines
+from braid.launch.observe import build_story, read_run, render_page
+from braid.launch.observe.passes import passes, schedule_name
+from braid.launch.observe.pipelines import pipeline_views
+from braid.launch.observe.timeline import read_timelines
 from braid.programs.schedule import Costs, simulate
 from braid.programs.schedule.pipeline import SCHEDULES, with_recompute
 from braid.programs.schedule.program import SEND

@@ -21,8 +21,8 @@ from observe_job import (
 from rich.console import Console
 
 from braid.errors import ConfigError
-from braid.observe import build_story, print_summary, publish, read_run, render_page
-from braid.observe.figures import line_chart, ticks
+from braid.launch.observe import build_story, print_summary, publish, read_run, render_page
+from braid.launch.observe.figures import line_chart, ticks
 from braid.runtime.diagnose import (
     MemoryKill,
     ParsedError,

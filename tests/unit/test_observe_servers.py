@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from braid.observe.servers import ServerRow, servers, servers_text
-from braid.observe.timeline import read_timelines
+from braid.launch.observe.servers import ServerRow, servers, servers_text
+from braid.launch.observe.timeline import read_timelines
 from braid.runtime.events import EventRing, Recorder
 
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observe_job import ALL_REDUCE, MS, RecordedRank, build, late_job, train
 
-from braid.observe.facts import facts
-from braid.observe.intervals import Cover, Interval, lanes
-from braid.observe.operations import Operation, bucket_waits, operations, percentile
-from braid.observe.timeline import Shares, StepKey, read_timelines, shares
-from braid.observe.units import (
+from braid.launch.observe.facts import facts
+from braid.launch.observe.intervals import Cover, Interval, lanes
+from braid.launch.observe.operations import Operation, bucket_waits, operations, percentile
+from braid.launch.observe.timeline import Shares, StepKey, read_timelines, shares
+from braid.launch.observe.units import (
     bytes_text,
     count_text,
     duration_text,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from observe_job import ALL_REDUCE, RecordedRank, build, late_job, train, write_run
 
-from braid.observe import trace
-from braid.observe.run_directory import read_run
-from braid.observe.timeline import read_timelines
+from braid.launch.observe import trace
+from braid.launch.observe.run_directory import read_run
+from braid.launch.observe.timeline import read_timelines
 
 
 def _written(tmp_path, rings):

@@ -14,7 +14,7 @@ from observe_job import late_job, record_of, write_run
 
 from braid import cli
 from braid.errors import ConfigError
-from braid.observe.trackers import TRACKERS, open_tracker, send_run
+from braid.launch.observe.trackers import TRACKERS, open_tracker, send_run
 from braid.runtime.clock import VirtualClock
 from braid.runtime.metrics import MetricsFiles
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from braid.observe.timeline import read_timelines
-from braid.observe.weight_versions import VersionRow, version_rows, versions_text
+from braid.launch.observe.timeline import read_timelines
+from braid.launch.observe.weight_versions import VersionRow, version_rows, versions_text
 from braid.runtime.events import EventRing, Recorder
 
 

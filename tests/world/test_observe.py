@@ -10,7 +10,7 @@ import pytest
 
 from braid import cli
 from braid.launch import JobSpec, QuietConsole, Supervisor
-from braid.observe import build_story, read_run
+from braid.launch.observe import build_story, read_run
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 

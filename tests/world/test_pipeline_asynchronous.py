@@ -12,8 +12,8 @@ from torch import nn
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
 from braid.graph import capture
-from braid.observe.timeline import read_timelines
-from braid.observe.weight_versions import version_rows
+from braid.launch.observe.timeline import read_timelines
+from braid.launch.observe.weight_versions import version_rows
 from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
 from braid.programs.schedule.pipeline import asynchronous, staleness
 

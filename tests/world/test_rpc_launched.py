@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from braid.observe.run_directory import read_run
-from braid.observe.trace import write_trace
+from braid.launch.observe.run_directory import read_run
+from braid.launch.observe.trace import write_trace
 
 
 @pytest.mark.launcher

@@ -29,7 +29,7 @@ from braid._version import __version__
 from braid.checkpoint import Comparison, compare, verify
 from braid.errors import CheckpointError
 from braid.launch import Outcome
-from braid.observe import pipeline_views, read_run, read_timelines
+from braid.launch.observe import pipeline_views, read_run, read_timelines
 from braid.train.command import launch
 from braid.train.config import MODELS, TrainConfig
 from braid.train.progress import TrainConsole

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from braid.errors import ConfigError
-from braid.observe.passes import passes
-from braid.observe.run_directory import read_run
+from braid.launch.observe.passes import passes
+from braid.launch.observe.run_directory import read_run
 from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.plan_file import Plan
 from braid.plan.profiling import MeasuredMachines, MeasuredModel

@@ -1,4 +1,4 @@
-"""The program of a rank of `braid.ray.run`: calls the function, and leaves its result for Ray.
+"""The program of a rank of `launch.ray.run`: calls the function, and leaves its result for Ray.
 
 python -m braid.launch.engines.ray_call    under an actor's agent, see `ray_client.run_agent`
 
@@ -25,7 +25,7 @@ def main() -> int:
     """Call the function; an exception ends this rank as it would end a script."""
     place = os.environ.get(CALL, "")
     if not place:
-        msg = f"{CALL} is not set: this program is started by braid.ray.run"
+        msg = f"{CALL} is not set: this program is started by braid.launch.ray.run"
         raise ConfigError(msg)
     fn, args, kwargs = pickle.loads(Path(place, "call").read_bytes())  # noqa: S301 - of this job
     result = Path(place, f"result.{os.environ['RANK']}")

@@ -9,10 +9,10 @@ from functools import partial
 from itertools import pairwise
 from statistics import median
 
-from braid.observe.figures import Chart, line_chart
-from braid.observe.run_directory import Run
-from braid.observe.timeline import StepKey, StepTime
-from braid.observe.units import duration_text
+from braid.launch.observe.figures import Chart, line_chart
+from braid.launch.observe.run_directory import Run
+from braid.launch.observe.timeline import StepKey, StepTime
+from braid.launch.observe.units import duration_text
 from braid.runtime.diagnose import rank_list
 from braid.runtime.metrics import MEASURED
 

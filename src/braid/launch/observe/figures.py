@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from braid.observe.intervals import Interval, lanes
-from braid.observe.timeline import RankTimeline
-from braid.observe.units import bytes_text, count_text, duration_text
+from braid.launch.observe.intervals import Interval, lanes
+from braid.launch.observe.timeline import RankTimeline
+from braid.launch.observe.units import bytes_text, count_text, duration_text
 
 __all__ = [
     "Box",

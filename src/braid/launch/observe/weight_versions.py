@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from braid.observe.timeline import RankTimeline
+from braid.launch.observe.timeline import RankTimeline
 from braid.runtime.diagnose import rank_list
 
 __all__ = ["VersionRow", "version_rows", "versions_text"]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.observe.report import Story, build_story, render_page, this_machine
-from braid.observe.run_directory import read_run
-from braid.observe.trace import write_trace
+from braid.launch.observe.report import Story, build_story, render_page, this_machine
+from braid.launch.observe.run_directory import read_run
+from braid.launch.observe.trace import write_trace
 
 __all__ = ["Published", "publish", "write_page"]
 

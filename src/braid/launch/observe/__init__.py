@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from braid.observe.compare import (
+from braid.launch.observe.compare import (
     Comparison,
     compare_runs,
     print_comparison,
     publish_comparison,
 )
-from braid.observe.pipelines import PipelineView, pipeline_views
-from braid.observe.publish import Published, publish
-from braid.observe.report import Story, build_story, render_page, this_machine
-from braid.observe.run_directory import Run, read_run
-from braid.observe.summary import print_summary
-from braid.observe.timeline import RankTimeline, Shares, read_timelines, shares
-from braid.observe.trace import write_trace
+from braid.launch.observe.pipelines import PipelineView, pipeline_views
+from braid.launch.observe.publish import Published, publish
+from braid.launch.observe.report import Story, build_story, render_page, this_machine
+from braid.launch.observe.run_directory import Run, read_run
+from braid.launch.observe.summary import print_summary
+from braid.launch.observe.timeline import RankTimeline, Shares, read_timelines, shares
+from braid.launch.observe.trace import write_trace
 
 __all__ = [
     "Comparison",

@@ -21,18 +21,18 @@ from typing import NamedTuple
 import jinja2
 
 from braid._version import __version__
-from braid.observe.buckets import LateBucket, late_buckets
-from braid.observe.curves import charts
-from braid.observe.facts import by_step, facts, slowest_step
-from braid.observe.figures import Chart, Picture, picture
-from braid.observe.glance import Figure, glance
-from braid.observe.operations import Operation, operations
-from braid.observe.pipelines import PipelineView, pipeline_views
-from braid.observe.run_directory import Run
-from braid.observe.servers import ServerRow, servers
-from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
-from braid.observe.units import bytes_text, count_text, duration_text, percent_text
-from braid.observe.weight_versions import VersionRow, version_rows
+from braid.launch.observe.buckets import LateBucket, late_buckets
+from braid.launch.observe.curves import charts
+from braid.launch.observe.facts import by_step, facts, slowest_step
+from braid.launch.observe.figures import Chart, Picture, picture
+from braid.launch.observe.glance import Figure, glance
+from braid.launch.observe.operations import Operation, operations
+from braid.launch.observe.pipelines import PipelineView, pipeline_views
+from braid.launch.observe.run_directory import Run
+from braid.launch.observe.servers import ServerRow, servers
+from braid.launch.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
+from braid.launch.observe.units import bytes_text, count_text, duration_text, percent_text
+from braid.launch.observe.weight_versions import VersionRow, version_rows
 from braid.runtime.diagnose import error_block, render_block
 
 __all__ = ["Story", "build_story", "page_template", "render_page", "this_machine"]
@@ -167,7 +167,7 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
 def page_template(name: str) -> jinja2.Template:
     """Return a template of `page/`, which escapes every text and knows the units."""
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("braid.observe", "page"),
+        loader=jinja2.PackageLoader("braid.launch.observe", "page"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -1,13 +1,13 @@
 """Functions on the ranks of a Ray cluster.
 
-    import braid.ray
+    import braid.launch.ray
 
     def train(lr):
         group = braid.init()
         ...
         return loss
 
-    losses = braid.ray.run(train, num_workers=4, args=(0.1,), resources={"GPU": 1})
+    losses = braid.launch.ray.run(train, num_workers=4, args=(0.1,), resources={"GPU": 1})
 
 Works in a driver that has called `ray.init`, inside of `ray job submit`, and where RAY_ADDRESS or a
 cluster of this machine is found. Ranks talk to each other as under `braid run`; Ray starts them,
@@ -78,10 +78,10 @@ def run(
         import ray  # noqa: PLC0415 - an extra
         from ray import cloudpickle  # noqa: PLC0415
     except ModuleNotFoundError as exc:
-        msg = "braid.ray.run needs Ray: pip install 'braid-train[ray]'"
+        msg = "braid.launch.ray.run needs Ray: pip install 'braid-train[ray]'"
         raise ConfigError(msg) from exc
     if threading.current_thread() is not threading.main_thread():
-        msg = "braid.ray.run receives signals: call it in the main thread"
+        msg = "braid.launch.ray.run receives signals: call it in the main thread"
         raise ConfigError(msg)
     if not address and ray.is_initialized():
         address = ray.get_runtime_context().gcs_address

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from braid.observe.intervals import Interval
+from braid.launch.observe.intervals import Interval
 
 __all__ = ["AveragingOf", "averagings_of", "derived_steps"]
 

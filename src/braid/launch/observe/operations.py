@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from braid.observe.intervals import Interval
-from braid.observe.timeline import RankTimeline
+from braid.launch.observe.intervals import Interval
+from braid.launch.observe.timeline import RankTimeline
 
 __all__ = [
     "BucketWait",

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from braid.observe.buckets import late_buckets
-from braid.observe.operations import bucket_waits, operations
-from braid.observe.timeline import RankTimeline, StepKey, StepTime
-from braid.observe.units import bytes_text, duration_text, percent_text
+from braid.launch.observe.buckets import late_buckets
+from braid.launch.observe.operations import bucket_waits, operations
+from braid.launch.observe.timeline import RankTimeline, StepKey, StepTime
+from braid.launch.observe.units import bytes_text, duration_text, percent_text
 from braid.runtime.diagnose import rank_list
 
 __all__ = ["by_step", "facts", "slowest_step"]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from braid.observe.curves import LOSSES, RATES, Steps, rates, step_durations
-from braid.observe.run_directory import Run
-from braid.observe.timeline import RankTimeline, shares
-from braid.observe.units import bytes_text, count_text, duration_text, percent_text
+from braid.launch.observe.curves import LOSSES, RATES, Steps, rates, step_durations
+from braid.launch.observe.run_directory import Run
+from braid.launch.observe.timeline import RankTimeline, shares
+from braid.launch.observe.units import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["Figure", "glance"]
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from braid.observe.report import RankRow, Story
-from braid.observe.servers import servers_text
-from braid.observe.units import percent_text
-from braid.observe.weight_versions import versions_text
+from braid.launch.observe.report import RankRow, Story
+from braid.launch.observe.servers import servers_text
+from braid.launch.observe.units import percent_text
+from braid.launch.observe.weight_versions import versions_text
 
 __all__ = ["print_summary"]
 

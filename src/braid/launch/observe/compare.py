@@ -19,13 +19,13 @@ from rich.text import Text
 
 from braid._version import __version__
 from braid.errors import ConfigError
-from braid.observe.curves import LOSSES, NOT_DRAWN, RATES, rates, step_durations
-from braid.observe.facts import by_step
-from braid.observe.figures import Chart, line_chart
-from braid.observe.glance import Figure
-from braid.observe.publish import write_page
-from braid.observe.report import Story, build_story, page_template, this_machine
-from braid.observe.run_directory import Run, read_run
+from braid.launch.observe.curves import LOSSES, NOT_DRAWN, RATES, rates, step_durations
+from braid.launch.observe.facts import by_step
+from braid.launch.observe.figures import Chart, line_chart
+from braid.launch.observe.glance import Figure
+from braid.launch.observe.publish import write_page
+from braid.launch.observe.report import Story, build_story, page_template, this_machine
+from braid.launch.observe.run_directory import Run, read_run
 
 __all__ = ["Comparison", "compare_runs", "print_comparison", "publish_comparison"]
 

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from braid.observe.figures import Box, Lane, Picture, boxes_of, time_ticks
-from braid.observe.intervals import Cover
-from braid.observe.passes import Pass, Passes, Timed, passes, schedule_name
-from braid.observe.timeline import RankTimeline
-from braid.observe.units import duration_text
+from braid.launch.observe.figures import Box, Lane, Picture, boxes_of, time_ticks
+from braid.launch.observe.intervals import Cover
+from braid.launch.observe.passes import Pass, Passes, Timed, passes, schedule_name
+from braid.launch.observe.timeline import RankTimeline
+from braid.launch.observe.units import duration_text
 from braid.programs.schedule import Action, Costs, simulate
 from braid.programs.schedule.simulate import Route, Timeline
 

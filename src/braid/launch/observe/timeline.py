@@ -31,8 +31,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from braid.observe.averagings import derived_steps
-from braid.observe.intervals import Cover, Interval
+from braid.launch.observe.averagings import derived_steps
+from braid.launch.observe.intervals import Cover, Interval
 from braid.runtime.events import EventRing
 
 __all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]

@@ -17,8 +17,8 @@ from statistics import median
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.observe.intervals import Cover
-from braid.observe.timeline import RankTimeline
+from braid.launch.observe.intervals import Cover
+from braid.launch.observe.timeline import RankTimeline
 from braid.programs.schedule import Action, Program, validate
 from braid.programs.schedule.files import schedule_named
 from braid.programs.schedule.known import RULES

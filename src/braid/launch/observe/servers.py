@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from braid.observe.operations import percentile
-from braid.observe.timeline import RankTimeline
-from braid.observe.units import duration_text, percent_text
+from braid.launch.observe.operations import percentile
+from braid.launch.observe.timeline import RankTimeline
+from braid.launch.observe.units import duration_text, percent_text
 
 __all__ = ["ServerRow", "servers", "servers_text"]
 

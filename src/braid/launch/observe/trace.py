@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from braid._version import __version__
-from braid.observe.intervals import Interval, lanes
-from braid.observe.run_directory import Run
-from braid.observe.timeline import RankTimeline
+from braid.launch.observe.intervals import Interval, lanes
+from braid.launch.observe.run_directory import Run
+from braid.launch.observe.timeline import RankTimeline
 from braid.runtime.trace_format import Event, complete, metadata, write
 
 __all__ = ["trace_events", "write_trace"]

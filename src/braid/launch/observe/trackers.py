@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from braid.errors import BraidError, ConfigError
-from braid.observe.run_directory import Run, read_record, read_run
+from braid.launch.observe.run_directory import Run, read_record, read_run
 from braid.runtime.clock import Clock
 from braid.runtime.metrics import FOLDER, MetricRows, MetricsReader, average_rows, has_writer
 

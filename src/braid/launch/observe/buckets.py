@@ -24,9 +24,9 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from braid.observe.averagings import averagings_of
-from braid.observe.timeline import RankTimeline
-from braid.observe.units import duration_text
+from braid.launch.observe.averagings import averagings_of
+from braid.launch.observe.timeline import RankTimeline
+from braid.launch.observe.units import duration_text
 
 __all__ = ["Averaging", "LateBucket", "averagings", "late_buckets", "more_often_than"]
 
