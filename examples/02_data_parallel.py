@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.data_parallel import accumulate
+from braid.parallel.data_parallel import accumulate
 
 STEPS = 20
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import braid
-from braid.data_parallel import replicate, scatter
+from braid.parallel.data_parallel import replicate, scatter
 
 LOSS = functional.cross_entropy
 LAYERS, WIDTH, CLASSES, BATCH, STEPS = 30, 128, 10, 257, 20

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.data_parallel import accumulate
+from braid.parallel.data_parallel import accumulate
 
 LEVELS, WIDTH = 3, 64
 CAP_MB = 2 * WIDTH * (WIDTH + 1) * 4 / (1 << 20)  # two layers in a bucket

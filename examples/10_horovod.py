@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import braid.compat.horovod.torch as hvd
-from braid.data_parallel import accumulate
+from braid.parallel.data_parallel import accumulate
 
 BATCHES = (5, 4)  # of rank 0 and of rank 1
 LAYERS = 4

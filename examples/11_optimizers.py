@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import braid
-from braid import data_parallel as dp
+from braid.parallel import data_parallel as dp
 
 STEPS, PERIOD, RANKS = 8, 4, range(2)
 

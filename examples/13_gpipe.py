@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import braid
-from braid.pipeline import scatter
+from braid.parallel.pipeline import scatter
 
 WIDTH, LAYERS, ROWS, STEPS = 256, 8, 512, 7
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.pipeline import DevicePipeline
+from braid.parallel.pipeline import DevicePipeline
 
 WIDTH, ROWS, MICROBATCHES = 64, 256, 4
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import braid
-from braid.context_parallel import (
+from braid.parallel.context_parallel import (
     context_parallel,
     mean_over_sequence,
     shifted_labels,

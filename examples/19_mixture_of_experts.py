@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 import braid
-from braid.expert_parallel import MixtureOfExperts, auxiliary_loss, average_gradients
+from braid.parallel.expert_parallel import MixtureOfExperts, auxiliary_loss, average_gradients
 
 DIM, HIDDEN, EXPERTS, TOKENS = 16, 32, 4, 40
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import braid
 from braid.comm.autograd import recv, send
-from braid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, slicing_of
+from braid.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, slicing_of
 
 WIDTH, LAYERS, ROWS = 128, 4, 32
 WAYS = {"columns": ["column"], "rows": ["row"], "columns, rows": ["column", "row"]}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import braid
-from braid.tensor_parallel import Division, slicing_of
+from braid.parallel.tensor_parallel import Division, slicing_of
 
 WIDTH, HEADS, BATCH, LENGTH = 64, 4, 2, 16
 

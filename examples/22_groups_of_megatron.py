@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import braid
+from braid.parallel.tensor_parallel import slicing_of
 from braid.programs.layout import Grid, Mesh, place
 from braid.programs.topology import Cluster, Level
-from braid.tensor_parallel import slicing_of
 
 WIDTH, ROWS, STEPS, LR = 32, 16, 3, 0.1
 HOSTS = Cluster(  # two hosts of two ranks; real ones are measured by `braid probe`

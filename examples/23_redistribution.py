@@ -10,8 +10,8 @@ from torch import nn
 
 import braid
 from braid.comm.redistribute import plan, redistribute
+from braid.parallel.tensor_parallel import Shard
 from braid.programs.layout import Layout
-from braid.tensor_parallel import Shard
 
 ROWS, WIDTH = 64, 32
 

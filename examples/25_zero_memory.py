@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import braid
-from braid.data_parallel.ddp.reference import accumulate
-from braid.sharding import Bytes, live_bytes, shard_optimizer
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.sharding import Bytes, live_bytes, shard_optimizer
 
 WIDTH, LAYERS, ROWS, STEPS = 64, 32, 4, 3
 FLOAT32 = Bytes(param=4, gradient=4, owned_gradient=0, states=8)  # with Adam

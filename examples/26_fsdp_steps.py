@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import braid
-from braid.data_parallel.ddp.reference import accumulate
-from braid.sharding.residency import Unit
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.sharding.residency import Unit
 
 WIDTH, LAYERS, ROWS, STEPS = 32, 6, 4, 3
 

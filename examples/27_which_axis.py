@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.compose import HybridParallel
+from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh, place
 from braid.programs.topology import Cluster, Level
 

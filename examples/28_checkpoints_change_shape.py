@@ -14,7 +14,7 @@ from torch import nn
 
 import braid
 from braid.checkpoint import BackgroundSaver, read_model
-from braid.compose import HybridParallel
+from braid.parallel.hybrid import HybridParallel
 
 D, H, LAYERS, ROWS, STEPS = 64, 256, 4, 16, 2
 

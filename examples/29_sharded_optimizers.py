@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import braid
-from braid.data_parallel.ddp.reference import accumulate
-from braid.params.exact_norm import clip_pieces_
-from braid.sharding import DiskOffloadPolicy, shard_optimizer
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.sharding import DiskOffloadPolicy, shard_optimizer
 
 D, H, LAYERS, ROWS, STEPS = 64, 128, 4, 4, 3
 OPTIMIZERS = {

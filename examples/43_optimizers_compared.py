@@ -13,9 +13,9 @@ from torch import nn
 import braid
 import braid.compat.horovod.torch as hvd
 from braid import rpc
-from braid.data_parallel import accumulate
+from braid.parallel.data_parallel import accumulate
+from braid.parallel.sharding import shard_optimizer
 from braid.rpc import dist_autograd
-from braid.sharding import shard_optimizer
 
 STEPS, D, RANKS = 4, 64, range(2)
 

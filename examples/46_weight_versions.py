@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import braid
-from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation
+from braid.parallel.pipeline.asynchronous import AsynchronousPipeline, Emulation
 
 WIDTH, ROWS, MICROBATCHES, LAST = 32, 16, 200, 50
 SGD = partial(torch.optim.SGD, lr=0.2, momentum=0.9)

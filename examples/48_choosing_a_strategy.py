@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.compose import HybridParallel
+from braid.parallel.hybrid import HybridParallel
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.search import Split, Training, find_splits
 from braid.programs.topology import Device, Efficiency, flat

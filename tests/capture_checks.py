@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from braid.comm.autograd.nested import flatten, tensors_in
-from braid.graph import capture, segments
-from braid.graph.conversion import Made, convert
+from braid.parallel.graph import capture, segments
+from braid.parallel.graph.conversion import Made, convert
 
 Batch = dict[str, Any]
 

@@ -29,12 +29,13 @@ from torch.utils.checkpoint import checkpoint
 
 import braid
 import braid.compat.horovod.torch as hvd
-from braid import data_parallel, ps, sharding
+from braid import ps
 from braid.comm import Group
 from braid.compat.horovod import session
 from braid.compat.horovod.environment import Environment
-from braid.compose import HybridParallel
 from braid.errors import CommError
+from braid.parallel import data_parallel, sharding
+from braid.parallel.hybrid import HybridParallel
 
 WIDTH, ROWS, STEPS, VOCABULARY = 4, 2, 3, 12
 DEADLINE_S = 30.0
@@ -537,7 +538,7 @@ def train_tp(case: Case, group: Group, found: Outcome) -> None:
     braid.parallelize(model, group, plan, inputs=inputs)
     optimizer = case.make_optimizer(model.parameters())
     _own_loop(case, found, model, model, optimizer, 0, grads=False)
-    braid.tensor_parallel.undivide(model, group)
+    braid.parallel.tensor_parallel.undivide(model, group)
     found.end(dict(model.named_parameters()), None)
     assert whole.keys() == found.weights.keys()
 

@@ -13,18 +13,18 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.comm import Group
-from braid.data_parallel import (
+from braid.fusion.fusion_state import FusionState
+from braid.fusion.request import Request
+from braid.parallel.data_parallel import (
     DataParallel,
     DiLoCo,
     DistributedDataParallel,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
-from braid.fusion.fusion_state import FusionState
-from braid.fusion.request import Request
-from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
-from braid.params.bucket_layout_cache import REBUILD_GAIN
-from braid.params.status import StatusLayout
+from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
+from braid.parallel.gradients.bucket_layout_cache import REBUILD_GAIN
+from braid.parallel.gradients.status import StatusLayout
 from braid.programs.schedule import simulate
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.programs.schedule.collective import algorithm, collective_costs, program

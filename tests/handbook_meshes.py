@@ -11,8 +11,8 @@ from torch import nn
 from braid.checkpoint import ReplicatedSnapshot, Snapshot, save, training_tensors
 from braid.checkpoint.loading import open_last
 from braid.comm import Group
-from braid.compose import HybridParallel
-from braid.context_parallel import ring_costs
+from braid.parallel.context_parallel import ring_costs
+from braid.parallel.hybrid import HybridParallel
 from braid.programs.cost import form
 from braid.programs.layout import Mesh
 from braid.programs.schedule.bars import COLOURS

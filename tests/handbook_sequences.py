@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from braid.context_parallel.blocks import block_of
+from braid.parallel.context_parallel.blocks import block_of
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 
 WIDTH = 680  # pixels of a time axis

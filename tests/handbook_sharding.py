@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.parallel.sharding import Bytes, Sharding, ShardingOptions, layouts_of
+from braid.parallel.sharding.flat_gradients import FlatGradients
+from braid.parallel.sharding.flat_shard import FlatShard
+from braid.parallel.sharding.layouts import SHARD, STAGES
+from braid.parallel.sharding.partition import assign_owners, by_elements, by_owners
+from braid.parallel.sharding.residency import Residency, Unit
 from braid.programs.layout import Layout, Mesh
 from braid.programs.schedule.bars import COLOURS, Bar, draw
-from braid.sharding import Bytes, Sharding, ShardingOptions, layouts_of
-from braid.sharding.flat_gradients import FlatGradients
-from braid.sharding.flat_shard import FlatShard
-from braid.sharding.layouts import SHARD, STAGES
-from braid.sharding.partition import assign_owners, by_elements, by_owners
-from braid.sharding.residency import Residency, Unit
 from braid.testing.worlds import run_threads
 
 TEXT = 'font-family="sans-serif" font-size="12"'

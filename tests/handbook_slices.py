@@ -9,19 +9,19 @@ from torch import nn
 from torch.nn import functional
 
 from braid.comm.redistribute import plan
+from braid.parallel.tensor_parallel import Shard
+from braid.parallel.tensor_parallel.insertion import strategies_in
+from braid.parallel.tensor_parallel.insertion.annotations import annotated
+from braid.parallel.tensor_parallel.insertion.by_graph import AXIS
+from braid.parallel.tensor_parallel.insertion.capture import capture
+from braid.parallel.tensor_parallel.insertion.divided import insert
+from braid.parallel.tensor_parallel.insertion.explain import to_svg
+from braid.parallel.tensor_parallel.insertion.pairing import pair
+from braid.parallel.tensor_parallel.insertion.records import Options, Row, Scheme
 from braid.programs.layout import Layout, Mesh, place
 from braid.programs.layout.placement import AxisCost
 from braid.programs.schedule.bars import COLOURS
 from braid.programs.topology import Cluster, Level
-from braid.tensor_parallel import Shard
-from braid.tensor_parallel.insertion import strategies_in
-from braid.tensor_parallel.insertion.annotations import annotated
-from braid.tensor_parallel.insertion.by_graph import AXIS
-from braid.tensor_parallel.insertion.capture import capture
-from braid.tensor_parallel.insertion.divided import insert
-from braid.tensor_parallel.insertion.explain import to_svg
-from braid.tensor_parallel.insertion.pairing import pair
-from braid.tensor_parallel.insertion.records import Options, Row, Scheme
 
 RANKS, LAYERS = 4, 4
 SIDE, GAP, NAME = 88, 74, 110  # pixels: a matrix, between two, a way's name

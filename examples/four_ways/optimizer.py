@@ -10,7 +10,7 @@ from job import LEARNING_RATE, STEPS, digest, loss_of, new_layers, share
 from torch import nn
 
 import braid
-from braid.data_parallel import DistributedOptimizer
+from braid.parallel.data_parallel import DistributedOptimizer
 
 torch.set_num_threads(1)
 group = braid.init()

@@ -14,7 +14,6 @@ from braid._version import __version__
 if TYPE_CHECKING:
     from braid.comm import Group, Request, Work
     from braid.context import init, log, shutdown, world
-    from braid.data_parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from braid.errors import (
         BraidError,
         CheckpointError,
@@ -27,17 +26,18 @@ if TYPE_CHECKING:
         RendezvousError,
         StaleError,
     )
-    from braid.graph import capture
     from braid.launch import spawn
     from braid.mesh_groups import mesh
-    from braid.pipeline import Pipeline
+    from braid.parallel.data_parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
+    from braid.parallel.graph import capture
+    from braid.parallel.pipeline import Pipeline
+    from braid.parallel.resume import load, save
+    from braid.parallel.sharding import FullyShardedDataParallel
+    from braid.parallel.tensor_parallel import parallelize
     from braid.plan.find import find_plan
     from braid.plan.plan_file import Plan
     from braid.programs.schedule import Program, simulate
     from braid.ps import ParameterServer
-    from braid.resume import load, save
-    from braid.sharding import FullyShardedDataParallel
-    from braid.tensor_parallel import parallelize
 
 _ROOT_NAMES = {
     "BraidError": "errors",
@@ -45,30 +45,30 @@ _ROOT_NAMES = {
     "CommError": "errors",
     "CommTimeout": "errors",
     "ConfigError": "errors",
-    "DataParallel": "data_parallel",
-    "DistributedDataParallel": "data_parallel",
-    "FullyShardedDataParallel": "sharding",
+    "DataParallel": "parallel.data_parallel",
+    "DistributedDataParallel": "parallel.data_parallel",
+    "FullyShardedDataParallel": "parallel.sharding",
     "Group": "comm",
     "InternalError": "errors",
     "MismatchError": "errors",
     "ParameterServer": "ps",
     "PeerLostError": "errors",
-    "Pipeline": "pipeline",
+    "Pipeline": "parallel.pipeline",
     "Plan": "plan.plan_file",
     "Program": "programs.schedule",
     "RendezvousError": "errors",
     "Request": "comm",
     "StaleError": "errors",
-    "SyncBatchNorm": "data_parallel",
+    "SyncBatchNorm": "parallel.data_parallel",
     "Work": "comm",
-    "capture": "graph",
+    "capture": "parallel.graph",
     "find_plan": "plan.find",
     "init": "context",
-    "load": "resume",
+    "load": "parallel.resume",
     "log": "context",
     "mesh": "mesh_groups",
-    "parallelize": "tensor_parallel",
-    "save": "resume",
+    "parallelize": "parallel.tensor_parallel",
+    "save": "parallel.resume",
     "shutdown": "context",
     "simulate": "programs.schedule",
     "spawn": "launch",

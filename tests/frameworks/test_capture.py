@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from braid.errors import ConfigError
-from braid.graph import capture
+from braid.parallel.graph import capture
 from capture_checks import check_replay, check_written
 
 pytestmark = pytest.mark.frameworks

@@ -17,7 +17,7 @@ import sys
 import torch
 import transformers as hf
 import braid
-from braid.expert_parallel import average_gradients, divide_experts, is_of_experts, undivide_experts
+from braid.parallel.expert_parallel import average_gradients, divide_experts, is_of_experts, undivide_experts
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False,

@@ -17,8 +17,8 @@ import sys
 import torch
 import transformers as hf
 import braid
-from braid.tensor_parallel import slicing_of
-from braid.tensor_parallel.insertion.explain import totals
+from braid.parallel.tensor_parallel import slicing_of
+from braid.parallel.tensor_parallel.insertion.explain import totals
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SMALL, "num_key_value_heads": 2, "use_cache": False}

@@ -17,7 +17,7 @@ import sys
 import torch
 import transformers as hf
 import braid
-from braid.context_parallel import context_parallel, gather_sequence
+from braid.parallel.context_parallel import context_parallel, gather_sequence
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**SMALL, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
@@ -95,7 +95,7 @@ REFUSED = """
 import torch
 import transformers as hf
 import braid
-from braid.context_parallel import context_parallel
+from braid.parallel.context_parallel import context_parallel
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -145,8 +145,8 @@ import copy
 import torch
 import transformers as hf
 import braid
-from braid.context_parallel import context_parallel
-from braid.tensor_parallel import slicing_of
+from braid.parallel.context_parallel import context_parallel
+from braid.parallel.tensor_parallel import slicing_of
 
 torch.set_num_threads(1)
 mesh = braid.mesh("tp=2,cp=2")

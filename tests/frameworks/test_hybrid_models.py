@@ -17,7 +17,7 @@ import sys
 import torch
 import transformers as hf
 import braid
-from braid.compose import HybridParallel
+from braid.parallel.hybrid import HybridParallel
 
 torch.set_num_threads(1)
 group = braid.init()

@@ -13,7 +13,7 @@ from torch import nn
 
 from braid import FullyShardedDataParallel
 from braid.comm import Group
-from braid.data_parallel.ddp.reference import accumulate
+from braid.parallel.data_parallel.ddp.reference import accumulate
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]

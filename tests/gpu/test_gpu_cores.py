@@ -18,7 +18,7 @@ from torch import nn
 from bounds import remaining_s
 from braid import Pipeline
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 
 MIN_CORES = 8
 BENCH_S = 100.0

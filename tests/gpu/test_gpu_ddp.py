@@ -17,7 +17,7 @@ from timing import interleaved_ms
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 
 
 def _overhead(group: Group, device: str, path: str) -> dict[str, float]:

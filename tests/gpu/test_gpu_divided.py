@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import braid
 from braid.comm import Group
-from braid.context_parallel import context_parallel, gather_sequence, split_sequence
-from braid.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, shard_optimizer
+from braid.parallel.context_parallel import context_parallel, gather_sequence, split_sequence
+from braid.parallel.sharding import CPUOffloadPolicy, MixedPrecisionPolicy, shard_optimizer
 
 
 def _divided(group: Group, device: str, by_graph: bool) -> list[torch.Tensor]:

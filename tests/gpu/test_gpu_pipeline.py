@@ -10,7 +10,7 @@ from torch import nn
 from braid import Pipeline
 from braid.comm import Group
 from braid.compat.torchgpipe import GPipe
-from braid.pipeline import DevicePipeline
+from braid.parallel.pipeline import DevicePipeline
 
 
 def _devices(device: str) -> list[list[str]]:

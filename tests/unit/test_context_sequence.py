@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.context_parallel import (
+from braid.errors import ConfigError
+from braid.parallel.context_parallel import (
     join_sequence,
     pad_sequence,
     padded_length,
     position_ids,
     split_sequence,
 )
-from braid.context_parallel.blocks import block_of
-from braid.context_parallel.kernels import FlashKernelCUDA, MatmulKernel, kernel_for, merge
-from braid.errors import ConfigError
+from braid.parallel.context_parallel.blocks import block_of
+from braid.parallel.context_parallel.kernels import FlashKernelCUDA, MatmulKernel, kernel_for, merge
 
 SIZES, CHUNKS = st.integers(1, 6), st.integers(1, 4)
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.data_parallel.replicas.data_parallel import DataParallel
-from braid.data_parallel.replicas.replicate import replicate
 from braid.errors import ConfigError
+from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
+from braid.parallel.data_parallel.replicas.replicate import replicate
 
 
 class Net(nn.Module):

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.data_parallel.replicas.data_parallel import DataParallel
-from braid.data_parallel.replicas.loss import reduction_of
 from braid.errors import ConfigError
+from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
+from braid.parallel.data_parallel.replicas.loss import reduction_of
 
 CLASSES = 4
 WEIGHT = torch.tensor([0.5, 2.0, 0.0, 1.5])

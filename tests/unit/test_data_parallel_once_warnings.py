@@ -7,8 +7,8 @@ import warnings
 import pytest
 from torch import nn
 
-from braid.data_parallel.ddp.once_warnings import OnceWarnings
-from braid.params import Outcome, ParamTable, RankState, Status
+from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
+from braid.parallel.gradients import Outcome, ParamTable, RankState, Status
 
 RECORDS = ParamTable.of(nn.Linear(2, 3)).records  # weight and bias
 

@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from braid.comm.autograd import checkpoint
 from braid.comm.tensors.reduction import combine
-from braid.data_parallel.replicas.data_parallel import DataParallel
-from braid.data_parallel.replicas.parallel_apply import parallel_apply
-from braid.data_parallel.replicas.replicate import replicate, write_back
-from braid.data_parallel.replicas.scatter import share_sizes
 from braid.errors import ConfigError
+from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
+from braid.parallel.data_parallel.replicas.parallel_apply import parallel_apply
+from braid.parallel.data_parallel.replicas.replicate import replicate, write_back
+from braid.parallel.data_parallel.replicas.scatter import share_sizes
 
 WIDTH = 6
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.data_parallel.replicas.gather import gather
-from braid.data_parallel.replicas.scatter import num_samples, scatter, share_sizes
 from braid.errors import ConfigError
+from braid.parallel.data_parallel.replicas.gather import gather
+from braid.parallel.data_parallel.replicas.scatter import num_samples, scatter, share_sizes
 
 
 class Pair(NamedTuple):

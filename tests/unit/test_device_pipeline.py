@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from braid.errors import BraidError, ConfigError
-from braid.pipeline import DevicePipeline
-from braid.pipeline.deferred_batch_norm import DeferredBatchNorm
-from braid.pipeline.recomputing import is_checkpointing, is_recomputing
-from braid.pipeline.skip import Namespace, pop, skippable, stash
+from braid.parallel.pipeline import DevicePipeline
+from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
+from braid.parallel.pipeline.recomputing import is_checkpointing, is_recomputing
+from braid.parallel.pipeline.skip import Namespace, pop, skippable, stash
 
 
 @skippable(stash=["early"])

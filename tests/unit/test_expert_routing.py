@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.expert_parallel.routing import (
+from braid.parallel.expert_parallel.routing import (
     capacity_of,
     keep_within,
     load_balance_loss,

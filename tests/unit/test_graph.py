@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from braid.errors import ConfigError
-from braid.graph import CapturedGraph, Scaled, capture, segments, share_modules
-from braid.graph.skips import skips_of, use_skips
+from braid.parallel.graph import CapturedGraph, Scaled, capture, segments, share_modules
+from braid.parallel.graph.skips import skips_of, use_skips
 from graph_model import Model, Output, tokens
 from plain_models import UNet, images
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from braid.cli import main
 from braid.errors import ConfigError
-from braid.graph import capture
-from braid.graph.conversion import Made, convert, load_model
-from braid.graph.source import stage_source
+from braid.parallel.graph import capture
+from braid.parallel.graph.conversion import Made, convert, load_model
+from braid.parallel.graph.source import stage_source
 from capture_checks import check_written
 from plain_models import MODELS, Cast, Checkpointed, Hidden, Layer, Random, UNet, images, numbers
 
@@ -53,7 +53,7 @@ EXPECTED = '''\
 
 from torch import nn
 
-from braid.graph import part_of
+from braid.parallel.graph import part_of
 
 MODULES = (
     'layers.1',
@@ -278,7 +278,7 @@ def test_a_target_that_is_no_model_is_refused(models, target, text):
 
 
 def test_the_example_of_the_readme_is_what_the_command_writes(tmp_path, monkeypatch, capsys):
-    page = (ROOT / "src/braid/graph/README.md").read_text()
+    page = (ROOT / "src/braid/parallel/graph/README.md").read_text()
     (model,) = re.findall(r"```python\n(# residual.py\n.*?)```", page, re.DOTALL)
     ((command, printed),) = re.findall(r"```console\n\$ braid (.*?)\n(.*?)```", page, re.DOTALL)
     (stage,) = re.findall(r"```python\n(# net/stage1.py\n.*?)```", page, re.DOTALL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from braid.graph import capture, segments
+from braid.parallel.graph import capture, segments
 from capture_checks import check_replay
 from plain_models import MODELS, Checkpointed, Frozen, numbers
 

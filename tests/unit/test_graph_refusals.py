@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.graph import capture, segments
+from braid.parallel.graph import capture, segments
 from plain_models import Cast, InPlace, Random, Shared, numbers
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from braid.errors import ConfigError
-from braid.params.backward_state import ACTIONS, Action, BackwardState, Event, Phase
-from braid.params.bucket_layout import BucketLayout
-from braid.params.reducer_options import ReducerOptions
-from braid.params.reducer_policy import ReducerPolicy
-from braid.params.status import RankState, Status
+from braid.parallel.gradients.backward_state import ACTIONS, Action, BackwardState, Event, Phase
+from braid.parallel.gradients.bucket_layout import BucketLayout
+from braid.parallel.gradients.reducer_options import ReducerOptions
+from braid.parallel.gradients.reducer_policy import ReducerPolicy
+from braid.parallel.gradients.status import RankState, Status
 
 
 def state_in(phase: Phase, *, has_gradient: bool = True) -> BackwardState:

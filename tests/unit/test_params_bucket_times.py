@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 
-from braid.params.bucket_times import BucketTimes
+from braid.parallel.gradients.bucket_times import BucketTimes
 
 
 def test_the_slow_rank_and_the_critical_bucket_are_told():

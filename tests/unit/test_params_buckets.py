@@ -10,8 +10,8 @@ from torch import nn
 
 from braid.comm import StepsBy
 from braid.errors import ConfigError
-from braid.params import Bucket, FlatBuffer, ParamTable
-from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
+from braid.parallel.gradients import Bucket, FlatBuffer, ParamTable
+from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buckets, waiting_cost
 from braid.runtime.events import Recorder
 from braid.types import TensorSpec
 

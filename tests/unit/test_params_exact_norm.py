@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.params.exact_norm import BLOCK, clip_pieces_, exact_norm
+from braid.parallel.gradients.exact_norm import BLOCK, clip_pieces_, exact_norm
 
 
 @given(st.lists(st.integers(0, 80), max_size=4), st.integers(-30, 18), st.integers(0, 9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from braid.params import FlatBuffer
+from braid.parallel.gradients import FlatBuffer
 
 
 def make(shape, dtype):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from braid.params import ParamTable
-from braid.params.gradient_hooks import ForwardPass, GradientHooks
+from braid.parallel.gradients import ParamTable
+from braid.parallel.gradients.gradient_hooks import ForwardPass, GradientHooks
 
 FORWARD = ForwardPass(3.0, 7)
 

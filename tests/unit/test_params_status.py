@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.params.status import RankState, StatusLayout
+from braid.parallel.gradients.status import RankState, StatusLayout
 
 flags = st.lists(st.booleans(), min_size=5, max_size=5)
 rank = st.fixed_dictionaries(

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.graph import capture
-from braid.graph.segment import segments
-from braid.pipeline import Balance, balance_by_size, balance_by_time
-from braid.pipeline.skip import pop, skippable, stash
+from braid.parallel.graph import capture
+from braid.parallel.graph.segment import segments
+from braid.parallel.pipeline import Balance, balance_by_size, balance_by_time
+from braid.parallel.pipeline.skip import pop, skippable, stash
 from braid.runtime.clock import VirtualClock
 from graph_model import Model, tokens
 

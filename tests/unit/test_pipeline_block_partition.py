@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.pipeline import block_partition
+from braid.parallel.pipeline import block_partition
 
 
 def rank_of(costs, sizes):

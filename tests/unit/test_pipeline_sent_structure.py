@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from braid.comm.autograd.nested import flatten, unflatten
 from braid.comm.tensors.plain_data import encode
 from braid.errors import CommError, ConfigError
-from braid.pipeline import sent_structure as sent
-from braid.pipeline.sent_structure import SentSpec, SentStructure, read_structure
+from braid.parallel.pipeline import sent_structure as sent
+from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure, read_structure
 
 
 class Point(NamedTuple):

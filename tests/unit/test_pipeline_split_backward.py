@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from braid.pipeline.split_backward import SplitBackward
+from braid.parallel.pipeline.split_backward import SplitBackward
 
 
 class Twice(nn.Module):

@@ -13,12 +13,12 @@ from torch import nn
 import braid
 from braid.bench.device_fit import _Models, read_iterations
 from braid.errors import ConfigError
+from braid.parallel.tensor_parallel import parallelize
 from braid.plan.described import DescribedModel, count_operations
 from braid.plan.lone_rank import LoneRank
 from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows
 from braid.programs.topology import DEVICES, Efficiency, flat, from_toml
-from braid.tensor_parallel import parallelize
 from braid.train.config import ModelSize
 from braid.train.gpt import GPT
 from braid.train.models import captured, described, gpt

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.sharding.layouts import Bytes, layouts_of
-from braid.sharding.partition import ALIGN, assign_owners, boxes_of, by_elements, by_owners
+from braid.parallel.sharding.layouts import Bytes, layouts_of
+from braid.parallel.sharding.partition import ALIGN, assign_owners, boxes_of, by_elements, by_owners
 
 NUMELS = st.lists(st.integers(0, 200), min_size=1, max_size=6)
 

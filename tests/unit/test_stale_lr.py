@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.pipeline.asynchronous import stale_lr_scale
+from braid.parallel.pipeline.asynchronous import stale_lr_scale
 from braid.train.config import TrainConfig
 
 

@@ -25,7 +25,7 @@ MODULES = {
 }
 ALLOWED = {
     ("braid/train/gpt.py", "attend"): "a layer of attention, and a key of checkpoints",
-    ("braid/data_parallel/wrapped_optimizer.py", "found_inf"): "torch's own attribute",
+    ("braid/parallel/data_parallel/wrapped_optimizer.py", "found_inf"): "torch's own attribute",
 }
 PRONOUN = r"(What|Where|Of|Who|Whom|Whose|Which|How|It|They|Those|Nothing|Have)\b"
 

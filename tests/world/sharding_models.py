@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from braid.data_parallel.ddp.reference import accumulate
-from braid.params.exact_norm import clip_pieces_
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.gradients.exact_norm import clip_pieces_
 
 WIDTH, VOCABULARY, LAYERS = 24, 20, 4
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

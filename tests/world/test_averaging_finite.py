@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import (
+from braid.errors import ConfigError, MismatchError
+from braid.parallel.data_parallel import (
     DiLoCo,
     HierarchicalModelAverager,
     NonFiniteError,
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
-from braid.errors import ConfigError, MismatchError
 
 
 def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 from braid.testing.call_counts import CallCounts, count_calls
 
 WIDTH = 32
@@ -35,8 +35,8 @@ def _backward(group: Group, num_layers: int) -> tuple[int, CallCounts]:
 
 
 def _own(counts: CallCounts) -> int:
-    rooms = ("params/", "data_parallel/")
-    return sum(n for name, n in counts.by_function.items() if name.startswith(rooms))
+    packages = ("parallel/gradients/", "parallel/data_parallel/")
+    return sum(n for name, n in counts.by_function.items() if name.startswith(packages))
 
 
 def test_a_backward_of_twelve_parameters_makes_few_calls(procs):

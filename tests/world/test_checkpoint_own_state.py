@@ -23,8 +23,13 @@ from braid.checkpoint import (
     training_tensors,
 )
 from braid.comm import Group
-from braid.data_parallel import DiLoCo, NonFiniteError, PeriodicModelAverager, PostLocalSGDOptimizer
 from braid.errors import CheckpointError, ConfigError
+from braid.parallel.data_parallel import (
+    DiLoCo,
+    NonFiniteError,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+)
 from braid.testing.worlds import run_threads
 
 

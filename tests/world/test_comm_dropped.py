@@ -9,7 +9,7 @@ import torch
 from training import said_by
 
 from braid.comm import Group
-from braid.params.lost_requests import reclaim_lost_requests
+from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 
 SIZE = 2
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 from training import said_by
 
 from braid.comm import Group
-from braid.context_parallel import (
+from braid.errors import ConfigError, MismatchError
+from braid.parallel.context_parallel import (
     all_to_all_attention,
     all_to_all_costs,
     gather_sequence,
@@ -24,8 +25,7 @@ from braid.context_parallel import (
     shifted_labels,
     split_sequence,
 )
-from braid.context_parallel.travel import SMALL_BYTES
-from braid.errors import ConfigError, MismatchError
+from braid.parallel.context_parallel.travel import SMALL_BYTES
 
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
 WAYS = {"ring": ring_attention, "all_to_all": all_to_all_attention}

@@ -12,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from training import said_by
 
 from braid.comm import Group
-from braid.context_parallel import (
+from braid.errors import ConfigError
+from braid.mesh_groups import mesh
+from braid.parallel.context_parallel import (
     context_parallel,
     gather_sequence,
     mean_over_sequence,
     shifted_labels,
     split_sequence,
 )
-from braid.errors import ConfigError
-from braid.mesh_groups import mesh
 
 WIDTH, VOCABULARY, LENGTH = 16, 13, 24
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, accumulate
 from braid.errors import CommError, ConfigError, MismatchError
+from braid.parallel.data_parallel import DistributedDataParallel, accumulate
 
 STEPS = 4
 

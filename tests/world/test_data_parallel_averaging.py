@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import (
+from braid.errors import ConfigError, MismatchError, StaleError
+from braid.parallel.data_parallel import (
     DiLoCo,
     DistributedDataParallel,
     HierarchicalModelAverager,
@@ -22,7 +23,6 @@ from braid.data_parallel import (
     PostLocalSGDOptimizer,
     PowerSGDOptions,
 )
-from braid.errors import ConfigError, MismatchError, StaleError
 
 WIDTH = 6
 

@@ -16,7 +16,8 @@ from torch_jobs import run
 
 from braid.comm import Group
 from braid.comm.formats import LowRank
-from braid.data_parallel import (
+from braid.errors import ConfigError
+from braid.parallel.data_parallel import (
     DistributedDataParallel,
     PostLocalSGDHook,
     PowerSGDHook,
@@ -25,10 +26,9 @@ from braid.data_parallel import (
     bf16_hook,
     fp16_hook,
 )
-from braid.data_parallel.ddp.mixed_precision import MixedPrecision
-from braid.data_parallel.hooks.catalogue import hook_of
-from braid.errors import ConfigError
-from braid.params import GradBucket, ParamTable
+from braid.parallel.data_parallel.ddp.mixed_precision import MixedPrecision
+from braid.parallel.data_parallel.hooks.catalogue import hook_of
+from braid.parallel.gradients import GradBucket, ParamTable
 from braid.testing.pool import ProcessPool
 from braid.types import text_digest
 

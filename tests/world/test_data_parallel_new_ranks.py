@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import (
+from braid.errors import CommError, ConfigError
+from braid.parallel.data_parallel import (
     DistributedDataParallel,
     PostLocalSGDHook,
     PowerSGDHook,
     PowerSGDOptions,
 )
-from braid.errors import CommError, ConfigError
 
 WIDTH = 12
 SEPARATE = 1e-5  # MiB: a bucket for each parameter

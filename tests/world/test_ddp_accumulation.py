@@ -18,8 +18,8 @@ from training import (
 )
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import CommError
+from braid.parallel.data_parallel import DistributedDataParallel
 
 # Accumulation and weights.
 

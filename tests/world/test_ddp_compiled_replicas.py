@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel
 
 
 def _several_devices(group: Group) -> tuple[str, list[str]]:

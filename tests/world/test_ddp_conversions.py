@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, DistributedOptimizer, accumulate
 from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel, DistributedOptimizer, accumulate
 
 
 def net() -> nn.Sequential:

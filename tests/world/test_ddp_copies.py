@@ -18,8 +18,8 @@ from torch_jobs import run
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, SyncBatchNorm, accumulate
 from braid.errors import ConfigError, MismatchError
+from braid.parallel.data_parallel import DistributedDataParallel, SyncBatchNorm, accumulate
 from braid.testing.pool import ProcessPool
 
 

@@ -11,11 +11,11 @@ import torch
 from training import batch, linear
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
-from braid.data_parallel.ddp.first_batch import same_batch, unequal_rows
+from braid.parallel.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel.ddp.first_batch import same_batch, unequal_rows
 from braid.testing.worlds import run_threads
 
-LOGGER = "braid.data_parallel.ddp.first_batch"
+LOGGER = "braid.parallel.data_parallel.ddp.first_batch"
 
 
 class Lines(logging.Handler):

@@ -18,8 +18,8 @@ from training import (
 )
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, accumulate
 from braid.errors import MismatchError
+from braid.parallel.data_parallel import DistributedDataParallel, accumulate
 
 CHOICES = random.Random(3).choices(range(32), k=60)  # what is trained, as bits
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, accumulate
+from braid.parallel.data_parallel import DistributedDataParallel, accumulate
 from braid.testing.worlds import run_threads
 
 WIDTH = 3

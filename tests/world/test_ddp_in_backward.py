@@ -13,8 +13,8 @@ from torch import nn
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import CommError, ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch uses what it deprecates itself

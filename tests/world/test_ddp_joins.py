@@ -12,9 +12,9 @@ from torch import nn
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, Join, Joinable, JoinHook
-from braid.data_parallel.finite import MANY, NonFinite, nonfinite_handler
-from braid.params.lost_requests import reclaim_lost_requests
+from braid.parallel.data_parallel import DistributedDataParallel, Join, Joinable, JoinHook
+from braid.parallel.data_parallel.finite import MANY, NonFinite, nonfinite_handler
+from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 
 EXTRA = 2  # inputs that each rank has more than the one before
 

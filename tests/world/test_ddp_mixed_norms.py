@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, MixedPrecision
-from braid.data_parallel.sync_batch_norm import SyncBatchNorm
+from braid.parallel.data_parallel import DistributedDataParallel, MixedPrecision
+from braid.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
 
 LOW = torch.bfloat16
 RANKS = 2

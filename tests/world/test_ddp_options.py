@@ -23,8 +23,8 @@ from training import (
 )
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, MixedPrecision, accumulate
 from braid.errors import BraidError, CommError, ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel, MixedPrecision, accumulate
 
 # Buckets.
 

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from training import batch, linear, said_by, values
 
 from braid.comm import Group
-from braid.data_parallel import (
+from braid.errors import BraidError, CommError, CommTimeout, ConfigError, MismatchError
+from braid.parallel.data_parallel import (
     DistributedDataParallel,
     DistributedOptimizer,
     SyncBatchNorm,
     bf16_hook,
 )
-from braid.errors import BraidError, CommError, CommTimeout, ConfigError, MismatchError
-from braid.params import grad_bucket
+from braid.parallel.gradients import grad_bucket
 
 LR = 0.1
 

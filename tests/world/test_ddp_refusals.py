@@ -18,8 +18,8 @@ from training import (
 )
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, NonFiniteError
 from braid.errors import ConfigError, MismatchError
+from braid.parallel.data_parallel import DistributedDataParallel, NonFiniteError
 
 # What must be refused, or be told.
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import CommError, ConfigError, MismatchError
+from braid.parallel.data_parallel import DistributedDataParallel
 
 
 def reduces(_state: object, bucket: Any) -> Any:

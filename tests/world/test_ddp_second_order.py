@@ -8,8 +8,8 @@ from torch import nn
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 SMALL = 1e-5  # a bucket for each parameter

@@ -14,8 +14,8 @@ from torch_jobs import run
 from training import said_by
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel
 from braid.testing.pool import ProcessPool
 
 

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from training import values
 
 from braid.comm import Group
-from braid.data_parallel import (
+from braid.errors import CommError, ConfigError, MismatchError
+from braid.parallel.data_parallel import (
     LAMB,
     LARS,
     DistributedDataParallel,
@@ -25,7 +26,6 @@ from braid.data_parallel import (
     clip_grad_norm_,
     grad_norm,
 )
-from braid.errors import CommError, ConfigError, MismatchError
 
 STEPS = 3
 

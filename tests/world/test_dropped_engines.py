@@ -17,8 +17,8 @@ from training import assert_same, batch, linear, values
 import braid
 from braid.comm import Group, Request
 from braid.comm.channel.channel import Channel
-from braid.compose import HybridParallel
-from braid.sharding import Sharding, ShardingOptions, fully_shard, shard_optimizer
+from braid.parallel.hybrid import HybridParallel
+from braid.parallel.sharding import Sharding, ShardingOptions, fully_shard, shard_optimizer
 
 SIZE = 2
 WARM_UP = 15  # engines until memory is used again: first pages of closed groups rest for a while

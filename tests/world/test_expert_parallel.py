@@ -14,9 +14,9 @@ from training import said_by
 
 import braid
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
-from braid.expert_parallel import (
+from braid.parallel.data_parallel import DistributedDataParallel
+from braid.parallel.expert_parallel import (
     MixtureOfExperts,
     auxiliary_loss,
     average_gradients,

@@ -12,11 +12,11 @@ from torch import nn
 from training import linear, said_by
 
 import braid
-from braid import resume
 from braid.comm import Group
-from braid.compose import HybridParallel
 from braid.errors import CommError, ConfigError
-from braid.expert_parallel import MixtureOfExperts
+from braid.parallel import resume
+from braid.parallel.expert_parallel import MixtureOfExperts
+from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 from braid.train.config import MODELS
 from braid.train.gpt import GPT, mean_loss

@@ -13,10 +13,10 @@ from training import said_by
 
 from braid.comm import Group
 from braid.errors import ConfigError
+from braid.parallel.tensor_parallel import Shard, clip_grad_norm_, parallelize, slicing_of, undivide
+from braid.parallel.tensor_parallel.insertion.explain import totals
 from braid.programs.layout import Layout, Mesh
 from braid.runtime.seeding import Draws
-from braid.tensor_parallel import Shard, clip_grad_norm_, parallelize, slicing_of, undivide
-from braid.tensor_parallel.insertion.explain import totals
 
 WIDTH, HEADS, VOCABULARY = 16, 4, 24
 BATCH = torch.randint(VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(5))

@@ -15,7 +15,7 @@ from training import said_by
 
 from braid.compat.megatron import ModelParallelConfig, parallel_state, tensor_parallel
 from braid.compat.megatron.failure import UnsupportedError, UsageError
-from braid.tensor_parallel import Slicing, clip_grad_norm_
+from braid.parallel.tensor_parallel import Slicing, clip_grad_norm_
 
 TOLERANCES = [(torch.float32, 1e-6), (torch.float64, 1e-13)]
 

@@ -13,7 +13,7 @@ from torch_jobs import run
 
 import braid
 from braid.compat.megatron import ModelParallelConfig, parallel_state, tensor_parallel
-from braid.tensor_parallel import clip_grad_norm_
+from braid.parallel.tensor_parallel import clip_grad_norm_
 
 CONFIG = ModelParallelConfig(use_cpu_initialization=True, params_dtype=torch.float64)
 Column, Row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear

@@ -10,8 +10,8 @@ from training import said_by
 
 from braid.comm import Group
 from braid.mesh_groups import mesh
+from braid.parallel.tensor_parallel import Shard, parallelize, slicing_of
 from braid.programs.layout import Layout, Mesh
-from braid.tensor_parallel import Shard, parallelize, slicing_of
 
 
 class Tied(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from training import said_by
 
 from braid.comm import Group
-from braid.tensor_parallel import parallelize, slicing_of
+from braid.parallel.tensor_parallel import parallelize, slicing_of
 
 WIDTH = 8
 PLAN = {"^(up|gate)$": "column", "^down$": "row"}

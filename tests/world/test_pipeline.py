@@ -12,9 +12,9 @@ from training import linear, said_by
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
-from braid.graph import capture
-from braid.pipeline import Pipeline
-from braid.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.parallel.graph import capture
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
 from graph_model import Model, tokens
 
 NUM_LAYERS = 8

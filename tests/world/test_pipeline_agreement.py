@@ -15,8 +15,8 @@ from training import linear, said_by
 
 from braid.comm import Group
 from braid.errors import ConfigError, MismatchError
-from braid.pipeline import Pipeline
-from braid.pipeline.memory_order import as_in_memory, order_of, restored
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.memory_order import as_in_memory, order_of, restored
 
 mse = functional.mse_loss
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError
-from braid.graph import capture
 from braid.launch.observe.timeline import read_timelines
 from braid.launch.observe.weight_versions import version_rows
-from braid.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
+from braid.parallel.graph import capture
+from braid.parallel.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
 from braid.programs.schedule.pipeline import asynchronous, staleness
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from braid.comm import Group
-from braid.graph import capture, segments
-from braid.pipeline import Pipeline
-from braid.pipeline.edges import edges_of
-from braid.pipeline.microbatches import sizes_of
-from braid.pipeline.stage import Layer
+from braid.parallel.graph import capture, segments
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.edges import edges_of
+from braid.parallel.pipeline.microbatches import sizes_of
+from braid.parallel.pipeline.stage import Layer
 
 
 class Linear(nn.Module):

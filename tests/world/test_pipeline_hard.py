@@ -16,10 +16,10 @@ from training import linear, said_by
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, PeerLostError
-from braid.pipeline import Pipeline, Stage
-from braid.pipeline.microbatches import scatter, sizes_of
-from braid.pipeline.skip import Namespace, SkipError, Skippable, pop, skippable, stash
-from braid.pipeline.stage import Layer
+from braid.parallel.pipeline import Pipeline, Stage
+from braid.parallel.pipeline.microbatches import scatter, sizes_of
+from braid.parallel.pipeline.skip import Namespace, SkipError, Skippable, pop, skippable, stash
+from braid.parallel.pipeline.stage import Layer
 from braid.programs.schedule import from_text, to_text, validate
 from braid.programs.schedule.known import RULES, VOCABULARIES
 from braid.programs.schedule.pipeline import SCHEDULES, with_steps

@@ -17,10 +17,10 @@ from training import linear, said_by
 import braid
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, PeerLostError
-from braid.pipeline import DevicePipeline, Pipeline
-from braid.pipeline.skip import pop, skippable, stash
+from braid.parallel.pipeline import DevicePipeline, Pipeline
+from braid.parallel.pipeline.skip import pop, skippable, stash
+from braid.parallel.tensor_parallel import parallelize
 from braid.programs.schedule.pipeline import Work, gpipe, looped, pipeline_program
-from braid.tensor_parallel import parallelize
 
 WIDTH = 4
 mse = functional.mse_loss

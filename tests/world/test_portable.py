@@ -17,8 +17,8 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.channel.control_pages import ControlPages
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
+from braid.parallel.data_parallel import DistributedDataParallel
 from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Loss, RankContext
@@ -353,7 +353,7 @@ def test_sums_of_ranks_on_threads_over_sockets_are_in_rank_order():
 TRAINING = """
 import sys, torch, braid
 from torch import nn
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 torch.manual_seed(3)
 group = braid.init()
 model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 7))

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import braid
-from braid import DistributedDataParallel, cli, resume
+from braid import DistributedDataParallel, cli
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from braid.parallel import resume
 
 
 class Loop:
@@ -147,11 +148,11 @@ def _passes_over(group: Group, directory: str) -> tuple[int, list[str]]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("braid.resume").addHandler(handler)
+    logging.getLogger("braid.parallel.resume").addHandler(handler)
     try:
         return resume.load(directory, group=group, model=_linear()), texts
     finally:
-        logging.getLogger("braid.resume").removeHandler(handler)
+        logging.getLogger("braid.parallel.resume").removeHandler(handler)
 
 
 @pytest.mark.procs

@@ -9,7 +9,7 @@ import pytest
 from sharding_models import OPTIMIZERS, Model, differing, loss_of, reference, values
 
 from braid.comm import Group
-from braid.sharding import Sharding, ShardingOptions, attach
+from braid.parallel.sharding import Sharding, ShardingOptions, attach
 
 SIZES = [1, 2, 3]
 

@@ -15,11 +15,11 @@ from training import said_by
 import braid
 from braid import FullyShardedDataParallel
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, MixedPrecision
-from braid.data_parallel.ddp.reference import accumulate
 from braid.errors import ConfigError
-from braid.params.exact_norm import clip_pieces_
-from braid.sharding import (
+from braid.parallel.data_parallel import DistributedDataParallel, MixedPrecision
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.sharding import (
     Bytes,
     CPUOffloadPolicy,
     DiskOffloadPolicy,

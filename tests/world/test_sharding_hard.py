@@ -17,11 +17,17 @@ from training import linear, said_by
 
 import braid
 from braid.comm import Group
-from braid.data_parallel.ddp.reference import accumulate
 from braid.errors import CommError
-from braid.sharding import ShardedGradScaler, Sharding, ShardingOptions, attach, sharding_of
-from braid.sharding.gathered_state import load_state_dict, state_dict
-from braid.sharding.optimizer import refuse_wrong_rules
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.sharding import (
+    ShardedGradScaler,
+    Sharding,
+    ShardingOptions,
+    attach,
+    sharding_of,
+)
+from braid.parallel.sharding.gathered_state import load_state_dict, state_dict
+from braid.parallel.sharding.optimizer import refuse_wrong_rules
 from braid.testing.delegated_world import delegated_world
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)

@@ -14,7 +14,7 @@ from training import linear, said_by
 from braid import FullyShardedDataParallel
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.sharding import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from braid.parallel.sharding import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 ADAMW = OPTIMIZERS["adamw"][0]
 REFUSED = "register_fsdp_forward_method(model, "

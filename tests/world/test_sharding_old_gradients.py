@@ -8,7 +8,7 @@ from torch import nn
 from training import linear
 
 from braid.comm import Group
-from braid.sharding import Sharding, ShardingOptions
+from braid.parallel.sharding import Sharding, ShardingOptions
 
 SIZE = 2
 

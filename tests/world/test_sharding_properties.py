@@ -13,9 +13,9 @@ from sharding_models import OPTIMIZERS, differing, values
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel.ddp.reference import accumulate
-from braid.params.exact_norm import clip_pieces_
-from braid.sharding import Sharding, ShardingOptions, attach
+from braid.parallel.data_parallel.ddp.reference import accumulate
+from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.sharding import Sharding, ShardingOptions, attach
 from braid.testing.worlds import run_threads
 
 

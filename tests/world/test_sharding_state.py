@@ -13,13 +13,14 @@ from sharding_models import Model, differing, loss_of, values
 from torch import nn
 from training import linear, said_by
 
-from braid import DistributedDataParallel, FullyShardedDataParallel, resume
+from braid import DistributedDataParallel, FullyShardedDataParallel
 from braid.checkpoint.agreed_buffers import agreed_buffers
 from braid.checkpoint.loading import open_last
 from braid.comm import Group
-from braid.compose import HybridParallel
 from braid.errors import CheckpointError, ConfigError
-from braid.sharding import Sharding, ShardingOptions, attach, gathered_state, sharding_of
+from braid.parallel import resume
+from braid.parallel.hybrid import HybridParallel
+from braid.parallel.sharding import Sharding, ShardingOptions, attach, gathered_state, sharding_of
 
 Whole = dict[str, Any]
 
@@ -66,7 +67,7 @@ def whole_state(model: Any, optimizer: torch.optim.Optimizer, group: Group) -> W
         for param, state in optimizer.state.items():
             found.update({f"{names[id(param)]}/{k}": v.clone() for k, v in state.items()})
         return found
-    from braid.sharding import gathered_state
+    from braid.parallel.sharding import gathered_state
 
     state = gathered_state.optimizer_state_dict(engine, optimizer)["state"]
     kept = gathered_state.state_dict(engine)

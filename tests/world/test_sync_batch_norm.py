@@ -13,9 +13,9 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd import checkpoint
-from braid.data_parallel import DistributedDataParallel
-from braid.data_parallel.sync_batch_norm import SyncBatchNorm, _combined
 from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel.sync_batch_norm import SyncBatchNorm, _combined
 
 C = 3
 STEPS = 2

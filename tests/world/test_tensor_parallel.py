@@ -15,7 +15,7 @@ from training import said_by
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.mesh_groups import mesh
-from braid.tensor_parallel import (
+from braid.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     Slicing,

@@ -9,7 +9,7 @@ from training import said_by
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.tensor_parallel import (
+from braid.parallel.tensor_parallel import (
     Slicing,
     column_linear,
     gather_sequence,

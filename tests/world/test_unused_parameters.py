@@ -13,11 +13,11 @@ from training import linear
 
 from braid import FullyShardedDataParallel, ps
 from braid.comm import Group
-from braid.compose import HybridParallel
-from braid.data_parallel import DistributedDataParallel
-from braid.expert_parallel import average_gradients
-from braid.pipeline import Pipeline
-from braid.sharding import shard_optimizer
+from braid.parallel.data_parallel import DistributedDataParallel
+from braid.parallel.expert_parallel import average_gradients
+from braid.parallel.hybrid import HybridParallel
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.sharding import shard_optimizer
 
 RANKS, STEPS, ROWS, WIDTH = 2, 3, 4, 4
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)

@@ -32,8 +32,8 @@ def convert(
     import sys
     from pathlib import Path
 
-    from braid.graph.conversion import convert as write
-    from braid.graph.conversion import load_model
+    from braid.parallel.graph.conversion import convert as write
+    from braid.parallel.graph.conversion import load_model
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules of this directory, as for `python -m`

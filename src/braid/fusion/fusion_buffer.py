@@ -9,7 +9,7 @@ import torch
 
 from braid.comm import Group
 from braid.fusion.batching import Batch
-from braid.params import FlatBuffer, allocator
+from braid.parallel.gradients import FlatBuffer, allocator
 
 __all__ = ["ALIGNMENT", "FusionBuffer"]
 

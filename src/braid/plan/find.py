@@ -4,7 +4,7 @@
     print(plan.split, plan.predicted.seconds)
 
 The model is captured, cut wherever one value leads on, and its operations are counted; nothing is
-trained. Give the plan's sizes to `braid.compose.HybridParallel` or `braid.Pipeline`.
+trained. Give the plan's sizes to `braid.parallel.hybrid.HybridParallel` or `braid.Pipeline`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from braid.comm.autograd.nested import map_tensors
 from braid.errors import ConfigError
-from braid.graph import capture, segments
+from braid.parallel.graph import capture, segments
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.plan_file import Plan
 from braid.plan.search import Training, find_splits

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import accumulate
 from braid.errors import ConfigError, MismatchError
-from braid.params import ParamRecord, ParamTable
-from braid.params.hashing import compare_values
+from braid.parallel.data_parallel import accumulate
+from braid.parallel.gradients import ParamRecord, ParamTable
+from braid.parallel.gradients.hashing import compare_values
+from braid.parallel.sharding import sharding_of
 from braid.prove.compare import Difference, difference, difference_of_ranks
 from braid.prove.shares import CHECKED_STEPS, ShareCheck, ShareGap, check_shares, noting_weights
 from braid.prove.task import Task
-from braid.sharding import sharding_of
 
 __all__ = ["Proof", "prove"]
 

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
 from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["Task", "load_task"]
 

@@ -39,7 +39,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
-from braid.params import FlatBuffer
+from braid.parallel.gradients import FlatBuffer
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.dense import DenseTable
 from braid.ps.node import Node

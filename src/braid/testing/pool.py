@@ -56,7 +56,7 @@ PRELOAD = (
     "braid.comm.autograd",
     "braid.checkpoint",
     "braid.compat.horovod.torch",
-    "braid.data_parallel",
+    "braid.parallel.data_parallel",
     "braid.fusion",
     "braid.comm.torch_backend",
     "braid.testing.group_conformance",

@@ -92,7 +92,7 @@ class TrainConfig:
             are seen. A flush is also at each evaluation and checkpoint.
         stale_lr_steps: Steps in which the learning rate of a stage with old gradients grows to the
             whole, from the rate divided by their age (PipeMare); 0 for the whole rate always. See
-            `braid.pipeline.asynchronous.stale_lr_scale`.
+            `braid.parallel.pipeline.asynchronous.stale_lr_scale`.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
             for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
         strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.

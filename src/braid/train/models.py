@@ -12,13 +12,13 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.graph.conversion import load_model
+from braid.parallel.graph.conversion import load_model
+from braid.parallel.tensor_parallel import parallelize
 from braid.plan.described.model import DescribedModel
 from braid.plan.described.operations import LayerOperations, count_operations
 from braid.plan.find import DTYPES, captured_layers
 from braid.plan.lone_rank import LoneRank
 from braid.programs.topology import Device
-from braid.tensor_parallel import parallelize
 from braid.train.config import MODELS, ModelSize
 from braid.train.gpt import GPT
 

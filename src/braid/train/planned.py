@@ -85,7 +85,7 @@ def options_of(plan: Plan | PipeDreamPlan) -> dict[str, Any]:
     if not plan.context:
         msg = (
             f"the plan is of {plan.model or 'another model'}, which braid train does not train: "
-            "give its sizes to braid.compose.HybridParallel"
+            "give its sizes to braid.parallel.hybrid.HybridParallel"
         )
         raise ConfigError(msg)
     if (plan.dtype, plan.optimizer_states) != ("fp32", ADAMW_STATES):

@@ -18,7 +18,7 @@ from torch import nn
 
 from braid import context, ps
 from braid.comm import Group
-from braid.params.exact_norm import clip_pieces_
+from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.plan.profiling import Curve
 from braid.train.models import layers_of
 from braid.train.profile_worker import ProfileRequest

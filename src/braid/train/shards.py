@@ -22,8 +22,8 @@ from braid.checkpoint import (
 )
 from braid.comm import Group
 from braid.data import Windows
-from braid.data_parallel import DistributedDataParallel, accumulate
-from braid.params.exact_norm import clip_pieces_
+from braid.parallel.data_parallel import DistributedDataParallel, accumulate
+from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.sampling import share_of
 from braid.train.gpt import GPT
 

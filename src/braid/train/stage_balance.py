@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.pipeline import Balance, balance_by_size, balance_by_time
+from braid.parallel.pipeline import Balance, balance_by_size, balance_by_time
 from braid.programs.layout import Mesh
 from braid.train.config import MEASURED, TrainConfig
 

@@ -15,8 +15,7 @@ import torch
 from braid.checkpoint import Snapshot
 from braid.comm import Group
 from braid.data import Windows
-from braid.sampling import share_of
-from braid.sharding import (
+from braid.parallel.sharding import (
     ShardedSnapshot,
     Sharding,
     ShardingOptions,
@@ -24,6 +23,7 @@ from braid.sharding import (
     memory_of,
     sharded_numbers,
 )
+from braid.sampling import share_of
 from braid.train.gpt import GPT
 from braid.train.shards import Round
 

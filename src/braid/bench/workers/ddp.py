@@ -34,7 +34,7 @@ from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["VARIANTS", "Case", "Measured", "Plan", "main"]
 

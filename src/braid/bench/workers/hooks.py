@@ -21,7 +21,7 @@ from torch import nn
 from braid.bench.workers.ddp_models import WIDTH, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["EXACT", "Plan", "Way", "main"]
 

@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch import nn
 
 from braid.comm import Group
-from braid.pipeline import Pipeline
+from braid.parallel.pipeline import Pipeline
 from braid.programs.schedule import Program
 from braid.programs.schedule.pipeline import SCHEDULES, stage_ranks
 

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from braid.bench.workers.pipeline_models import Compute, Job, cut, job_of
 from braid.comm import Group
 from braid.comm.autograd import LiveBytes
-from braid.pipeline import Pipeline
+from braid.parallel.pipeline import Pipeline
 from braid.programs.schedule import Action, Costs, Program, simulate
 from braid.programs.schedule.pipeline import SCHEDULES, most_held, stage_ranks, with_recompute
 from braid.programs.schedule.program import RECEIVE

@@ -15,8 +15,8 @@ from braid import context
 from braid.bench.workers.plan_plan import RULES, SYNCHRONOUS, Plan
 from braid.bench.workers.ps_plan import Measured
 from braid.comm import Group
-from braid.pipeline import Pipeline
-from braid.pipeline.asynchronous import AsynchronousPipeline
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.asynchronous import AsynchronousPipeline
 from braid.programs.schedule.pipeline import VersionRule
 from braid.train.config import MODELS
 from braid.train.gpt import GPT, mean_loss

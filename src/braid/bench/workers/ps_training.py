@@ -21,7 +21,7 @@ from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.bench.workers.ps_plan import Measured, Plan
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
+from braid.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["ALL_REDUCE", "SERVERS", "WORKERS", "train"]
 

@@ -42,8 +42,8 @@ from torch.distributed.tensor.parallel import (
 from braid.bench.harness.rounds import in_rounds
 from braid.comm import Group
 from braid.context import init, shutdown
-from braid.tensor_parallel import parallelize
-from braid.tensor_parallel.insertion.explain import totals
+from braid.parallel.tensor_parallel import parallelize
+from braid.parallel.tensor_parallel.insertion.explain import totals
 
 __all__ = ["MODEL_NAMES", "VARIANTS", "Case", "Measured", "Plan", "main"]
 

@@ -30,8 +30,8 @@ from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
-from braid.data_parallel import DistributedDataParallel
-from braid.sharding import Bytes, Sharding, ShardingOptions, attach, live_bytes
+from braid.parallel.data_parallel import DistributedDataParallel
+from braid.parallel.sharding import Bytes, Sharding, ShardingOptions, attach, live_bytes
 
 __all__ = ["MODEL_NAMES", "STAGES", "VARIANTS", "Case", "Live", "Measured", "Plan", "main"]
 

@@ -1,7 +1,7 @@
 """Adasum as an operation of the negotiated engine.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; see
-`braid.data_parallel.hooks.adasum`.
+`braid.parallel.data_parallel.hooks.adasum`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 
 from braid.comm import Group
-from braid.data_parallel import adasum
 from braid.errors import ConfigError
 from braid.fusion.activities import Activities
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result
 from braid.fusion.operations import scale
+from braid.parallel.data_parallel import adasum
 
 __all__ = ["AdasumReduce"]
 

@@ -1,5 +1,5 @@
 """`torchgpipe.batchnorm`: BatchNorm whose running statistics follow whole batches."""
 
-from braid.pipeline.deferred_batch_norm import DeferredBatchNorm
+from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 
 __all__ = ["DeferredBatchNorm"]

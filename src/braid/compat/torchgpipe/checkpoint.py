@@ -1,5 +1,5 @@
 """`torchgpipe.checkpoint`: whether a forward will be recomputed, or recomputes."""
 
-from braid.pipeline.recomputing import is_checkpointing, is_recomputing
+from braid.parallel.pipeline.recomputing import is_checkpointing, is_recomputing
 
 __all__ = ["is_checkpointing", "is_recomputing"]

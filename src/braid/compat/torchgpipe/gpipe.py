@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from braid.compat.torchgpipe.microbatch import check
-from braid.pipeline.device_pipeline import DevicePipeline
+from braid.parallel.pipeline.device_pipeline import DevicePipeline
 from braid.runtime.torch_internals import own_modules
 
 __all__ = ["BalanceError", "GPipe"]

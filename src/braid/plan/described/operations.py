@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from braid.comm.autograd.layer_costs import bytes_of
 from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.errors import ConfigError
-from braid.pipeline.layer_runs import Skips, run_all
+from braid.parallel.pipeline.layer_runs import Skips, run_all
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import PerRows
 from braid.runtime.torch_internals import (

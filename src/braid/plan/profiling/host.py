@@ -17,8 +17,8 @@ from torch import nn
 
 from braid.comm import Group
 from braid.comm.autograd.layer_costs import seconds_of
-from braid.params.exact_norm import clip_pieces_
-from braid.pipeline import Pipeline
+from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.pipeline import Pipeline
 from braid.plan.profiling.profile import Curve, HostProfile
 
 __all__ = ["profile_host"]

@@ -25,8 +25,8 @@ from braid.comm import Group
 from braid.comm.autograd.layer_costs import PeakBytes, bytes_of, seconds_of
 from braid.comm.autograd.nested import flatten, tensors_in
 from braid.errors import ConfigError
-from braid.pipeline.layer_runs import Skips, as_they_were, run_all
-from braid.pipeline.microbatches import num_rows
+from braid.parallel.pipeline.layer_runs import Skips, as_they_were, run_all
+from braid.parallel.pipeline.microbatches import num_rows
 from braid.plan.lone_rank import LoneRank
 from braid.plan.profiling.profile import LayerProfile, PerRows, Profile, fitted
 from braid.runtime.clock import Clock, MonotonicClock

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from braid.pipeline import block_partition
+from braid.parallel.pipeline import block_partition
 from braid.plan.costs import Axis, LayerCost, Machines, ModelCosts
 from braid.plan.search.split import Split, held, homes
 from braid.programs.topology import DTYPES

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
-from braid.params.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
+from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
 from braid.ps.storage.checks import Expected, check_names, described
 from braid.ps.storage.rules import Rule
 from braid.ps.storage.storage import State

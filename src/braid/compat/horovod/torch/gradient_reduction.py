@@ -3,8 +3,9 @@
     backward    hook of p: submit "gradient.p"          (any order, any thread)
     finish      submit what no hook has submitted, wait for all
 
-The parts of `braid.params` serve here as far as they fit an engine that agrees on names instead of
-buckets: `GradientHooks`, and gradients that live in memory that all ranks read (`shared_grads`).
+The parts of `braid.parallel.gradients` serve here as far as they fit an engine that agrees on names
+instead of buckets: `GradientHooks`, and gradients that live in memory that all ranks read
+(`shared_grads`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
 from braid.errors import CommError, ConfigError
 from braid.fusion import Fusion, Request
 from braid.fusion.streams import mark, wait_for_points
-from braid.params import GradientHooks, ParamTable
-from braid.params.gradient_hooks import GradientListener
+from braid.parallel.gradients import GradientHooks, ParamTable
+from braid.parallel.gradients.gradient_hooks import GradientListener
 
 __all__ = ["TOO_EARLY", "GradientReduction"]
 

@@ -23,7 +23,7 @@ from braid.compat.horovod.torch.gradient_reduction import TOO_EARLY, GradientRed
 from braid.compat.horovod.torch.named import named_groups, named_of
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp
 from braid.errors import ConfigError
-from braid.params.optimizer_in_place import ChangedOptimizer, change_in_place
+from braid.parallel.gradients.optimizer_in_place import ChangedOptimizer, change_in_place
 
 __all__ = ["DistributedOptimizer"]
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from braid.fusion import Fusion
 from braid.fusion.fusion_buffer import ALIGNMENT
-from braid.params.flat import FlatBuffer
-from braid.params.grad_view import move_grad
+from braid.parallel.gradients.flat import FlatBuffer
+from braid.parallel.gradients.grad_view import move_grad
 
 __all__ = ["SharedGrad", "SharedGrads"]
 

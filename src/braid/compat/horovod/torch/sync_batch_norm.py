@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from braid.compat.horovod.session import session
-from braid.data_parallel import SyncBatchNorm as OfGroup
+from braid.parallel.data_parallel import SyncBatchNorm as OfGroup
 
 __all__ = ["SyncBatchNorm"]
 

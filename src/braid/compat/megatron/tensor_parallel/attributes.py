@@ -8,7 +8,7 @@ import torch
 
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.parallel_state import get_tensor_model_parallel_rank
-from braid.tensor_parallel import Slicing
+from braid.parallel.tensor_parallel import Slicing
 
 __all__ = [
     "copy_tensor_model_parallel_attributes",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from braid import tensor_parallel
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.utils import tensor_group
+from braid.parallel import tensor_parallel
 
 __all__ = ["vocab_parallel_cross_entropy"]
 

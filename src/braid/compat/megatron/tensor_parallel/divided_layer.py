@@ -22,7 +22,7 @@ from braid.compat.megatron.tensor_parallel.rng_tracker import (
     get_expert_parallel_rng_tracker_name,
 )
 from braid.compat.megatron.utils import divide, get_tensor_model_parallel_group_if_none
-from braid.tensor_parallel import Slicing
+from braid.parallel.tensor_parallel import Slicing
 
 __all__ = ["DividedLayer", "DividedLinear", "InitMethod"]
 

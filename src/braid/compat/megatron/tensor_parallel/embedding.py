@@ -15,8 +15,8 @@ from braid.compat.megatron.tensor_parallel.mappings import (
 )
 from braid.compat.megatron.tensor_parallel.utils import VocabUtility
 from braid.compat.megatron.utils import part_size
-from braid.tensor_parallel import Slicing
-from braid.tensor_parallel.embedding import local_rows
+from braid.parallel.tensor_parallel import Slicing
+from braid.parallel.tensor_parallel.embedding import local_rows
 
 __all__ = ["VocabParallelEmbedding"]
 

@@ -34,7 +34,7 @@ from braid.compat.megatron.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from braid.compat.megatron.utils import part_size
-from braid.tensor_parallel import Slicing
+from braid.parallel.tensor_parallel import Slicing
 
 __all__ = [
     "ColumnParallelLinear",

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from braid.compat.megatron.failure import UnsupportedError, UsageError
 from braid.compat.megatron.utils import tensor_group
-from braid.tensor_parallel import column_linear, sequence_column_linear
+from braid.parallel.tensor_parallel import column_linear, sequence_column_linear
 
 __all__ = ["linear_with_frozen_weight", "linear_with_grad_accumulation_and_async_allreduce"]
 

@@ -28,7 +28,11 @@ from braid.comm.autograd import (
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.groups import braid_group
 from braid.compat.megatron.utils import divide, tensor_group
-from braid.tensor_parallel import gather_sequence, reduce_scatter_sequence, scatter_sequence
+from braid.parallel.tensor_parallel import (
+    gather_sequence,
+    reduce_scatter_sequence,
+    scatter_sequence,
+)
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",

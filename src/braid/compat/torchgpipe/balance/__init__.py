@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid import pipeline
+from braid.parallel import pipeline
 
 __all__ = ["balance_by_size", "balance_by_time"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from braid.pipeline import block_partition
+from braid.parallel.pipeline import block_partition
 
 __all__ = ["solve"]
 

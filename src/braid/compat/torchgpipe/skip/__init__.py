@@ -1,6 +1,6 @@
 """`torchgpipe.skip`: layers that stash and pop tensors for skip connections."""
 
-from braid.pipeline.skip import (
+from braid.parallel.pipeline.skip import (
     Namespace,
     Skippable,
     pop,

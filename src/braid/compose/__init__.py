@@ -1,7 +1,0 @@
-"""Several ways of training in parallel on one mesh; see README.md."""
-
-from __future__ import annotations
-
-from braid.compose.hybrid import AXES, HybridParallel
-
-__all__ = ["AXES", "HybridParallel"]

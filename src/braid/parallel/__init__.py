@@ -1,0 +1,1 @@
+"""The ways of splitting a training over ranks."""

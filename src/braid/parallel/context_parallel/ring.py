@@ -1,0 +1,207 @@
+"""Ring attention: keys and values go round the ranks while each computes with those it has.
+
+    step     rank 0        rank 1        rank 2        rank 3
+    0        q0 with k0    q1 with k1    q2 with k2    q3 with k3        each sends its k, v on
+    1        q0 with k3    q1 with k0    q2 with k1    q3 with k2        while it computes
+    2        q0 with k2    q1 with k3    q2 with k0    q3 with k1
+    3        q0 with k1    q1 with k2    q2 with k3    q3 with k0
+
+Besides its own a rank has keys and values of two others at most, so the length of a sequence is
+bounded by the memory of all ranks together. Outputs of the steps are joined by their logsumexps
+(see `kernels`).
+
+Backward is a second pass round the ring, from the logsumexps and without the outputs of single
+steps. The gradients of keys and values travel with them: each rank adds its term, in the order of
+the ring, and the last one sends the sum home. All sums have a fixed order, so two runs are equal
+bitwise.
+
+Bytes that a rank sends, for n ranks; kv: bytes of a rank's keys and values; wide: bytes of a number
+of sums over bytes of a number (2 for bfloat16):
+
+    forward (n-1) kv        backward (n-1) (1 + wide) kv
+
+With as many heads of keys as of queries, a ring sends n/2 times as much forward as all-to-all
+attention (`heads`); with g times fewer heads of keys, n/(g+1) times.
+
+Source: H. Liu, M. Zaharia, P. Abbeel, Ring attention with blockwise transformers for near-infinite
+context, 2023; the balanced cut is described in `sequence`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from braid.comm import Group
+from braid.comm.autograd.phony import phony
+from braid.parallel.context_parallel.arguments import as_autocast, check_attention
+from braid.parallel.context_parallel.blocks import Block, block_of
+from braid.parallel.context_parallel.kernels import HALF, Kernel, kernel_for, merge
+from braid.parallel.context_parallel.travel import GRADIENTS, Arriving, Pair, pass_on, travelling
+from braid.programs.cost import Cost
+
+__all__ = ["ring_attention", "ring_costs"]
+
+
+def ring_attention(
+    group: Group,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    balanced: bool = True,
+) -> torch.Tensor:
+    """Return the attention of this rank's queries to the keys and values of all ranks.
+
+    Args:
+        group: Ranks that share the sequences.
+        q: Queries of this rank's positions.
+        k: Keys of this rank's positions; heads of queries are a multiple of theirs.
+        v: Values of this rank's positions, of as many heads as keys.
+        causal: Whether a position sees no later ones.
+        scale: Factor of the products; one over the square root of the width when None.
+        balanced: Whether a rank's positions are an early and a late chunk (see `split_sequence`);
+            it matters with `causal` only.
+
+    Shape:
+        q: (B, H, s, D); k and v: (B, K, s, D) with s the positions of each rank. Result: as q.
+
+    Returns:
+        The output, of the dtype of q; float16 and bfloat16 are summed in float32.
+
+    Backward: another pass round the ring; every rank calls it.
+
+    Raises:
+        ConfigError: Shapes do not fit; the message has all problems.
+        MismatchError: Ranks have different numbers of positions, heads or another dtype.
+
+    Cost: n-1 messages of the bytes of k and v forward; backward as many again, and n-1 of their
+        gradients (float32 for float16 and bfloat16). They overlap with n blocks of products.
+    """
+    q, k, v = as_autocast(q, k, v)
+    check_attention(group, q, k, v, halves=causal and balanced)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    options = _Options(group, causal, balanced, factor)
+    edge = phony(q.device, True)
+    return cast("torch.Tensor", _Ring.apply(options, edge, q, k, v))  # type: ignore[no-untyped-call]
+
+
+class _Options(NamedTuple):
+    """Arguments of a call that are no tensors."""
+
+    group: Group
+    causal: bool
+    balanced: bool
+    scale: float
+
+    def block(self, step: int, length: int) -> Block | None:
+        """Return the block of a step; None where everything is masked."""
+        rank = self.group.rank
+        source = (rank - step) % self.group.size
+        return block_of(rank, source, length, causal=self.causal, balanced=self.balanced)
+
+
+class _Ring(torch.autograd.Function):
+    """Both passes round the ring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: _Options,
+        edge: torch.Tensor,  # noqa: ARG004 - so that backward runs on every rank
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _forward_pass(options, kernel_for(q, v), q, k, v)
+        out = out.to(q.dtype)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            kernel = kernel_for(saved[0], saved[2])
+            grads = _backward_pass(ctx.options, kernel, grad, *saved)
+        return None, None, *grads
+
+
+def _forward_pass(
+    options: _Options, kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pass round the ring once; returns output and logsumexp over all keys, in float32 at least."""
+    own = Pair.of(k, v)
+    out = lse = None
+    for step, pair in enumerate(travelling(options.group, own)):
+        block = options.block(step, q.shape[2])
+        if block is None:
+            continue
+        keys, values = pair.rows(block.keys)
+        block_out, block_lse = kernel.forward(
+            q[:, :, block.queries], keys, values, causal=block.is_causal, scale=options.scale
+        )
+        if out is None or lse is None:  # a rank's own keys, which all of its queries see some of
+            wide = torch.float32 if block_out.dtype in HALF else block_out.dtype
+            out, lse = block_out.to(wide, copy=True), block_lse.clone()
+        else:
+            merge(out[:, :, block.queries], lse[:, :, block.queries], block_out, block_lse)
+    assert out is not None
+    assert lse is not None
+    return out, lse
+
+
+def _backward_pass(
+    options: _Options,
+    kernel: Kernel,
+    grad: torch.Tensor,
+    *saved: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pass round the ring again; returns the gradients of the saved q, k and v."""
+    q, k, v, out, lse = saved
+    group, wide = options.group, lse.dtype
+    grad_q = torch.zeros_like(q, dtype=wide)
+    own = Pair.of(torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide))
+    arriving: Arriving | None = None  # sums for the keys of the next step
+    for step, pair in enumerate(travelling(group, Pair.of(k, v))):
+        # the sum for other ranks' keys begins with the first rank that they come to
+        terms = own if step == 0 else own.like(torch.zeros_like(own.flat))
+        block = options.block(step, q.shape[2])
+        if block is not None:
+            rows = block.queries
+            dq, dk, dv = kernel.backward(
+                *(grad[:, :, rows], q[:, :, rows], *pair.rows(block.keys)),
+                *(out[:, :, rows], lse[:, :, rows]),
+                causal=block.is_causal,
+                scale=options.scale,
+            )
+            grad_q[:, :, rows] += dq
+            grad_k, grad_v = terms.rows(block.keys)
+            grad_k += dk
+            grad_v += dv
+        if step == 0:
+            continue
+        if arriving is not None:
+            arriving.wait_and_add_to(terms)
+        arriving = pass_on(group, terms, GRADIENTS)
+    if arriving is not None:
+        arriving.wait_and_add_to(own)
+    return grad_q.to(q.dtype), own.keys.to(k.dtype), own.values.to(v.dtype)
+
+
+def ring_costs(size: int, kv_bytes: int, *, wide: int = 1) -> tuple[Cost, Cost]:
+    """Return the costs of `ring_attention`, forward and backward.
+
+    Args:
+        size: Number of ranks.
+        kv_bytes: Bytes of a rank's keys and values.
+        wide: Bytes of a number of sums over bytes of a number: 2 for float16 and bfloat16.
+    """
+    hops = size - 1
+    return Cost(hops, hops * kv_bytes), Cost(2 * hops, hops * (1 + wide) * kv_bytes)

@@ -1,0 +1,192 @@
+"""Actions of DistributedDataParallel beside each averaging of gradients.
+
+averaging begins     tell joined ranks that this one still works
+beside the status    send the module's buffers, if they changed in the last step
+a bucket is there    take the optimizer's step of its parameters (`step_in_backward`)
+all are averaged     make buffers equal, compare parameters, report what is not finite or odd
+
+torch's `_apply_optimizer_in_backward` puts optimizers on parameters, whose hooks step as soon as a
+parameter has the gradient of this rank alone, and drop it. As torch's DistributedDataParallel does,
+the hooks are removed when training begins, and the steps are taken when a bucket's averages are
+there.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from braid.comm import Group, Work
+from braid.errors import ConfigError
+from braid.parallel.data_parallel.ddp.first_batch import FirstBatch
+from braid.parallel.data_parallel.ddp.join import Join, Joinable
+from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
+from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
+from braid.parallel.data_parallel.finite import NonfiniteHandler, handle_nonfinite
+from braid.parallel.gradients import (
+    Bucket,
+    Outcome,
+    ParamRecord,
+    ParamTable,
+    RankState,
+    ReducerListener,
+)
+from braid.parallel.gradients.hashing import compare_values
+
+__all__ = ["AveragingListener", "MakeOptimizer"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def optimizers_of(param: torch.Tensor) -> Iterable[torch.optim.Optimizer]:
+    """Return the optimizers that are on a parameter."""
+    own: Iterable[torch.optim.Optimizer] = getattr(param, "_in_backward_optimizers", ())
+    return own
+
+
+def adopt_optimizers(records: Iterable[ParamRecord]) -> bool:
+    """Remove the hooks of optimizers that are on parameters; return whether there are any.
+
+    Raises:
+        ConfigError: Gradients of such a parameter are sparse.
+    """
+    own = [record for record in records if optimizers_of(record.param)]
+    for record in own:
+        if record.sparse:
+            msg = (
+                f"{record.name!r} has an optimizer in backward and sparse gradients, which are "
+                "averaged at the end of backward: give it an optimizer of its own, whose step() "
+                "follows backward"
+            )
+            raise ConfigError(msg)
+        # whoever has called torch's function has imported it
+        for handle in sys.modules[MODULE].param_to_optim_hook_handle_map.pop(record.param, ()):
+            handle.remove()
+    return bool(own)
+
+
+@dataclass(eq=False, kw_only=True)
+class AveragingListener(ReducerListener):
+    """Accompanies the averagings of one wrapper.
+
+    Attributes:
+        joinable: The wrapper; held weakly, since the reducer must not keep it alive.
+        group: Ranks that train together.
+        table: Parameters of the module.
+        buffers: Buffers of the module.
+        handler: Called about gradients that are not finite.
+        hash_every: Number of averagings from one comparison of parameters to the next; 0 for none.
+        warnings: Warnings about steps that are probably unintended.
+        first_batch: Checks of the first batch; None when it has been checked.
+        active_ranks: Group ranks that had input in the last step.
+        optimizers: Optimizers of single parameters by name, for steps inside of backward.
+    """
+
+    joinable: weakref.ref[Joinable]
+    group: Group
+    table: ParamTable
+    buffers: ModuleBuffers
+    handler: NonfiniteHandler
+    hash_every: int
+    warnings: OnceWarnings
+    first_batch: FirstBatch | None
+    active_ranks: list[int] = field(init=False)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    _make_optimizer: MakeOptimizer | None = None
+    _has_adopted: bool = False
+    _join_notice: Work | None = None
+
+    def __post_init__(self) -> None:
+        self.active_ranks = list(range(self.group.size))
+        self._has_buffers = self.buffers.any()
+
+    def adopt_optimizers(self) -> None:
+        """Take the steps of optimizers in backward that are on the parameters themselves."""
+        self._has_adopted = adopt_optimizers(self.table) or self._has_adopted
+
+    def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
+        """Take steps inside of backward from now on; see `DistributedDataParallel`.
+
+        Raises:
+            ConfigError: Parameters have optimizers of their own already.
+        """
+        if self._has_adopted:
+            msg = (
+                "parameters have optimizers in backward from _apply_optimizer_in_backward already, "
+                "and would be stepped twice: use one of both"
+            )
+            raise ConfigError(msg)
+        self._make_optimizer = make_optimizer
+        for record in self.table.requires_grad:
+            if not record.sparse:
+                self.optimizers[record.name] = make_optimizer([record.param])
+
+    def on_averaging_begins(self) -> None:
+        """Tell ranks that have joined that this one still works."""
+        joinable = self.joinable()
+        join = None if joinable is None else joinable._join  # noqa: SLF001 - the other half
+        if joinable is not None and join is not None and not join.throws:
+            self._join_notice = Join.notify_join_context(joinable)
+
+    def on_first_launch(self, bucket: Bucket) -> None:
+        """Note this rank's first gradients."""
+        if self.first_batch is not None:
+            self.first_batch.note_gradients(bucket)
+
+    def start_beside_status(self) -> Sequence[Work]:
+        """Send the module's buffers, if they changed in the last step."""
+        notice, self._join_notice = self._join_notice, None
+        works = self.buffers.start_early(self.active_ranks[0]) if self._has_buffers else []
+        return works if notice is None else [*works, notice]
+
+    def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
+        """Take the steps of parameters whose averages are there, and drop their gradients."""
+        if self._has_adopted:
+            _step_adopted(records, is_usable=is_usable)
+        if self._make_optimizer is None:
+            return
+        for record in records:
+            if record.name not in self.optimizers:  # unfrozen meanwhile
+                self.optimizers[record.name] = self._make_optimizer([record.param])
+            if is_usable:
+                self.optimizers[record.name].step()
+            record.param.grad = None
+
+    def on_averaged(self, outcome: Outcome) -> None:
+        """Make buffers equal, compare parameters, and report."""
+        states = outcome.status.states
+        if RankState.JOINED in states:
+            joined = outcome.status.ranks(RankState.JOINED)
+            self.active_ranks = [rank for rank in range(len(states)) if rank not in joined]
+        else:
+            self.active_ranks = list(range(len(states)))
+        if self._has_buffers:
+            with torch.no_grad():
+                root = self.active_ranks[0]
+                self.buffers.finish(root, changed=outcome.status.num_buffers_used > 0)
+        # ranks that have joined have not taken the last steps
+        due = self.hash_every and outcome.number % self.hash_every == 0
+        if due and len(self.active_ranks) == len(states):
+            when = f"before the optimizer's step {outcome.number}"
+            compare_values(self.group, self.table.records, when)
+        handle_nonfinite(outcome, self.group.ranks, self.handler)
+        if self.first_batch is not None:
+            first, self.first_batch = self.first_batch, None
+            first.report(is_weighted=outcome.status.num_weighted > 0)
+        self.warnings.check(outcome)  # last: the program may turn it into an error, on one rank
+
+
+def _step_adopted(records: Sequence[ParamRecord], *, is_usable: bool) -> None:
+    for record in records:
+        optimizers = optimizers_of(record.param)
+        if is_usable:
+            for optimizer in optimizers:
+                optimizer.step()
+        if optimizers:
+            record.param.grad = None

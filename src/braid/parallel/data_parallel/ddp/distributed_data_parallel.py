@@ -1,0 +1,456 @@
+"""DistributedDataParallel: one replica per process, gradients averaged during backward.
+
+Every rank holds the whole model and its share of the batch. At wrapping, rank 0's parameters and
+buffers are copied to all, so that replicas start equal; since they then apply equal gradients, they
+stay equal, and parameters never travel again.
+
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+2020. What differs: buckets leave when they are full, not in order; unused parameters need no flag;
+sums are in the order of ranks; `no_sync` follows the backward; buffers are made equal after each
+averaging, not before the next forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.comm.autograd.nested import tensors_in
+from braid.errors import ConfigError
+from braid.parallel.data_parallel.ddp.arguments import (
+    WrapperSettings,
+    arguments_in_common,
+    caps_of,
+    checked_hash_every,
+    checked_hook,
+    checked_names,
+    checked_weight,
+    first_given,
+    table_of,
+    trigger_of,
+)
+from braid.parallel.data_parallel.ddp.averaging_listener import AveragingListener, MakeOptimizer
+from braid.parallel.data_parallel.ddp.copies import CopyableWrapper
+from braid.parallel.data_parallel.ddp.first_batch import FirstBatch
+from braid.parallel.data_parallel.ddp.introspection import IGNORED, TorchNames
+from braid.parallel.data_parallel.ddp.join import Join, Joinable, JoinHook, syncs_in_forward
+from braid.parallel.data_parallel.ddp.mixed_precision import precision_of
+from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
+from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
+from braid.parallel.data_parallel.ddp.param_snapshot import ParamSnapshot
+from braid.parallel.data_parallel.finite import NonfiniteHandler, nonfinite_handler
+from braid.parallel.data_parallel.hooks.catalogue import hook_of
+from braid.parallel.data_parallel.replicas.data_parallel import DataParallel
+from braid.parallel.gradients import GradientReducer, Hook, ParamTable
+from braid.parallel.gradients.bucket_times import BucketTimes
+from braid.parallel.gradients.lost_requests import reclaim_lost_requests
+from braid.parallel.gradients.process_groups import group_of, shown_group_of
+
+__all__ = ["DistributedDataParallel"]
+
+ONE_HOOK = "a communication hook has been registered before: a model takes one"
+
+
+class DistributedDataParallel(TorchNames, CopyableWrapper):
+    """Wraps a module so that backward leaves the same averaged gradients on every rank.
+
+    Names, order and defaults up to `forward_sync_buffers` are those of torch's class. Attributes of
+    the module are found here, too.
+
+    Args:
+        module: Module to train; the same on every rank, up to values.
+        device_ids: None, or one device, where the module is already; or several, each of which gets
+            a replica and a share of this rank's batch (`DataParallel`), whose gradients are summed
+            here before they are averaged over ranks.
+        output_device: Device of the outputs of several devices.
+        dim: Dim along which the batch is divided between devices.
+        broadcast_buffers: See `forward_sync_buffers`; False leaves buffers alone at wrapping, too.
+        init_sync: Compare parameters and copy rank 0's values at wrapping.
+        process_group: Ranks that train together, such as `braid.init()`; a process group of torch
+            over the backend "braid"; by default torch's default group, if there is one.
+        bucket_cap_mb: Size in MiB of the pieces in which gradients are reduced, 25 by default; the
+            first piece is at most 1 MiB.
+        find_unused_parameters: Unused parameters need no flag; True silences the warning about
+            them.
+        check_reduction: Without effect, as in torch.
+        gradient_as_bucket_view: Without effect: gradients always are views of buckets.
+        static_graph: Every step uses the same parameters, equally often; needed for re-entrant
+            checkpointing of shared ones.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are reduced together,
+            when `param_to_hook_all_reduce` has its gradient.
+        param_to_hook_all_reduce: Parameter whose gradient launches the delayed ones.
+        mixed_precision: Data types of the forward and of what is sent, see `MixedPrecision`.
+        device_mesh: A mesh of one dim, instead of `process_group`.
+        skip_all_reduce_unused_params: Without effect: what no rank has used is never sent.
+        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last holds for all others.
+        batched_grad_copy: Without effect.
+        forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward
+            to backward.
+        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+            averaged.
+        nonfinite: Reaction to NaN and infinity in gradients: "ignore", "warn" (once), "raise",
+            "skip" (leave all gradients None), or a function called with a `NonFinite` on all ranks.
+            Choose "ignore" with a `torch.amp.GradScaler`, which looks itself. For parameters on a
+            GPU a warning comes, and counts, one step late, so that no step waits for the GPU.
+        check_all: Look for NaN and infinity in every number, not in one of each gradient.
+        hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
+        hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2"
+            (`hooks.hook_of`).
+
+    Raises:
+        ConfigError: Nothing to train, no group, or arguments that contradict each other.
+        MismatchError: Ranks have other parameters; the message shows which.
+
+    Cost:
+        A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each
+        rank reads and writes 2 l / n, most of it while backward computes. And one message of 24
+        bytes per parameter and 24 per rank.
+
+    On failure:
+        A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An
+        exception in the backward of one rank raises CommError in that of the others as soon as it
+        begins its next forward; all may go on after that. An exception before backward has reached
+        the module, in its forward or in the loss, ends nobody's step: where it is caught, the rank
+        goes on with its next batch in place of this one, and gradients of different batches are
+        averaged from then on. A warning says so once, as far as it shows. Let the rank end, or skip
+        the batch on all ranks.
+    """
+
+    def __init__(  # noqa: PLR0917 - the order of torch's
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        gradient_accumulation_steps: int = 1,
+        nonfinite: str | NonfiniteHandler = "warn",
+        check_all: bool = False,
+        hash_every: int = 0,
+        hook: str | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        del check_reduction, skip_all_reduce_unused_params, batched_grad_copy
+        group = group_of(process_group, device_mesh)
+        table = table_of(module, frozenset(getattr(module, IGNORED, ())), group.ranks)
+        self.module = module
+        self.process_group = shown_group_of(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        self.device_ids = None if device_ids is None else list(device_ids)
+        self.output_device = output_device
+        self.dim = dim
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers)
+        self.mixed_precision = mixed_precision
+        delayed = delay_all_reduce_named_params
+        self._settings = WrapperSettings(
+            init_sync=init_sync,
+            broadcast_buffers=broadcast_buffers is not False,
+            caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
+            delayed=frozenset(name for name, _ in delayed or ()),
+            delayed_after=trigger_of(table, param_to_hook_all_reduce, delayed),
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            nonfinite=nonfinite,
+            check_all=check_all,
+            hash_every=checked_hash_every(hash_every),
+            hook=hook,
+        )
+        self._set_up(group, is_copy=False)
+
+    def _set_up(self, group: Group, *, is_copy: bool) -> None:
+        """Make what belongs to the group; all ranks at the same time unless it is a copy."""
+        module, settings = self.module, self._settings
+        ignored = frozenset(getattr(module, IGNORED, ()))
+        self._group = group
+        self._table = table = ParamTable.of(module, ignored)
+        several = self.device_ids is not None and len(self.device_ids) > 1
+        devices = self.device_ids, self.output_device, self.dim
+        # in a tuple: a submodule would give every parameter a second name
+        self._replicas = (DataParallel(module, *devices),) if several else ()
+        self._snapshot = ParamSnapshot(module.parameters(), ignored)
+        buffers = ModuleBuffers(group, module, ignored)
+        self._has_buffers = buffers.any()
+        self._listener = AveragingListener(
+            joinable=weakref.ref(self),
+            group=group,
+            table=table,
+            buffers=buffers,
+            handler=nonfinite_handler(settings.nonfinite, [record.param for record in table]),
+            hash_every=settings.hash_every,
+            warnings=OnceWarnings(
+                type(module).__name__,
+                group.ranks,
+                is_speaker=group.rank == 0,
+                names_unused=not self.find_unused_parameters,
+            ),
+            first_batch=FirstBatch(module, group),
+        )
+        self._precision = precision_of(self.mixed_precision, module)
+        name = settings.hook
+        wire, self._comm_hook = (None, None) if name is None else hook_of(name, group, table)
+        options = settings.options(wire or self._precision.wire, static_graph=self.static_graph)
+        common = arguments_in_common(
+            options,
+            settings.nonfinite,
+            buffers=self.forward_sync_buffers,
+            hash_every=settings.hash_every,
+            hook=name,
+        )
+        if settings.init_sync and not is_copy:
+            table.make_equal(group, common)
+            reclaim_lost_requests(group)
+            if settings.broadcast_buffers:
+                buffers.broadcast()
+        agree = partial(_agree, group, table, common) if is_copy else None
+        self._reducer = GradientReducer(group, table, options, self._listener, agree=agree)
+        if self._comm_hook is not None:
+            self._reducer.use_hook((None, self._comm_hook))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module."""
+        if self._join is not None and self._join.throws:  # before collectives of the forward
+            Join.notify_join_context(self)
+        has_backward = torch.is_grad_enabled() and self._snapshot.check_module(self.module)
+        if has_backward:
+            if not self._reducer.num_reductions:
+                self._listener.adopt_optimizers()
+            self._reducer.forward_begins()
+            first = self._listener.first_batch
+            if first is not None and not first.is_known:
+                first.note_input(args, kwargs)
+        called = self._replicas[0] if self._replicas else self.module
+        outputs = self._precision.call(called, args, kwargs)
+        if has_backward:
+            changes = self._has_buffers and self.forward_sync_buffers and self.module.training
+            followed = [x for x in tensors_in(outputs) if x.requires_grad]
+            self._reducer.register_outputs(followed, buffers_used=changes)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backwards inside local; the next backward outside averages the sum."""
+        with self._reducer.no_sync():
+            yield
+
+    def set_loss_weight(self, num_samples: float | None) -> None:
+        """Set the weight of the gradients of the forwards that follow, such as their samples.
+
+        The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks
+        since the last one: that of one process whose loss is a mean over all of them. None counts
+        every rank's backwards once. Gradients are multiplied where they are accumulated, so in
+        16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers
+        expect. A backward that reaches no output of a forward, as where outputs hide their tensors,
+        uses the weight that was set last.
+
+        Args:
+            num_samples: Number of samples or tokens, or any weight; None for equal weights.
+
+        Raises:
+            ConfigError: The weight is negative or not finite.
+            MismatchError: In backward, on all ranks: only some of them have set a weight.
+        """
+        self._reducer.set_loss_weight(checked_weight(num_samples))
+
+    def average_next(self) -> None:
+        """Let the next backward average, however many have accumulated; call it on all ranks.
+
+        Call it before the last backward of an epoch whose length is no multiple of
+        `gradient_accumulation_steps`. A warning in the next forward names an optimizer's step after
+        any other backward. Gradients that are set to None restart the count.
+        """
+        self._reducer.average_next()
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` take the place of the all-reduce of each bucket.
+
+        Args:
+            state: Passed to the hook.
+            hook: Function that returns a `torch.futures.Future` of the average, a Work, or a
+                generator of Works (`gradients.grad_bucket`).
+
+        Raises:
+            ConfigError: The hook cannot be called, or there is one already.
+        """
+        hook = checked_hook(state, hook)
+        if self._comm_hook is not None or self._settings.hook is not None:
+            raise ConfigError(ONE_HOOK)
+        self._reducer.use_hook((state, hook))
+        self._comm_hook = hook
+
+    def step_in_backward(self, optimizer: MakeOptimizer) -> dict[str, torch.optim.Optimizer]:
+        """Take the optimizer's step inside of backward, bucket by bucket.
+
+        The step of a bucket is taken when its averages are there, while others are under way;
+        gradients are dropped after it. Steps in which some gradient is not finite are not taken,
+        and clipping by the norm of all gradients is not possible. Sparse parameters need an
+        optimizer of their own.
+
+        Args:
+            optimizer: Makes the optimizer of one parameter, such as
+                `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+
+        Returns:
+            The optimizers by parameter name, for schedules and checkpoints; that of a parameter
+            which is unfrozen later comes with its first step.
+        """
+        self._listener.step_in_backward(optimizer)
+        return self._listener.optimizers
+
+    def hook_state(self) -> dict[str, Any]:
+        """Return what compression has left out on this rank so far, for checkpoints.
+
+        Returns:
+            `residuals` of the wire format by parameter, and the `hook`'s own state, if it has any.
+            Each rank has its own.
+        """
+        read = getattr(self._comm_hook, "state_dict", None)
+        return {
+            "residuals": self._reducer.residuals(),
+            "hook": {} if read is None else read(),
+        }
+
+    def load_hook_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `hook_state` returned.
+
+        Residuals are added to this rank's next gradients. So they may be given to another rank, as
+        long as each is given to one.
+
+        Raises:
+            ConfigError: The state is something else, or that of another hook.
+        """
+        load = getattr(self._comm_hook, "load_state_dict", None)
+        if set(state) != {"residuals", "hook"} or (load is None and state["hook"]):
+            extra = " of a hook with a state" if state.get("hook") else ""
+            msg = (
+                f"the hook state has keys {sorted(state)}{extra}, which {self._comm_hook!r} cannot "
+                "load: pass what hook_state() returned, and wrap with the same hook"
+            )
+            raise ConfigError(msg)
+        names = {record.name for record in self._table}
+        own = {name: left for name, left in state["residuals"].items() if name in names}
+        self._reducer.add_residuals(own)
+        if load is not None and state["hook"]:
+            load(state["hook"])
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context for uneven inputs: a rank without input shadows the steps of the others.
+
+        This takes no further message.
+
+        Args:
+            divide_by_initial_world_size: Whether averages are over all ranks, or over those that
+                still have inputs.
+            enable: False for inputs that are known to be even.
+            throw_on_early_termination: Raise on all ranks as soon as one has no more input; costs
+                one small all-reduce a forward.
+
+        Raises:
+            ConfigError: The module has batch statistics of all ranks, which a rank without input
+                cannot compute, and nothing shall be thrown.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what this wrapper does after its rank has joined, see `Joinable`."""
+        return _Shadow(self, by_all=bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device on which the wrapper communicates."""
+        return self._table.records[0].param.device
+
+    @property
+    def join_process_group(self) -> Group:
+        """Group in which the wrapper communicates."""
+        return self._group
+
+    def bucket_times(self) -> BucketTimes:
+        """Return when each bucket of the last step was full on each rank; a collective.
+
+        Printed, it is a table of who makes the others wait.
+        """
+        return self._reducer.bucket_times()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Leave parameters and buffers with these names to each rank; call before wrapping."""
+        setattr(module, IGNORED, checked_names(params_and_buffers_to_ignore))
+
+
+# as torch's class is asked for by frameworks, checkpoints and pipelines
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
+
+
+def _agree(group: Group, table: ParamTable, arguments: Mapping[str, object]) -> None:
+    """Compare a copy with the other ranks' when it averages for the first time; a collective."""
+    table.compare(group, arguments)
+    reclaim_lost_requests(group)
+
+
+class _Shadow(JoinHook):
+    """Shadows the steps of other ranks, for one wrapper."""
+
+    def __init__(self, wrapper: DistributedDataParallel, *, by_all: bool) -> None:
+        self._wrapper = wrapper
+        self._by_all = by_all
+
+    def shadow(self) -> bool:
+        reducer = self._wrapper._reducer  # noqa: SLF001 - its continuation
+        # where samples are counted, a rank without any counts nothing
+        counts = self._by_all and reducer.loss_weight is None
+        return reducer.shadow_backward(1.0 if counts else 0.0)
+
+    def main_hook(self) -> None:
+        self.shadow()
+
+    def refusal(self) -> str | None:
+        return syncs_in_forward(self._wrapper.module)
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - who worked last is known
+        """Copy the model of a rank that has taken the last steps to those that joined earlier."""
+        wrapper, group = self._wrapper, self._wrapper._group  # noqa: SLF001 - its continuation
+        listener = wrapper._listener  # noqa: SLF001 - its continuation
+        root = listener.active_ranks[0]
+        with torch.no_grad():
+            for record in wrapper._table:  # noqa: SLF001
+                group.broadcast(record.param.detach(), root)
+            listener.buffers.broadcast(root)
+        listener.active_ranks = list(range(group.size))

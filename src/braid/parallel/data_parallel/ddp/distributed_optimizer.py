@@ -1,0 +1,228 @@
+"""DistributedOptimizer: an optimizer that lets gradients be averaged during backward.
+
+For programs that keep their model unwrapped, as Horovod's do. The optimizer is changed in place, so
+that schedulers and everything else that knows it go on. Hooks on the parameters average during
+backward, exactly as `DistributedDataParallel` does (`gradients.GradientReducer`).
+
+A wrapper sees the outputs of its module, and so the begin of a backward. Here the first thing that
+is seen is a part of a gradient, about to be accumulated. It may belong to a backward inside of
+another one (re-entrant checkpointing), whose end is not that of the whole:
+
+    loss.backward()   |--head--|  checkpoint: [... p5 p4]  checkpoint: [... p3 p2]  |--p1 p0--|
+                         ^ seen first: averages at the end of the whole
+                      without head:          ^ local               ^ local             ^ averages
+                      without p1 p0 either: averages in step()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from braid.errors import ConfigError
+from braid.parallel.data_parallel.ddp.arguments import arguments_in_common, caps_of, finite_check_of
+from braid.parallel.data_parallel.ddp.param_snapshot import ParamSnapshot
+from braid.parallel.data_parallel.finite import (
+    NonfiniteHandler,
+    handle_nonfinite,
+    nonfinite_handler,
+)
+from braid.parallel.gradients import (
+    GradientReducer,
+    Outcome,
+    ParamRecord,
+    ParamTable,
+    ReducerListener,
+    ReducerOptions,
+)
+from braid.parallel.gradients.lost_requests import reclaim_lost_requests
+from braid.parallel.gradients.optimizer_in_place import ChangedOptimizer, change_in_place
+from braid.parallel.gradients.process_groups import group_of
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer:
+    """Lets an optimizer's gradients be averaged over ranks in every backward.
+
+    The optimizer stays the same object; its new class derives from its own.
+
+    Args:
+        optimizer: Any `torch.optim.Optimizer`.
+        named_parameters: Names for messages, such as `model.named_parameters()`; numbers when None.
+        process_group: See `DistributedDataParallel`.
+        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+            averaged. A step that comes earlier averages what there is, on all ranks; gradients that
+            are zeroed earlier restart the count. Call `synchronize()` before anything that reads
+            gradients before such a step, such as clipping or a `torch.amp.GradScaler`: a scaler
+            that leaves the step out on one rank alone would leave others waiting.
+        bucket_cap_mb: See `DistributedDataParallel`.
+        init_sync: Compare parameters and copy rank 0's values first.
+        nonfinite: Reaction to NaN and infinity in gradients, see `DistributedDataParallel`.
+        check_all: Look for NaN and infinity in every number, not in one of each gradient.
+
+    Raises:
+        ConfigError: Parameters without a name, or names of others; no group; an optimizer that
+            averages already.
+        MismatchError: Ranks have other parameters.
+
+    The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when
+    backward has ended, so there is nothing to wait for; except where all parameters lie in
+    re-entrant checkpoints: call `synchronize()` there before gradients are read or clipped, or pass
+    use_reentrant=False.
+
+    `torch.autograd.grad` of these parameters is refused, as it would give gradients of this rank
+    alone; inside of `no_sync()` that is what is asked for.
+    """
+
+    def __new__(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+        *,
+        process_group: Any = None,
+        gradient_accumulation_steps: int = 1,
+        bucket_cap_mb: float | None = None,
+        init_sync: bool = True,
+        nonfinite: str | NonfiniteHandler = "warn",
+        check_all: bool = False,
+    ) -> Any:
+        """Change `optimizer` in place and return the same object."""
+        if isinstance(optimizer, _Averaging):
+            msg = f"this {type(optimizer).__name__} averages gradients already: pass it once"
+            raise ConfigError(msg)
+        group = group_of(process_group)
+        table = ParamTable.named(_named(optimizer, named_parameters))
+        handler = nonfinite_handler(nonfinite, [record.param for record in table])
+        options = ReducerOptions(
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            caps=caps_of(bucket_cap_mb, None),
+            finite_check=finite_check_of(nonfinite, check_all=check_all),
+        )
+        if init_sync:
+            table.make_equal(group, arguments_in_common(options, nonfinite))
+            reclaim_lost_requests(group)
+        listener = _Listener(group.ranks, handler)
+        # a hook, not a method `step`, which a scheduler that was made before would go round
+        before_step = partial(_before_step, weakref.ref(optimizer))
+        change_in_place(
+            optimizer,
+            _Averaging,
+            _reducer=GradientReducer(group, table, options, listener, registers_outputs=False),
+            _records=table.records,
+            _snapshot=ParamSnapshot(record.param for record in table),
+            _warned=False,
+            _step_handle=optimizer.register_step_pre_hook(before_step),
+        )
+        return optimizer
+
+
+class _Listener(ReducerListener):
+    def __init__(self, ranks: tuple[int, ...], handler: NonfiniteHandler) -> None:
+        self._ranks = ranks
+        self._handler = handler
+
+    def on_averaged(self, outcome: Outcome) -> None:
+        handle_nonfinite(outcome, self._ranks, self._handler)
+
+
+class _Averaging(ChangedOptimizer):
+    """Methods that are added to the class of an optimizer."""
+
+    _reducer: GradientReducer
+    _records: tuple[ParamRecord, ...]
+    _snapshot: ParamSnapshot
+    _warned: bool
+    _step_handle: RemovableHandle
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero gradients; if an exception ended the last backward, the other ranks learn of it."""
+        self._refresh()
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
+        self._reducer.restart()
+
+    def synchronize(self) -> None:
+        """Average gradients that wait; tell other ranks if an exception ended the last backward."""
+        self._refresh()
+        if self._reducer.accumulates and self._reducer.synchronizes:
+            self._reducer.finish()
+
+    def _refresh(self) -> None:
+        """Average gradients of checkpoints, report an exception, and see what is frozen now."""
+        named = ((record.name, record.param) for record in self._records)
+        self._snapshot.check((record.param for record in self._records), named)
+        self._reducer.refresh()
+        if self._reducer.needs_average:
+            self._reducer.finish()
+
+    def _average_before_step(self) -> None:
+        if self._reducer.needs_average and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "gradients have been averaged in step(), not in backward, as all parameters lie in "
+                "re-entrant checkpoints: call synchronize() before they are read or clipped, or "
+                "checkpoint with use_reentrant=False. Said once",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.synchronize()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backwards inside local; the next backward outside averages the sum."""
+        with self._reducer.no_sync():
+            yield
+
+    def close(self) -> None:
+        """Stop averaging."""
+        self._step_handle.remove()
+        self._reducer.close()
+
+
+def _before_step(
+    reference: weakref.ref[Any], _inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Average gradients before a step of the optimizer, and after its closure."""
+    optimizer = reference()
+    if optimizer is None:
+        return args, kwargs
+    optimizer._average_before_step()  # noqa: SLF001 - its continuation
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+
+    def averaged() -> Any:
+        loss = closure()
+        optimizer._average_before_step()  # noqa: SLF001 - its continuation
+        return loss
+
+    if len(args) > 1:
+        return (args[0], averaged, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaged}
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
+) -> list[tuple[str, nn.Parameter]]:
+    own = [param for group in optimizer.param_groups for param in group["params"]]
+    if named is None:
+        return [(f"parameter {number}", param) for number, param in enumerate(own)]
+    names: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, param in named:
+        names.setdefault(id(param), []).append((name, param))
+    unnamed = sum(id(param) not in names for param in own)
+    if unnamed:
+        msg = (
+            f"{unnamed} of the optimizer's {len(own)} parameters have no name: pass "
+            "model.named_parameters() of all models whose parameters it has"
+        )
+        raise ConfigError(msg)
+    return [pair for param in own for pair in names[id(param)]]

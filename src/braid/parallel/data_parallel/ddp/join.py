@@ -1,0 +1,236 @@
+"""Uneven inputs: a rank without input shadows the steps of other ranks until no rank has input.
+
+Names and behaviour are those of `torch.distributed.algorithms.join`. A rank that leaves the context
+*joins*. From then on it takes part in the collectives of the other ranks' steps, which its
+joinables shadow (`JoinHook.main_hook`), until all ranks have joined. A joinable that is alone in
+its context and learns by itself whether other ranks still work needs no message for that
+(`JoinHook.shadow`; DistributedDataParallel exchanges it beside its gradients). Several joinables
+need one small all-reduce a step, by which working ranks announce a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from braid.comm import Group, Work
+from braid.errors import CommError, ConfigError
+from braid.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
+
+__all__ = ["EARLY", "Join", "JoinHook", "Joinable", "syncs_in_forward"]
+
+EARLY = (
+    "a rank has no more input while others have (throw_on_early_termination=True): give all ranks "
+    "equally many batches, or let the others go on"
+)
+
+# contexts that a program has entered, by group
+_ENTERED: WeakKeyDictionary[Group, ReferenceType[Join]] = WeakKeyDictionary()
+
+
+class JoinHook:
+    """Actions of one joinable on a rank that has joined."""
+
+    def main_hook(self) -> None:
+        """Shadow the collectives of one step of the working ranks."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Finish; called once on every rank when all ranks have joined.
+
+        Args:
+            is_last_joiner: Whether this rank was among the last that worked.
+        """
+
+    def shadow(self) -> bool | None:
+        """Shadow one step of the working ranks.
+
+        Returns:
+            True after a step, False if no rank works any more, None if the joinable cannot tell.
+        """
+        return None
+
+    def refusal(self) -> str | None:
+        """Return the reason why steps cannot be shadowed; None if they can."""
+        return None
+
+
+class Joinable(ABC):
+    """An object that takes part in collectives once a step."""
+
+    @abstractmethod
+    def __init__(self) -> None:
+        self._join: Join | None = None
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the actions for this object after the rank has joined.
+
+        Args:
+            **kwargs: Keyword arguments of `Join`.
+        """
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """Device on which the joinable communicates."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Group:
+        """Group in which the joinable communicates."""
+
+
+class Join:
+    """Context in which ranks may have different numbers of inputs.
+
+    Args:
+        joinables: Objects of one group that take part in collectives. Each calls
+            `notify_join_context` before the collectives of a step. The collectives of a
+            DistributedDataParallel are in backwards that average.
+        enable: Whether the context does anything; False is for inputs that are known to be even.
+        throw_on_early_termination: Whether to raise on all ranks as soon as one has no more input.
+        **kwargs: Keyword arguments for all join hooks.
+
+    Raises:
+        ConfigError: There are no joinables, one is no Joinable, is passed twice or is in another
+            such context, they have different groups, or the steps of one cannot be shadowed.
+        CommError: A rank has no more input, and `throw_on_early_termination` is set.
+    """
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_joinables(joinables)
+        groups = {id(joinable.join_process_group) for joinable in joinables}
+        if len(groups) > 1:
+            msg = f"joinables belong to {len(groups)} groups: enter one context per group"
+            raise ConfigError(msg)
+        self.throws = throw_on_early_termination
+        self._joinables = tuple(joinables)
+        self._enable = enable
+        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        # for callers without a type checker
+        odd = [hook for hook in self._hooks if not isinstance(hook, JoinHook)]  # type: ignore[redundant-expr]
+        if odd:
+            msg = f"join_hook() of every joinable must return a JoinHook, got {odd[0]!r}"
+            raise ConfigError(msg)
+        refusal = next(filter(None, (hook.refusal() for hook in self._hooks)), None)
+        if enable and not self.throws and refusal is not None:
+            raise ConfigError(refusal)
+        self._group = joinables[0].join_process_group
+        self._device = joinables[0].join_device
+
+    @property
+    def exchanges_presence(self) -> bool:
+        """Whether the only joinable learns in its steps if other ranks work, too late to throw."""
+        alone = len(self._hooks) == 1 and not self.throws
+        return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
+
+    def __enter__(self) -> Join:
+        if self._enable and self._entered() is not None:
+            msg = (
+                "a join context of this group has been entered already, and a group has one join "
+                "context at a time: ranks that leave the inner one would shadow that alone. Write "
+                "Join([a, b])"
+            )
+            raise ConfigError(msg)
+        if self._enable:
+            _ENTERED[self._group] = ref(self)
+        for joinable in self._joinables:
+            joinable._join = self if self._enable else None  # noqa: SLF001 - the other half
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for joinable in self._joinables:
+            joinable._join = None  # noqa: SLF001 - the other half
+        if self._entered() is self:
+            del _ENTERED[self._group]
+        if not self._enable or kind is not None:
+            return
+        num_shadowed = 0
+        while self._shadow():
+            num_shadowed += 1
+        for hook in self._hooks:
+            hook.post_hook(is_last_joiner=not num_shadowed)
+
+    def _entered(self) -> Join | None:
+        """Return the context of this group that the program has entered, if any."""
+        reference = _ENTERED.get(self._group)
+        return None if reference is None else reference()
+
+    def _shadow(self) -> bool:
+        """Shadow one step of the working ranks; return False when no rank works."""
+        if self.exchanges_presence:
+            return bool(self._hooks[0].shadow())
+        working = torch.zeros(1, device=self._device)
+        self._group.all_reduce(working)
+        if not working.item():
+            return False
+        if self.throws:
+            raise CommError(EARLY)
+        for hook in self._hooks:
+            hook.main_hook()
+        return True
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Announce to other ranks that this one still works; call before the collectives of a step.
+
+        Returns:
+            The announcement under way. None outside of a context, from all but the first joinable,
+            and where no message is needed.
+        """
+        join = joinable._join  # noqa: SLF001 - the other half
+        if join is None or joinable is not join._joinables[0] or join.exchanges_presence:  # noqa: SLF001
+            return None
+        working = torch.ones(1, device=join._device)  # noqa: SLF001
+        if join.throws:
+            join._group.all_reduce(working)  # noqa: SLF001
+            if working.item() < join._group.size:  # noqa: SLF001
+                raise CommError(EARLY)
+            return None
+        work: Work = join._group.all_reduce(working, async_op=True)  # noqa: SLF001
+        return work
+
+
+def _check_joinables(joinables: Sequence[Joinable]) -> None:
+    if not isinstance(joinables, Sequence) or not joinables:  # type: ignore[redundant-expr]
+        msg = f"Join takes a list of at least one joinable, got {joinables!r}"
+        raise ConfigError(msg)
+    for joinable in joinables:
+        if not isinstance(joinable, Joinable) or not hasattr(joinable, "_join"):  # type: ignore[redundant-expr]
+            kind = type(joinable).__name__
+            is_joinable = isinstance(joinable, Joinable)
+            problem = "has not called Joinable.__init__" if is_joinable else "is no Joinable"
+            msg = f"{kind} {problem}: derive from Joinable, and call its __init__"
+            raise ConfigError(msg)
+    if len({id(joinable) for joinable in joinables}) < len(joinables):
+        msg = f"some of the {len(joinables)} joinables are the same: pass each once"
+        raise ConfigError(msg)
+
+
+def syncs_in_forward(module: nn.Module) -> str | None:
+    """Return why ranks without input cannot shadow the steps of a module; None if they can."""
+    for name, part in module.named_modules():
+        if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
+            return (
+                f"the forward of {type(part).__name__} {name!r} waits for other ranks, and a rank "
+                "without input runs none: give all ranks equally many batches, pass "
+                "throw_on_early_termination=True, or use BatchNorm"
+            )
+    return None

@@ -1,0 +1,84 @@
+"""One-time warnings about steps that are legal but probably unintended, on rank 0.
+
+Parameters that nobody uses, and forwards that no backward has reached. Of the latter torch says
+nothing: a rank whose forward or loss raises an exception that the program catches goes on to its
+next batch, and from then on averages gradients of other steps than its peers do.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from braid.parallel.gradients import Outcome, RankState
+from braid.types import first_few
+
+__all__ = ["OnceWarnings"]
+
+
+class OnceWarnings:
+    """Gives each warning once.
+
+    Args:
+        model: Name of the model in the messages.
+        ranks: Global ranks of the group.
+        is_speaker: Whether this rank is the one that warns.
+        names_unused: Whether to warn of unused parameters.
+    """
+
+    def __init__(
+        self, model: str, ranks: tuple[int, ...], *, is_speaker: bool, names_unused: bool
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._names_unused = is_speaker and names_unused
+        self._names_ahead = is_speaker
+
+    def check(self, outcome: Outcome) -> None:
+        """Warn of what an averaging has shown."""
+        if self._names_unused and outcome.unused:
+            self._names_unused = False
+            _warn(_unused_text(self._model, outcome))
+        forwards = outcome.status.num_forwards_without_backward
+        if not self._names_ahead or not any(forwards):
+            return
+        counts = {
+            self._ranks[rank]: count
+            for rank, count in enumerate(forwards)
+            if outcome.status.states[rank] is not RankState.JOINED
+        }
+        if len(set(counts.values())) > 1:
+            self._names_ahead = False
+            _warn(_ahead_text(self._model, outcome.number, counts))
+
+
+def _unused_text(model: str, outcome: Outcome) -> str:
+    names = outcome.unused
+    listed = first_few(map(repr, names))
+    count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
+    return (
+        f"{count} of {model} got no gradient on any rank in step {outcome.number}: {listed}; .grad "
+        "stays None. Said once; find_unused_parameters=True says that this is expected"
+    )
+
+
+def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
+    by_count: dict[int, list[int]] = {}
+    for rank, count in sorted(counts.items()):
+        by_count.setdefault(count, []).append(rank)
+    listed = "; ".join(
+        f"{count} on {_ranks_text(by_count[count])}" for count in sorted(by_count) if count
+    )
+    return (
+        f"{model} ran forwards without a backward in step {number}: {listed}. If an exception (in "
+        "the forward or in the loss) was caught there and the batch was not tried again, that rank "
+        "is one batch ahead from now on: skip such a batch on all ranks. Said once; run forwards "
+        "that need no backward under torch.no_grad()"
+    )
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks)}"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=4)

@@ -1,0 +1,165 @@
+"""Communication hooks by name: what is sent in place of whole gradients.
+
+    "bf16", "fp16", "int8", "topk:0.01"    wire formats of `braid.comm`: numbers change on a network
+                                           only, never in shared memory
+    "powersgd:rank=2,start=500"            two thin factors of each matrix (`powersgd`)
+    "bf16+powersgd:rank=2"                 the same, with the factors in 16 bits on a network
+
+What a format leaves out stays with the rank that left it out, and is added the next time.
+`bf16_hook` and `fp16_hook` use 16 bits inside of a host as well:
+`model.register_comm_hook(None, bf16_hook)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from braid.comm import Group, StepsBy
+from braid.comm.formats import by_name
+from braid.errors import ConfigError
+from braid.parallel.data_parallel.hooks.powersgd import COMPRESSED, PowerSGDHook, PowerSGDOptions
+from braid.parallel.gradients import GradBucket, Hook, ParamTable
+from braid.parallel.gradients.grad_bucket import Steps
+from braid.parallel.gradients.process_groups import group_of
+
+__all__ = ["NAMES", "CastHook", "bf16_hook", "fp16_hook", "hook_of"]
+
+FORMATS = {"bf16": "bf16", "fp16": "float16", "float16": "float16", "int8": "int8"}
+DENSE = tuple(FORMATS)  # for factors, which have no small numbers to leave out
+POWERSGD = "powersgd"
+NAMES = (*DENSE, "topk:RATIO", "powersgd:OPTIONS", "FORMAT+powersgd:OPTIONS")
+WORDS = {"true": True, "false": False}
+
+
+class CastHook:
+    """Averages gradients in another dtype, everywhere, and casts them back.
+
+    Complex gradients and those of 16 bits are sent as they are.
+
+    Args:
+        dtype: Data type of 16 bits in which gradients are exchanged. Sums are taken in 32 bits and
+            rounded once.
+
+    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost.
+    Gradients beyond 65504 are infinite in float16, which `nonfinite=` does not see, as it looks at
+    them before.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Steps:
+        """Average a bucket over the group `state`, or over the bucket's own group when None."""
+        group = bucket.group if state is None else group_of(state)
+        buffer = bucket.buffer()
+        longer = buffer.is_floating_point() and buffer.itemsize > self.dtype.itemsize
+        cast = buffer.to(self.dtype) if longer else buffer
+        with group.coalesce(steps_by=StepsBy.WAITER) as batch:
+            batch.all_reduce(cast, "avg")
+        yield batch.work
+        if longer:
+            buffer.copy_(cast)
+
+    def __repr__(self) -> str:
+        return f"CastHook({self.dtype})"
+
+
+bf16_hook = CastHook(torch.bfloat16)
+fp16_hook = CastHook(torch.float16)
+
+
+def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hook | None]:
+    """Return what a name means: a wire format, or a hook.
+
+    Args:
+        text: Name, see the module.
+        group: Ranks that train together.
+        table: Their parameters.
+
+    Raises:
+        ConfigError: There is no such hook, an option of it makes no sense, or it would find nothing
+            to do.
+    """
+    if not isinstance(text, str):
+        # for callers without a type checker
+        msg = f"hook takes a name, got {text!r}: use register_comm_hook(state, hook) for functions"  # type: ignore[unreachable]
+        raise ConfigError(msg)
+    wire, _, rest = text.rpartition("+")
+    kind, _, options = rest.partition(":")
+    if kind == POWERSGD:
+        if wire and wire not in FORMATS:
+            known = ", ".join(DENSE)
+            msg = f"hook={text!r}: {wire!r} is no format for factors of powersgd, choose of {known}"
+            raise ConfigError(msg)
+        hook = PowerSGDHook(_options_of(options, text), wire=FORMATS.get(wire))
+        if wire:
+            _check_wires(group, text, f"hook={rest!r}")
+        _check_any_matrix(hook.options, table, text)
+        return None, hook
+    if wire or (text not in FORMATS and kind != "topk"):
+        msg = f"hook={text!r} is unknown: choose one of {', '.join(NAMES)}"
+        raise ConfigError(msg)
+    name = FORMATS.get(text, text)
+    by_name(name)  # refuses options that make no sense
+    _check_wires(group, text, "register_comm_hook(None, bf16_hook) or fp16_hook")
+    return name, None
+
+
+def _check_wires(group: Group, text: str, instead: str) -> None:
+    if not group.engine.capabilities.wires:
+        msg = (
+            f"hook={text!r} needs a group that converts numbers, but a backend of torch moves "
+            f"those of this one: use {instead} instead"
+        )
+        raise ConfigError(msg)
+
+
+def _options_of(text: str, whole: str) -> PowerSGDOptions:
+    kinds: dict[str, Callable[[str], Any]] = {
+        field.name: _flag if isinstance(field.default, bool) else type(field.default)
+        for field in dataclasses.fields(PowerSGDOptions)
+    }
+    given: dict[str, Any] = {}
+    for option in filter(None, text.split(",")):
+        name, _, value = option.partition("=")
+        try:
+            given[name] = kinds[name](value)
+        except (KeyError, ValueError) as exc:
+            known = ", ".join(
+                f"{field.name}={str(field.default).lower()}"
+                for field in dataclasses.fields(PowerSGDOptions)
+            )
+            msg = f"hook={whole!r}: {option!r} is no option of powersgd, which has {known}"
+            raise ConfigError(msg) from exc
+    return PowerSGDOptions(**given)
+
+
+def _flag(text: str) -> bool:
+    return WORDS[text.lower()]
+
+
+def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) -> None:
+    dense = [record for record in table.requires_grad if not record.sparse]
+    if any(options.compresses(record.param) for record in dense):
+        return
+    fit = [record for record in dense if record.param.dtype in COMPRESSED]
+    others = len(table.requires_grad) - len(fit)
+    largest = max(fit, key=lambda record: record.param.numel(), default=None)
+    kinds = ", ".join(map(_short, COMPRESSED))
+    shown = "" if largest is None else f", the largest of which is {largest}"
+    rest = f"; {others} more, sparse or of other dtypes, are never factored" if others else ""
+    advice = "" if largest is None else "lower rank or rate, or "
+    msg = (
+        f"hook={text!r} finds nothing to compress: factors of rank {options.rank} make no matrix "
+        f"{options.rate} times smaller among {len(fit)} parameters of {kinds} with dense gradients"
+        f"{shown}{rest}. Use other options: {advice}leave the hook out"
+    )
+    raise ConfigError(msg)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,261 @@
+"""Replicas of a module on several devices of one process; gradients come back to the module.
+
+    forward                                                    backward: the dual of
+    module ─ weight ─▶ spread ┬▶ replica 0 ─ share 0 ─▶ output 0   spreading is a sum,
+                              ├▶ replica 1 ─ share 1 ─▶ output 1   g0 + g1 + g2, in this order,
+                              └▶ replica 2 ─ share 2 ─▶ output 2   whichever is ready first
+
+A replica is a shallow copy of the module and of all modules in it, whose parameters are tensors of
+the graph above. In torch a replica has no `parameters()`, so `next(self.parameters()).device` fails
+in it; here it has. Gradients of 16-bit parameters are summed in float32 and rounded once. A device
+that occurs twice gets one copy, and on the module's own device there is none.
+
+What a forward changes: replica 0 has the module's own buffers, so changes in place survive, and
+`write_back` hands over what it assigned to itself. What the others change is dropped, as they saw
+the same batch's other shares.
+
+What torch.compile returns is bound to the one module that it was given. Copies of it would run that
+one without notice, and a wrapper of it hands what is assigned to its copies on to that one. So it
+is refused before anything is copied.
+
+Source: torch's DataParallel (`torch/nn/parallel/replicate.py`); Li et al., VLDB 2020, section 2.3.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from braid.comm.tensors.reduction import combine
+from braid.errors import ConfigError
+from braid.parallel.data_parallel.devices import DeviceLike, as_device
+from braid.runtime.torch_internals import own_buffers, own_modules, replica_of
+
+__all__ = ["refuse_compiled", "replicate", "write_back"]
+
+M = TypeVar("M", bound=nn.Module)
+GIVEN = "_braid_given"  # attribute of replica 0: what it was made with
+COMPILED_FROM = "_torchdynamo_orig_callable"  # attribute of what torch.compile returns
+
+
+def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
+    """Return one replica of `module` per device. Differentiable.
+
+    Backward leaves the sum of the replicas' gradients in the module's own parameters.
+
+    Args:
+        module: Module on one device. Shared parameters and modules are shared in replicas, too.
+        devices: Devices; the first one's replica has the module's own buffers, if it is the
+            module's device.
+
+    Returns:
+        Replicas in the order of devices; used for one forward.
+
+    Raises:
+        ConfigError: A module of TorchScript, one that is compiled, or one whose parameters have no
+            shapes yet.
+
+    Cost:
+        l bytes to each other device, l = bytes of parameters and buffers; as much back in backward.
+    """
+    places = [as_device(device) for device in devices]
+    _check_replicable(module)
+    made: list[dict[int, Any]] = [{} for _ in places]  # per replica: id of the original -> its copy
+    for param in module.parameters():
+        for memo, copied in zip(made, _spread(param, places), strict=True):
+            memo[id(param)] = copied
+    for buffer in module.buffers():
+        for memo, copied in zip(made, _buffer_copies(buffer, places), strict=True):
+            memo[id(buffer)] = copied
+    originals = list(module.modules())
+    for memo in made:
+        for original in originals:
+            memo[id(original)] = replica_of(original)
+    for index, memo in enumerate(made):
+        for original in originals:
+            _fill(original, memo, keep=index == 0)
+    return [memo[id(module)] for memo in made]
+
+
+def write_back(module: nn.Module, replica: nn.Module) -> None:
+    """Assign to `module` what the forward of its replica 0 assigned to itself, buffers included.
+
+    Args:
+        module: Module that was replicated.
+        replica: First of its replicas.
+    """
+    for original, part in zip(module.modules(), _pairs(module, replica), strict=True):
+        given = vars(part).pop(GIVEN, None)
+        if given is None:
+            continue  # the module itself, or a replica of another make
+        attributes, buffers = given
+        for name, value in own_buffers(part).items():
+            if value is not buffers.get(name):
+                own_buffers(original)[name] = value
+        for name, value in vars(part).items():
+            if name not in attributes or value is not attributes[name]:
+                vars(original)[name] = value
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Refuse a module to which torch.compile has bound what copies of it could not run.
+
+    Args:
+        module: Module that is to be replicated; it is not changed.
+
+    Raises:
+        ConfigError: The module, or a module in it, is compiled.
+    """
+    named = dict(module.named_modules())
+    ids = {id(child) for child in named.values()}
+    compiled = [name for name, child in named.items() if _is_compiled(child, ids)]
+    if compiled:
+        where = f"{', '.join(compiled)} of it" if compiled[0] else "it"
+        msg = (
+            f"torch.compile has bound {where} to this one {_kind(module)}, so copies of it "
+            "cannot run: pass the module itself, or use one process per device, where "
+            "DistributedDataParallel takes compiled modules"
+        )
+        raise ConfigError(msg)
+
+
+class _Spread(torch.autograd.Function):
+    """Autograd function x -> its copies on devices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, places: Sequence[torch.device], x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a replica that did not use it adds nothing
+        ctx.home = x.device
+        different = dict.fromkeys(places)
+        copies = {place: x.to(place, non_blocking=place.type != "cpu") for place in different}
+        return tuple(copies[place].detach() for place in places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
+        present = [grad for grad in grads if grad is not None]
+        return None, _OrderedSum.apply(ctx.home, *present) if present else None  # type: ignore[no-untyped-call]
+
+
+class _OrderedSum(torch.autograd.Function):
+    """Autograd function: tensors on devices -> their sum on one, in order; dual of `_Spread`."""
+
+    @staticmethod
+    def forward(ctx: Any, home: torch.device, *xs: torch.Tensor) -> torch.Tensor:
+        ctx.places = [x.device for x in xs]
+        moved = [x.to(home, non_blocking=home.type != "cpu") for x in xs]
+        if len(moved) == 1:
+            return moved[0].detach()
+        if any(x.layout != torch.strided for x in moved):  # of an Embedding(sparse=True)
+            total = moved[0]
+            for x in moved[1:]:
+                total = total + x
+            return total
+        total = torch.empty_like(moved[0])
+        combine(moved, total, "sum", None)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return None, *_Spread.apply(ctx.places, grad)  # type: ignore[no-untyped-call]
+
+
+def _spread(x: torch.Tensor, places: Sequence[torch.device]) -> tuple[torch.Tensor, ...]:
+    return _Spread.apply(places, x)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _buffer_copies(buffer: torch.Tensor, places: Sequence[torch.device]) -> Sequence[torch.Tensor]:
+    if buffer.requires_grad and torch.is_grad_enabled():
+        return _spread(buffer, places)
+    # each its own, as forward may change it
+    return [
+        buffer if index == 0 and place == buffer.device else buffer.to(place, copy=True)
+        for index, place in enumerate(places)
+    ]
+
+
+def _fill(original: nn.Module, memo: dict[int, Any], *, keep: bool) -> None:
+    """Put copies into a replica wherever the original has what was copied."""
+    part = memo[id(original)]
+    state = vars(part)
+    for name in ("_parameters", "_buffers", "_modules"):
+        table = vars(original)[name]
+        # past __setattr__, which takes nothing but leaves for parameters
+        state[name] = type(table)((key, memo.get(id(value), value)) for key, value in table.items())
+    for name, value in vars(original).items():
+        if name not in {"_parameters", "_buffers", "_modules"}:
+            changed = _with_copies(value, memo)
+            if changed is not value:
+                state[name] = changed
+    if keep:
+        state[GIVEN] = dict(state), dict(state["_buffers"])
+
+
+def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
+    """Return an attribute with copies in the place of parameters and modules that it refers to.
+
+    Such attributes are the flat weights of an RNN, a parent, or a replaced forward.
+    """
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in memo:
+        return MethodType(value.__func__, memo[id(value.__self__)])
+    if type(value) is list and any(id(item) in memo for item in value):
+        return [memo.get(id(item), item) for item in value]
+    return value
+
+
+def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
+    """Return the replica's modules in the order of `module.modules()`.
+
+    Modules that forward has added to the replica are left out.
+    """
+    replicas = {id(module): replica}
+    for original in module.modules():
+        part = replicas[id(original)]
+        for name, child in own_modules(original).items():
+            if child is not None:
+                replicas.setdefault(id(child), own_modules(part)[name])  # type: ignore[arg-type]
+    return [replicas[id(original)] for original in module.modules()]
+
+
+def _is_compiled(module: nn.Module, ids: Collection[int]) -> bool:
+    """Return whether a module is compiled, or calls what was compiled of a module in `ids`."""
+    attributes = vars(module)
+    if COMPILED_FROM in attributes or attributes.get("_compiled_call_impl") is not None:
+        return True
+    for value in attributes.values():
+        if isinstance(value, FunctionType) and COMPILED_FROM in vars(value):
+            inner = inspect.unwrap(value, stop=lambda inner: isinstance(inner, MethodType))
+            if id(getattr(inner, "__self__", None)) in ids:  # functions of no module are anyone's
+                return True
+    return False
+
+
+def _kind(module: nn.Module) -> str:
+    return type(vars(module)["_modules"].get("_orig_mod", module)).__name__
+
+
+def _check_replicable(module: nn.Module) -> None:
+    refuse_compiled(module)
+    scripted = [type(m).__name__ for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        msg = (
+            f"{scripted[0]} in {type(module).__name__} is a TorchScript module and cannot be "
+            "replicated: use the original module"
+        )
+        raise ConfigError(msg)
+    lazy = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if is_lazy(x)]
+    if lazy:
+        msg = (
+            f"{', '.join(lazy)} of {type(module).__name__} have no shapes yet: call the module "
+            "itself once before it is replicated"
+        )
+        raise ConfigError(msg)

@@ -1,0 +1,26 @@
+"""Expert parallelism: mixtures of experts whose experts are divided over ranks."""
+
+from __future__ import annotations
+
+from braid.parallel.expert_parallel.dispatch import Dispatch
+from braid.parallel.expert_parallel.divide import divide_experts, undivide_experts
+from braid.parallel.expert_parallel.gradients import (
+    average_gradients,
+    clip_grad_norm_,
+    is_of_experts,
+)
+from braid.parallel.expert_parallel.mixture import MixtureOfExperts, auxiliary_loss
+from braid.parallel.expert_parallel.routing import Routing, route
+
+__all__ = [
+    "Dispatch",
+    "MixtureOfExperts",
+    "Routing",
+    "auxiliary_loss",
+    "average_gradients",
+    "clip_grad_norm_",
+    "divide_experts",
+    "is_of_experts",
+    "route",
+    "undivide_experts",
+]

@@ -1,0 +1,155 @@
+"""`divide_experts`: experts of a whole model, divided over ranks in place.
+
+Models of transformers (Mixtral, Qwen2-MoE, Qwen3-MoE and others) keep the experts of a layer in one
+module with parameters of three dims, (expert, ...), and call it with tokens and choices:
+
+    experts(hidden_states, top_k_index, top_k_weights)
+
+Layers of `MixtureOfExperts` that one rank has alone are divided, too.
+
+Each rank keeps some experts of these parameters. The module's own forward then runs them on the
+tokens that have come from all ranks, each with one choice of weight 1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.parallel.expert_parallel.dispatch import Dispatch
+from braid.parallel.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
+
+__all__ = ["divide_experts", "undivide_experts"]
+
+ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+
+
+def divide_experts(model: nn.Module, group: Group) -> list[str]:
+    """Divide the experts of a model over ranks, in place; the model drops nothing.
+
+    Each rank calls the model with tokens of its own. Parameters keep their names and objects; see
+    `average_gradients` for their gradients.
+
+    Args:
+        model: Model, equal on all ranks.
+        group: Ranks that share the experts.
+
+    Returns:
+        Names of the modules whose experts were divided.
+
+    Raises:
+        ConfigError: There are no experts of the form above, their number cannot be divided, or they
+            are divided already; nothing has been changed.
+    """
+    names = [name for name, module in model.named_modules() if _has_experts(module)]
+    problems = []
+    if not names:
+        problems.append(
+            f"{type(model).__name__} has no module of experts with parameters of three dims, "
+            f"`num_experts` and forward({', '.join(ARGUMENTS)}): build its layers with "
+            "MixtureOfExperts"
+        )
+    for name in names:
+        module = model.get_submodule(name)
+        if _is_divided(module):
+            problems.append(f"{name} is divided already")
+            continue
+        problems += [f"{name}: {p}" for p in check_experts(_number(module), group.size)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+    for name in names:
+        _divide(model.get_submodule(name), group)
+    return names
+
+
+@torch.no_grad()
+def undivide_experts(model: nn.Module, group: Group) -> None:
+    """Make divided experts whole again on all ranks, in place; gradients are dropped.
+
+    Args:
+        model: Model that `divide_experts` has divided.
+        group: Ranks that share the experts.
+
+    Cost: an all_gather of each parameter of experts.
+    """
+    for _, module in model.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            module.undivide()
+        elif _has_experts(module) and "forward" in module.__dict__:
+            for param in _params(module):
+                param.data = group.all_gather(param.detach().contiguous())
+                param.grad = None
+                param.__dict__.pop("braid_experts")
+            cast("Any", module).num_experts = _number(module) * group.size
+            del module.__dict__["forward"]
+
+
+def _divide(module: nn.Module, group: Group) -> None:
+    """Keep this rank's experts, and send tokens to those of others."""
+    if isinstance(module, MixtureOfExperts):
+        module.divide(group)
+        return
+    total = _number(module)
+    own = slice(group.rank * total // group.size, (group.rank + 1) * total // group.size)
+    for param in _params(module):
+        param.data = param.data[own].clone()
+        param.grad = None
+        mark_experts(group, param)
+    whole = module.forward
+    module.__dict__["forward"] = partial(_forward, group, whole, total)
+    cast("Any", module).num_experts = total // group.size
+
+
+def _forward(
+    group: Group,
+    own: Any,
+    num_experts: int,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    """Run experts of all ranks on this rank's tokens; `own` runs those of this rank."""
+
+    def experts(rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        if not len(rows):
+            return rows
+        index = local.unsqueeze(1)
+        return cast("torch.Tensor", own(rows, index, torch.ones_like(index, dtype=rows.dtype)))
+
+    return Dispatch(group, top_k_index, num_experts).run(hidden_states, top_k_weights, experts)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Return whether a module has experts in the form that can be divided."""
+    if isinstance(module, MixtureOfExperts):
+        return True
+    if not isinstance(getattr(module, "num_experts", None), int) or not list(_params(module)):
+        return False
+    if "forward" in module.__dict__:
+        return True
+    return list(inspect.signature(module.forward).parameters)[:3] == ARGUMENTS
+
+
+def _params(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters whose first dim is that of experts."""
+    for param in module.parameters(recurse=False):
+        if param.dim() > 1 and len(param) == _number(module):
+            yield param
+
+
+def _is_divided(module: nn.Module) -> bool:
+    """Return whether a module's experts have been divided."""
+    if isinstance(module, MixtureOfExperts):
+        return module.group.size > 1
+    return "forward" in module.__dict__
+
+
+def _number(module: nn.Module) -> int:
+    return cast("int", module.num_experts)

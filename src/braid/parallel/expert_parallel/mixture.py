@@ -1,0 +1,225 @@
+"""A mixture of experts whose experts are divided over ranks.
+
+                 ┌─ expert 0 ─┐  rank 0
+    x ─ router ──┼─ expert 1 ─┼── y         each rank has its own tokens, a whole router
+                 ├─ expert 2 ─┤  rank 1     and E/n of the experts
+                 └─ expert 3 ─┘
+
+An expert is a perceptron: down(activation(up(x))). A token passes k of them, so the layer has E/k
+times the parameters of one that computes as much.
+
+Gradients of experts come from the tokens of all ranks: after backward they are those of the sum of
+all ranks' losses, and those of all other parameters are of this rank's loss. `average_gradients`
+makes both the gradients of the mean.
+
+Source: N. Shazeer et al., Outrageously large neural networks, 2017; W. Fedus et al., Switch
+transformers, 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.parallel.expert_parallel.dispatch import Dispatch
+from braid.parallel.expert_parallel.routing import load_balance_loss, route, router_z_loss
+from braid.types import text_digest
+
+__all__ = ["MixtureOfExperts", "auxiliary_loss", "check_experts", "mark_experts"]
+
+
+class MixtureOfExperts(nn.Module):
+    """A layer of experts, of which each rank has some.
+
+    Args:
+        dim: Length of a token.
+        hidden: Width of an expert.
+        num_experts: Number of experts over all ranks.
+        group: Ranks that share them.
+        top_k: Number of experts that a token passes.
+        capacity_factor: Tokens of a rank that an expert takes, over the even share; None for all.
+        activation: Function between the two layers of an expert.
+        seed: Seed of the initial values, which do not depend on the number of ranks.
+
+    Attributes:
+        load_balance_loss: This rank's term of the loss of the last forward; see `routing`.
+        router_z_loss: This rank's term of the loss of the last forward.
+
+    Shape:
+        (..., dim) -> (..., dim); ranks may have different numbers of tokens.
+
+    Raises:
+        ConfigError: Numbers do not fit; the message has all problems.
+    """
+
+    load_balance_loss: torch.Tensor
+    router_z_loss: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+        *,
+        group: Group,
+        top_k: int = 2,
+        capacity_factor: float | None = None,
+        activation: Callable[[torch.Tensor], torch.Tensor] = functional.gelu,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        problems = check_experts(num_experts, group.size)
+        if not 1 <= top_k <= num_experts:
+            problems.append(f"top_k must be from 1 to the {num_experts} experts, got {top_k}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            problems.append(f"capacity_factor must be positive or None, got {capacity_factor}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        self.group = group
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.capacity_factor = capacity_factor
+        self.activation = activation
+        count = num_experts // group.size
+        own = range(group.rank * count, (group.rank + 1) * count)
+        self.router = nn.Parameter(_drawn(f"{seed}/router", num_experts, dim))
+        self.up = nn.Parameter(torch.stack([_drawn(f"{seed}/{e}/up", hidden, dim) for e in own]))
+        self.down = nn.Parameter(
+            torch.stack([_drawn(f"{seed}/{e}/down", dim, hidden) for e in own])
+        )
+        mark_experts(group, self.up, self.down)
+        self._whole_group: Group | None = None  # before divide()
+        self._counts = self._kept = torch.zeros(group.size, num_experts, dtype=torch.int64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the experts of each token make of it; a collective.
+
+        Cost: an all_gather of 8 E bytes a rank, and two all_to_alls; see `Dispatch`.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = route(tokens, self.router, self.top_k)
+        dispatch = Dispatch(self.group, routing.experts, self.num_experts, self.capacity_factor)
+        self._counts, self._kept = dispatch.counts, dispatch.kept
+        self.load_balance_loss = load_balance_loss(routing, dispatch.counts)
+        self.router_z_loss = router_z_loss(routing, dispatch.counts)
+        return dispatch.run(tokens, routing.weights, self._experts).view(x.shape)
+
+    @torch.no_grad()
+    def divide(self, group: Group) -> None:
+        """Keep this rank's experts of a layer that has all, in place; the same on all ranks.
+
+        Args:
+            group: Ranks that share the experts from now on.
+
+        Raises:
+            ConfigError: Their number cannot be divided, or they are divided already.
+        """
+        problems = check_experts(self.num_experts, group.size)
+        if self.group.size > 1:
+            problems.append(f"the experts are divided over {self.group.size} ranks already")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        count = self.num_experts // group.size
+        for param in (self.up, self.down):
+            param.data = param.data[group.rank * count : (group.rank + 1) * count].clone()
+            param.grad = None
+        self._whole_group, self.group = self.group, group
+        mark_experts(group, self.up, self.down)
+        self._counts = self._kept = torch.zeros(group.size, self.num_experts, dtype=torch.int64)
+
+    @torch.no_grad()
+    def undivide(self) -> None:
+        """Give each rank all experts again, if `divide` has divided them; a collective."""
+        if self._whole_group is None:
+            return
+        for param in (self.up, self.down):
+            param.data = self.group.all_gather(param.detach().contiguous())
+            param.grad = None
+        self.group, self._whole_group = self._whole_group, None
+        mark_experts(self.group, self.up, self.down)
+        self._counts = self._kept = torch.zeros(1, self.num_experts, dtype=torch.int64)
+
+    def statistics(self) -> dict[str, float]:
+        """Return numbers of the last forward over all ranks, such as for `braid.log`.
+
+        Returns:
+            `dropped_share` of all choices, and for each expert `load_E`, its choices over the even
+            share. The same on all ranks.
+
+        Cost: nothing is sent.
+        """
+        total = max(int(self._counts.sum()), 1)
+        loads = self._counts.sum(0) * (self.num_experts / total)
+        dropped = 1 - int(self._kept.sum()) / total if self._counts.any() else 0.0
+        return {
+            "dropped_share": dropped,
+            **{f"load_{expert}": load for expert, load in enumerate(loads.tolist())},
+        }
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows: sizes, and the experts of this rank."""
+        count, hidden, dim = self.up.shape
+        first = self.group.rank * count
+        return (
+            f"{dim}, {hidden}, experts {first} to {first + count - 1} of {self.num_experts}, "
+            f"top_k={self.top_k}, capacity_factor={self.capacity_factor}"
+        )
+
+    def _experts(self, rows: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Run this rank's experts, each on all of its rows at once."""
+        order = local.argsort(stable=True)
+        counts = local.bincount(minlength=len(self.up)).tolist()
+        parts = rows.index_select(0, order).split_with_sizes(counts)
+        results = [
+            functional.linear(self.activation(functional.linear(part, up)), down)
+            for part, up, down in zip(parts, self.up, self.down, strict=True)
+        ]
+        return torch.cat(results).index_select(0, order.argsort())
+
+
+def auxiliary_loss(
+    model: nn.Module, *, load_balance: float = 0.01, router_z: float = 0.001
+) -> torch.Tensor:
+    """Return the weighted sum of this rank's terms of all layers' losses of their last forward.
+
+    Args:
+        model: Model with mixtures of experts.
+        load_balance: Factor of the load balance losses.
+        router_z: Factor of the router z-losses.
+
+    Raises:
+        ConfigError: The model has no mixture of experts.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    if not layers:
+        msg = f"{type(model).__name__} has no MixtureOfExperts, so there is no loss of its routers"
+        raise ConfigError(msg)
+    terms = [load_balance * m.load_balance_loss + router_z * m.router_z_loss for m in layers]
+    return torch.stack(terms).sum()
+
+
+def check_experts(num_experts: int, size: int) -> list[str]:
+    """Return problems of dividing experts over ranks."""
+    if num_experts > 0 and num_experts % size == 0:
+        return []
+    valid = [n for n in range(1, max(num_experts, 0) + 1) if num_experts % n == 0]
+    numbers = ", ".join(map(str, valid)) or "none"
+    return [f"{num_experts} experts cannot be divided over {size} ranks; valid: {numbers}"]
+
+
+def mark_experts(group: Group, *params: nn.Parameter) -> None:
+    """Note that the ranks of a group have different experts in these parameters."""
+    for param in params:
+        param.__dict__["braid_experts"] = group.ranks
+
+
+def _drawn(name: str, rows: int, columns: int) -> torch.Tensor:
+    """Return initial values that depend on the name alone."""
+    generator = torch.Generator().manual_seed(text_digest(name))
+    values = torch.randn(rows, columns, generator=generator)
+    return values.mul_(columns**-0.5)

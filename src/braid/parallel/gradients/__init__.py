@@ -1,0 +1,41 @@
+"""Parameters as data, and gradients in buckets, for engines that split training over ranks."""
+
+from braid.parallel.gradients.bucket import Bucket, FiniteCheck
+from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buckets
+from braid.parallel.gradients.buckets import Buckets
+from braid.parallel.gradients.flat import FlatBuffer, allocator
+from braid.parallel.gradients.grad_bucket import GradBucket, Hook
+from braid.parallel.gradients.gradient_hooks import GradientHooks
+from braid.parallel.gradients.hook_schedule import StateHook
+from braid.parallel.gradients.missing_gradients import fill_missing_gradients
+from braid.parallel.gradients.reducer import GradientReducer
+from braid.parallel.gradients.reducer_options import Outcome, ReducerListener, ReducerOptions
+from braid.parallel.gradients.reducer_policy import ReducerPolicy
+from braid.parallel.gradients.status import RankState, Status, StatusLayout
+from braid.parallel.gradients.table import ParamRecord, ParamTable
+
+__all__ = [
+    "Bucket",
+    "BucketLayout",
+    "Buckets",
+    "Caps",
+    "FiniteCheck",
+    "FlatBuffer",
+    "GradBucket",
+    "GradientHooks",
+    "GradientReducer",
+    "Hook",
+    "Outcome",
+    "ParamRecord",
+    "ParamTable",
+    "RankState",
+    "ReducerListener",
+    "ReducerOptions",
+    "ReducerPolicy",
+    "StateHook",
+    "Status",
+    "StatusLayout",
+    "allocator",
+    "fill_missing_gradients",
+    "plan_buckets",
+]

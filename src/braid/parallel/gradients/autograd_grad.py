@@ -1,0 +1,70 @@
+"""Facts about the backward of this thread that autograd does not publish.
+
+`torch.autograd.grad` of parameters is noticed: its results are those of one rank, and nobody would
+average them. So are backwards inside of backwards, as of re-entrant checkpoints.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.function import BackwardCFunction
+
+from braid.errors import ConfigError
+from braid.parallel.gradients.table import ParamRecord
+from braid.runtime.torch_internals import current_graph_task, queue_callback, will_execute
+
+__all__ = ["at_end_of_backward", "is_in_backward", "is_nested", "is_returned", "refuse_grad"]
+
+# autograd calls the backward of every autograd.Function of Python through this one
+_APPLY = BackwardCFunction.apply.__code__
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd is at work in this thread."""
+    return current_graph_task() != -1
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call `call` in this thread when the whole backward that is under way has ended."""
+    queue_callback(call)
+
+
+def is_nested() -> bool:
+    """Return whether an autograd.Function has called the present backward inside of another one."""
+    frame = sys._getframe(1)  # noqa: SLF001 - autograd numbers its backwards, but not their nesting
+    while frame.f_code is not _APPLY:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def is_returned(param: torch.Tensor) -> bool:
+    """Return whether the present backward is `torch.autograd.grad` of `param`."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        will_execute(node)
+    except RuntimeError as exc:
+        if "autograd.grad" not in str(exc):
+            raise
+        return True
+    return False
+
+
+def refuse_grad(records: Sequence[ParamRecord]) -> None:
+    """Refuse `torch.autograd.grad` of a parameter; called when a backward has accumulated nothing.
+
+    Raises:
+        ConfigError: The backward was `torch.autograd.grad` of a parameter.
+    """
+    for record in records:
+        if record.param.requires_grad and is_returned(record.param):
+            msg = (
+                f"torch.autograd.grad of {record.name!r} returns the gradient of this rank alone. "
+                "Call loss.backward() and read .grad for the average; for gradients of one rank, "
+                "use the wrapped module itself (.module), or no_sync() of a DistributedOptimizer"
+            )
+            raise ConfigError(msg)

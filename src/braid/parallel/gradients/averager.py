@@ -1,0 +1,280 @@
+"""Averages the gradients in buckets, and exchanges the status of all ranks beside them.
+
+    launch(bucket) ... launch(bucket)     during backward, in any order
+    average()                             status, buckets of other ranks, wait, report
+
+A rank without input (`shadow`) and one whose backward raised an exception (`abandon`) take the same
+steps with nothing of their own, so that no rank waits for them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError, MismatchError
+from braid.parallel.gradients.backward_state import BackwardState
+from braid.parallel.gradients.bucket import Bucket
+from braid.parallel.gradients.bucket_layout_cache import BucketLayoutCache
+from braid.parallel.gradients.bucket_times import BucketTimes, ReadyTimes
+from braid.parallel.gradients.disagreements import (
+    OWN_GRADIENTS,
+    failed_ranks,
+    hooks_differ,
+    requires_grad_differs,
+    weights_differ,
+)
+from braid.parallel.gradients.grad_view import averaged_with_graph
+from braid.parallel.gradients.hook_schedule import StateHook
+from braid.parallel.gradients.reducer_options import Outcome, ReducerListener, ReducerOptions
+from braid.parallel.gradients.reducer_policy import ReducerPolicy
+from braid.parallel.gradients.sparse import average_sparse
+from braid.parallel.gradients.status import RankState, Status
+from braid.parallel.gradients.status_exchange import StatusExchange
+from braid.parallel.gradients.table import ParamRecord
+from braid.runtime.torch_internals import sparse_values
+
+__all__ = ["Averager"]
+
+WEIGHTED_GRAPH = (
+    "gradient of {!r} has a graph of its own (create_graph=True) and a loss weight, which the "
+    "second backward would count twice: call set_loss_weight(None) for such losses, and multiply "
+    "the loss itself"
+)
+
+
+class Averager:
+    """Averages gradients in buckets over a group.
+
+    Args:
+        group: Ranks that train together.
+        records: Parameters that are averaged.
+        options: Sizes, wire format and checks.
+        listener: Learns of each averaging.
+        state: State of the backwards whose gradients are averaged.
+
+    Attributes:
+        policy: Decisions.
+        listener: Learns of each averaging.
+        buckets: Buckets of the parameters that require a gradient.
+        num_reductions: Number of averagings so far.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        records: tuple[ParamRecord, ...],
+        options: ReducerOptions,
+        listener: ReducerListener,
+        state: BackwardState,
+    ) -> None:
+        self._group = group
+        self._records = records
+        self._options = options
+        self._state = state
+        self._exchange = StatusExchange(group, len(records))
+        self._cache = BucketLayoutCache(group, records, options)
+        self._nonfinite: set[int] = set()
+        self._has_hook = False
+        self._raised: Exception | None = None  # by the listener, while buckets were under way
+        self.policy = ReducerPolicy(options)
+        self.listener = listener
+        self.buckets = self._cache.current
+        self.num_reductions = 0
+        self._times = ReadyTimes(group.context.clock.now_ns, self.buckets.layouts)
+
+    def use_options(self, options: ReducerOptions) -> None:
+        """Take other options, which leave buckets as they are."""
+        self._options = options
+        self.policy = ReducerPolicy(options)
+
+    def use_hook(self, hook: StateHook) -> None:
+        """Run a communication hook in all buckets, now and later."""
+        self._has_hook = True
+        self._cache.use_hook(hook)
+
+    def refresh(self) -> bool:
+        """Look at which parameters require a gradient; return whether buckets have changed."""
+        changed = self._cache.refresh(accumulating=self._state.num_accumulated > 0)
+        self.buckets = self._cache.current
+        return changed
+
+    def launch(self, bucket: Bucket) -> None:
+        """Launch a bucket, and note gradients in the bucket that are not finite."""
+        self._nonfinite.update(bucket.find_nonfinite(self._options.finite_check))
+        self._times.bucket_is_ready(bucket.index)
+        if not self.num_reductions:
+            self.listener.on_first_launch(bucket)
+        bucket.launch()
+
+    def launch_delayed(self) -> None:
+        """Launch the delayed buckets that are complete."""
+        for bucket in self.buckets:
+            if bucket.layout.delayed and bucket.is_ready and not bucket.is_launched:
+                self.launch(bucket)
+
+    def average(self) -> None:
+        """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
+        for bucket in self._collect():
+            self.launch(bucket)
+        state = self._state
+        own = self.policy.rank_state(state, is_finite=not self._nonfinite)
+        status = self._exchange_status(own, state.loss_weight, present=not state.failed)
+        self._launch_needed(status)
+        self._conclude(status, own, has_gradients=True)
+
+    def shadow(self, weight: float) -> bool:
+        """Take part in one averaging of the others; return False when all ranks have joined.
+
+        What this rank has accumulated takes part in the first one; later it has nothing of its own.
+
+        Args:
+            weight: Weight of this rank in the average when it has no gradients.
+        """
+        state = self._state
+        has_gradients = state.num_accumulated > 0
+        if has_gradients:
+            self._collect()
+            weight = state.loss_weight
+        else:
+            self.buckets.zero()
+        own = RankState.FAILED if state.failed else RankState.JOINED
+        status = self._exchange_status(own, weight, present=has_gradients and not state.failed)
+        if all(other is RankState.JOINED for other in status.states):
+            return False
+        self._launch_needed(status)
+        self._conclude(status, own, has_gradients=has_gradients)
+        return True
+
+    def abandon(self) -> None:
+        """End a backward that an exception has ended here, so that other ranks can end theirs."""
+        for bucket in self.buckets:
+            if not bucket.is_launched:
+                bucket.zero()
+        status = self._exchange_status(RankState.FAILED, 1.0, present=False)
+        self._launch_needed(status)
+        self.buckets.wait()  # averages come, and may come over zeros of the program
+        self._group.objects.all_gather(self._state.failure)
+        self.buckets.zero()
+        self._end_step()
+
+    def bucket_times(self) -> BucketTimes:
+        """Return when the buckets of the last averaging were ready, on all ranks; a collective."""
+        device = self._exchange.device
+        return self._times.gather(self._group, self._records, self.num_reductions, device)
+
+    def _collect(self) -> list[Bucket]:
+        """Move accumulated gradients into buckets; return those not launched that hold some."""
+        holding = [b for b in self.buckets if not b.is_launched and b.collect_all()]
+        for position in self.buckets.sparse:
+            grad = self._records[position].param.grad
+            if grad is None:
+                continue
+            # values() wants it coalesced
+            values = sparse_values(grad) if grad.is_sparse else grad
+            if not bool(values.isfinite().all()):
+                self._nonfinite.add(position)
+        return holding
+
+    def _exchange_status(self, own: RankState, weight: float, *, present: bool) -> Status:
+        """Exchange which gradients and which state each rank has; a collective."""
+        state, required = self._state, self.buckets.requires_grad
+        has_gradient = [
+            present and requires and record.param.grad is not None
+            for record, requires in zip(self._records, required, strict=True)
+        ]
+        vector = self._exchange.layout.encode(
+            self._group.rank,
+            present=has_gradient,
+            nonfinite=list(map(self._nonfinite.__contains__, range(len(required)))),
+            requires_grad=required,
+            state=own,
+            num_forwards_without_backward=state.num_forwards_without_backward,
+            has_hook=self._has_hook,
+            weight=weight,
+            is_weighted=state.is_weighted and own in OWN_GRADIENTS,
+            buffers_used=state.buffers_used and own is not RankState.JOINED,
+        )
+        status = self._exchange.run(vector, self.listener.start_beside_status())
+        differing = requires_grad_differs(status, self._records) or hooks_differ(
+            status, self._group.ranks
+        )
+        if differing is not None:
+            self._group.abort(differing)  # buckets under way will never be matched
+            raise MismatchError(differing)
+        self._cache.agree()
+        return status
+
+    def _launch_needed(self, status: Status) -> None:
+        """Launch buckets of which only other ranks have gradients."""
+        for bucket in self.buckets:
+            if not bucket.is_launched and self.policy.is_needed(bucket.layout, status):
+                self.launch(bucket)
+
+    def _conclude(self, status: Status, own: RankState, *, has_gradients: bool) -> None:
+        """Wait for the averages, and report the outcome."""
+        if RankState.FAILED in status.states:
+            self.buckets.wait()
+            reasons = self._group.objects.all_gather(self._state.failure)
+            self._end_step()
+            if own is RankState.JOINED:
+                return
+            raise CommError(failed_ranks(status, self._group.ranks, reasons))
+        mean_weight = self.policy.mean_weight(status)
+        self.buckets.wait(partial(self._bucket_averaged, status, mean_weight))
+        for position in self.buckets.sparse:
+            if status.present[position]:
+                param = self._records[position].param
+                grad = param.grad if has_gradients else None
+                param.grad = average_sparse(self._group, param, grad, mean_weight)
+        self._times.averaging_ended(self.buckets.layouts)
+        if not self.buckets.is_learnt:
+            self._learn()
+        raised = self._raised
+        self._end_step()
+        differing = weights_differ(status)
+        if differing is not None:
+            raise MismatchError(differing)
+        self._state.buffers_used = False
+        self.listener.on_averaged(Outcome(self.num_reductions, status, self._records))
+        if raised is not None:
+            raise raised
+
+    def _learn(self) -> None:
+        """Use what the first whole backward has shown."""
+        if self._options.static_graph:
+            self.buckets.learn()
+        else:
+            self._cache.improve(self._exchange.device)
+            self.buckets = self._cache.current
+
+    def _bucket_averaged(self, status: Status, mean_weight: float, bucket: Bucket) -> None:
+        """Let `.grad` hold the averages of a bucket."""
+        if mean_weight != 1.0:
+            bucket.buffer.tensor.mul_(1.0 / mean_weight)
+        present = bucket.layout.members
+        if not all(map(status.present.__getitem__, present)):
+            bucket.keep_residuals([p for p in present if not status.present[p]])
+            present = tuple(p for p in present if status.present[p])
+        records = list(map(self._records.__getitem__, present))
+        for record, position in zip(records, present, strict=True):
+            grad = record.param.grad
+            if grad is None:  # another rank has used it
+                record.param.grad = bucket.views[position].detach()
+            elif grad.requires_grad:
+                if status.num_weighted and self._raised is None:
+                    self._raised = ConfigError(WEIGHTED_GRAPH.format(record.name))
+                record.param.grad = averaged_with_graph(grad, bucket.views[position])
+        is_usable = not any(status.nonfinite) and self._raised is None
+        try:
+            self.listener.on_bucket_averaged(records, is_usable=is_usable)
+        except Exception as error:  # noqa: BLE001 - raised when all ranks have ended the step
+            self._raised = error
+
+    def _end_step(self) -> None:
+        self.num_reductions += 1
+        self._raised = None
+        self._nonfinite.clear()
+        self._times.restart()
+        self._state.averaged()
+        self.buckets.reset()

@@ -1,0 +1,315 @@
+"""A bucket of gradients: memory, the operation that reduces it, and the progress of a backward.
+
+    mark_ready(p) ... mark_ready(q) -> True     launch()     wait()
+    gradients move into the flat buffer         starts       ends the operation
+
+The operation decides what a launch means; a `Request` of `braid.comm` is one:
+
+    operation         after wait()                                  owner
+    all_reduce        the average is in `.grad` on all ranks        None
+    reduce_scatter    each rank has the average of its shard        None
+    push              the owner has the sum                         its group rank
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from braid.comm import Group, StepsBy
+from braid.errors import ConfigError
+from braid.parallel.gradients.bucket_layout import BucketLayout
+from braid.parallel.gradients.flat import FlatBuffer, alone, shaped
+from braid.parallel.gradients.grad_view import move_grad
+from braid.parallel.gradients.late_numbers import LateNumbers
+from braid.parallel.gradients.table import ParamRecord
+from braid.runtime.events import Recorder, Span
+from braid.types import first_few
+
+__all__ = [
+    "Awaited",
+    "Bucket",
+    "BucketOperation",
+    "FiniteCheck",
+    "MakeOperation",
+    "all_reduce",
+    "dropped_text",
+]
+
+
+class Awaited(Protocol):
+    """Something that can be waited for: a Work, or the Works of a coalesced block."""
+
+    def wait(self) -> None:
+        """Return when the awaited operation has ended."""
+        ...
+
+
+class BucketOperation(Protocol):
+    """The operation that a launch of a bucket starts; registered once, started in every step."""
+
+    def start(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Awaited:
+        """Start the operation on the bucket's memory."""
+        ...
+
+    def residual(self) -> torch.Tensor | None:
+        """Return what a lossy format has left out on this rank so far, as a flat copy."""
+        ...
+
+    def reset_residual(self) -> None:
+        """Forget what has been left out."""
+        ...
+
+    def retire(self) -> None:
+        """Give up the operation's channel; all ranks do so at the same point."""
+        ...
+
+
+FiniteCheck = Literal["all", "first", "late"]
+MakeOperation = Callable[[Group, torch.Tensor, str | None], BucketOperation]
+
+
+def all_reduce(group: Group, buffer: torch.Tensor, wire: str | None) -> BucketOperation:
+    """Register the average of `buffer` over all ranks, sent over networks in the format `wire`."""
+    return group.persistent("all_reduce", buffer, op="avg", wire=wire)
+
+
+class Bucket:
+    """Gradients that are reduced together.
+
+    Args:
+        index: Index of the bucket; reports call it number `index + 1`.
+        layout: Members of the bucket.
+        records: Parameters by position.
+        buffer: Memory of the gradients, with a view for each member.
+        operation: Operation that a launch starts.
+        events: Records the span from the launch to the end of `wait`.
+        title: Name of the span.
+        residuals: Residuals to be added at the next launch, by parameter name. Shared by the
+            buckets of a model; each removes those of its members.
+        owner: Group rank that receives the reduced values; None when all ranks do.
+
+    Attributes:
+        index, layout, buffer, operation, owner: As given.
+        views: Gradient memory by position.
+        is_launched: Whether the bucket has been launched in this backward.
+        counts: Number of times that gradients have come in this backward, by position.
+        hook: Called by a launch in place of the operation's start, if there is one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        records: Sequence[ParamRecord],
+        buffer: FlatBuffer,
+        operation: BucketOperation,
+        *,
+        events: Recorder,
+        title: str,
+        residuals: MutableMapping[str, torch.Tensor],
+        owner: int | None = None,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.buffer = buffer
+        self.operation = operation
+        self.owner = owner
+        self.views = dict(zip(layout.members, map(alone, buffer.views), strict=True))
+        self.is_launched = False
+        self.hook: Callable[[Bucket], Awaited] | None = None
+        self._records = {p: records[p] for p in layout.members}
+        self._residuals = residuals
+        self._events = events
+        self._title = title
+        self._nbytes = buffer.tensor.numel() * buffer.tensor.element_size()
+        self._firsts = buffer.firsts()
+        self._late = LateNumbers()
+        self._span: Span | None = None
+        self._work: Awaited | None = None
+        self._expected: dict[int, int] = {}  # how often gradients come; once if not in it
+        self.counts: dict[int, int] = {}
+        self._num_missing = len(layout.members)
+        self._is_learnt = False
+
+    @property
+    def records(self) -> list[ParamRecord]:
+        """Parameters of the members, in the order of the flat buffer."""
+        return list(self._records.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the gradients of all members are there."""
+        return not self._num_missing
+
+    def mark_ready(self, position: int) -> bool:
+        """Take a gradient into the bucket; return whether the bucket is complete now.
+
+        A gradient may come in parts, from graphs that are differentiated separately, until the
+        bucket is launched.
+
+        Raises:
+            ConfigError: The bucket has been launched in this backward, or the gradient is gone.
+        """
+        if self.is_launched:
+            count = self._expected.get(position, 1)
+            raise ConfigError(_late_text(self._records[position].name, self._is_learnt, count))
+        count = self.counts[position] = self.counts.get(position, 0) + 1
+        if not move_grad(self._records[position].param, self.views[position]):
+            _check_missing(self._records[position])
+            raise ConfigError(dropped_text([self._records[position].name]))
+        if count != self._expected.get(position, 1):
+            return False
+        self._num_missing -= 1
+        return not self._num_missing
+
+    def collect(self, position: int) -> bool:
+        """Move a gradient into the bucket; return False if the parameter has none.
+
+        Raises:
+            ConfigError: The gradient is sparse.
+        """
+        record = self._records[position]
+        if move_grad(record.param, self.views[position]):
+            return True
+        _check_missing(record)
+        return False
+
+    def collect_all(self) -> bool:
+        """Move all gradients into the bucket, and zeros for missing ones; False if all miss."""
+        missing = [p for p in self.views if not self.collect(p)]
+        self.zero(missing)
+        return len(missing) < len(self.views)
+
+    def launch(self) -> None:
+        """Start the operation; the memory belongs to it until `wait` returns."""
+        self.is_launched = True
+        self._span = self._events.span(self._title, seq=self.index, nbytes=self._nbytes)
+        if self._residuals:
+            self._apply_residuals()
+        if self.hook is None:
+            self._work = self.operation.start(steps_by=StepsBy.WAITER)
+        else:
+            self._work = self.hook(self)
+
+    def wait(self) -> bool:
+        """Wait until the operation has ended; return False if none is under way."""
+        if self._work is None or self._span is None:
+            return False
+        self._work.wait()
+        self._work = None
+        self._span.end()
+        return True
+
+    def drop(self) -> None:
+        """Forget the operation that is under way, if any."""
+        if self._work is not None and self._span is not None:
+            self._work = None
+            self._span.end()
+
+    def reset(self) -> None:
+        """Begin a new backward."""
+        self.is_launched = False
+        self.counts.clear()
+        self._num_missing = len(self.views)
+
+    def learn(self) -> None:
+        """Expect every gradient as often as in this backward from now on."""
+        self._expected = dict(self.counts)
+        self._is_learnt = True
+
+    def find_nonfinite(self, check: FiniteCheck) -> list[int]:
+        """Return the positions whose gradients are NaN or infinite; `late`, in the launch before.
+
+        Args:
+            check: Numbers to look at; see `ReducerOptions`.
+        """
+        if not self.buffer.tensor.numel():
+            return []
+        if check == "all":
+            if bool(self.buffer.tensor.abs().sum().isfinite()):
+                return []
+            good = torch.stack([view.isfinite().all() for view in self.buffer.views]).tolist()
+        else:
+            firsts = self.buffer.tensor.take(self._firsts)
+            is_late = check == "late" and firsts.is_cuda
+            numbers = self._late.exchange(firsts) if is_late else firsts.tolist()
+            good = list(map(cmath.isfinite, numbers))
+            if all(good):
+                return []
+        return [p for p, ok in zip(self.views, good, strict=True) if not ok]
+
+    def zero(self, positions: Sequence[int] | None = None) -> None:
+        """Set the gradients at `positions` to zero; all gradients when None."""
+        for position in self.views if positions is None else positions:
+            self.views[position].zero_()
+
+    def keep_residuals(self, positions: Sequence[int]) -> None:
+        """Keep as residuals averages of gradients that no rank had: sums of earlier residuals."""
+        for position in positions:
+            view = self.views[position]
+            if bool(view.any()):
+                self._residuals[self._records[position].name] = view.clone()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return what the operation has left out on this rank, by parameter name."""
+        residual = self.operation.residual()
+        if residual is None:
+            return {}
+        parts = torch.split(residual, [view.numel() for view in self.buffer.views])
+        pairs = zip(self._records.values(), parts, strict=True)
+        return {record.name: shaped(part, record.param) for record, part in pairs}
+
+    def _apply_residuals(self) -> None:
+        for position, view in self.views.items():
+            residual = self._residuals.pop(self._records[position].name, None)
+            if residual is not None:
+                view.add_(residual.to(view))
+
+    def __repr__(self) -> str:
+        state = "launched" if self.is_launched else f"{self._num_missing} gradients missing"
+        return f"Bucket({self.index}: {len(self.views)} gradients, {self._nbytes} bytes, {state})"
+
+
+def _check_missing(record: ParamRecord) -> None:
+    """Refuse a gradient that is there but cannot be moved into a bucket."""
+    grad = record.param.grad
+    if grad is None:
+        return
+    msg = (
+        f"gradient of {record.name!r} has layout {grad.layout}, which cannot be averaged in a "
+        "bucket. Use nn.Embedding(sparse=True) under DistributedDataParallel, whose gradients "
+        "are known to be sparse, or make the gradient dense"
+    )
+    raise ConfigError(msg)
+
+
+def _late_text(name: str, is_static: bool, count: int) -> str:
+    """Return the message about a gradient that came after its bucket had been sent."""
+    if is_static:
+        times = "once" if count == 1 else f"{count} times"
+        return (
+            f"{name!r} got a gradient more often than in the first step ({times}), but "
+            "static_graph=True promises the same graph in every step. Leave static_graph=True out, "
+            "and checkpoint with use_reentrant=False"
+        )
+    return (
+        f"{name!r} got another gradient after its bucket was sent: the parameter is used in graphs "
+        "that are differentiated separately, such as by re-entrant checkpointing. Pass "
+        "static_graph=True, or checkpoint with use_reentrant=False"
+    )
+
+
+def dropped_text(names: Sequence[str]) -> str:
+    """Return the message about gradients that were dropped inside of backward."""
+    one = len(names) == 1
+    return (
+        f"{'gradient' if one else 'gradients'} of {first_few(map(repr, names))} "
+        f"{'was' if one else 'were'} set to None inside of backward, before the average over ranks "
+        "was there. If a hook on the parameter takes an optimizer's step, each rank has stepped "
+        "with gradients of its own: remove the hook, wrap again and use "
+        "model.step_in_backward(lambda params: torch.optim.SGD(params, lr=...))"
+    )

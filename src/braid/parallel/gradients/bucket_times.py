@@ -1,0 +1,164 @@
+"""Times at which buckets were ready, on every rank: who makes the others wait.
+
+Problem: how long a step takes shows nobody who is slow, since an all-reduce ends on all ranks at
+the same time. What tells is *before* it: when a rank had its bucket full.
+
+Idea: each rank notes when a bucket is launched, counted from the end of the last averaging, which
+is the same moment on all ranks but for microseconds. One all_gather puts the times side by side.
+
+    bucket   rank 0    rank 1    behind
+    0        12.0 ms   12.3 ms   rank 1 by 0.3 ms
+    1        25.1 ms   41.0 ms   rank 1 by 15.9 ms   < critical: all wait for it longest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from braid.comm import Group
+from braid.parallel.gradients.bucket_layout import BucketLayout
+from braid.parallel.gradients.bucket_picture import bucket_picture
+from braid.parallel.gradients.table import ParamRecord
+from braid.types import first_few
+
+__all__ = ["BucketRow", "BucketTimes", "ReadyTimes"]
+
+
+class BucketRow(NamedTuple):
+    """One bucket.
+
+    Attributes:
+        names: Names of its parameters.
+        ready_s: Seconds since the last averaging ended, by rank.
+    """
+
+    names: tuple[str, ...]
+    ready_s: tuple[float, ...]
+
+    @property
+    def slowest(self) -> int:
+        """Position of the rank that was ready last."""
+        return max(range(len(self.ready_s)), key=self.ready_s.__getitem__)
+
+    @property
+    def late_s(self) -> float:
+        """Seconds that the first rank waits for the last."""
+        return max(self.ready_s) - min(self.ready_s)
+
+    @property
+    def label(self) -> str:
+        """The first names of the parameters."""
+        return first_few(self.names, 3)
+
+
+class BucketTimes(NamedTuple):
+    """All buckets of one step.
+
+    Attributes:
+        step: Number of the averaging.
+        ranks: Global ranks, in the order of the columns.
+        rows: One row per bucket.
+    """
+
+    step: int
+    ranks: tuple[int, ...]
+    rows: tuple[BucketRow, ...]
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        ranks: Sequence[int],
+        names: Sequence[Sequence[str]],
+        ready_s: Sequence[Sequence[float]],
+    ) -> BucketTimes:
+        """Combine the times of all ranks.
+
+        Args:
+            step: Number of the averaging.
+            ranks: Global ranks.
+            names: Names of the parameters of each bucket.
+            ready_s: Times by rank, then by bucket.
+        """
+        columns = zip(names, zip(*ready_s, strict=True), strict=True)
+        rows = tuple(BucketRow(tuple(own), tuple(times)) for own, times in columns)
+        return cls(step, tuple(ranks), rows)
+
+    @property
+    def critical(self) -> int:
+        """Index of the bucket that was complete on all ranks last."""
+        return max(range(len(self.rows)), key=lambda number: max(self.rows[number].ready_s))
+
+    def svg(self) -> str:
+        """Draw a lane for each rank and a bar for each bucket, as SVG for a browser."""
+        return bucket_picture(
+            self.step,
+            self.ranks,
+            [row.label for row in self.rows],
+            [row.ready_s for row in self.rows],
+            self.critical if self.rows else None,
+        )
+
+    def __str__(self) -> str:
+        heads = ["bucket", *(f"rank {rank}" for rank in self.ranks), "behind", "parameters"]
+        lines = []
+        for number, row in enumerate(self.rows):
+            times = [f"{seconds * 1e3:.1f} ms" for seconds in row.ready_s]
+            behind = f"rank {self.ranks[row.slowest]} by {row.late_s * 1e3:.1f} ms"
+            mark = "  < critical: complete last" if number == self.critical else ""
+            lines.append([str(number), *times, behind, row.label + mark])
+        widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+        shown = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (heads, *lines)
+        ]
+        return "\n".join([f"buckets of averaging {self.step}, ready after", *shown])
+
+
+class ReadyTimes:
+    """Notes when this rank's buckets are ready.
+
+    Args:
+        now_ns: Clock.
+        layouts: Layouts of the buckets before the first averaging.
+    """
+
+    def __init__(self, now_ns: Callable[[], int], layouts: tuple[BucketLayout, ...]) -> None:
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._ready_ns: dict[int, int] = {}
+        self._last: tuple[tuple[BucketLayout, ...], dict[int, int]] = layouts, {}
+
+    def bucket_is_ready(self, index: int) -> None:
+        """Note that a bucket is launched."""
+        self._ready_ns[index] = self._now_ns() - self._began_ns
+
+    def averaging_ended(self, layouts: tuple[BucketLayout, ...]) -> None:
+        """Keep the times of this averaging, of buckets with these layouts."""
+        self._last = layouts, self._ready_ns
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self._ready_ns = {}
+        self._began_ns = self._now_ns()
+
+    def gather(
+        self, group: Group, records: Sequence[ParamRecord], step: int, device: torch.device
+    ) -> BucketTimes:
+        """Return the times of the last averaging on all ranks; a collective.
+
+        Args:
+            group: Ranks that average together.
+            records: Parameters by position.
+            step: Number of the averaging.
+            device: Device on which the group takes small messages.
+        """
+        layouts, ready_ns = self._last
+        own = [ready_ns.get(index, 0) * 1e-9 for index in range(len(layouts))]
+        table = group.all_gather(torch.tensor([own], dtype=torch.float64, device=device))
+        names = [[records[p].name for p in layout.members] for layout in layouts]
+        rows = table.view(group.size, -1).tolist()
+        return BucketTimes.of(step, group.ranks, names, rows)

@@ -1,0 +1,154 @@
+"""Hooks on autograd: a backward has reached a module, a gradient is there.
+
+Problem: a parameter keeps its hooks alive. If they kept the reducer alive, which keeps the
+parameters, none of them would ever die: part of that cycle runs through C++, where the garbage
+collector cannot see it.
+
+Idea: hooks hold their listener weakly, and do nothing when it is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from braid.parallel.gradients.table import ParamRecord
+from braid.runtime.torch_internals import accumulate_hooks
+
+__all__ = ["ForwardPass", "GradientHooks", "GradientListener"]
+
+
+@dataclass(slots=True, eq=False)
+class ForwardPass:
+    """One forward pass of a module.
+
+    Attributes:
+        weight: Loss weight of its gradients, such as its number of samples; one when None.
+        open: Number of averagings before it, while no backward has reached it; else None.
+    """
+
+    weight: float | None
+    open: int | None
+
+
+class GradientListener:
+    """Learns what autograd does with a module; each method does nothing by default."""
+
+    def on_output(self, forward: ForwardPass, /) -> None:
+        """Called when a backward has reached an output of a forward pass."""
+
+    def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
+        """Called before a part of a gradient is accumulated, or returned by torch.autograd.grad.
+
+        Returns:
+            What is used in its place; None for the part itself.
+        """
+
+    def on_gradient(self, position: int, /) -> None:
+        """Called when a backward has accumulated a parameter's gradient."""
+
+
+class GradientHooks:
+    """Hooks on parameters, and on the outputs of forward passes.
+
+    Args:
+        records: Parameters by position.
+        listener: Called by the hooks; held weakly.
+        partial_grads: Whether `on_partial_grad` is called from the start.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[ParamRecord],
+        listener: GradientListener,
+        *,
+        partial_grads: bool = False,
+    ) -> None:
+        self._records = records
+        self._listener = weakref.ref(listener)
+        self._handles: dict[int, RemovableHandle] = {}
+        self._partial_grads = partial_grads
+        self._partial_handles: dict[int, RemovableHandle] = {}
+
+    def attach(self, positions: Iterable[int]) -> None:
+        """Put hooks on the parameters at these positions, and on no others."""
+        wanted = list(positions)
+        for position in self._handles.keys() - wanted:
+            self._handles.pop(position).remove()
+        for position in wanted:
+            if position not in self._handles:
+                param = self._records[position].param
+                hook = partial(_on_gradient, self._listener, position)
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles[position] = handle
+        self._remove_partial()
+        self.refresh()
+
+    def register_partial_grad_hooks(self) -> None:
+        """Call `on_partial_grad` from now on."""
+        self._partial_grads = True
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Register hooks on parameters that have been unfrozen: a frozen one takes no such hook."""
+        if not self._partial_grads:
+            return
+        for position in self._handles.keys() - self._partial_handles.keys():
+            param = self._records[position].param
+            if param.requires_grad:
+                hook = partial(_on_partial_grad, self._listener, position)
+                self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
+        """Call `on_output` when a backward reaches an output; return whether it can."""
+        hook = partial(_on_output, self._listener, forward)
+        inner = [output for output in outputs if not output.is_leaf]
+        for output in inner:  # a hook on a parameter that is returned would stay for ever
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+        return bool(inner)
+
+    def __del__(self) -> None:
+        self.close()  # hooks whose listener is gone would be called for ever
+
+    def close(self) -> None:
+        """Remove the hooks on parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._remove_partial()
+
+    def _remove_partial(self) -> None:
+        for handle in self._partial_handles.values():
+            handle.remove()
+        self._partial_handles.clear()
+
+
+def _on_gradient(
+    reference: weakref.ref[GradientListener], position: int, param: torch.Tensor
+) -> None:
+    # autograd also calls hooks when a function returned None for the gradient; any other hook may
+    # have dropped a gradient, which listeners refuse
+    is_undefined = param.grad is None and len(accumulate_hooks(param) or ()) == 1
+    listener = reference()
+    if listener is not None and not is_undefined:
+        listener.on_gradient(position)
+
+
+def _on_partial_grad(
+    reference: weakref.ref[GradientListener], position: int, grad: torch.Tensor
+) -> torch.Tensor | None:
+    listener = reference()
+    return None if listener is None else listener.on_partial_grad(position, grad)
+
+
+def _on_output(
+    reference: weakref.ref[GradientListener], forward: ForwardPass, _grad: torch.Tensor
+) -> None:
+    listener = reference()
+    if listener is not None:
+        listener.on_output(forward)

@@ -1,0 +1,104 @@
+"""Options, outcomes and listeners of a `GradientReducer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from braid.comm import Work
+from braid.errors import ConfigError
+from braid.parallel.gradients.bucket import Bucket, FiniteCheck
+from braid.parallel.gradients.bucket_layout import Caps
+from braid.parallel.gradients.status import Status
+from braid.parallel.gradients.table import ParamRecord
+
+__all__ = ["Outcome", "ReducerListener", "ReducerOptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducerOptions:
+    """Options of a `GradientReducer`.
+
+    Attributes:
+        caps: Sizes of buckets.
+        wire: Format in which float32 gradients cross a network; unchanged when None.
+        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+            averaged.
+        static_graph: Whether every backward uses the same parameters, equally often. Gradients
+            may come in parts then.
+        delayed: Names of parameters that have buckets of their own, launched late.
+        delayed_after: Name of the parameter whose gradient launches them; the end of backward when
+            empty.
+        finite_check: Numbers that are checked for NaN and infinity: `all`, or the `first` of each
+            gradient; `late` for the first without waiting for a GPU, whose outcome is reported with
+            the next averaging.
+
+    Raises:
+        ConfigError: `gradient_accumulation_steps` is less than 1.
+    """
+
+    caps: Caps = field(default_factory=Caps)
+    wire: str | None = None
+    gradient_accumulation_steps: int = 1
+    static_graph: bool = False
+    delayed: frozenset[str] = frozenset()
+    delayed_after: str = ""
+    finite_check: FiniteCheck = "first"
+
+    def __post_init__(self) -> None:
+        steps = self.gradient_accumulation_steps
+        if type(steps) is not int or steps < 1:
+            msg = f"gradient_accumulation_steps must be an int of at least 1, got {steps!r}"
+            raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of an averaging; equal on all ranks.
+
+    Attributes:
+        number: Number of averagings so far, this one included.
+        status: Sum of the reports of all ranks.
+        records: Parameters of the status.
+    """
+
+    number: int
+    status: Status
+    records: tuple[ParamRecord, ...]
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of parameters that require a gradient and have none on any rank."""
+        flags = zip(self.records, self.status.present, self.status.requires_grad, strict=True)
+        return [record.name for record, present, required in flags if required and not present]
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """Names of parameters whose gradients are not finite on some rank."""
+        counts = zip(self.records, self.status.nonfinite, strict=True)
+        return [record.name for record, count in counts if count]
+
+
+class ReducerListener:
+    """Learns of the averaging in a backward; each method does nothing by default."""
+
+    def on_averaging_begins(self) -> None:
+        """Called before anything is sent."""
+
+    def on_first_launch(self, bucket: Bucket) -> None:
+        """Called in the first averaging before a bucket with this rank's gradients is launched."""
+
+    def start_beside_status(self) -> Sequence[Work]:
+        """Start what travels beside the status; called on all ranks, whatever their state."""
+        return ()
+
+    def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
+        """Called when the averages of a bucket are there, while others are under way.
+
+        Args:
+            records: Parameters of the bucket that have a gradient on some rank.
+            is_usable: False if some gradient is not finite, or an earlier call has raised.
+        """
+
+    def on_averaged(self, outcome: Outcome) -> None:
+        """Called after each averaging, before gradients are used."""

@@ -1,0 +1,58 @@
+"""Decisions of a gradient reducer: which buckets to send, and when. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from braid.parallel.gradients.backward_state import BackwardState, Phase
+from braid.parallel.gradients.bucket_layout import BucketLayout
+from braid.parallel.gradients.reducer_options import ReducerOptions
+from braid.parallel.gradients.status import RankState, Status
+
+__all__ = ["ReducerPolicy"]
+
+
+class ReducerPolicy(NamedTuple):
+    """Decides for one rank.
+
+    Attributes:
+        options: Options of the reducer.
+    """
+
+    options: ReducerOptions
+
+    def next_phase(self, state: BackwardState, *, synchronizes: bool) -> Phase:
+        """Return the kind of the backward that begins next.
+
+        Args:
+            state: State between two backwards.
+            synchronizes: False while the program keeps gradients local.
+        """
+        last = state.num_accumulated + 1 >= self.options.gradient_accumulation_steps
+        return Phase.AVERAGING if synchronizes and (last or state.averages_next) else Phase.LOCAL
+
+    def launches_early(self, layout: BucketLayout, *, is_learnt: bool) -> bool:
+        """Return whether a bucket is launched as soon as all of its gradients are ready.
+
+        In a static graph the first backward shows how often each gradient comes.
+        """
+        return not layout.delayed and (is_learnt or not self.options.static_graph)
+
+    def rank_state(self, state: BackwardState, *, is_finite: bool) -> RankState:
+        """Return the state that a rank with input reports."""
+        if state.failed:
+            return RankState.FAILED
+        return RankState.ACTIVE if is_finite else RankState.NONFINITE
+
+    def is_needed(self, layout: BucketLayout, status: Status) -> bool:
+        """Return whether a bucket of which this rank has nothing is launched all the same.
+
+        A failed rank may have launched buckets before the exception, so all others follow.
+        """
+        present = map(status.present.__getitem__, layout.members)
+        return any(present) or RankState.FAILED in status.states
+
+    def mean_weight(self, status: Status) -> float:
+        """Return the divisor that turns means over ranks into means by loss weight."""
+        mean = status.weight / len(status.states)
+        return mean if mean > 0 else 1.0

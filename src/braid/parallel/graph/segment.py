@@ -1,0 +1,266 @@
+"""A part of a captured model as a module, which takes and returns the values that cross its cuts.
+
+The first segment takes the batch: one tensor, or a tuple of those that were captured. The last one
+returns what the model does. Between them a dictionary of values goes on, with the number of rows.
+In a pipeline it holds the values that the next segment uses. A value goes straight from the segment
+that makes it to the first one that uses it, and from there to the next that uses it, as a skip
+connection past those between.
+
+    segment 0 ── x ──▶ segment 1 ── x ──▶ segment 2 ── x, mask ──▶ segment 3
+        └──────────────── mask ──────────────▲
+
+Parameters and buffers have the names that they have in the model, those that the model itself uses
+between its modules, too: empty modules stand for their owners. So `state_dict` of a segment is a
+part of the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm.autograd import checkpoint
+from braid.comm.autograd.nested import flatten, unflatten
+from braid.errors import ConfigError
+from braid.parallel.graph.captured import CapturedGraph, Node, check_cuts
+from braid.parallel.graph.parts import Owner, add_module, add_tensor, owner_at
+from braid.parallel.graph.skips import Namespace, SkipKey, current_skips
+from braid.parallel.graph.variables import Situation, resolved
+from braid.runtime.torch_internals import (
+    own_buffers,
+    own_modules,
+    own_parameters,
+    transient_buffers,
+)
+
+__all__ = ["Segment", "segments", "share_modules"]
+
+Around = Callable[[str], AbstractContextManager[None]]
+
+
+def segments(
+    graph: CapturedGraph, num_parts: int, cuts: Sequence[int] | None = None
+) -> list[Segment]:
+    """Cut a captured model into modules in a row.
+
+    Args:
+        graph: The model.
+        num_parts: Number of segments.
+        cuts: Positions of the nodes at which segments begin; chosen by parameters when None.
+
+    Raises:
+        ConfigError: The model cannot be cut so.
+    """
+    cuts = graph.cuts(num_parts) if cuts is None else list(cuts)
+    check_cuts(graph, cuts)
+    namespace = Namespace()
+    return [Segment(graph, cuts, index, namespace) for index in range(len(cuts))]
+
+
+class Segment(nn.Module):
+    """Nodes of a graph from one cut to the next.
+
+    Args:
+        graph: The model.
+        cuts: Positions of the nodes at which segments begin.
+        index: Number of this segment.
+        namespace: Namespace of the values that skip segments, for all segments of the model.
+    """
+
+    def __init__(
+        self, graph: CapturedGraph, cuts: Sequence[int], index: int, namespace: Namespace
+    ) -> None:
+        super().__init__()
+        begin, end = [*cuts, len(graph.nodes)][index : index + 2]
+        # without the modules of all segments, which would stay alive with this one
+        self._graph = dataclasses.replace(graph, nodes=(), modules={}, tensors={})
+        self._nodes = graph.nodes[begin:end]
+        self._labels = graph.labels()[begin:end]
+        self._index, self._is_last = index, end == len(graph.nodes)
+        self._whole: tuple[nn.Module, ...] = ()  # in a tuple, as it is no part of the segment
+        self._leaves = graph.crossing(end)
+        hops = graph.hops(cuts)
+        self._stashes = {
+            _key(namespace, v, to): v for v, at, to in hops if at == index and to > index + 1
+        }
+        self._pops = {
+            _key(namespace, v, to): v for v, at, to in hops if to == index and at < index - 1
+        }
+        self._neighbours = {v for v, at, to in hops if (at, to) == (index, index + 1)}
+        self._dead = self._last_uses()
+        for node in self._nodes:
+            if node.kind == "module":
+                add_module(self, str(node.target), graph.modules[str(node.target)])
+        used = {value for node in self._nodes for value in node.inputs}
+        if self._is_last:
+            used.update(graph.results)
+        # neither parameters nor buffers, so not in `state_dict`
+        self._tensors: dict[int, torch.Tensor] = {}
+        for value in sorted(used & graph.tensors.keys()):
+            if value in graph.names:
+                name = graph.names[value]
+                transient = name in graph.transient
+                add_tensor(self, name, graph.tensors[value], is_transient=transient)
+            else:
+                self._tensors[value] = graph.tensors[value]
+        self.training = graph.is_training
+
+    @property
+    def training(self) -> bool:
+        """Whether the segment is in training; that of the module that shares its modules."""
+        return self._whole[0].training if self._whole else self._is_training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._is_training = mode
+
+    def stashable(self) -> Iterator[SkipKey]:
+        """Yield the keys of values that go to segments after the next one."""
+        yield from self._stashes
+
+    def poppable(self) -> Iterator[SkipKey]:
+        """Yield the keys of values that come from segments before the previous one."""
+        yield from self._pops
+
+    def _tensor(self, value: int) -> torch.Tensor:
+        """Return a tensor of the model as it is now: `to` and `load_state_dict` may replace it."""
+        if value in self._tensors:
+            return self._tensors[value]
+        *path, leaf = self._graph.names[value].split(".")
+        owner = owner_at(self, path)
+        tensor = own_parameters(owner).get(leaf, own_buffers(owner).get(leaf))
+        assert tensor is not None
+        return tensor
+
+    def forward(self, value: Any, *, around: Around | None = None) -> Any:
+        """Run the nodes.
+
+        Args:
+            value: The batch, or what the previous segment returns.
+            around: Makes the context in which a module runs, from its name.
+
+        Raises:
+            ConfigError: The batch has another number of tensors than the captured one, or the model
+                was captured in the other mode, in which it makes other calls.
+        """
+        self._check_mode()
+        if self._index:
+            rows, known = value["rows"], dict(value["values"])
+        else:
+            known = dict(enumerate(self._inputs(value)))
+            rows = known[self._graph.rows_of].shape[0]
+        skips = current_skips()
+        if skips is not None:
+            known.update({value: skips[key] for key, value in self._pops.items()})
+        devices = (x.device for x in known.values() if x.device.type != "cpu")
+        now = Situation(rows, self.training, next(devices, torch.device("cpu")))
+        pairs = zip(self._nodes, self._labels, self._dead, strict=True)
+        for modes, calls in groupby(pairs, lambda pair: pair[0].modes):
+            with modes.active():
+                for node, label, dead in calls:
+                    self._run(node, known, now, label, around or _plainly)
+                    for number in dead:
+                        known.pop(number, None)
+        if self._is_last:
+            results = [known[v] if v in known else self._tensor(v) for v in self._graph.results]
+            return unflatten(resolved(self._graph.result_tree, now), results)
+        leaves: Any = self._leaves
+        if skips is not None:
+            skips.update({key: known[value] for key, value in self._stashes.items()})
+            leaves = self._neighbours
+        return {"rows": rows, "values": {v: known[v] for v in sorted(leaves) if v in known}}
+
+    def _last_uses(self) -> list[list[int]]:
+        """Return the values that each node is the last one to use."""
+        kept = {*self._leaves, *self._stashes.values(), *self._graph.results}
+        dead: list[list[int]] = []
+        for node in reversed(self._nodes):
+            used = {*node.inputs, *node.made, *(old for old, _ in node.writes)}
+            dead.append(sorted(used - kept))
+            kept |= used
+        return dead[::-1]
+
+    def _check_mode(self) -> None:
+        if self._graph.other_mode and self.training != self._graph.is_training:
+            modes = ["evaluation", "training"]
+            msg = (
+                f"the model was captured in {modes[self._graph.is_training]}, and in "
+                f"{modes[self.training]} {self._graph.other_mode}: capture it in that mode, too"
+            )
+            raise ConfigError(msg)
+
+    def _inputs(self, value: Any) -> list[torch.Tensor]:
+        _, inputs = flatten(value)
+        if len(inputs) != self._graph.num_inputs:
+            msg = f"the model was captured with {self._graph.num_inputs} tensors, got {len(inputs)}"
+            raise ConfigError(msg)
+        return inputs
+
+    def _run(
+        self, node: Node, known: dict[int, torch.Tensor], now: Situation, label: str, around: Around
+    ) -> None:
+        inputs = [known[v] if v in known else self._tensor(v) for v in node.inputs]
+        args, kwargs = unflatten(resolved(node.tree, now), inputs)
+        if isinstance(node.target, str):
+            module = owner_at(self, node.target.split("."))
+            if node.is_checkpointed:
+                result = checkpoint(module, *args, around=lambda again: around(label), **kwargs)  # noqa: ARG005
+            else:
+                with around(label):
+                    result = module(*args, **kwargs)
+        else:
+            with around(label):
+                result = node.target(*args, **kwargs)
+        _, made = flatten(result)
+        if len(made) != len(node.outputs):
+            msg = (
+                f"{node} at {node.where} returned {len(node.outputs)} tensors when it was "
+                f"captured, and now {len(made)}"
+            )
+            raise ConfigError(msg)
+        known.update(zip(node.outputs, made, strict=True))
+        for old, new in node.writes:
+            if old in known:
+                known[new] = known[old]
+            elif old in self._graph.names or old in self._tensors:
+                known[new] = self._tensor(old)
+
+
+def _key(namespace: Namespace, value: int, target: int) -> SkipKey:
+    return SkipKey(namespace, f"value {value} for part {target}")
+
+
+def _plainly(_label: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def share_modules(whole: nn.Module, segment: Segment) -> None:
+    """Let a module have what a segment has, under the same names, and share it from then on.
+
+    Args:
+        whole: Module of all segments of a rank.
+        segment: Segment, which uses the modules, parameters and buffers of `whole` afterwards.
+    """
+    _merge(whole, segment)
+    for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        setattr(segment, name, getattr(whole, name))
+    whole.training = segment.training
+    segment._whole = (whole,)  # noqa: SLF001 - its continuation
+
+
+def _merge(whole: nn.Module, part: nn.Module) -> None:
+    for name, inner in own_modules(part).items():
+        own = own_modules(whole).get(name)
+        if isinstance(own, Owner) and isinstance(inner, Owner):
+            _merge(own, inner)
+        elif own is None or isinstance(own, Owner):  # which is empty beside the module itself
+            own_modules(whole)[name] = inner
+    own_parameters(whole).update(own_parameters(part))
+    own_buffers(whole).update(own_buffers(part))
+    transient_buffers(whole).update(transient_buffers(part))

@@ -1,0 +1,226 @@
+"""Arguments that differ from run to run: by the rows of the batch, or by training and evaluation.
+
+A model is run with several numbers of rows, and in both modes. Arguments that differ become
+`Scaled` or `ByMode`, and `resolved` makes arguments of them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.comm.autograd.nested import parts_of, rebuild
+from braid.errors import ConfigError
+from braid.parallel.graph.captured import BatchDevice, ByMode, CapturedGraph, Node, Scaled
+
+__all__ = ["Situation", "check_rows", "resolved", "with_devices", "with_modes", "with_rows"]
+
+Walk = Callable[[Any, Node], Any]
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedGraph:
+    """Return a graph in which numbers that depend on the rows do so.
+
+    Args:
+        whole: Graph of a run.
+        part: Graph of a run with one row less.
+        rows: Rows of the first one.
+
+    Raises:
+        ConfigError: The model makes other calls, or something else depends on the rows.
+    """
+    difference = _difference_of(whole, part)
+    if difference:
+        msg = f"for one row less than {rows} {difference}: it cannot be captured"
+        raise ConfigError(msg)
+
+    def merged(one: Any, other: Any, node: Node) -> Any:
+        if type(one) is int and type(other) is int:
+            factor = one - other  # rows differ by one
+            return Scaled(factor, one - factor * rows)
+        msg = (
+            f"{node} at {node.where} has {_describe(one)} for {rows} rows and {other} for one row "
+            "less: between modules only whole numbers may depend on the rows"
+        )
+        raise ConfigError(msg)
+
+    return _merged(whole, part, merged)
+
+
+def with_modes(graph: CapturedGraph, other: CapturedGraph, rows: int) -> CapturedGraph:
+    """Return a graph in which arguments that depend on the mode do so.
+
+    Args:
+        graph: Graph, with what depends on the rows.
+        other: Graph of a run in the other mode, with as many rows.
+        rows: Their number.
+    """
+    difference = _difference_of(graph, other)
+    if difference:
+        return dataclasses.replace(graph, other_mode=difference)
+
+    def merged(one: Any, another: Any, _node: Node) -> Any:
+        if isinstance(one, Scaled) and one.factor * rows + one.offset == another:
+            return one
+        return ByMode(one, another) if graph.is_training else ByMode(another, one)
+
+    return _merged(graph, other, merged)
+
+
+def _difference_of(one: CapturedGraph, other: CapturedGraph) -> str:
+    """Return the first difference between the calls of two runs; empty if there is none."""
+    for a, b in zip(one.nodes, other.nodes, strict=False):
+        if _calls(a) != _calls(b):
+            return f"the model calls {b} at {b.where} in place of {a}"
+    if len(one.nodes) != len(other.nodes):
+        return f"the model makes {len(other.nodes)} calls instead of {len(one.nodes)}"
+    return "" if one.results == other.results else "the model returns other values"
+
+
+def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
+    """Return a graph in which a device, that of the example, is that of the batch."""
+
+    def walk(tree: Any, _node: Node) -> Any:
+        if isinstance(tree, torch.device):
+            return BatchDevice() if tree == device else tree
+        return _mapped(tree, lambda part: walk(part, _node))
+
+    return _changed(graph, walk)
+
+
+class Situation(NamedTuple):
+    """Everything that arguments depend on."""
+
+    rows: int
+    is_training: bool
+    device: torch.device
+
+
+def resolved(tree: Any, now: Situation) -> Any:
+    """Return arguments for a number of rows, a mode and a device."""
+    if isinstance(tree, Scaled):
+        return tree.factor * now.rows + tree.offset
+    if isinstance(tree, ByMode):
+        return resolved(tree.train if now.is_training else tree.eval, now)
+    if isinstance(tree, BatchDevice):
+        return now.device
+    return _mapped(tree, lambda part: resolved(part, now))
+
+
+def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
+    """Check that numbers depend on the rows alike in graphs of different numbers of rows.
+
+    Raises:
+        ConfigError: They do not: a third number of rows would give other numbers.
+    """
+    for one, other in zip(_ends(graph), _ends(again), strict=True):
+        if not _alike(one.tree, other.tree):
+            msg = (
+                f"{one} at {one.where} depends on the number of rows in another way than "
+                "factor * rows + offset: move it into a module"
+            )
+            raise ConfigError(msg)
+
+
+def _ends(graph: CapturedGraph) -> list[Node]:
+    """Return the nodes, and the result as the arguments of one more."""
+    end = Node("function", "the result", graph.result_tree, graph.results, None, (), "the end")
+    return [*graph.nodes, end]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Scaled) or isinstance(other, Scaled):
+        return bool(one == other)
+    parts, others = _parts(one), _parts(other)
+    if parts is None or others is None:
+        return True
+    return all(_alike(value, others[key]) for key, value in parts.items() if key in others)
+
+
+def _calls(node: Node) -> tuple[Any, ...]:
+    return node.target, node.inputs, node.outputs, node.modes, node.is_checkpointed
+
+
+def _merged(
+    graph: CapturedGraph, other: CapturedGraph, merge: Callable[[Any, Any, Node], Any]
+) -> CapturedGraph:
+    def walk(one: Any, another: Any, node: Node) -> Any:
+        if isinstance(one, Scaled) or (_is_plain(one) and _is_plain(another)):
+            same = type(one) is type(another) and one == another
+            return one if same else merge(one, another, node)
+        parts, others = _parts(one), _parts(another)
+        if parts is None and others is None and not _is_plain(one) and not _is_plain(another):
+            _check_object(one, another, node)
+            return one
+        if parts is None or others is None or parts.keys() != others.keys():
+            return merge(one, another, node)
+        new = {key: walk(value, others[key], node) for key, value in parts.items()}
+        return one if all(new[key] is parts[key] for key in parts) else _rebuilt(one, new)
+
+    pairs = zip(_ends(graph), _ends(other), strict=True)
+    both = _with_trees(graph, [walk(one.tree, another.tree, one) for one, another in pairs])
+    nodes = tuple(
+        # dropout in place writes in training only
+        one._replace(writes=tuple(dict.fromkeys((*one.writes, *another.writes))))
+        for one, another in zip(both.nodes, other.nodes, strict=True)
+    )
+    return dataclasses.replace(both, nodes=nodes)
+
+
+def _changed(graph: CapturedGraph, walk: Walk) -> CapturedGraph:
+    return _with_trees(graph, [walk(node.tree, node) for node in _ends(graph)])
+
+
+def _with_trees(graph: CapturedGraph, trees: Sequence[Any]) -> CapturedGraph:
+    *trees, result = trees
+    pairs = zip(graph.nodes, trees, strict=True)
+    nodes = tuple(node._replace(tree=tree) for node, tree in pairs)
+    return dataclasses.replace(graph, nodes=nodes, result_tree=result)
+
+
+def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
+    parts = _parts(tree)
+    if parts is None:
+        return tree
+    new = {key: change(value) for key, value in parts.items()}
+    return tree if all(new[key] is parts[key] for key in parts) else _rebuilt(tree, new)
+
+
+def _check_object(one: Any, another: Any, node: Node) -> None:
+    """Refuse an argument that the model makes anew in each run, such as a cache of keys."""
+    try:
+        same = one is another or bool(one == another)
+    except Exception:  # noqa: BLE001 - a comparison of the user's
+        same = False
+    if not same:
+        msg = (
+            f"{node} at {node.where} is given a {type(one).__name__} that the model makes anew for "
+            "each batch, which a captured model would not: pass tensors in lists, dicts or "
+            "dataclasses between modules (for models of transformers, use_cache=False)"
+        )
+        raise ConfigError(msg)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, PLAIN)
+
+
+def _describe(x: Any) -> str:
+    return f"the number {x}" if isinstance(x, float) else repr(x)
+
+
+def _parts(tree: Any) -> dict[Any, Any] | None:
+    if isinstance(tree, slice):
+        return {"start": tree.start, "stop": tree.stop, "step": tree.step}
+    return None if isinstance(tree, Scaled | ByMode | BatchDevice) else parts_of(tree)
+
+
+def _rebuilt(tree: Any, parts: dict[Any, Any]) -> Any:
+    if isinstance(tree, slice):
+        return slice(*parts.values())
+    # a torch.Size holds numbers only
+    return tuple(parts.values()) if isinstance(tree, torch.Size) else rebuild(tree, parts)

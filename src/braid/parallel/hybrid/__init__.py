@@ -1,0 +1,7 @@
+"""Several ways of training in parallel on one mesh; see README.md."""
+
+from __future__ import annotations
+
+from braid.parallel.hybrid.hybrid import AXES, HybridParallel
+
+__all__ = ["AXES", "HybridParallel"]

@@ -1,0 +1,436 @@
+"""`HybridParallel`: stages, replicas, divided sequences and divided layers on one mesh.
+
+    hybrid = HybridParallel(model, "pp=2,dp=2,tp=2", group, num_microbatches=8)
+    hybrid.attach(optimizer)             # made of the whole model
+    loss = hybrid.step(batch, target, loss=nn.functional.cross_entropy)
+    hybrid.clip_grad_norm_(1.0)
+    optimizer.step()
+
+    pp    stages of layers        Pipeline over the ranks that differ along pp only
+    tp    parts of layers         parallelize, before stages are made
+    dp    samples                 replicas of the pipeline; gradients are added over them
+    cp    positions               replicas, too; attention sees the positions of all
+    ep    experts                 replicas of all else, with samples of their own
+
+With `shard` replicas own parts of optimizer states, gradients and parameters; see `sharded_stages`.
+
+A mesh of one stage is a pipeline of one stage, whose micro-batches accumulate gradients: one path
+for each number of ranks along each axis.
+
+Source: D. Narayanan et al., Efficient large-scale language model training on GPU clusters using
+Megatron-LM, SC 2021, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.checkpoint import ReplicatedSnapshot, Snapshot, training_numbers, training_tensors
+from braid.checkpoint.agreed_buffers import agreed_buffers
+from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
+from braid.checkpoint.training_state import kept_buffers, merged_numbers
+from braid.comm import Group
+from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.errors import ConfigError
+from braid.parallel.context_parallel import (
+    ContextParallel,
+    context_parallel,
+    position_ids,
+    split_sequence,
+)
+from braid.parallel.expert_parallel import (
+    average_gradients,
+    divide_experts,
+    is_of_experts,
+    undivide_experts,
+)
+from braid.parallel.gradients.exact_norm import clip_counted_
+from braid.parallel.graph import CapturedGraph
+from braid.parallel.hybrid.sharded_stages import ShardedStages
+from braid.parallel.hybrid.snapshot import HybridSnapshot
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.tensor_parallel import divide_states, parallelize, slicing_of, undivide
+from braid.programs.layout import Mesh
+
+__all__ = ["AXES", "HybridParallel"]
+
+AXES = {
+    "pp": "stages of a pipeline",
+    "dp": "replicas",
+    "cp": "divided sequences",
+    "ep": "divided experts",
+    "tp": "divided layers",
+}
+SEQUENCE_DIM = 1
+
+
+class HybridParallel:
+    """Trains a model on a mesh.
+
+    Every rank makes the whole model, alike. Its layers are divided in place, and each rank trains
+    the parameters of its stages. Its optimizer is made of the whole model's parameters; one of
+    `parameters()` trains as well, and cannot be saved by `checkpoint` if there are several stages.
+
+    Args:
+        model: The model.
+        mesh: Numbers of ranks along pp, dp, cp, ep and tp, such as `pp=2,dp=2,tp=2`, in any
+            order; the last axis varies fastest.
+        group: Ranks of the mesh.
+        layers: The model as modules in a row, of the same parameters, or as `braid.capture` has
+            captured it; the model itself when None, an `nn.Sequential`.
+        num_microbatches: See `Pipeline`.
+        plan: See `parallelize`; None for a model whose family is known.
+        shard: State that replicas own parts of: 1 for optimizer states, 2 for gradients, too, 3 for
+            parameters, too; 0 for none. The optimizer then needs `attach`, and replicas equally
+            many samples.
+        options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
+
+    With cp, inputs and targets are cut along dim 1, and the first layer is given (inputs, position
+    ids).
+
+    With ep, layers of experts are divided by `divide_experts`; a loss may add `auxiliary_loss` of
+    the layers of the last stage.
+
+    Attributes:
+        model: The model, of which this rank has parts.
+        mesh: The mesh.
+        place: Index of this rank along each axis.
+        groups: Ranks along each axis, by its name; axes with the same ranks share a group.
+        samples: Ranks that have samples of their own, in their order: those of dp and ep.
+        pipeline: Stages of this rank.
+
+    Raises:
+        ConfigError: The mesh has other axes or another number of ranks, layers or heads cannot be
+            divided; all problems are named.
+        MismatchError: Ranks have other models or arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: str | Mesh,
+        group: Group,
+        *,
+        layers: Sequence[nn.Module] | CapturedGraph | None = None,
+        num_microbatches: int = 1,
+        plan: Mapping[str, str] | None = None,
+        shard: int = 0,
+        **options: Any,
+    ) -> None:
+        self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+        _check(self.mesh, group, model, layers)
+        self.place = self.mesh.coordinates(group.rank)
+        self.model = model
+        self._group = group
+        self._groups_by_peers: dict[tuple[int, ...], Group] = {}
+        self.groups = {axis: self._along((axis,)) for axis in AXES}
+        self.samples = self._along(("dp", "ep"))
+        self._replicas = self._along(("dp", "cp", "ep"))
+        self._tensor, self._sequence = self.groups["tp"], self.groups["cp"]
+        self._experts, self._alike = self.groups["ep"], self._along(("dp", "cp"))
+        self._shapes: dict[torch.Tensor, torch.Size] = {p: p.shape for p in model.parameters()}
+        if self._tensor.size > 1:
+            parallelize(model, self._tensor, plan)
+        if self._experts.size > 1:
+            divide_experts(model, self._experts)
+        if isinstance(layers, CapturedGraph):
+            rows = list(layers.modules.values())
+        else:
+            rows = list(layers if layers is not None else model.children())
+        self._divided: list[ContextParallel] = []
+        if self._sequence.size > 1:
+            self._divided = [context_parallel(row, self._sequence, inputs={}) for row in rows]
+        whole = model if isinstance(model, nn.Sequential) and layers is None else rows
+        self.pipeline = Pipeline(
+            layers if isinstance(layers, CapturedGraph) else whole,
+            num_microbatches=num_microbatches,
+            process_group=self.groups["pp"],
+            replicas=self._replicas if self._adds_in_pipeline(shard) else None,
+            **options,
+        )
+        self._sharded: ShardedStages | None = None
+        if shard and self.pipeline.splits_backward:
+            msg = (
+                "a schedule that splits backwards into those of inputs and of weights cannot be "
+                f"sharded, got shard={shard}: use 1f1b, gpipe or interleaved"
+            )
+            raise ConfigError(msg)
+        if shard:
+            self._sharded = ShardedStages(
+                model,
+                rows,
+                self.pipeline.parameters(),
+                group=self._replicas,
+                alike=self._alike,
+                layer_group=self._tensor,
+                mesh_group=group,
+                stage=shard,
+            )
+        self.pipeline.fail_with(self._tensor, self._sequence)
+        self._params = dict(model.named_parameters())
+        self._owners = self._owners_of()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether replicas own parts of what they train."""
+        return self._sharded is not None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that this rank trains."""
+        return list(self.pipeline.parameters())
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let an optimizer of the whole model step on what this rank has; states it has are cut."""
+        divide_states(optimizer, self._shapes, self._tensor)
+        for param, state in optimizer.state.items() if self._experts.size > 1 else ():
+            for name, value in state.items():
+                if is_of_experts(param) and getattr(value, "shape", None) == self._shapes[param]:
+                    state[name] = value.chunk(self._experts.size)[self._experts.rank].clone()
+        if self._sharded is not None:
+            self._sharded.attach(optimizer)
+
+    def _grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor, bool]]:
+        """Yield parameters with their gradients, and whether replicas have the same."""
+        if self._sharded is not None:
+            yield from self._sharded.grads()
+            return
+        for param in self.pipeline.parameters():
+            if param.grad is not None:
+                yield param, param.grad, True
+
+    def step(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
+        """Run forwards and backwards of a batch; see `Pipeline.step`.
+
+        Args:
+            batch: Inputs of this rank's replica; all ranks of it give the same.
+            target: Targets of the loss.
+            loss: Function (output, target) that returns the mean loss over samples.
+
+        Returns:
+            Mean loss over all replicas, on all ranks.
+        """
+        inputs, targets = self._cut(batch, target)
+        if self._sharded is not None:
+            self._sharded.sharding.begin_step()
+            with self._sharded.sharding.no_sync():
+                own = self.pipeline.step(inputs, targets, loss=loss)
+            self._sharded.average()
+        else:
+            own = self.pipeline.step(inputs, targets, loss=loss)
+            if self._experts.size > 1:
+                average_gradients(self.pipeline, self._experts, self._alike)
+        return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
+
+    def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
+        """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
+        if self._sharded is not None:
+            self._sharded.sharding.begin_step()
+        own = self.pipeline.evaluate(*self._cut(batch, target), loss=loss)
+        return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their 2-norm over the whole mesh is at most `max_norm`.
+
+        Each element counts once: parameters that stages share, those that are whole on all ranks
+        of tp, and those of replicas.
+
+        Returns:
+            The norm before scaling, on all ranks.
+
+        Raises:
+            ConfigError: `max_norm` is negative or not a number.
+
+        Cost: three all_reduces of 8 bytes.
+        """
+        counted = (
+            (grad, self._counts(param, is_copied=is_copied))
+            for param, grad, is_copied in self._grads()
+        )
+        return clip_counted_(counted, max_norm, [self._tensor, self.groups["pp"], self._replicas])
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        if self._sharded is not None:
+            self._sharded.sharding.zero_grad()
+        for param in self.pipeline.parameters():
+            param.grad = None
+
+    def checkpoint(
+        self, optimizer: Optimizer | None, others: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[Snapshot, dict[str, Any]]:
+        """Return what this rank writes of a checkpoint, and values that are no tensors; collective.
+
+        Each element of the model and of the optimizer's states is written once.
+
+        Args:
+            optimizer: Optimizer of the whole model; None to leave it out.
+            others: Further tensors by name; those of this rank alone begin with `own/`.
+
+        Raises:
+            ConfigError: The optimizer lacks parameters of the model that other stages train.
+        """
+        further = dict(others or {})
+        buffers = agreed_buffers(self.model, [self._replicas])
+        if self._sharded is not None:
+            tensors = self._sharded.kept_tensors(optimizer)
+            numbers = self._sharded.numbers(optimizer)
+        else:
+            tensors = training_tensors(self.model, optimizer)
+            numbers = training_numbers(self.model, optimizer)
+        tensors |= {f"model/{name}": buffer for name, buffer in buffers.items()}
+        own = {name: x for name, x in further.items() if name.startswith(OWN)}
+        shared = {name: x for name, x in further.items() if name not in own}
+        of_layers = HybridSnapshot(
+            tensors | shared,
+            self._params,
+            self._owners,
+            self._tensor,
+            stage=self.place.get("pp", 0),
+            writes=not self._alike.rank,
+            experts=self._experts,
+        )
+        of_rank = ReplicatedSnapshot(own, rank=self._group.rank, size=self._group.size)
+        snapshots: list[Snapshot] = [of_rank, of_layers]
+        if self._sharded is not None:
+            snapshots.append(self._sharded.snapshot(optimizer))
+        return JoinedSnapshot(snapshots), merged_numbers(numbers, self.groups["pp"])
+
+    def whole_shape(self, name: str, part: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a whole tensor of a checkpoint; see `braid.checkpoint.Parts`."""
+        param = self._params.get(param_of(name))
+        if param is None or tuple(param.shape) != tuple(part):
+            return part
+        if is_of_experts(param):
+            return (part[0] * self._experts.size, *part[1:])
+        slicing = slicing_of(param)
+        if slicing is None:
+            return part
+        return slicing.whole_shape(param, self._tensor.size)
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of a checkpoint; see `braid.checkpoint.Parts`."""
+        param = self._params.get(param_of(name))
+        if param is None:
+            return whole
+        if is_of_experts(param) and tuple(whole.shape) == self.whole_shape(name, param.shape):
+            return whole.chunk(self._experts.size)[self._experts.rank]
+        slicing = slicing_of(param)
+        if slicing is None:
+            return whole
+        if tuple(whole.shape) != slicing.whole_shape(param, self._tensor.size):
+            return whole
+        return slicing.part_of(whole, self._tensor.rank, self._tensor.size)
+
+    def make_whole(self) -> None:
+        """Give all ranks the whole model, as it is trained; a collective.
+
+        Nothing is left of the mesh: make another `HybridParallel` to train on.
+        """
+        if self._sharded is not None:
+            self._sharded.sharding.undo()
+        for divided in self._divided:
+            divided.remove()
+        if self._experts.size > 1:
+            undivide_experts(self.model, self._experts)
+        if self._tensor.size > 1:
+            undivide(self.model, self._tensor)
+        if self.groups["pp"].size > 1:
+            for name, tensor in self._named().items():
+                self.groups["pp"].broadcast(tensor.detach(), self._owners[name])
+
+    def close(self) -> None:
+        """Free the groups along the axes and stop sharding. Not a collective.
+
+        Call it after the last step; further calls do nothing. Divided layers cannot compute
+        afterwards: call `make_whole` first to keep the model. An engine that is garbage-collected
+        with its model needs no `close`: this rank frees the groups when it makes its next group.
+        """
+        if self._sharded is not None:
+            self._sharded.sharding.close()
+        for group in self._groups_by_peers.values():
+            group.close()
+
+    def _adds_in_pipeline(self, shard: int | None = None) -> bool:
+        """Return whether the pipeline itself adds gradients and losses over replicas."""
+        sharded = self._sharded is not None if shard is None else bool(shard)
+        return self._replicas.size > 1 and not sharded and self._experts.size == 1
+
+    def _counts(self, param: torch.Tensor, *, is_copied: bool) -> bool:
+        """Return whether this rank counts a gradient in a norm, of all ranks that have the same.
+
+        Args:
+            param: Its parameter.
+            is_copied: Whether replicas have the same gradient.
+        """
+        copies = self._alike if is_of_experts(param) else self._replicas
+        if is_copied and copies.rank:
+            return False
+        is_part = slicing_of(param) is not None
+        return (is_part or not self._tensor.rank) and not self.pipeline.counts_elsewhere(param)
+
+    def _along(self, axes: tuple[str, ...]) -> Group:
+        """Return the ranks that differ from this one along some axes only.
+
+        Axes of one rank change nothing, so several sets of axes share a group, on all ranks alike.
+        """
+        here = [axis for axis in self.mesh.axes if axis in axes]
+        peers = tuple(self.mesh.peers(here, self._group.rank))
+        if peers not in self._groups_by_peers:
+            group = self._group.split(peers[0])
+            assert group is not None, "every rank is in a group of its peers"
+            self._groups_by_peers[peers] = group
+        return self._groups_by_peers[peers]
+
+    def _owners_of(self) -> dict[str, int]:
+        """Return the first rank of the pipeline whose stages have a tensor, by name."""
+        mine = {*self.pipeline.parameters(), *self.pipeline.buffers()}
+        named = self._named()
+        is_mine = torch.tensor([int(tensor in mine) for tensor in named.values()])
+        holders = self.groups["pp"].all_gather(is_mine).view(self.groups["pp"].size, -1)
+        return dict(zip(named, holders.argmax(0).tolist(), strict=True))
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Return parameters and kept buffers of the model by name."""
+        return {**dict(self.model.named_parameters()), **kept_buffers(self.model)}
+
+    def _cut(self, batch: Any, target: Any) -> tuple[Any, Any]:
+        """Return the positions of this rank, of inputs and targets."""
+        size, rank = self._sequence.size, self._sequence.rank
+        if size == 1:
+            return batch, target
+        first = next(iter(tensors_in(batch)))
+        rows, length = first.shape[0], first.shape[SEQUENCE_DIM]
+        own = position_ids(size, rank, length, device=first.device).expand(rows, -1)
+        parts = [
+            map_tensors(value, lambda x: split_sequence(size, rank, x, SEQUENCE_DIM))
+            for value in (batch, target)
+        ]
+        return (parts[0], own), parts[1]
+
+
+def _check(
+    mesh: Mesh,
+    group: Group,
+    model: nn.Module,
+    layers: Sequence[nn.Module] | CapturedGraph | None,
+) -> None:
+    problems = []
+    if others := [axis for axis in mesh.axes if axis not in AXES]:
+        known = ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
+        problems.append(f"the mesh {mesh} has {', '.join(others)}: its axes may be {known}")
+    if isinstance(layers, CapturedGraph) and dict(mesh.axes).get("cp", 1) > 1:
+        problems.append("a captured model has no place for positions of divided sequences (cp)")
+    if mesh.size != group.size:
+        problems.append(f"the mesh {mesh} has {mesh.size} ranks, and the group {group.size}")
+    if layers is None and not isinstance(model, nn.Sequential):
+        problems.append(
+            f"{type(model).__name__} is no nn.Sequential: give its layers in a row as layers="
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))

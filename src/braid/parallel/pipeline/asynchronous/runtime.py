@@ -1,0 +1,324 @@
+"""`AsynchronousPipeline`: PipeDream's training, which never waits for the end of a batch.
+
+    pipeline = AsynchronousPipeline(
+        model, partial(torch.optim.SGD, lr=0.1), versions="stash", process_group=group
+    )
+    for epoch in range(10):
+        losses = pipeline.train_on(micro_batches, loss=nn.functional.cross_entropy)
+        print(pipeline.evaluate(inputs, targets, loss=nn.functional.cross_entropy))
+
+Each stage steps as soon as it has a gradient, by a program with versions of weights; see
+`programs.schedule.pipeline.asynchronous`. A call of `train_on` ends with a flush: all gradients
+have been used. `Emulation` computes the same bits in one process.
+
+Stages with old gradients may begin with smaller rates, by PipeMare's rule:
+
+    def before_step(number, optimizer):  # given to train_on; the rate is whole after 500 steps
+        scale = stale_lr_scale(pipeline.age, number, 500)
+        optimizer.param_groups[0]["lr"] = 0.1 * scale
+
+Sources: D. Narayanan et al., PipeDream, SOSP 2019; D. Narayanan et al., 2BW, ICML 2021.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError
+from braid.parallel.gradients.weight_versions import WeightVersions
+from braid.parallel.graph import CapturedGraph
+from braid.parallel.pipeline.asynchronous.stream import MicrobatchStream
+from braid.parallel.pipeline.cutting import (
+    check_target,
+    checked_loss,
+    parts_of,
+    refuse_shared,
+    register,
+    table_of,
+    trained_params,
+)
+from braid.parallel.pipeline.edges import edges_of
+from braid.parallel.pipeline.executor import Executor
+from braid.parallel.pipeline.messages import Messages
+from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.parallel.pipeline.replicas import Replicas
+from braid.parallel.pipeline.stage import Stage
+from braid.parallel.pipeline.wired import Wire
+from braid.programs.schedule import Action, Program
+from braid.programs.schedule.pipeline import (
+    VersionRule,
+    asynchronous,
+    forward_only,
+    num_of_step,
+    oldest_ages,
+    placement_of,
+    with_recompute,
+)
+
+__all__ = ["AsynchronousPipeline"]
+
+Loss = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+BeforeStep = Callable[[int, Optimizer], None]
+
+
+class AsynchronousPipeline(nn.Module):
+    """Trains layers in a row over the ranks of a group, without bubbles.
+
+    Every rank makes the whole model, alike, and keeps the layers of its stage. Ranks of stage 0 are
+    the first of the group, and so on.
+
+    Args:
+        layers: The model; see `braid.Pipeline`.
+        make_optimizer: Function of a stage's parameters that returns an optimizer for them.
+        process_group: Ranks of the pipeline.
+        replicas: Number of ranks of each stage, which take turns with micro-batches; their
+            gradients of a round are averaged. One rank per stage when None.
+        versions: Rule for the weights that the forward of a micro-batch uses: `stash`, the newest
+            of each stage; `vertical_sync`, the one that was the newest of stage 0 when the
+            micro-batch entered; `2bw`, the one before the last.
+        every: Micro-batches of a rank between two steps, whose gradients are averaged; 2bw needs as
+            many as there are stages.
+        balance: Number of layers of each stage; as even as possible when None.
+        recompute: Micro-batches whose layers run again in backward; see `braid.Pipeline`.
+        seed: Seed of the layers' random numbers.
+
+    Attributes:
+        group: Ranks of the pipeline.
+        stage: Number of this rank's stage.
+        age: Steps by which gradients of this stage are old, unless a flush was just before;
+            `stale_lr_scale` turns it into a factor for the learning rate.
+        optimizer: Optimizer of this rank's stage.
+        num_microbatches: Number of micro-batches so far. Set it when a run is resumed.
+        num_steps: Number of steps of this rank so far.
+        staleness: Number of gradients of this rank, by the number of steps that were made between
+            their forward and their own step; measured.
+
+    Raises:
+        ConfigError: The ranks of all stages are not those of the group, stages share parameters,
+            or an argument does not fit.
+        MismatchError: Ranks have other models or arguments.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module] | Sequence[Wire] | CapturedGraph,
+        make_optimizer: MakeOptimizer,
+        *,
+        process_group: Group,
+        replicas: Sequence[int] | None = None,
+        versions: VersionRule = "stash",
+        every: int = 1,
+        balance: Sequence[int] | None = None,
+        recompute: str = "never",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.group = process_group
+        self.num_microbatches = self.num_steps = 0
+        self.staleness: Counter[int] = Counter()
+        counts = tuple(replicas or (1,) * process_group.size)
+        if sum(counts) != process_group.size:
+            msg = (
+                f"replicas={list(counts)} are {sum(counts)} ranks, and the group has "
+                f"{process_group.size}: give each rank a place"
+            )
+            raise ConfigError(msg)
+        self._counts, self._rule, self._every = counts, versions, every
+        self._recompute, self._seed = recompute, seed
+        self.program(1)  # refuses what does not fit
+        parts = parts_of(self, layers, len(counts), balance)
+        refuse_shared(parts)
+        idle = [s for s, part in enumerate(parts) if not trained_params(part)]
+        if idle:
+            msg = f"stage {idle[0]} has no parameters to train: give it other layers by balance"
+            raise ConfigError(msg)
+        self.balance = tuple(map(len, parts))
+        arguments = {
+            "replicas": counts,
+            "versions": versions,
+            "every": every,
+            "balance": self.balance,
+            "recompute": recompute,
+            "seed": seed,
+        }
+        table_of(layer for part in parts for layer in part).compare(process_group, arguments)
+        self._placement = placement_of(counts)
+        self.stage = next(s for s, own in enumerate(self._placement) if process_group.rank in own)
+        filled = self.program(2 * sum(counts) * every)
+        self.age = oldest_ages(filled)[self.stage]
+        own_layers = parts[self.stage]
+        params = dict.fromkeys(p for layer in own_layers for p in layer.module.parameters())
+        self._params = trained_params(own_layers)
+        self._versions = WeightVersions(params)
+        own = Stage(self.stage, own_layers, edges_of(parts), versions=self._versions)
+        self._stages = {self.stage: own}
+        self._messages = Messages(
+            process_group, next((p.device for p in params), torch.device("cpu"))
+        )
+        alike = process_group.split(self.stage) if max(counts) > 1 else None
+        if alike is not None and alike.size > 1:
+            self._messages.others.append(alike)
+            table_of(own_layers).make_equal(alike, arguments)
+            self._replicas = Replicas(self._stages, alike)
+        else:
+            self._replicas = Replicas(self._stages, None)
+        self.optimizer = make_optimizer(self._params)
+        for layer in own_layers:
+            register(self, layer)
+
+    @property
+    def most_live(self) -> int:
+        """Largest number of versions of this stage's weights that were in memory at a time."""
+        return self._versions.most_live
+
+    def train_on(
+        self,
+        microbatches: Iterable[tuple[Any, Any]],
+        *,
+        loss: Loss,
+        count: int | None = None,
+        before_step: BeforeStep | None = None,
+    ) -> torch.Tensor:
+        """Train on micro-batches, up to a flush.
+
+        Args:
+            microbatches: Pairs of input and target; all ranks give the same.
+            loss: Function (output, target) that returns the mean loss over samples.
+            count: Number of pairs to take; all when None, if `microbatches` has a length.
+            before_step: Called before each step of this rank with the number of its first
+                micro-batch since the training began, and the optimizer, to set learning rates or
+                clip gradients.
+
+        Returns:
+            Losses of the micro-batches, on all ranks, of shape (count,) and dtype float64.
+
+        Raises:
+            CommError: Another rank has failed; the message says in which layer and action.
+            ConfigError: The count is unknown or not the same on all ranks, or micro-batches are
+                missing.
+
+        Cost: per stage and micro-batch two messages of a boundary's bytes; for each step of a
+            replicated stage an all_reduce of its gradients; at the end an all_reduce of 8 bytes
+            for each micro-batch.
+        """
+        if count is None:
+            if not isinstance(microbatches, Sized):
+                msg = "microbatches has no length: say how many to take, as in count=100"
+                raise ConfigError(msg)
+            count = len(microbatches)
+        counts = self.group.all_gather(torch.tensor([count])).tolist()
+        if len(set(counts)) > 1 or count < 1:
+            msg = f"ranks must take the same number of micro-batches, at least 1, got {counts}"
+            raise ConfigError(msg)
+        try:
+            return self._train(microbatches, count, loss, before_step)
+        except CommError as exc:
+            self._messages.pass_on(str(exc))
+            raise
+        except BaseException as exc:
+            self._messages.abort(f"failed in training: {type(exc).__name__}: {exc}")
+            raise
+
+    def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
+        """Return the mean loss of a batch, on all ranks, without gradients."""
+        rows, size = num_rows(batch), self.group.size
+        sizes = sizes_of(rows, size)
+        check_target(target, rows)
+        targets = scatter(target, sizes)
+
+        def loss_of(output: Any, i: int) -> torch.Tensor:
+            return checked_loss(loss(output, targets[i])) * (sizes[i] / rows)
+
+        program = forward_only(size, len(sizes), self._placement)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            executor = Executor(program, self._messages, self._stages)
+            losses = executor.run(scatter(batch, sizes), loss_of)
+        return self._losses(losses, len(sizes)).sum()
+
+    def _train(
+        self,
+        microbatches: Iterable[tuple[Any, Any]],
+        count: int,
+        loss: Loss,
+        before_step: BeforeStep | None,
+    ) -> torch.Tensor:
+        first = self.num_microbatches
+        stream = MicrobatchStream(microbatches, count, seed=self._seed, first=first)
+        program = self.program(count)
+        own = program.ranks[self.group.rank]
+        self._versions.begin(a.version for a in own if a.kind == "F")
+        for param in self._params:
+            param.grad = None
+
+        def loss_of(output: Any, i: int) -> torch.Tensor:
+            return checked_loss(loss(output, stream.target(i)))
+
+        def step(action: Action) -> None:
+            self._step(action, count, before_step)
+
+        executor = Executor(program, self._messages, self._stages, on_step=step)
+        losses = executor.run(stream, loss_of, stream.draws)
+        stream.exhaust()
+        self.num_microbatches += count
+        return self._losses(losses, count)
+
+    def _step(self, action: Action, count: int, before_step: BeforeStep | None) -> None:
+        """Make the next version of the weights, of the gradients of all replicas."""
+        self._replicas.begin()
+        self._replicas.launch(action.unit)
+        self._replicas.finish(action.unit)
+        replicas = self._counts[action.unit]
+        num = num_of_step(action, replicas, self._every, count)
+        for param in self._params:
+            if param.grad is not None and num > 1:
+                param.grad.div_(num)
+        if before_step is not None:
+            done = (action.version - 1) * replicas * self._every
+            before_step(self.num_microbatches + done, self.optimizer)
+        ages = self._versions.step(self._step_in_place)
+        self.optimizer.zero_grad()
+        self.num_steps += 1
+        self._record(ages)
+
+    def _step_in_place(self) -> None:
+        self.optimizer.step()
+
+    def _record(self, ages: Sequence[int]) -> None:
+        """Count the gradients of a step by age; `braid report` shows them, and live versions."""
+        self.staleness.update(ages)
+        events = self.group.context.events
+        for age in ages:
+            events.instant(f"gradient of stage {self.stage}", seq=age)
+        events.instant(f"versions of stage {self.stage}", seq=self._versions.num_live)
+
+    def program(self, count: int) -> Program:
+        """Return the program that `train_on` executes for a number of micro-batches."""
+        program = asynchronous(self._counts, count, versions=self._rule, every=self._every)
+        return with_recompute(program, self._recompute)
+
+    def _losses(self, losses: dict[int, Any], count: int) -> torch.Tensor:
+        """Return the losses of all micro-batches, on all ranks."""
+        all_losses = torch.zeros(count, dtype=torch.float64)
+        for i, value in losses.items():
+            all_losses[i] = value.double().cpu()
+        return self.group.all_reduce(all_losses)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: a pipeline runs forwards and backwards together."""
+        msg = "an AsynchronousPipeline is not called: use pipeline.train_on or pipeline.evaluate"
+        raise ConfigError(msg)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows: stage, replicas and rule."""
+        return (
+            f"stage {self.stage} of {len(self._counts)}, replicas {list(self._counts)}, "
+            f"versions {self._rule}, balance {list(self.balance)}"
+        )

@@ -1,0 +1,218 @@
+"""Balance: how many layers each stage gets, by the time or the memory that layers take.
+
+    balance = balance_by_time(4, model, batch)       # of the whole batch, or of a micro-batch
+    print(balance)                                   # bars by stage and layer
+    pipeline = Pipeline(model, balance=balance, ...)
+
+Layers are measured one after the other on what the ones before have made of a sample, so shapes,
+containers, dtypes and skip connections are those of training. Afterwards the layers are as they
+were: modes, devices, gradients, buffers, and torch's random generators.
+
+`block_partition` then makes the heaviest stage as light as possible. Measure on one rank, and
+broadcast the result: times differ from rank to rank.
+
+Source: C. Kim et al., torchgpipe (2020), whose functions of these names measure alike; there
+`balance_by_size` runs one row and needs CUDA, here it runs a micro-batch on any device.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from braid.comm.autograd.layer_costs import bytes_of, seconds_of
+from braid.comm.autograd.nested import tensors_in
+from braid.errors import ConfigError
+from braid.parallel.pipeline.balance_bars import bars
+from braid.parallel.pipeline.block_partition import block_partition
+from braid.parallel.pipeline.layer_runs import Run, Skips, as_they_were, run_all
+from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
+from braid.parallel.pipeline.rows import layers_of
+from braid.runtime.clock import Clock, MonotonicClock
+
+__all__ = ["Balance", "balance_by_size", "balance_by_time"]
+
+Layers = nn.Sequential | Sequence[nn.Module]
+
+
+@dataclass(frozen=True)
+class Balance(Sequence[int]):
+    """Number of layers of each stage, and the costs by which they were chosen.
+
+    Attributes:
+        sizes: Number of layers, by stage.
+        names: Name and type of each layer.
+        costs: Cost of each layer.
+        unit: Unit of costs: `s` or `bytes`.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    costs: tuple[float, ...]
+    unit: str
+
+    @property
+    def stage_costs(self) -> list[float]:
+        """Cost of each stage."""
+        ends = list(accumulate(self.sizes))
+        return [
+            math.fsum(self.costs[end - size : end])
+            for size, end in zip(self.sizes, ends, strict=True)
+        ]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self.sizes[index]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __str__(self) -> str:
+        """Draw a bar for each stage and layer; the heaviest stage is marked."""
+        return bars(self.sizes, self.names, self.costs, self.unit)
+
+
+def balance_by_time(
+    num_parts: int,
+    layers: Layers,
+    sample: Any,
+    *,
+    timeout_s: float = 1.0,
+    device: torch.device | str | None = None,
+    clock: Clock | None = None,
+) -> Balance:
+    """Balance layers by the time of their forward and backward.
+
+    All layers run in turn, until the timeout; the median over these rounds counts, and the first
+    round does not.
+
+    Args:
+        num_parts: Number of stages.
+        layers: The model: an `nn.Sequential`, modules in a row, or segments of a captured model.
+        sample: Input of the first layer, best a micro-batch; it is not changed.
+        timeout_s: Seconds after which no further round begins. One is timed in any case.
+        device: Device to measure on, to which a layer goes only while it runs; that of the layers
+            when None.
+        clock: Clock for the times.
+
+    Raises:
+        ConfigError: There are fewer layers than parts, or a layer fails on the sample.
+    """
+    clock = clock or MonotonicClock()
+    named = _named(layers, num_parts)
+    times: list[list[float]] = []
+    start_ns = clock.now_ns()
+    with as_they_were([layer for _, layer in named], sample):
+        while len(times) < 2 or clock.now_ns() - start_ns < timeout_s * 1e9:
+            seconds: list[float] = []
+            run_all(named, sample, device, _timed(seconds, clock))
+            times.append(seconds)
+    costs = [statistics.median(own) for own in zip(*times[1:], strict=True)]
+    return _balance(num_parts, named, costs, "s")
+
+
+def balance_by_size(
+    num_parts: int,
+    layers: Layers,
+    sample: Any,
+    *,
+    num_microbatches: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
+) -> Balance:
+    """Balance layers by the memory that they take in training.
+
+    The cost of a layer is the bytes that it keeps of a micro-batch from forward to backward, its
+    output among them, plus `param_scale` times the bytes of its parameters. A parameter that
+    several layers use counts for each of them: stages have their own copies.
+
+    Args:
+        num_parts: Number of stages.
+        layers: The model; see `balance_by_time`.
+        sample: A batch; it is not changed.
+        num_microbatches: Number of micro-batches of this batch.
+        param_scale: Copies of a parameter, with gradient and state of the optimizer: 2 for SGD, 3
+            with momentum, 4 for Adam.
+        device: Device to measure on; see `balance_by_time`.
+
+    Raises:
+        ConfigError: There are fewer layers than parts, options are not positive, or a layer fails
+            on the sample.
+    """
+    if num_microbatches < 1 or not 0 <= param_scale < math.inf:
+        msg = (
+            "num_microbatches must be at least 1 and param_scale not negative, got "
+            f"{num_microbatches} and {param_scale}"
+        )
+        raise ConfigError(msg)
+    named = _named(layers, num_parts)
+    sizes = sizes_of(num_rows(sample), num_microbatches)
+    if not sizes:
+        msg = "a batch of 0 rows has no activations to measure: give a sample with rows"
+        raise ConfigError(msg)
+    costs: list[float] = []
+    with as_they_were([layer for _, layer in named], sample):
+        run_all(named, scatter(sample, sizes)[0], device, _sized(costs, param_scale))
+    return _balance(num_parts, named, costs, "bytes")
+
+
+def _balance(
+    num_parts: int, named: Sequence[tuple[str, nn.Module]], costs: Sequence[float], unit: str
+) -> Balance:
+    names = tuple(f"{name} {type(layer).__name__}" for name, layer in named)
+    return Balance(tuple(block_partition(costs, num_parts)), names, tuple(costs), unit)
+
+
+def _named(layers: Layers, num_parts: int) -> list[tuple[str, nn.Module]]:
+    named = (
+        layers_of(layers)
+        if isinstance(layers, nn.Module)
+        else [(str(i), layer) for i, layer in enumerate(layers)]
+    )
+    block_partition([0] * len(named), num_parts)  # refuses numbers that do not fit, before a run
+    return named
+
+
+def _timed(seconds: list[float], clock: Clock) -> Run:
+    def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
+        devices = {t.device for t in (*tensors_in(x), *layer.parameters())}
+        before = set(skips)
+        output, forward_s = seconds_of(lambda: layer(x), devices, clock)
+        made = [output, *(skips[key] for key in skips if key not in before)]
+        ends = list({id(t): t for t in tensors_in(made) if t.requires_grad}.values())
+        grads = [torch.ones_like(t) for t in ends]
+
+        def backward() -> None:
+            if ends:
+                torch.autograd.backward(ends, grads)
+
+        seconds.append(forward_s + seconds_of(backward, devices, clock)[1])
+        return output
+
+    return run
+
+
+def _sized(costs: list[float], param_scale: float) -> Run:
+    def run(layer: nn.Module, x: Any, skips: Skips) -> Any:
+        before = dict(skips)
+
+        def call() -> tuple[Any, list[torch.Tensor | None]]:
+            return layer(x), [skips[key] for key in skips if key not in before]
+
+        params = list(layer.parameters())
+        outside = [*tensors_in([x, *before.values()]), *params, *layer.buffers()]
+        (output, _), saved_bytes, _ = bytes_of(call, outside)
+        costs.append(saved_bytes + param_scale * sum(p.nbytes for p in params))
+        return output
+
+    return run

@@ -1,0 +1,182 @@
+"""Layers cut into the stages of a pipeline, and what every pipeline checks of its user's arguments.
+
+layers, a module, wires or a captured graph ──> named layers ──balance──> parts, one per stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm.autograd.nested import tensors_in
+from braid.errors import ConfigError
+from braid.parallel.gradients import ParamTable
+from braid.parallel.graph import CapturedGraph, Segment, segments, share_modules
+from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
+from braid.parallel.pipeline.microbatches import num_rows
+from braid.parallel.pipeline.rows import layers_of
+from braid.parallel.pipeline.stage import Layer
+from braid.parallel.pipeline.wired import Wired, wired
+
+__all__ = [
+    "check_target",
+    "checked_loss",
+    "noting",
+    "parts_of",
+    "refuse_shared",
+    "register",
+    "table_of",
+    "trained_params",
+]
+
+# of pipelines, besides those that are set before layers are
+OWN_NAMES = frozenset({"device", "stages", "balance", "stage", "optimizer", "most_live", "age"})
+
+
+def parts_of(
+    pipeline: nn.Module,
+    layers: Any,
+    num_stages: int,
+    balance: Sequence[int] | None,
+    *,
+    deferred: bool = False,
+) -> list[list[Layer]]:
+    """Return the layers of each stage of the whole model.
+
+    Args:
+        pipeline: Module that will have the layers under their names.
+        layers: The model; see `Pipeline`.
+        num_stages: Number of stages.
+        balance: Number of layers of each stage; as even as possible when None.
+        deferred: Whether BatchNorms follow whole batches.
+
+    Raises:
+        ConfigError: There are fewer layers than stages, `balance` does not fit, or a layer has a
+            name that the pipeline uses.
+    """
+    if isinstance(layers, CapturedGraph):
+        if deferred:
+            msg = (
+                "deferred_batch_norm cannot replace modules of a captured model: call "
+                "DeferredBatchNorm.convert_deferred_batch_norm(model, None) before capture"
+            )
+            raise ConfigError(msg)
+        layers = list(segments(layers, num_stages))
+    named = [Layer(*pair) for pair in _named(layers)]
+    if deferred:
+        convert = DeferredBatchNorm.convert_deferred_batch_norm
+        named = [Layer(name, convert(layer, None)) for name, layer in named]
+    taken = [name for name, _ in named if name in OWN_NAMES or hasattr(pipeline, name)]
+    if taken:
+        msg = (
+            f"layers cannot have the names {', '.join(taken)}, which pipelines use "
+            "themselves: rename them, or give the layers as a list"
+        )
+        raise ConfigError(msg)
+    sizes = _balance(balance, len(named), num_stages)
+    ends = accumulate(sizes)
+    return [named[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def trained_params(part: Iterable[Layer]) -> list[nn.Parameter]:
+    """Return the parameters of layers that are trained, each once."""
+    params = (p for layer in part for p in layer.module.parameters())
+    return list(dict.fromkeys(p for p in params if p.requires_grad))
+
+
+def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:
+    """Raise ConfigError if stages share parameters, which could not be stepped apart."""
+    holder: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, part in enumerate(parts):
+        for layer in part:
+            for name, param in layer.module.named_parameters(layer.name):
+                other, known = holder.setdefault(param, (stage, name))
+                if other != stage:
+                    msg = (
+                        f"stages {other} and {stage} share a parameter, {known} and {name}, and "
+                        "step at other times: give each its own, or put their layers into one "
+                        "stage by balance"
+                    )
+                    raise ConfigError(msg)
+
+
+def register(pipeline: nn.Module, layer: Layer) -> None:
+    """Register a layer; modules of a captured model under their names there."""
+    if isinstance(layer.module, Segment):
+        share_modules(pipeline, layer.module)
+    else:
+        module = layer.module
+        pipeline.add_module(layer.name, module.module if isinstance(module, Wired) else module)
+
+
+@contextmanager
+def noting(problems: list[str]) -> Iterator[None]:
+    """Note errors instead of raising them, so that all are named at once."""
+    try:
+        yield
+    except ConfigError as exc:
+        problems.append(str(exc))
+
+
+def table_of(layers: Iterable[Layer]) -> ParamTable:
+    """Return the parameters of layers, under the layers' names."""
+    return ParamTable.named(
+        pair
+        for name, module in layers
+        for pair in module.named_parameters(name, remove_duplicate=False)
+    )
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Return a loss that is one number.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.reshape(())
+    given = (
+        f"a tensor of shape {list(loss.shape)} and {loss.dtype}"
+        if isinstance(loss, torch.Tensor)
+        else f"{type(loss).__name__}"
+    )
+    msg = f"the loss of a micro-batch must be one floating point number, its mean, got {given}"
+    raise ConfigError(msg)
+
+
+def check_target(target: Any, rows: int) -> None:
+    """Raise ConfigError unless a target has as many rows as the batch."""
+    count = num_rows(target) if list(tensors_in(target)) else rows
+    if count != rows:
+        msg = f"the target has {count} rows, and the batch {rows}"
+        raise ConfigError(msg)
+
+
+def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(layers, nn.Module):
+        yield from layers_of(layers)
+        return
+    layers = list(layers)
+    if all(isinstance(layer, tuple) for layer in layers):
+        layers = wired(layers)
+    yield from ((str(i), layer) for i, layer in enumerate(layers))
+
+
+def _balance(balance: Sequence[int] | None, num_layers: int, num_stages: int) -> list[int]:
+    if num_layers < num_stages:
+        msg = f"{num_layers} layers are fewer than {num_stages} stages: use fewer ranks"
+        raise ConfigError(msg)
+    if balance is None:
+        return [num_layers // num_stages + (i < num_layers % num_stages) for i in range(num_stages)]
+    if len(balance) != num_stages or sum(balance) != num_layers or min(balance) < 1:
+        msg = (
+            f"balance must be {num_stages} numbers of at least 1 that add up to the {num_layers} "
+            f"layers, got {list(balance)}, which add up to {sum(balance)}"
+        )
+        raise ConfigError(msg)
+    return list(balance)

@@ -1,0 +1,362 @@
+"""A pipeline over the devices of one process, which is called as any other module.
+
+    model = braid.parallel.pipeline.DevicePipeline(layers, ["cuda:0", "cuda:1"], balance=[3, 2],
+                                          num_microbatches=8)
+    loss = criterion(model(x), target)      # forwards of all micro-batches; the output is one batch
+    loss.backward()                         # backwards; gradients are in .grad
+
+The forward runs the first half of a GPipe program, one thread for each device. Its result is that
+of one autograd function, whose backward runs the second half. Copies between devices are on streams
+of their own. With devices that are all `cpu` the stages work on threads.
+
+That backward waits for the backwards of the stages, which torch runs on a thread of each GPU. So it
+must not run on such a thread itself. Two functions see to this:
+
+    batch ─▶ _Stages ─▶ empty tensor on the CPU ─▶ _Outputs ─▶ outputs on the last device
+             backward on the calling thread        backward on the thread of the last device
+
+Gradients go into `.grad` as the backwards of the stages end: call `backward()`, since
+`torch.autograd.grad` of parameters cannot see them.
+
+Source: Y. Huang et al., GPipe, NeurIPS 2019; C. Kim et al., torchgpipe (2020).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from braid.comm.autograd import phony
+from braid.comm.autograd.nested import flatten, map_tensors, unflatten
+from braid.comm.autograd.streams import Stream, current_stream, default_stream, wait_stream
+from braid.errors import ConfigError
+from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
+from braid.parallel.pipeline.edges import edges_of
+from braid.parallel.pipeline.executor import Executor
+from braid.parallel.pipeline.local_carrier import LocalCarrier, LocalWire, Span
+from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
+from braid.parallel.pipeline.rows import layers_of
+from braid.parallel.pipeline.stage import Layer, Stage
+from braid.parallel.pipeline.workers import Workers
+from braid.programs.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute
+from braid.runtime.seeding import Draws
+from braid.runtime.torch_internals import own_parameters
+
+__all__ = ["DevicePipeline"]
+
+Tensors = tuple[torch.Tensor, ...]
+Result = TypeVar("Result")
+
+
+class DevicePipeline(nn.Module):
+    """Runs layers in a row on several devices of one process, on micro-batches.
+
+    Args:
+        layers: The model. Layers are moved to their devices.
+        devices: Devices, one for each stage; those after the last stage are left out.
+        balance: Number of layers on each device.
+        num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
+        recompute: Micro-batches whose layers run again in backward: `always`, `except_last` or
+            `never`.
+        deferred_batch_norm: Whether running statistics follow whole batches; see
+            `DeferredBatchNorm`.
+
+    Attributes:
+        partitions: Layers of each stage, under their names.
+        balance, devices: As given.
+        num_microbatches, recompute: As given; they may be changed between batches.
+        spans: Actions of the last forward and backward, if it is a list before; None to record
+            nothing.
+
+    Raises:
+        ConfigError: The balance does not fit to the layers, or there are too few devices.
+        TypeError: Layers stash what no later layer pops, or pop what none has stashed.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        devices: Sequence[torch.device | str | int],
+        *,
+        balance: Sequence[int],
+        num_microbatches: int = 1,
+        recompute: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.balance = list(balance)
+        self.num_microbatches = num_microbatches
+        self.recompute = recompute
+        self.spans: list[Span] | None = None
+        self.devices = [_device_of(device) for device in devices][: len(self.balance)]
+        self._check(len(layers))
+        if deferred_batch_norm:
+            layers = DeferredBatchNorm.convert_deferred_batch_norm(layers, None)
+        named = layers_of(layers)
+        ends = list(accumulate(self.balance, initial=0))
+        parts = [_Partition(OrderedDict(named[begin:end])) for begin, end in pairwise(ends)]
+        self._tied = _separate(parts, self.devices)
+        moved = [part.to(device) for part, device in zip(parts, self.devices, strict=True)]
+        self.partitions = nn.ModuleList(moved)
+        self._edges = edges_of(self._parts())
+        self._workers = Workers(len(self.balance))
+
+    def forward(self, batch: Any) -> Any:
+        """Return the output of a batch, on the last device.
+
+        Args:
+            batch: Containers of tensors that are cut along dim 0; moved to the first device.
+
+        Raises:
+            ConfigError: The batch has no rows.
+            Exception: Exception of a layer; the first one, of whichever stage.
+        """
+        if not self.balance:
+            return batch
+        batch = map_tensors(batch, lambda x: x.to(self.devices[0]))
+        sizes = self._sizes_of(num_rows(batch))
+        if not sizes:
+            msg = "a batch of 0 rows cannot be cut into micro-batches"
+            raise ConfigError(msg)
+        trains = torch.is_grad_enabled()
+        run = _Run(self, sizes, trains=trains)
+        pairs = [flatten(part) for part in scatter(batch, sizes)]
+        tensors = [x for _, own in pairs for x in own]
+        run.trees = [tree for tree, _ in pairs]
+        run.counts = [len(own) for _, own in pairs]
+        if trains:
+            link = _Stages.apply(run, phony(torch.device("cpu"), True), *tensors)  # type: ignore[no-untyped-call]
+            outputs = _Outputs.apply(run, link)  # type: ignore[no-untyped-call]
+        else:
+            outputs = run.forward(tensors)
+        commit_batch_norms(self)
+        rest = iter(outputs)
+        parts = [unflatten(tree, [next(rest) for _ in range(count)]) for tree, count in run.results]
+        return gather(parts)
+
+    def _sizes_of(self, rows: int) -> list[int]:
+        """Return the sizes of micro-batches."""
+        return sizes_of(rows, self.num_microbatches)
+
+    def _check(self, num_layers: int) -> None:
+        problems = []
+        if sum(self.balance) != num_layers or min(self.balance, default=1) < 1:
+            problems.append(
+                f"balance must be numbers of at least 1 that add up to the {num_layers} layers, "
+                f"got {self.balance}, which add up to {sum(self.balance)}"
+            )
+        if len(self.devices) < len(self.balance):
+            problems.append(
+                f"{len(self.balance)} stages need as many devices, got {len(self.devices)}"
+            )
+        if self.num_microbatches < 1:
+            problems.append(
+                f"the number of micro-batches must be at least 1, got {self.num_microbatches}"
+            )
+        if self.recompute not in RECOMPUTE_MODES:
+            problems.append(
+                f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, got {self.recompute!r}"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def _parts(self) -> list[list[Layer]]:
+        return [[Layer(name, layer) for name, layer in layers_of(part)] for part in self.partitions]
+
+
+class _Partition(nn.Sequential):
+    """Layers of one stage, which the stage calls one by one."""
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Warn: the partition itself is never called, so its hooks never run."""
+        warnings.warn(
+            "hooks of a partition never run, since its layers are called one by one: register them "
+            "on a layer, such as model.partitions[0][0]",
+            stacklevel=2,
+        )
+        return super().register_forward_hook(*args, **kwargs)
+
+
+class _Run:
+    """One forward and its backward.
+
+    Attributes:
+        trees: Micro-batches with places instead of tensors.
+        counts: Number of tensors of each micro-batch.
+        results: Outputs with places instead of tensors, and their numbers of tensors.
+        outputs: Tensors of the outputs, until they are returned.
+        output_grads: Gradients of the outputs, with the stream that computes each.
+    """
+
+    def __init__(self, owner: DevicePipeline, sizes: list[int], *, trains: bool) -> None:
+        size = len(owner.balance)
+        self.trees: list[Any] = []
+        self.counts: list[int] = []
+        self.results: list[tuple[Any, int]] = []
+        self.outputs: Tensors = ()
+        self.output_grads: list[tuple[torch.Tensor, Stream]] = []
+        self._devices = [d for d in dict.fromkeys(owner.devices) if d.type == "cuda"]
+        self._workers = owner._workers  # noqa: SLF001 - one class in two parts
+        self._tied = owner._tied  # noqa: SLF001
+        self._needs_grad: list[list[bool]] = []
+        self._is_done = False
+        wire = LocalWire(owner.devices, records=owner.spans is not None)
+        if wire.spans is not None:
+            owner.spans = wire.spans
+        program = (gpipe if trains else forward_only)(size, len(sizes))
+        if trains and owner.training:
+            program = with_recompute(program, owner.recompute)
+        # a seed of its own for each forward, which follows `torch.manual_seed`
+        seed = int(torch.randint(2**62, (), device="cpu")) if owner.training else 0
+        ends = accumulate(sizes, initial=0)
+        self._draws = [Draws(seed, 0, range(*pair)) for pair in pairwise(ends)]
+        self._executors = [
+            Executor(program, LocalCarrier(wire, rank), {rank: Stage(rank, part, owner._edges)})  # noqa: SLF001
+            for rank, part in enumerate(owner._parts())  # noqa: SLF001
+        ]
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Tensors:
+        rest = iter(tensors)
+        batches = [
+            unflatten(tree, [next(rest) for _ in range(count)])
+            for tree, count in zip(self.trees, self.counts, strict=True)
+        ]
+        jobs = [
+            partial(executor.run_forwards, batches, self._draws.__getitem__)
+            for executor in self._executors
+        ]
+        outputs = self._work(jobs)[-1]
+        flat = [flatten(outputs[i]) for i in sorted(outputs)]
+        self.results = [(tree, len(own)) for tree, own in flat]
+        self._needs_grad = [[x.requires_grad for x in own] for _, own in flat]
+        return tuple(x.detach() for _, own in flat for x in own)
+
+    def needs_grad(self) -> list[bool]:
+        """Return which outputs need a gradient."""
+        return [needs for own in self._needs_grad for needs in own]
+
+    def _work(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run jobs on the default streams, after and before the caller's own work."""
+        for device in self._devices:
+            wait_stream(default_stream(device), current_stream(device))
+        results = self._workers.run([partial(self._in_context, job) for job in jobs])
+        for device in self._devices:
+            wait_stream(current_stream(device), default_stream(device))
+        return results
+
+    def _in_context(self, job: Callable[[], Result]) -> Result:
+        """Run a job on a thread that has a context of CUDA, without which libraries warn."""
+        for device in self._devices:
+            torch.cuda.current_stream(device).query()  # a thread's first call makes its context
+        return job()
+
+    def backward(self) -> list[torch.Tensor]:
+        """Return the gradients of the batch's tensors that need one, in their order."""
+        if self._is_done:
+            msg = (
+                "backward through this output of a DevicePipeline has run already, and freed what "
+                "it needs: call the model again (retain_graph has no effect on it)"
+            )
+            raise ConfigError(msg)
+        self._is_done = True
+        earlier = {p: p.grad for copies in self._tied for p in copies}
+        for param in earlier:
+            param.grad = None
+        for grad, stream in self.output_grads:
+            wait_stream(current_stream(grad.device), stream)
+        rest = iter([grad for grad, _ in self.output_grads])
+        self.output_grads = []
+        by_microbatch = []
+        for own in self._needs_grad:
+            pairs = [(next(rest), needs) for needs in own]
+            by_microbatch.append([grad for grad, needs in pairs if needs])
+        with torch.enable_grad():
+            jobs = [partial(e.run_backwards, by_microbatch) for e in self._executors]
+            first = self._work(jobs)[0]
+        self._add_up(earlier)
+        return [grad for i in sorted(first) for grad in first[i]]
+
+    def _add_up(self, earlier: Mapping[nn.Parameter, torch.Tensor | None]) -> None:
+        """Give each copy of a shared parameter the sum of all copies' gradients."""
+        for copies in self._tied:
+            grads = [p.grad for p in copies if p.grad is not None]
+            if not grads:
+                continue
+            total = grads[0].clone()
+            for other in grads[1:]:
+                total += other.to(total.device)
+            for param in copies:
+                param.grad = total.to(param.device, copy=True)
+        for param, grad in earlier.items():
+            if grad is not None:
+                param.grad = grad if param.grad is None else grad.add_(param.grad)
+
+
+class _Stages(torch.autograd.Function):
+    """The stages as one function of the batch; parameters get their gradients on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.needs = [x.requires_grad for x in tensors]
+        with torch.enable_grad():
+            run.outputs = run.forward(tensors)
+        return torch.empty(0, device="cpu")
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _nothing: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input_grads = iter(ctx.run.backward())
+        return None, None, *[next(input_grads) if needs else None for needs in ctx.needs]
+
+
+class _Outputs(torch.autograd.Function):
+    """The outputs of the stages, as a function of the empty tensor that stands for them."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor) -> Tensors:
+        ctx.run = run
+        outputs, run.outputs = run.outputs, ()
+        needs = run.needs_grad()
+        ctx.mark_non_differentiable(
+            *[x for x, wanted in zip(outputs, needs, strict=True) if not wanted]
+        )
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.run.output_grads = [(grad, current_stream(grad.device)) for grad in grads]
+        return None, torch.empty(0, device="cpu")
+
+
+def _separate(
+    parts: Sequence[nn.Module], devices: Sequence[torch.device]
+) -> list[list[nn.Parameter]]:
+    """Give each device a copy of its own of parameters that parts share; return the copies.
+
+    To be called before parts are moved, since moving a module moves its parameters in place.
+    """
+    copies: dict[nn.Parameter, dict[torch.device, nn.Parameter]] = {}
+    for part, device in zip(parts, devices, strict=True):
+        for module in part.modules():
+            for name, param in own_parameters(module).items():
+                if param is None:
+                    continue
+                own = copies.setdefault(param, {})
+                if device not in own:
+                    copy = nn.Parameter(param.detach().clone(), param.requires_grad)
+                    own[device] = copy if own else param
+                own_parameters(module)[name] = own[device]
+    return [list(own.values()) for own in copies.values() if len(own) > 1]
+
+
+def _device_of(device: torch.device | str | int) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

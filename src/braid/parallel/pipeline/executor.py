@@ -1,0 +1,335 @@
+"""Executes the actions of one rank of a pipeline's program, one after the other.
+
+The program decides everything: what is computed when, and what is sent where. So one executor runs
+GPipe, 1F1B, interleaved, breadth-first and zero bubble programs, and programs that only infer.
+
+    recv_f  F  send_f        value of the previous stage -> layers -> next stage
+            R                the layers once more, saving what backward needs
+    recv_b  B  send_b        gradients of the outputs -> backward -> gradients of the inputs
+            I  send_b  W     the same in two parts: to the inputs, and later to the weights
+
+What layers stash goes to the stage that pops it after F, and its gradient back after B or I, beside
+the messages of the program: sends wait for nobody, so this holds up no rank that has work.
+
+An exception on one rank ends the step on all: the group is aborted with layer, stage, micro-batch
+and action, which the waits of all other ranks raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from braid.errors import CommError, ConfigError, StaleError
+from braid.parallel.pipeline.messages import Carrier
+from braid.parallel.pipeline.stage import Edge, Stage, StageError
+from braid.programs.schedule import Action, Program
+from braid.programs.schedule.pipeline import PIPELINE
+from braid.programs.schedule.pipeline.vocabulary import TRAIN, WORK, work_ranks
+from braid.runtime.seeding import Draws
+
+__all__ = ["Executor", "LossOf"]
+
+# loss of the output for a micro-batch, with its weight in it
+LossOf = Callable[[Any, int], torch.Tensor]
+DrawsOf = Callable[[int], Draws]
+Gradients = list["torch.Tensor"]
+Place = tuple[int, int]  # stage and micro-batch
+MICROBATCH_BITS = 20
+BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
+
+
+class Microbatches(Protocol):
+    """Parts of a batch, by number."""
+
+    def __getitem__(self, i: int, /) -> Any:
+        """Return a part."""
+        ...
+
+
+def _tag(edge: Edge, microbatch: int) -> int:
+    """Return the number of a skip connection's messages for a micro-batch."""
+    return edge.number << MICROBATCH_BITS | microbatch
+
+
+class Executor:
+    """Runs the part of a program that belongs to this rank.
+
+    Args:
+        program: Program of the pipeline, for as many ranks as there are.
+        carrier: Way to the other ranks.
+        stages: Stages of this rank, by number.
+        on_gradients: Called with a stage when its last gradient of a step is there.
+        on_step: Called with a STEP, to take the step of its stage; needed by programs with steps.
+
+    Raises:
+        ConfigError: The program is of another size, has other stages here, or actions that are not
+            executed.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        carrier: Carrier,
+        stages: Mapping[int, Stage],
+        on_gradients: Callable[[int], None] | None = None,
+        on_step: Callable[[Action], None] | None = None,
+    ) -> None:
+        own = {action.unit for action in program.ranks[carrier.rank] if action.kind in WORK}
+        problems = []
+        if program.num_ranks != carrier.size:
+            problems.append(f"{program} is not for a group of {carrier.size} ranks")
+        if not own <= set(stages):
+            problems.append(f"{program} has stages {sorted(own)} here, got {sorted(stages)}")
+        if on_step is None and any(a.kind == "STEP" for a in program.ranks[carrier.rank]):
+            problems.append(
+                f"{program} takes optimizer steps: give optimizers with step_in_program"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+        self._actions = program.ranks[carrier.rank]
+        self._trains = program.header.operation == TRAIN
+        self._last = program.header.num_units - 1
+        self._ranks = work_ranks(program)
+        self._stages = stages
+        self._carrier = carrier
+        self._recomputed = {(a.unit, a.index) for a in self._actions if a.kind == "R"}
+        self._final = {a.unit: a for a in self._actions if a.kind in {"B", "W"}}
+        self._on_gradients = on_gradients
+        self._on_step = on_step
+        self._values: dict[Place, Any] = {}  # inputs
+        self._outputs: dict[Place, Any] = {}
+        self._grads: dict[Place, Gradients] = {}  # of outputs
+        self._input_grads: dict[Place, Gradients] = {}
+        # of connections between stages of this rank, by edge and micro-batch
+        self._stashed: dict[tuple[Edge, int], Any] = {}
+        self._stashed_grads: dict[tuple[Edge, int], Gradients] = {}
+        self._results: dict[int, Any] = {}
+        self._table: dict[str, Callable[[Action], None]] = {
+            "recv_f": self._recv_f,
+            "F": self._forward,
+            "send_f": self._send_f,
+            "R": self._recompute,
+            "recv_b": self._recv_b,
+            "B": self._backward,
+            "I": self._backward_to_inputs,
+            "W": self._backward_to_weights,
+            "send_b": self._send_b,
+            "STEP": self._step,
+        }
+        self._batches: Microbatches = ()
+        self._draws: DrawsOf | None = None
+        self._loss_of: LossOf | None = None
+
+    def run(
+        self,
+        microbatches: Microbatches,
+        loss_of: LossOf | None = None,
+        draws: DrawsOf | None = None,
+    ) -> dict[int, Any]:
+        """Execute the program once.
+
+        Args:
+            microbatches: Parts of the batch; only the rank of the first stage reads them.
+            loss_of: Loss of an output of the last stage; needed by programs that train.
+            draws: Random numbers of a micro-batch; those of torch's generators when None.
+
+        Returns:
+            On the rank of the last stage its losses, or its outputs without `loss_of`, by
+            micro-batch; empty on all other ranks.
+
+        Raises:
+            CommError: Another rank has failed; the message says in which layer and action.
+            Exception: An exception of a layer or of `loss_of` on this rank.
+        """
+        self._batches, self._loss_of, self._draws = microbatches, loss_of, draws
+        results = self._perform(self._actions)
+        self._input_grads.clear()  # those of the batch, which nobody asks for
+        return results
+
+    def run_forwards(
+        self, microbatches: Microbatches, draws: DrawsOf | None = None
+    ) -> dict[int, Any]:
+        """Execute the forwards of a program that has them first; `run_backwards` does the rest.
+
+        Returns:
+            On the rank of the last stage its outputs, by micro-batch.
+        """
+        self._batches, self._loss_of, self._draws = microbatches, None, draws
+        return self._perform([a for a in self._actions if a.kind not in BACKWARD])
+
+    def run_backwards(self, grads: Sequence[Gradients]) -> dict[int, Gradients]:
+        """Execute the backwards of a program.
+
+        Args:
+            grads: Gradients of the outputs that require one, by micro-batch; only the rank of the
+                last stage reads them.
+
+        Returns:
+            On the rank of the first stage the gradients of the batch's tensors that require one, by
+            micro-batch.
+        """
+        if self._last in self._stages:
+            self._grads |= {(self._last, i): own for i, own in enumerate(grads)}
+        self._perform([a for a in self._actions if a.kind in BACKWARD])
+        grads_of_batch = {i: own for (stage, i), own in self._input_grads.items() if not stage}
+        self._input_grads.clear()
+        return grads_of_batch
+
+    def _perform(self, actions: Sequence[Action]) -> dict[int, Any]:
+        if not self._actions:  # a replica without a micro-batch
+            return {}
+        action = self._actions[0]
+        try:
+            for action in actions:
+                with self._carrier.span(f"{action.kind}{action.unit}", action.index):
+                    self._table[action.kind](action)
+                if self._on_gradients is not None and self._final.get(action.unit) is action:
+                    self._on_gradients(action.unit)
+            self._carrier.finish()
+        except StageError as exc:
+            self._abort(f"layer {exc.layer}, {PIPELINE.describe(action)}", exc.error)
+            raise exc.error from None
+        except StaleError as exc:  # a send under way has ended the group before this action
+            self._carrier.pass_on(str(exc))
+            self.clear()
+            raise CommError(str(exc)) from exc
+        except CommError as exc:
+            self._carrier.pass_on(str(exc))
+            self.clear()
+            raise
+        except BaseException as exc:  # also an exit: the others would wait for ever
+            self._abort(PIPELINE.describe(action), exc)
+            raise
+        results, self._results = self._results, {}
+        return results
+
+    def _abort(self, where: str, exc: BaseException) -> None:
+        self._carrier.abort(f"failed in {where}: {type(exc).__name__}: {exc}")
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all that is under way, after a failure."""
+        for kept in (self._values, self._outputs, self._grads, self._input_grads):
+            kept.clear()
+        for kept_of_edges in (self._stashed, self._stashed_grads):
+            kept_of_edges.clear()
+        self._results.clear()
+        for stage in self._stages.values():
+            stage.clear()
+
+    # One method for each kind of action
+
+    def _recv_f(self, action: Action) -> None:
+        self._values[action.unit, action.index] = self._carrier.recv_value(action.peer)
+
+    def _forward(self, action: Action) -> None:
+        stage, i = self._stages[action.unit], action.index
+        value = self._batches[i] if not stage.index else self._values.pop((stage.index, i))
+        output, stashed = stage.forward(
+            i,
+            value,
+            keeps=self._trains,
+            skips={edge: self._popped(edge, i) for edge in stage.pops},
+            draws=None if self._draws is None else self._draws(i),
+            drops=(stage.index, i) in self._recomputed,
+            version=action.version,
+        )
+        for edge, tensor in stashed.items():
+            if self._ranks[edge.target, i] == self._carrier.rank:
+                self._stashed[edge, i] = tensor
+            else:
+                self._carrier.send_value(tensor, self._ranks[edge.target, i], _tag(edge, i))
+        if stage.index == self._last:
+            self._conclude(stage, i, output)
+        elif self._ranks[stage.index + 1, i] == self._carrier.rank:
+            self._values[stage.index + 1, i] = output
+        else:
+            self._outputs[stage.index, i] = output
+
+    def _popped(self, edge: Edge, i: int) -> Any:
+        if self._ranks[edge.source, i] == self._carrier.rank:
+            return self._stashed.pop((edge, i))
+        return self._carrier.recv_value(self._ranks[edge.source, i], _tag(edge, i))
+
+    def _conclude(self, stage: Stage, i: int, output: Any) -> None:
+        """Keep the output of the last stage, or its loss."""
+        if self._loss_of is None:
+            self._results[i] = output
+            return
+        if (stage.index, i) in self._recomputed:
+            return  # R has the output that backward begins at
+        with torch.set_grad_enabled(self._trains):
+            loss = self._loss_of(output, i)
+        self._results[i] = loss.detach()
+        if self._trains:
+            self._begin_backward_at(stage, i, loss)
+
+    def _begin_backward_at(self, stage: Stage, i: int, loss: torch.Tensor) -> None:
+        stage.replace_outputs(i, loss)
+        self._grads[stage.index, i] = [torch.ones_like(loss)] if loss.requires_grad else []
+
+    def _send_f(self, action: Action) -> None:
+        self._carrier.send_value(self._outputs.pop((action.unit, action.index)), action.peer)
+
+    def _recompute(self, action: Action) -> None:
+        stage, i = self._stages[action.unit], action.index
+        output = stage.recompute(i)
+        if stage.index == self._last and self._loss_of is not None:
+            with torch.enable_grad():
+                loss = self._loss_of(output, i)
+            self._results[i] = loss.detach()
+            self._begin_backward_at(stage, i, loss)
+
+    def _recv_b(self, action: Action) -> None:
+        outputs = self._stages[action.unit].outputs(action.index)
+        grads = self._carrier.recv_tensors(outputs, action.peer)
+        self._grads[action.unit, action.index] = grads
+
+    def _backward(self, action: Action) -> None:
+        stage = self._stages[action.unit]
+        self._hand_on(action, stage.backward(action.index, self._grads_of_outputs(action)))
+
+    def _backward_to_inputs(self, action: Action) -> None:
+        stage = self._stages[action.unit]
+        grads = self._grads_of_outputs(action)
+        self._hand_on(action, stage.backward_to_inputs(action.index, grads))
+
+    def _backward_to_weights(self, action: Action) -> None:
+        self._stages[action.unit].backward_to_weights(action.index)
+
+    def _step(self, action: Action) -> None:
+        assert self._on_step is not None, "checked when it was made"
+        self._on_step(action)
+
+    def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
+        """Return the gradients of a stage's output and of what it has stashed."""
+        stage, i = self._stages[action.unit], action.index
+        grads: dict[Edge | None, Gradients] = {None: self._grads.pop((stage.index, i))}
+        for edge in stage.stashes:
+            if self._ranks[edge.target, i] == self._carrier.rank:
+                grads[edge] = self._stashed_grads.pop((edge, i))
+            else:
+                like, peer = stage.outputs(i, edge), self._ranks[edge.target, i]
+                grads[edge] = self._carrier.recv_tensors(like, peer, _tag(edge, i))
+        return grads
+
+    def _hand_on(self, action: Action, grads: Mapping[Edge | None, Gradients]) -> None:
+        """Keep the gradients of a stage's inputs for the stages that made these."""
+        stage, i = self._stages[action.unit], action.index
+        for edge in stage.pops:
+            if self._ranks[edge.source, i] == self._carrier.rank:
+                self._stashed_grads[edge, i] = grads[edge]
+            else:
+                peer = self._ranks[edge.source, i]
+                self._carrier.send_tensors(grads[edge], peer, _tag(edge, i))
+        if stage.index and self._ranks[stage.index - 1, i] == self._carrier.rank:
+            self._grads[stage.index - 1, i] = grads[None]
+        else:
+            self._input_grads[stage.index, i] = grads[None]
+
+    def _send_b(self, action: Action) -> None:
+        grads = self._input_grads.pop((action.unit, action.index))
+        self._carrier.send_tensors(grads, action.peer)

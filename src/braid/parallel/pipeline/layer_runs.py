@@ -1,0 +1,115 @@
+"""Layers run one after the other to be measured, and left as they were.
+
+Each layer gets what those before it have made of a sample, with a graph of its own, so shapes,
+containers, dtypes and skip connections are those of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
+from braid.errors import ConfigError
+from braid.parallel.pipeline.skip import SkipKey, use_skips
+from braid.runtime.torch_internals import own_buffers
+
+__all__ = ["Run", "Skips", "as_they_were", "run_all"]
+
+Skips = dict[SkipKey, "torch.Tensor | None"]
+Run = Callable[[nn.Module, Any, Skips], Any]
+
+
+def run_all(
+    named: Sequence[tuple[str, nn.Module]], x: Any, device: torch.device | str | None, run: Run
+) -> None:
+    """Run layers one after the other on a sample, each with a graph of its own.
+
+    Args:
+        named: Layers with their names.
+        x: Input of the first one; it is not changed.
+        device: Device to which a layer goes while it runs; that of the layers when None.
+        run: Runs a layer on its input and the tensors that were stashed, and returns its output.
+
+    Raises:
+        ConfigError: A layer fails.
+    """
+    skips: Skips = {}
+    with torch.enable_grad():
+        x = map_tensors(x, lambda t: _as_input(t, device))
+        for name, layer in named:
+            before = set(skips)
+            try:
+                with _on(device, layer), use_skips(skips):
+                    x = run(layer, x, skips)
+            except Exception as exc:
+                msg = (
+                    f"layer {name} ({type(layer).__name__}) could not be measured on what the "
+                    f"layers before it make of the sample: {type(exc).__name__}: {exc}. Give a "
+                    "sample with which the model trains"
+                )
+                raise ConfigError(msg) from exc
+            x = map_tensors(x, _as_input)
+            for key in set(skips) - before:
+                stashed = skips[key]
+                skips[key] = None if stashed is None else _as_input(stashed)
+
+
+def _as_input(x: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
+    """Return a copy with a graph of its own; no leaf, so that a layer may change it in place."""
+    leaf = x.detach().to(device or x.device).requires_grad_(x.requires_grad)
+    return leaf.clone()
+
+
+@contextmanager
+def _on(device: torch.device | str | None, layer: nn.Module) -> Iterator[None]:
+    """Move a layer to a device, and back afterwards; its parameters stay the same objects."""
+    if device is None:
+        yield
+        return
+    kept = [(t, t.data) for t in (*layer.parameters(), *layer.buffers())]
+    layer.to(device)
+    try:
+        yield
+    finally:
+        for tensor, data in kept:
+            if isinstance(tensor, nn.Parameter):
+                tensor.grad = None
+            tensor.data = data  # the same memory as before, whoever else has views of it
+
+
+@contextmanager
+def as_they_were(layers: Sequence[nn.Module], sample: Any) -> Iterator[None]:
+    """Let layers train inside of the context, and restore all that this changes."""
+    modules = list(dict.fromkeys(m for layer in layers for m in layer.modules()))
+    modes = [(module, module.training) for module in modules]
+    params = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
+    grads = [param.grad for param in params]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.clone())
+        for module in modules
+        for name, buffer in own_buffers(module).items()
+    ]
+    with ExitStack() as stack:
+        generators = generators_of(list(tensors_in(sample)))
+        stack.enter_context(RngAndAutocast(generators).again())
+        try:
+            for param in params:
+                param.grad = None
+            for layer in layers:
+                layer.train()
+            yield
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            for module, mode in modes:
+                module.training = mode
+            for module, name, buffer, kept in buffers:
+                own_buffers(module)[name] = buffer
+                if buffer is not None and kept is not None:
+                    buffer.data.copy_(kept)

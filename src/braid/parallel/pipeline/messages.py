@@ -1,0 +1,287 @@
+"""Messages between stages on different ranks: values of any shape, and gradients.
+
+Shapes may change from micro-batch to micro-batch, so a value is announced by a digest of its
+structure: containers, shapes, dtypes, order in memory, and which tensors need a gradient. The
+structure itself follows only the first time. Gradients need no announcement, since their receiver
+has the outputs.
+
+    first        digest, structure, tensors
+    afterwards   digest, tensors               as one message, if they are small
+    changed      a message of the length that the receiver expects, then as above
+
+Sends wait for nobody: a tensor belongs to its message until it has gone. Messages of one edge come
+in the order in which they were sent; edge 0 joins neighbouring stages. A skip connection has an
+edge for each micro-batch, and brings its structure each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from braid.comm import Group, Work
+from braid.comm.autograd.nested import flatten, unflatten
+from braid.errors import ConfigError
+from braid.parallel.pipeline.memory_order import as_in_memory, restored
+from braid.parallel.pipeline.sent_structure import SentSpec, SentStructure, read_structure
+from braid.runtime.torch_internals import version_of
+from braid.types import text_digest
+
+__all__ = ["Carrier", "Messages"]
+
+DIGEST_MASK = (1 << 62) - 1
+HEADER_BYTES = 16
+PACKED_BYTES = 64 << 10  # copying more costs more than a message
+
+
+class Carrier(Protocol):
+    """Way between the ranks of a pipeline, whether they are processes or threads.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    rank: int
+    size: int
+
+    def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
+        """Send an output."""
+        ...
+
+    def recv_value(self, peer: int, edge: int = 0) -> Any:
+        """Receive an output."""
+        ...
+
+    def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """Send tensors whose shapes the receiver knows."""
+        ...
+
+    def recv_tensors(
+        self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
+    ) -> list[torch.Tensor]:
+        """Receive tensors with the shapes and dtypes of others."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all messages have gone."""
+        ...
+
+    def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context that records the time that an action takes."""
+        ...
+
+    def abort(self, text: str) -> None:
+        """Let all other ranks raise an error with this text."""
+        ...
+
+    def pass_on(self, text: str) -> None:
+        """Let all ranks that this one meets raise an error that it has received."""
+        ...
+
+
+class _Layout(NamedTuple):
+    """Places of small tensors in one message."""
+
+    nbytes: int
+    offsets: tuple[int, ...]
+
+
+class _Expected(NamedTuple):
+    """The last structure on an edge; its layout if its tensors are small enough for one message."""
+
+    digest: int
+    structure: SentStructure
+    layout: _Layout | None
+
+
+def _layout_of(specs: Sequence[SentSpec]) -> _Layout | None:
+    """Return places for tensors in one message behind a digest; None if they are too large."""
+    at, offsets = HEADER_BYTES, []
+    for spec in specs:
+        offsets.append(at)
+        nbytes = math.prod(spec.shape) * spec.dtype.itemsize
+        at += -(-nbytes // HEADER_BYTES) * HEADER_BYTES  # aligned for any dtype
+        if not spec.on_cpu or at > PACKED_BYTES:
+            return None
+    return _Layout(at, tuple(offsets))
+
+
+def _packed(layout: _Layout, digest: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a message of a digest and tensors; without them it says that others follow."""
+    packed = torch.empty(layout.nbytes, dtype=torch.uint8)
+    packed[:HEADER_BYTES].view(torch.int64)[0] = digest
+    for tensor, offset in zip(tensors, layout.offsets, strict=False):
+        own = as_in_memory(tensor.detach())
+        packed[offset : offset + own.nbytes].view(own.dtype).view(own.shape).copy_(own)
+    return packed
+
+
+def _unpacked(packed: torch.Tensor, expected: _Expected) -> Any:
+    """Return the value of a message, whose tensors share its memory."""
+    assert expected.layout is not None
+    tensors = []
+    for spec, offset in zip(expected.structure.specs, expected.layout.offsets, strict=True):
+        end = offset + math.prod(spec.shape) * spec.dtype.itemsize
+        tensor = restored(packed[offset:end].view(spec.dtype), spec.shape, spec.order)
+        tensors.append(tensor.requires_grad_(spec.requires_grad))
+    return unflatten(expected.structure.tree, tensors)
+
+
+class _Sent(NamedTuple):
+    """A tensor under way, and how often it had been changed in place before."""
+
+    work: Work
+    tensor: torch.Tensor
+    version: int
+
+    def check(self) -> None:
+        """Raise ConfigError if the tensor has been changed on its way."""
+        if _version(self.tensor) != self.version:
+            msg = (
+                f"a tensor of shape {list(self.tensor.shape)} was changed in place before the "
+                "next stage had it, which may have got either: return a new tensor from the "
+                "layer, or a clone"
+            )
+            raise ConfigError(msg)
+
+
+def _version(x: torch.Tensor) -> int:
+    """Return how often a tensor has been changed in place; tensors of inference do not count."""
+    return 0 if x.is_inference() else version_of(x)
+
+
+class Messages:
+    """Messages over a group; see `Carrier`.
+
+    Args:
+        group: Ranks of the pipeline.
+        device: Device of this rank's stages, where values arrive; numbers that were on the CPU stay
+            there.
+
+    Attributes:
+        others: Groups with ranks of other pipelines, such as replicas, which fail with this one.
+    """
+
+    def __init__(self, group: Group, device: torch.device | None = None) -> None:
+        self.rank, self.size = group.rank, group.size
+        self._group = group
+        self.others: list[Group] = []
+        self._starter = group.starting()
+        self._device = device or torch.device("cpu")
+        self._sent: set[tuple[int, int, int]] = set()
+        self._structures: dict[tuple[int, int, int], SentStructure] = {}
+        self._descriptions: dict[SentStructure, tuple[bytes, int]] = {}
+        self._under_way: list[_Sent] = []
+        # last structure that was sent and received, by peer and edge
+        self._expected_there: dict[tuple[int, int], _Expected] = {}
+        self._expected_here: dict[tuple[int, int], _Expected] = {}
+
+    def send_value(self, value: Any, peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
+        tree, tensors = flatten(value)
+        specs = tuple(map(SentSpec.of, tensors))
+        parts = value if type(value) is tuple else (value,)
+        is_plain = all(isinstance(part, torch.Tensor) for part in parts)
+        structure = SentStructure(tree, specs)
+        raw, digest = self._described(structure, is_plain=is_plain)
+        if edge:  # its messages need not come in the order in which others go
+            self._send(torch.tensor([digest, len(raw)]), peer, edge)
+            self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
+            self.send_tensors(tensors, peer, edge)
+            return
+        expected = self._expected_there.get((peer, edge))
+        self._expected_there[peer, edge] = _Expected(digest, structure, _layout_of(specs))
+        if expected is not None and expected.layout is not None:
+            is_same = expected.digest == digest
+            self._send(_packed(expected.layout, digest, tensors if is_same else ()), peer, edge)
+            if is_same:
+                return
+        is_new = (peer, edge, digest) not in self._sent
+        self._send(torch.tensor([digest, len(raw) if is_new else 0]), peer, edge)
+        if is_new:
+            self._sent.add((peer, edge, digest))
+            self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, edge)
+        self.send_tensors(tensors, peer, edge)
+
+    def recv_value(self, peer: int, edge: int = 0) -> Any:
+        """See `Carrier`."""
+        expected = None if edge else self._expected_here.get((peer, edge))
+        if expected is not None and expected.layout is not None:
+            packed = torch.empty(expected.layout.nbytes, dtype=torch.uint8)
+            self._group.recv(packed, peer, tag=edge)
+            if packed[:HEADER_BYTES].view(torch.int64)[0] == expected.digest:
+                return _unpacked(packed, expected)
+        announced = self._group.recv(torch.empty(2, dtype=torch.int64), peer, tag=edge)
+        digest, nbytes = announced.tolist()
+        if nbytes:
+            raw = self._group.recv(torch.empty(nbytes, dtype=torch.uint8), peer, tag=edge)
+            self._structures[peer, edge, digest] = read_structure(raw.numpy().tobytes())
+        structure = self._structures[peer, edge, digest]
+        self._expected_here[peer, edge] = _Expected(digest, structure, _layout_of(structure.specs))
+        tensors = [spec.empty("cpu" if spec.on_cpu else self._device) for spec in structure.specs]
+        self._recv(tensors, peer, edge)
+        for tensor, spec in zip(tensors, structure.specs, strict=True):
+            tensor.requires_grad_(spec.requires_grad)
+        return unflatten(structure.tree, tensors)
+
+    def send_tensors(self, tensors: Sequence[torch.Tensor], peer: int, edge: int = 0) -> None:
+        """See `Carrier`."""
+        for tensor in tensors:
+            self._send(tensor.detach(), peer, edge)
+
+    def recv_tensors(
+        self, like: Sequence[torch.Tensor], peer: int, edge: int = 0
+    ) -> list[torch.Tensor]:
+        """See `Carrier`."""
+        tensors = [SentSpec.of(x).empty(x.device) for x in like]
+        self._recv(tensors, peer, edge)
+        return tensors
+
+    def finish(self) -> None:
+        """See `Carrier`."""
+        for sent in self._under_way:
+            sent.work.wait()
+            sent.check()
+        self._under_way.clear()
+
+    def span(self, name: str, microbatch: int) -> AbstractContextManager[object]:
+        """See `Carrier`."""
+        return self._group.context.events.span(name, seq=microbatch)
+
+    def abort(self, text: str) -> None:
+        """See `Carrier`."""
+        for group in (self._group, *self.others):
+            group.abort(f"rank {self._group.ranks[self.rank]} {text}")
+
+    def pass_on(self, text: str) -> None:
+        """See `Carrier`."""
+        for group in (self._group, *self.others):
+            group.abort(text)
+
+    def _described(self, structure: SentStructure, *, is_plain: bool) -> tuple[bytes, int]:
+        """Return the bytes of a structure and their digest; kept for tensors and tuples of them."""
+        if is_plain and (known := self._descriptions.get(structure)) is not None:
+            return known
+        raw = structure.as_bytes()
+        described = raw, text_digest(raw.hex()) & DIGEST_MASK
+        if is_plain:
+            self._descriptions[structure] = described
+        return described
+
+    def _recv(self, tensors: Sequence[torch.Tensor], peer: int, edge: int) -> None:
+        for tensor in tensors:
+            self._group.recv(as_in_memory(tensor), peer, tag=edge)
+
+    def _send(self, tensor: torch.Tensor, peer: int, edge: int) -> None:
+        tensor = as_in_memory(tensor)
+        for sent in [sent for sent in self._under_way if sent.work.done()]:
+            self._under_way.remove(sent)
+            sent.check()
+        version = _version(tensor)
+        work = self._starter.send(tensor, peer, tag=edge, async_op=True)
+        self._under_way.append(_Sent(work, tensor, version))

@@ -1,0 +1,381 @@
+"""`Pipeline`: a model of layers in a row, trained over the stages of a group of ranks.
+
+    pipeline = braid.Pipeline(model, num_microbatches=8, schedule="1f1b", process_group=group)
+    optimizer = torch.optim.AdamW(pipeline.parameters())  # those of this rank's stages
+    for batch, target in batches:
+        loss = pipeline.step(batch, target, loss=nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+
+Gradients have the bits of one process that runs the micro-batches in turn, adds their gradients in
+this order and weighs each loss by its share of the batch: every schedule with a name runs the
+backwards of a stage in the order of micro-batches.
+
+Source: Y. Huang et al., GPipe, NeurIPS 2019; the schedules name theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError
+from braid.parallel.gradients.exact_norm import clip_counted_
+from braid.parallel.graph import CapturedGraph
+from braid.parallel.pipeline.cutting import (
+    check_target,
+    checked_loss,
+    noting,
+    parts_of,
+    register,
+    table_of,
+)
+from braid.parallel.pipeline.deferred_batch_norm import commit_batch_norms
+from braid.parallel.pipeline.edges import edges_of
+from braid.parallel.pipeline.executor import Executor
+from braid.parallel.pipeline.messages import Messages
+from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
+from braid.parallel.pipeline.replicas import Replicas
+from braid.parallel.pipeline.stage import Stage
+from braid.parallel.pipeline.tied import TiedParams
+from braid.parallel.pipeline.wired import Wire
+from braid.programs.schedule import Action, Program, validate
+from braid.programs.schedule.files import schedule_named
+from braid.programs.schedule.known import RULES
+from braid.programs.schedule.pipeline import (
+    RECOMPUTE_MODES,
+    forward_only,
+    stage_ranks,
+    with_recompute,
+    with_steps,
+)
+from braid.runtime.seeding import Draws
+
+__all__ = ["Pipeline"]
+
+Schedule = Callable[[int, int], Program]
+Loss = Callable[[Any, Any], torch.Tensor]
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Pipeline(nn.Module):
+    """Trains layers in a row over the ranks of a group.
+
+    Every rank makes the whole model, alike, and keeps the layers of its stages; drop the model
+    afterwards to free the others. Parameters keep their names. A parameter that stages share is
+    copied to their ranks, and its gradients are added. Copies and replicas begin with the values of
+    the first of their ranks.
+
+    Args:
+        layers: The model: an `nn.Sequential`, modules in a row, or what
+            `braid.parallel.graph.capture` has made of any other model. Each module takes what the
+            one before returns: any containers of tensors. Or a list of (module, names of inputs,
+            names of outputs); see `wired`.
+        num_microbatches: Number of micro-batches of a batch; fewer if it has fewer rows.
+        schedule: Name of a schedule of `programs.schedule.pipeline`, a file with a program or with
+            torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
+            program.
+        balance: Number of layers of each stage; as even as possible when None.
+        process_group: Ranks of the pipeline.
+        replicas: Ranks that have the stages of this one and train on other samples, in the order of
+            their samples; gradients are added over them. None without replicas.
+        recompute: Micro-batches whose layers run again in backward, so that a stage keeps their
+            inputs only: `always`, `except_last` or `never`. A number k instead keeps every k-th
+            boundary between layers, and recomputes from one to the next.
+        deferred_batch_norm: Whether running statistics of BatchNorm follow whole batches in place
+            of micro-batches; see `DeferredBatchNorm`.
+        seed: Seed of the layers' random numbers, such as those of dropout. They depend on it, the
+            step, the layer and the sample, and not on stages, micro-batches or ranks.
+
+    Attributes:
+        group: Ranks of the pipeline.
+        stages: Stages of this rank, by number.
+        balance: Number of layers of each stage.
+        num_steps: Number of steps so far, by which random numbers are drawn. Set it when a run is
+            resumed.
+
+    Raises:
+        ConfigError: There are fewer layers than stages, `balance` does not fit, or the schedule is
+            unknown; the message has all that is wrong.
+        MismatchError: Ranks have other models or arguments; the message has what differs.
+        TypeError: Layers stash what no later layer pops, or pop what none has stashed.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[nn.Module] | Sequence[Wire] | CapturedGraph,
+        *,
+        num_microbatches: int,
+        schedule: str | Schedule = "1f1b",
+        balance: Sequence[int] | None = None,
+        process_group: Group,
+        replicas: Group | None = None,
+        recompute: str | int = "never",
+        deferred_batch_norm: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.group = process_group
+        self.num_steps = 0
+        self._seed = seed
+        self._make = schedule if callable(schedule) else schedule_named(schedule)
+        self._is_own = callable(schedule)  # files have been validated
+        self._num_microbatches = num_microbatches
+        self._programs: dict[tuple[bool, int], Executor] = {}
+        self._homes: dict[int, int] = {}
+        problems: list[str] = []
+        every, parts = 0, []
+        with noting(problems):
+            self._recompute, every = _recompute_of(recompute)
+        with noting(problems):
+            self._homes = stage_ranks(self._make(process_group.size, num_microbatches))
+        with noting(problems):
+            num_stages = max(len(self._homes), 1)
+            parts = parts_of(self, layers, num_stages, balance, deferred=deferred_batch_norm)
+        if problems:
+            raise ConfigError("; ".join(problems))
+        self.balance = tuple(map(len, parts))
+        edges = edges_of(parts)
+        arguments = {"num_microbatches": num_microbatches, "balance": self.balance}
+        arguments |= {"recompute": recompute, "seed": seed, "stages by rank": self._homes}
+        table = table_of(layer for part in parts for layer in part)
+        table.compare(process_group, arguments)
+        self._tied = TiedParams(parts, self._homes, process_group)
+        self.stages = {
+            stage: Stage(stage, part, edges, every=every)
+            for stage, part in enumerate(parts)
+            if self._homes[stage] == process_group.rank
+        }
+        params = [p for own in self.stages.values() for p in own.parameters()]
+        self.device = params[0].device if params else torch.device("cpu")
+        self._messages = Messages(process_group, self.device)
+        self._messages.others += [g for g in (replicas, *self._tied.groups) if g is not None]
+        self._tied.make_equal()
+        if replicas is not None:
+            own_layers = (layer for own in self.stages.values() for layer in own.layers)
+            table_of(own_layers).make_equal(replicas, arguments)
+        self._replicas = Replicas(self.stages, replicas)
+        self._optimizers: dict[int, Optimizer] = {}
+        self._shared_optimizer: Optimizer | None = None
+        for own in self.stages.values():
+            for layer in own.layers:
+                register(self, layer)
+        self._executor(num_microbatches, trains=True)  # refuses what it cannot execute
+
+    def step_in_program(self, make: MakeOptimizer) -> list[Optimizer]:
+        """Let each stage take its optimizer's step as soon as its gradients are complete.
+
+        `step` then steps and sets gradients to None. Parameters that stages share step at its end.
+
+        Args:
+            make: Function of parameters that returns an optimizer for them, such as
+                `partial(torch.optim.AdamW, lr=1e-3)`; called for each stage of this rank.
+
+        Returns:
+            The optimizers, for learning rate schedules and checkpoints.
+        """
+        num_stages = Counter(p for own in self.stages.values() for p in own.parameters())
+        shared = set(self._tied.params) | {p for p, count in num_stages.items() if count > 1}
+        for stage, own in self.stages.items():
+            if params := [p for p in own.parameters() if p not in shared]:
+                self._optimizers[stage] = make(params)
+        if rest := [p for p in num_stages if p in shared]:
+            self._shared_optimizer = make(rest)
+        self._programs.clear()
+        others = [] if self._shared_optimizer is None else [self._shared_optimizer]
+        return [*self._optimizers.values(), *others]
+
+    def _take_step(self, action: Action) -> None:
+        """Take the step of a stage's own parameters."""
+        stage = action.unit
+        self._replicas.finish(stage)
+        if stage in self._optimizers:
+            self._optimizers[stage].step()
+            self._optimizers[stage].zero_grad()
+
+    def step(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
+        """Run forwards and backwards of a batch; gradients are added to `.grad`.
+
+        Args:
+            batch: Input of the model: containers of tensors that are cut along dim 0. All ranks
+                give it, as all need its length; only the first stage reads the rest.
+            target: Targets of the loss, cut alike; only the last stage reads them.
+            loss: Function (output, target) that returns the mean loss over samples.
+
+        Returns:
+            Mean loss of the batch, on all ranks; without a graph.
+
+        Raises:
+            CommError: Another rank has failed; the message says in which layer and action.
+            ConfigError: The batch has no rows, or ranks have batches of other lengths.
+
+        Cost: per stage and micro-batch two messages of a boundary's bytes; an all_gather and a
+            broadcast of 8 bytes.
+        """
+        try:
+            return self._step(batch, target, loss)
+        except CommError as exc:
+            self._messages.pass_on(str(exc))
+            raise
+        except BaseException as exc:
+            self._messages.abort(f"failed in a step: {type(exc).__name__}: {exc}")
+            raise
+
+    def _step(self, batch: Any, target: Any, loss: Loss) -> torch.Tensor:
+        # those of earlier steps have been added up over ranks already
+        added = set(self._tied.params) | self._replicas.params
+        earlier = {p: p.grad for p in added if p.grad is not None}
+        for param in earlier:
+            param.grad = None
+        self._replicas.begin()
+        try:
+            losses = self._run(batch, target, loss, trains=True)
+            self._replicas.finish()
+            self._tied.add_up()
+        finally:
+            for param, grad in earlier.items():
+                param.grad = grad if param.grad is None else grad.add_(param.grad)
+        commit_batch_norms(self)
+        if self._shared_optimizer is not None:
+            self._shared_optimizer.step()
+            self._shared_optimizer.zero_grad()
+        self.num_steps += 1
+        return self._replicas.sum_of(self._sum_of(losses))
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their 2-norm over all stages is at most `max_norm`.
+
+        Parameters that stages share count once.
+
+        Returns:
+            The norm before scaling, on all ranks.
+
+        Raises:
+            ConfigError: `max_norm` is negative or not a number, or the program takes the steps.
+
+        Cost: an all_reduce of 8 bytes.
+        """
+        if self._optimizers:
+            msg = (
+                "step_in_program steps before the norm over all stages is known: step after "
+                "pipeline.step yourself to clip it"
+            )
+            raise ConfigError(msg)
+        grads = [(p, p.grad) for p in self.parameters() if p.grad is not None]
+        counted = ((grad, not self.counts_elsewhere(param)) for param, grad in grads)
+        return clip_counted_(counted, max_norm, [self.group])
+
+    def counts_elsewhere(self, param: torch.Tensor) -> bool:
+        """Return whether another rank of the pipeline counts this parameter in a norm."""
+        return self._tied.counts_elsewhere(param)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule has gradients of inputs and of weights as actions of their own."""
+        program = self._make(self.group.size, self._num_microbatches)
+        return any(action.kind == "W" for actions in program.ranks for action in actions)
+
+    def fail_with(self, *groups: Group) -> None:
+        """Let other groups of this rank fail when a step fails, so that none waits in them."""
+        self._messages.others += [group for group in groups if group.size > 1]
+
+    def evaluate(self, batch: Any, target: Any, *, loss: Loss) -> torch.Tensor:
+        """Return the mean loss of a batch, on all ranks, without gradients."""
+        # memory for messages must be usable by threads that are not in inference mode
+        with torch.inference_mode(mode=False), torch.no_grad():
+            losses = self._run(batch, target, loss, trains=False)
+            return self._replicas.sum_of(self._sum_of(losses))
+
+    def predict(self, batch: Any) -> Any:
+        """Return the output of a batch on the rank of the last stage, and None on all others."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            outputs = self._run(batch, None, None, trains=False)
+        return gather([outputs[i] for i in sorted(outputs)]) if outputs else None
+
+    def _run(self, batch: Any, target: Any, loss: Loss | None, *, trains: bool) -> dict[int, Any]:
+        rows = num_rows(batch)
+        sizes = sizes_of(rows, self._num_microbatches)
+        if not sizes:
+            msg = "a batch of 0 rows cannot be cut into micro-batches: leave it out on all ranks"
+            raise ConfigError(msg)
+        counts = self.group.all_gather(torch.tensor([rows])).tolist()
+        if len(set(counts)) > 1:
+            msg = f"ranks of a pipeline need the same batch, got {counts} rows, by rank"
+            raise ConfigError(msg)
+        first, all_rows = self._replicas.share_of(rows)
+        ends = list(accumulate(sizes, initial=first))
+        draws = [
+            Draws(self._seed, self.num_steps, range(begin, end)) for begin, end in pairwise(ends)
+        ]
+        targets: list[Any] = []
+
+        def loss_of(output: Any, i: int) -> torch.Tensor:
+            if not targets:  # here, so that targets that do not fit are an error on all ranks
+                check_target(target, rows)
+                targets.extend(scatter(target, sizes))
+            assert loss is not None
+            return checked_loss(loss(output, targets[i])) * (sizes[i] / all_rows)
+
+        microbatches = scatter(batch, sizes) if 0 in self.stages else []
+        executor = self._executor(len(sizes), trains=trains)
+        given = None if loss is None else loss_of
+        return executor.run(microbatches, given, draws.__getitem__ if trains else None)
+
+    def _executor(self, num_microbatches: int, *, trains: bool) -> Executor:
+        key = trains, num_microbatches
+        executor = self._programs.get(key)
+        if executor is None:
+            make = self._make if trains else self._make_forward
+            program = make(self.group.size, num_microbatches)
+            if self._is_own and (violations := validate(program, RULES)):
+                msg = f"the schedule is not valid: {'; '.join(map(str, violations[:5]))}"
+                raise ConfigError(msg)
+            if trains:
+                program = with_recompute(program, self._recompute)
+            if trains and self._optimizers:
+                program = with_steps(program)
+            launch = self._replicas.launch if trains else None
+            executor = Executor(program, self._messages, self.stages, launch, self._take_step)
+            self._programs[key] = executor
+        return executor
+
+    def _make_forward(self, num_ranks: int, num_microbatches: int) -> Program:
+        placement = [self._homes[stage] for stage in range(len(self._homes))]
+        return forward_only(num_ranks, num_microbatches, placement)
+
+    def _sum_of(self, losses: dict[int, Any]) -> torch.Tensor:
+        """Return the sum of the weighted losses on all ranks, added in the order of the batch."""
+        total = torch.zeros((), dtype=torch.float64)
+        for i in sorted(losses):
+            total += losses[i].double().cpu()
+        self.group.broadcast(total, self._homes[len(self._homes) - 1])
+        return total
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refuse: a pipeline runs forwards and backwards together."""
+        msg = "a Pipeline is not called: use pipeline.step(batch, target, loss=...) or evaluate"
+        raise ConfigError(msg)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows: stages and layers."""
+        return f"stages {sorted(self.stages)} of {len(self.balance)}, balance {list(self.balance)}"
+
+
+def _recompute_of(recompute: str | int) -> tuple[str, int]:
+    """Return the mode of whole micro-batches, and the number of layers between boundaries."""
+    if isinstance(recompute, str) and recompute in RECOMPUTE_MODES:
+        return recompute, 0
+    if isinstance(recompute, int) and not isinstance(recompute, bool) and recompute > 0:
+        return "never", recompute
+    msg = (
+        f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, or a number of layers of at "
+        f"least 1, got {recompute!r}"
+    )
+    raise ConfigError(msg)

@@ -1,0 +1,128 @@
+"""Replicas of a pipeline: ranks that train the same stages on other samples.
+
+Gradients of a stage are added over its replicas as soon as its last backward has ended, while other
+stages of the pipeline still compute. Each replica weighs its losses by its share of all samples, so
+the sum is the gradient of the mean loss over all of them.
+
+    pp=2, dp=2     rank 0  stage 0, samples of replica 0      rank 2  stage 1, replica 0
+                   rank 1  stage 0, samples of replica 1      rank 3  stage 1, replica 1
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from braid.comm import Group, StepsBy, Work
+from braid.parallel.gradients import FlatBuffer
+from braid.parallel.pipeline.stage import Stage
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """Adds the gradients of this rank's stages over its replicas.
+
+    Args:
+        stages: Stages of this rank, by number.
+        group: Ranks that have the same stages, in the order of their samples; None without
+            replicas.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], group: Group | None) -> None:
+        self._group = group
+        holders: dict[nn.Parameter, list[int]] = defaultdict(list)
+        for number, stage in stages.items():
+            for layer in stage.layers:
+                for param in layer.module.parameters():
+                    # frozen ones, too, since they may be unfrozen later
+                    if param.is_floating_point() and number not in holders[param]:
+                        holders[param].append(number)
+        alike: dict[object, list[nn.Parameter]] = defaultdict(list)
+        for param, own in holders.items():
+            alike[tuple(own), param.dtype, param.device].append(param)
+        self._sums = (
+            []
+            if group is None
+            else [_Sum(params, holders[params[0]], group) for params in alike.values()]
+        )
+
+    @property
+    def params(self) -> set[nn.Parameter]:
+        """Parameters whose gradients are added."""
+        return {param for own in self._sums for param in own.params}
+
+    def share_of(self, rows: int) -> tuple[int, int]:
+        """Return the number of samples before those of this replica, and of all; a collective.
+
+        Args:
+            rows: Samples of this replica.
+
+        Cost: an all_gather of 8 bytes.
+        """
+        if self._group is None:
+            return 0, rows
+        counts = self._group.all_gather(torch.tensor([rows])).tolist()
+        return sum(counts[: self._group.rank]), sum(counts)
+
+    def begin(self) -> None:
+        """Expect the gradients of a new step."""
+        for own in self._sums:
+            own.missing = set(own.stages)
+
+    def launch(self, stage: int) -> None:
+        """Start to add the gradients that are complete once a stage has its last one."""
+        for own in self._sums:
+            if stage in own.missing:
+                own.missing.discard(stage)
+                if not own.missing:
+                    own.start()
+
+    def finish(self, stage: int | None = None) -> None:
+        """Wait until the sums are there, and put them into `.grad`.
+
+        Args:
+            stage: Stage whose parameters are needed; all when None.
+        """
+        for own in self._sums:
+            if stage is None or stage in own.stages:
+                own.finish()
+
+    def sum_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a number added over all replicas; a collective."""
+        return value if self._group is None else self._group.all_reduce(value)
+
+
+class _Sum:
+    """Parameters whose gradients are complete at the same time, and are added in one operation."""
+
+    def __init__(self, params: list[nn.Parameter], stages: list[int], group: Group) -> None:
+        self.stages = stages
+        self.missing: set[int] = set()
+        self.params = params
+        # one more element for each parameter: on how many ranks it has a gradient
+        counts = torch.empty(len(params), dtype=params[0].dtype, device=params[0].device)
+        self._flat = FlatBuffer.for_params([*params, counts], group, params[0].dtype)
+        self._request = group.persistent("all_reduce", self._flat.tensor)
+        self._work: Work | None = None
+
+    def start(self) -> None:
+        *views, counts = self._flat.views
+        with torch.no_grad():
+            for param, view in zip(self.params, views, strict=True):
+                view.zero_() if param.grad is None else view.copy_(param.grad)
+            counts.copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
+        self._work = self._request.start(steps_by=StepsBy.WAITER)
+
+    def finish(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        *views, counts = self._flat.views
+        for param, view, count in zip(self.params, views, counts.tolist(), strict=True):
+            if count:
+                param.grad = view.clone()

@@ -1,0 +1,303 @@
+"""The structure of a value that goes to another stage, as plain data.
+
+Problem: a value between stages is a nest of containers around tensors: tuples, dictionaries,
+dataclasses, a model's output. A pickle could describe any of them, and runs what its sender wants.
+
+Idea: describe each container by a short list of plain data, and a class by its name. The receiver
+looks the name up among the modules that it has imported; it imports nothing. It makes an object of
+a named tuple, a mapping, a list, a dataclass or an enumeration only, and calls no constructor.
+Classes of the standard library are refused, except a few containers, and classes that run code when
+an object ends.
+
+    [PLACE, 0]                                 the first tensor
+    [PLAIN, 3]                                 None, a number, a text, bytes
+    [TUPLE, [node, ...]]                       also LIST, SET and FROZENSET
+    [DICT, [[node, node], ...]]                keys and values
+    [CLASS, "module", "Name", form, node, ...] an object of a class; its form says of which parts
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import sys
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import MutableMapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from braid.comm.autograd.nested import TensorPlace, unflatten
+from braid.comm.tensors.plain_data import decode, encode
+from braid.errors import BraidError, CommError, ConfigError
+from braid.parallel.pipeline.memory_order import order_of, restored
+
+__all__ = ["SentSpec", "SentStructure", "read_structure"]
+
+PLACE, PLAIN, LIST, TUPLE, SET, FROZENSET, DICT, PROXY, CLASS = range(9)
+SIZE, DTYPE, DEVICE, SLICE, COMPLEX, RANGE = range(9, 15)
+FIELDS, ITEMS, ENTRIES, ATTRIBUTES, MEMBER = range(5)  # forms of an object
+_SCALARS = (type(None), bool, int, float, str, bytes)
+_CONTAINERS: dict[type, int] = {list: LIST, tuple: TUPLE, set: SET, frozenset: FROZENSET}
+_KNOWN = (OrderedDict, defaultdict, Counter, UserDict)  # of the standard library
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+
+
+class SentSpec(NamedTuple):
+    """Description of a tensor of a value."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    on_cpu: bool
+    order: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> SentSpec:
+        """Return the description of `x`."""
+        on_cpu = x.device.type == "cpu"
+        return cls(tuple(x.shape), x.dtype, x.requires_grad, on_cpu, order_of(x))
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """Return a tensor of this kind, without values."""
+        if self.order is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        memory = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
+        return restored(memory, self.shape, self.order)
+
+    def as_plain(self) -> list[Any]:
+        """Return the description as plain data."""
+        return [list(self.shape), _name_of(self.dtype), *self[2:]]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> SentSpec:
+        """Return the description that `as_plain` returned; raises ValueError if it is not one."""
+        shape, dtype, requires_grad, on_cpu, order = plain
+        dims = range(len(shape))
+        if not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(shape)
+        if order is not None and sorted(order) != list(dims):
+            raise ValueError(order)
+        order = None if order is None else tuple(order)
+        return cls(tuple(shape), _dtype(dtype), bool(requires_grad), bool(on_cpu), order)
+
+
+class SentStructure(NamedTuple):
+    """A value without its tensors.
+
+    Attributes:
+        tree: The value, with places instead of tensors.
+        specs: Descriptions of the tensors.
+    """
+
+    tree: Any
+    specs: tuple[SentSpec, ...]
+
+    def as_bytes(self) -> bytes:
+        """Return plain data from which `read_structure` makes the structure again.
+
+        Raises:
+            ConfigError: A part of the value cannot go to another rank.
+        """
+        try:
+            node = _node(self.tree, "the value")
+            return encode([node, [spec.as_plain() for spec in self.specs]])
+        except RecursionError:
+            msg = "a value for another stage contains itself, or is nested too deeply"
+            raise ConfigError(msg) from None
+
+
+def read_structure(raw: bytes) -> SentStructure:
+    """Return the structure that a peer described; runs no code that the peer chooses.
+
+    Raises:
+        CommError: The bytes describe no structure, or one of classes that are not known here.
+    """
+    try:
+        node, specs = decode(raw)
+        structure = SentStructure(_tree(node), tuple(map(SentSpec.from_plain, specs)))
+        unflatten(structure.tree, [torch.empty(0)] * len(specs))  # raises where a tensor is missing
+    except BraidError as exc:
+        raise CommError(str(exc)) from exc
+    except Exception as exc:
+        msg = f"a stage sent a value whose structure cannot be read: {type(exc).__name__}: {exc}"
+        raise CommError(msg) from exc
+    return structure
+
+
+def _node(x: Any, where: str) -> list[Any]:  # noqa: C901, PLR0911, PLR0912 - one for each type
+    """Return plain data for a part of a value; `where` names the part in errors."""
+    kind = type(x)
+    if kind is TensorPlace:
+        return [PLACE, x.index]
+    if kind in _SCALARS:
+        return [PLAIN, x]
+    if kind in _CONTAINERS:
+        return [_CONTAINERS[kind], _nodes(x, where)]
+    if kind is dict:
+        return [DICT, _pairs(x, where)]
+    if kind is MappingProxyType:
+        return [PROXY, _pairs(x, where)]
+    if kind is torch.Size:
+        return [SIZE, list(x)]
+    if kind is torch.dtype:
+        return [DTYPE, _name_of(x)]
+    if kind is torch.device:
+        return [DEVICE, str(x)]
+    if kind is slice:
+        return [SLICE, _nodes((x.start, x.stop, x.step), where)]
+    if kind is range:
+        return [RANGE, [x.start, x.stop, x.step]]
+    if kind is complex:
+        return [COMPLEX, [x.real, x.imag]]
+    head: list[Any] = [CLASS, kind.__module__, kind.__qualname__]
+    problem = _problem_of(kind)
+    if not problem and _class(*head[1:]) is not kind:
+        problem = "whose name does not lead to its class: define it at the top of a module"
+    if not problem and isinstance(x, enum.Enum):
+        return [*head, MEMBER, x.name]
+    if not problem and isinstance(x, tuple):
+        return [*head, FIELDS, _nodes(x, where)]
+    attributes = _attributes(x)
+    if not problem and isinstance(x, defaultdict):
+        factory = getattr(x.default_factory, "__name__", None)
+        if factory is not None and _FACTORIES.get(factory) is not x.default_factory:
+            problem = f"whose default_factory is none of {', '.join(_FACTORIES)}"
+        attributes["default_factory"] = factory
+    if problem is None:
+        parts = _pairs(attributes, where)
+        if isinstance(x, dict):
+            return [*head, ENTRIES, _pairs(x, where), parts]
+        if isinstance(x, list):
+            return [*head, ITEMS, _nodes(x, where), parts]
+        if isinstance(x, MutableMapping) or dataclasses.is_dataclass(kind):
+            return [*head, ATTRIBUTES, parts]
+    msg = (
+        f"{where} for another stage has a {kind.__module__}.{kind.__qualname__}"
+        f"{', ' + problem if problem else ''}, which cannot go to another rank: return tensors, "
+        "plain data, lists, tuples, dictionaries, named tuples or dataclasses from the layer"
+    )
+    raise ConfigError(msg)
+
+
+def _nodes(items: Any, where: str) -> list[Any]:
+    return [_node(item, f"{where}[{place}]") for place, item in enumerate(items)]
+
+
+def _pairs(items: Any, where: str) -> list[Any]:
+    return [[_node(k, f"a key of {where}"), _node(x, f"{where}[{k!r}]")] for k, x in items.items()]
+
+
+def _attributes(x: Any) -> dict[str, Any]:
+    """Return what an object of a class holds besides entries, by name."""
+    attributes = dict(getattr(x, "__dict__", {}))
+    if dataclasses.is_dataclass(x):
+        names = [field.name for field in dataclasses.fields(x)]
+        attributes |= {name: getattr(x, name) for name in names if hasattr(x, name)}
+    return attributes
+
+
+def _problem_of(kind: type) -> str | None:
+    """Return why no objects of a class may come from another rank; None if they may."""
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind not in _KNOWN:
+        return "a class of the standard library"
+    if hasattr(kind, "__del__"):
+        return "whose class has __del__"
+    return None
+
+
+def _class(module: str, name: str) -> Any:
+    """Return the class of a module that has been imported; None if there is none."""
+    target: Any = sys.modules.get(module)
+    for part in name.split("."):
+        target = vars(target).get(part) if hasattr(target, "__dict__") else None
+    return target if isinstance(target, type) else None
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    return dtype
+
+
+def _tree(node: list[Any]) -> Any:  # noqa: PLR0911 - one for each type
+    """Return the part of a value that a node describes."""
+    form, *content = node
+    if form == CLASS:
+        return _object(*content)
+    (content,) = content
+    if form == PLACE:
+        return TensorPlace(cast("int", content))
+    if form == PLAIN:
+        return content
+    if form in (LIST, TUPLE, SET, FROZENSET):
+        kind = (list, tuple, set, frozenset)[form - LIST]
+        return kind(map(_tree, content))
+    if form in (DICT, PROXY):
+        entries = _entries(content)
+        return entries if form == DICT else MappingProxyType(entries)
+    if form == SIZE:
+        return torch.Size(content)
+    if form == DTYPE:
+        return _dtype(cast("str", content))
+    if form == DEVICE:
+        return torch.device(cast("str", content))
+    if form == SLICE:
+        return slice(*map(_tree, content))
+    if form == RANGE:
+        return range(*content)
+    if form == COMPLEX:
+        return complex(*content)
+    raise ValueError(form)
+
+
+def _entries(pairs: list[Any]) -> dict[Any, Any]:
+    return {_tree(key): _tree(value) for key, value in pairs}
+
+
+def _object(module: str, name: str, form: int, content: Any, attributes: Any = ()) -> Any:
+    """Return an object of a class, made from its parts without its constructor."""
+    kind = _class(module, name)
+    if kind is None:
+        msg = (
+            f"a stage sent a value of the class {module}.{name}, which this rank has not imported: "
+            "import its module on all ranks"
+        )
+        raise CommError(msg)
+    if problem := _problem_of(kind):
+        msg = f"a stage sent a value of the class {module}.{name}, {problem}: refused"
+        raise CommError(msg)
+    if form == MEMBER and issubclass(kind, enum.Enum):
+        return kind.__members__[content]
+    if form == FIELDS and issubclass(kind, tuple):
+        values = map(_tree, content)
+        # results of torch, such as that of `max`, are made by their class only
+        is_result = module == "torch.return_types"
+        return kind(values) if is_result else tuple.__new__(kind, values)
+    made: Any
+    if form == ENTRIES and issubclass(kind, dict):
+        made = kind.__new__(kind)
+        for key, value in _entries(content).items():
+            made[key] = value
+    elif form == ITEMS and issubclass(kind, list):
+        made = kind.__new__(kind)
+        made.extend(map(_tree, content))
+    elif form == ATTRIBUTES and (
+        issubclass(kind, MutableMapping) or dataclasses.is_dataclass(kind)
+    ):
+        made, attributes = object.__new__(kind), content
+    else:
+        raise ValueError(form)
+    for key, value in _entries(attributes).items():
+        if key == "default_factory" and isinstance(made, defaultdict):
+            made.default_factory = _FACTORIES.get(value)
+        else:
+            object.__setattr__(made, key, value)
+    return made

@@ -1,0 +1,447 @@
+"""The engine: units, flat vectors, gradients and an optimizer that steps on this rank's pieces.
+
+                     stage 1              stage 2              stage 3
+    parameters       whole                whole                in parts, whole while a unit computes
+    gradients        whole                in parts             in parts
+    optimizer        in parts             in parts             in parts
+
+    backward         reduce-scatter of gradients, unit by unit
+    step             on this rank's pieces
+    after the step   all-gather of parameters                  (before use, unit by unit)
+
+Sums are in the order of ranks and divided once. So all stages have the bits of one process that
+runs the ranks' samples in turn, for optimizers that treat elements one by one, and for others if
+each parameter belongs to one rank.
+
+Source: S. Rajbhandari et al., "ZeRO", SC 2020; Y. Zhao et al., "PyTorch FSDP", VLDB 2023.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.parallel.gradients import ParamRecord, ParamTable
+from braid.parallel.gradients.exact_norm import clip_pieces_, exact_norm
+from braid.parallel.gradients.lost_requests import reclaim_lost_requests
+from braid.parallel.gradients.optimizer_in_place import refuse_copy
+from braid.parallel.sharding.flat_gradients import FlatGradients, sums_in_dtype_of_pieces
+from braid.parallel.sharding.flat_shard import FlatShard, Places
+from braid.parallel.sharding.layouts import SHARD, layouts_of
+from braid.parallel.sharding.offload import StatesOnDisk
+from braid.parallel.sharding.options import ShardingOptions
+from braid.parallel.sharding.partition import assign_owners, by_elements, by_owners
+from braid.parallel.sharding.policies import DiskOffloadPolicy
+from braid.parallel.sharding.reducer import ShardReducer
+from braid.parallel.sharding.residency import Residency, Unit
+from braid.parallel.sharding.slots import Slot, plan_slots
+from braid.parallel.sharding.units import (
+    MARK,
+    UnitSpec,
+    check_params,
+    check_shapes,
+    default_units,
+    divide_into_units,
+)
+from braid.programs.layout import Mesh
+from braid.runtime.torch_internals import own_parameters
+from braid.types import first_few
+
+__all__ = ["Sharding", "sharding_of"]
+
+REPLICA = "replica"
+
+
+class Sharding:
+    """Parameters, gradients and optimizer states of a model, divided over ranks.
+
+    Args:
+        model: Model to train; the same on all ranks, up to values. Changed in place.
+        group: Ranks that own the parts.
+        options: Stage, units, data types and checks.
+        replicas: Ranks that own the same part, whose gradients are averaged, too; None if there are
+            none.
+
+    Attributes:
+        model, options: As given.
+        places: Ranks that own parts, and their replicas.
+        disk: Files of the optimizer's states, if they are there.
+        layouts: Layouts of the flat vectors of parameters.
+        table: Parameters by name; their objects are the model's own.
+
+    Raises:
+        ConfigError: The model cannot be sharded; all problems are named.
+        MismatchError: Ranks have other parameters or options; the message shows which.
+
+    Cost: stages 1 and 2 send 2 l (n-1)/n bytes a rank and step, l = bytes of all parameters, as
+        data parallel training does; stage 3 sends 3 l (n-1)/n, less those of the root and of the
+        last unit if they stay whole.
+
+    On failure: a lost rank raises PeerLostError in everyone's forward, backward or step. An
+        exception in the backward of one rank raises CommError in that of the others as soon as it
+        begins its next forward; gradients of the step are dropped, and all may go on. After an
+        exception in its forward at stage 3, the others wait for that rank until their deadline.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group,
+        options: ShardingOptions | None = None,
+        *,
+        replicas: Group | None = None,
+    ) -> None:
+        self.options = options or ShardingOptions()
+        self.model = model
+        self.places = Places(group=group, replicas=replicas)
+        check_shapes(model)
+        axes = (
+            {SHARD: group.size} if replicas is None else {REPLICA: replicas.size, SHARD: group.size}
+        )
+        self.layouts = layouts_of(self.options.stage, Mesh(axes))
+        self.table = ParamTable.of(model, self.options.ignored)
+        check_params(model, self.table)
+        modules = self.options.units
+        specs = divide_into_units(
+            model, default_units(model) if modules is None else modules, self.table
+        )
+        self._compare([spec.name for spec in specs])
+        sites = _sites_of(model)
+        flats = [self._make_flats(spec) for spec in specs]
+        for flat in (flat for own in flats for flat in own):
+            flat.sites = [sites.get(id(p), []) for p in (r.param for r in flat.records)]
+            flat.leave()
+        self._flats = [flat for own in flats for flat in own]
+        self._use_param_slots(specs, flats)
+        self._units = [
+            Unit(spec.name, spec.module, own, frees_after_forward=self._frees(spec))
+            for spec, own in zip(specs, flats, strict=True)
+        ]
+        self._gradients = self._make_gradients()
+        self._reducer = ShardReducer(self._gradients, self.places.groups, self._on_backward_ended)
+        self._residency = Residency(
+            self._units,
+            self._reducer.backward_begins,
+            self._before_forward,
+            keeps_last=self.options.reshard_after_forward is None,
+        )
+        policy = self.options.offload
+        self.disk = (
+            StatesOnDisk(policy.directory, group.context.rank)
+            if isinstance(policy, DiskOffloadPolicy)
+            else None
+        )
+        setattr(model, MARK, self)
+        for record in self.table:
+            setattr(record.param, MARK, True)
+
+    @property
+    def flats(self) -> Sequence[FlatShard]:
+        """The flat vectors, those of the root first."""
+        return self._flats
+
+    @property
+    def gradients(self) -> Sequence[FlatGradients]:
+        """Gradients of the flat vectors, in the order of backward."""
+        return self._gradients
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """The units, the root first."""
+        return self._units
+
+    def owned(self) -> Iterator[tuple[ParamRecord, nn.Parameter]]:
+        """Yield each parameter of the model with this rank's piece of it."""
+        for flat in self._flats:
+            yield from zip(flat.records, flat.owned, strict=True)
+
+    def ignored(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that stay whole on each rank, by name."""
+        named = self.model.named_parameters()
+        return {name: param for name, param in named if name in self.options.ignored}
+
+    def pieces(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's pieces."""
+        return [owned.grad for _, owned in self.owned() if owned.grad is not None]
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all gradients as if they were one vector, each element once.
+
+        A collective, with the same result on all ranks and for any number of them.
+        """
+        return exact_norm(self.pieces(), [self.places.group], norm_type)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; a collective.
+
+        Returns:
+            The norm before scaling.
+        """
+        return clip_pieces_(
+            self.pieces(),
+            max_norm,
+            [self.places.group],
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def zero_grad(self) -> None:
+        """Drop all gradients, also those that `no_sync` has left on whole parameters."""
+        self.drop_local_gradients()
+        for _, owned in self.owned():
+            owned.grad = None
+
+    def drop_local_gradients(self) -> None:
+        """Drop gradients that `no_sync` has left on whole parameters."""
+        self._reducer.drop()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of backwards inside local; the next backward outside averages the sum.
+
+        Cost: memory for whole gradients.
+        """
+        return self._reducer.no_sync()
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether backwards average gradients; read when one begins."""
+        return self._reducer.synchronizes
+
+    @synchronizes.setter
+    def synchronizes(self, value: bool) -> None:
+        self._reducer.synchronizes = value
+
+    def begin_step(self) -> None:
+        """Let units see what the optimizer has changed, and follow their order anew.
+
+        A forward of the model begins with it; engines that run parts of the model call it.
+        """
+        self._residency.begin()
+
+    def average(self) -> None:
+        """Average the gradients that backwards inside of `no_sync` have left; a collective.
+
+        For engines that run several backwards of their own, such as those of a pipeline.
+        """
+        self._reducer.average()
+
+    def share_step(self) -> None:
+        """Let all ranks have the parameters that an optimizer's step has changed; a collective.
+
+        No-op at stage 3, where parameters are gathered before use.
+        """
+        for flat in self._flats:
+            if flat.slot is None:
+                flat.refresh()
+                flat.start_gather()
+        for flat in self._flats:
+            if flat.slot is None:
+                flat.finish_gather()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Let the model have whole parameters inside, to be read; a collective."""
+        self._residency.gather_all()
+        try:
+            yield
+        finally:
+            self._residency.free_all()
+
+    def undo(self) -> None:
+        """Give all ranks whole parameters again, with memory of their own; a collective.
+
+        The optimizer steps on the pieces still, and is of no use any more.
+        Gradients of pieces are dropped.
+        """
+        self._residency.free_all()
+        self.close()
+        for flat in self._flats:
+            flat.undo()
+
+    def close(self) -> None:
+        """Remove the hooks from the model. Not a collective.
+
+        Call it after the last backward; further calls do nothing. At stage 3 the parameters remain
+        this rank's pieces: call `undo` instead to keep the model. An engine that is
+        garbage-collected with its model needs no `close`. The group's next engine uses its channels
+        again.
+        """
+        if sharding_of(self.model) is not self:
+            return
+        self._residency.close()
+        self._reducer.close()
+        delattr(self.model, MARK)
+        for record in self.table:
+            delattr(record.param, MARK)
+
+    def _compare(self, units: Sequence[str]) -> None:
+        """Compare parameters and options over ranks, and copy the values of the first rank."""
+        arguments = {**self.options.in_common(), "units": list(units)}
+        for group in (self.places.group, self.places.replicas):
+            if group is None:
+                continue
+            if self.options.init_sync:
+                self.table.make_equal(group, arguments)
+                for buffer in self.model.buffers():
+                    group.broadcast(buffer.detach(), 0)
+            else:
+                self.table.compare(group, arguments)
+            reclaim_lost_requests(group)
+
+    def _make_flats(self, spec: UnitSpec) -> list[FlatShard]:
+        """Make the flat vectors of a unit: frozen parameters, and each dtype, have their own."""
+        kinds: dict[tuple[torch.dtype, bool], list[ParamRecord]] = {}
+        for record in spec.records:
+            kinds.setdefault((record.param.dtype, record.param.requires_grad), []).append(record)
+        options, group = self.options, self.places.group
+        flats = []
+        for (dtype, _), records in kinds.items():
+            numels = [record.param.numel() for record in records]
+            if options.whole:
+                owners = [self._owner_of(record) for record in records]
+                partition = by_owners(numels, owners, group.size)
+            else:
+                partition = by_elements(numels, group.size)
+            flats.append(
+                FlatShard(
+                    records,
+                    partition,
+                    self.places,
+                    stage=options.stage,
+                    dtypes=options.dtypes_of(dtype),
+                    title=f"{spec.name or 'root'} ({str(dtype).removeprefix('torch.')})",
+                    whole=options.whole,
+                )
+            )
+        return flats
+
+    def _owner_of(self, record: ParamRecord) -> int:
+        if not hasattr(self, "_owners"):
+            numels = [r.param.numel() for r in self.table]
+            owners = assign_owners(numels, self.places.group.size)
+            self._owners = {id(r.param): o for r, o in zip(self.table, owners, strict=True)}
+        return self._owners[id(record.param)]
+
+    def _frees(self, spec: UnitSpec) -> bool:
+        """Return whether a unit is in parts between forward and backward."""
+        wanted = self.options.reshard_after_forward
+        return bool(spec.name) if wanted is None else wanted
+
+    def _use_param_slots(self, specs: Sequence[UnitSpec], flats: Sequence[list[FlatShard]]) -> None:
+        """Give vectors their slots; units that are whole at the same time have different ones."""
+        if self.options.stage != 3:
+            for flat in self._flats:
+                flat.use_slot(None)
+            return
+        keys = [
+            (spec.depth, index % 2, number) if spec.name and self._frees(spec) else (index, number)
+            for index, (spec, own) in enumerate(zip(specs, flats, strict=True))
+            for number in range(len(own))
+        ]
+        slots: list[Slot[FlatShard]] = plan_slots(
+            keys,
+            [flat.partition.length for flat in self._flats],
+            [flat.dtypes.compute for flat in self._flats],
+            [flat.allocate for flat in self._flats],
+        )
+        for flat, slot in zip(self._flats, slots, strict=True):
+            flat.use_slot(slot)
+
+    def _make_gradients(self) -> list[FlatGradients]:
+        """Return the gradients in the order of backward: the root's come last."""
+        flats = [flat for flat in reversed(self._flats) if flat.requires_grad]
+        lengths = [flat.partition.length for flat in flats]
+        dtypes = [flat.dtypes.reduce for flat in flats]
+        keeps = self.options.stage == 1
+        slots: list[Slot[FlatGradients]] = plan_slots(
+            [index if keeps else index % 2 for index in range(len(flats))],
+            lengths,
+            dtypes,
+            [flat.allocate for flat in flats],
+        )
+        parts: list[Slot[FlatGradients]] = plan_slots(
+            [index % 2 for index in range(len(flats))],
+            [max(flat.partition.widths) if _sums_aside(flat) else 0 for flat in flats],
+            dtypes,
+            [flat.allocate for flat in flats],
+        )
+        return [
+            FlatGradients(flat, slot, part if _sums_aside(flat) else None)
+            for flat, slot, part in zip(flats, slots, parts, strict=True)
+        ]
+
+    def _before_forward(self) -> None:
+        """Check at the begin of a forward that parameters are those that were divided.
+
+        If an exception has ended the last backward, the other ranks learn of it before.
+
+        Raises:
+            ConfigError: They are not, or frozen ones are to be trained now.
+        """
+        if self._reducer.is_in_backward:
+            for unit in self._residency.shadow_backward():
+                self._reducer.complete(unit.flats)
+            self._reducer.abandon()
+        problems = []
+        if moved := [name for flat in self._flats for name in flat.moved()]:
+            problems.append(
+                f"{first_few(moved)} have other memory than when the model was sharded: call "
+                "model.to(...), model.half() and such before"
+            )
+        trained = {id(gradients.flat) for gradients in self._gradients}
+        frozen = [flat for flat in self._flats if id(flat) not in trained]
+        if any(record.param.requires_grad for flat in frozen for record in flat.records):
+            names = [r.name for f in frozen for r in f.records if r.param.requires_grad]
+            problems.append(
+                f"{first_few(names)} were frozen when the model was sharded, and require a "
+                "gradient now: unfreeze them before"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled, which would share the ranks' memory and channels.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy("a sharded model")
+
+    def _on_backward_ended(self) -> None:
+        self._residency.free_all()
+
+    def __repr__(self) -> str:
+        numel = sum(flat.numel for flat in self._flats)
+        return (
+            f"Sharding(stage {self.options.stage}, {len(self._units)} units, {numel} numbers over "
+            f"{self.places.group!r})"
+        )
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """Return the engine that has divided a model; None if it is whole."""
+    engine = vars(model).get(MARK)
+    return engine if isinstance(engine, Sharding) else None
+
+
+def _sums_aside(flat: FlatShard) -> bool:
+    """Return whether sums need other memory than that of the pieces' gradients."""
+    return flat.stage == 1 or not sums_in_dtype_of_pieces(flat)
+
+
+def _sites_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return the modules and names under which each parameter is registered."""
+    sites: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in own_parameters(module).items():
+            if param is not None:
+                sites.setdefault(id(param), []).append((module, name))
+    return sites

@@ -1,0 +1,254 @@
+"""Rules by which optimizers can be sharded, and the step on the pieces of this rank.
+
+by elements   each element changes by its own gradient and state: any cut gives the same bits
+whole         rules look at the shape or the norm of a parameter: each belongs to one rank
+not at all    LBFGS takes inner products of all parameters; SparseAdam takes sparse gradients
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from braid.errors import ConfigError
+from braid.parallel.gradients.optimizer_in_place import refuse_copy
+from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
+from braid.parallel.gradients.process_groups import group_of
+from braid.parallel.sharding.engine import Sharding
+from braid.parallel.sharding.options import ShardingOptions
+from braid.parallel.sharding.units import MARK
+
+__all__ = ["attach", "has_pieces", "needs_whole", "refuse_wrong_rules", "shard_optimizer"]
+
+ENGINES: dict[int, weakref.ref[Sharding]] = {}  # of parameters, by their ids
+
+
+def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's rule needs whole parameters.
+
+    Optimizers that are not known are taken to need them, with a warning.
+
+    Raises:
+        ConfigError: The optimizer cannot be sharded.
+    """
+    _check_known(optimizer)
+    name, kind = type(optimizer).__name__, kind_of_optimizer(optimizer)
+    if kind == "by elements":
+        return False
+    if kind == "unknown":
+        warnings.warn(
+            f"{name} is not known to change each element by itself, so each parameter belongs to "
+            "one rank: pass whole=False if it does, or whole=True to silence this",
+            UserWarning,
+            stacklevel=3,
+        )
+    return True
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    stage: int = 1,
+    process_group: Any = None,
+    whole: bool | None = None,
+    **options: Any,
+) -> Sharding:
+    """Divide the states of an optimizer over ranks, and gradients and parameters by stage (ZeRO).
+
+    The model and the optimizer stay the same objects. Call `clip_grad_norm_` and `zero_grad` of
+    what is returned, since gradients at all stages are those of this rank's pieces.
+
+    Args:
+        optimizer: Optimizer of the model; its states, if there are some, are cut.
+        model: The model; the same on all ranks, up to values.
+        stage: 1 for states of the optimizer, 2 for gradients, too, 3 for parameters, too.
+        process_group: Ranks that own the parts; see `DistributedDataParallel`.
+        whole: Whether each parameter belongs to one rank; by the optimizer's rule when None.
+        options: Further fields of `ShardingOptions`.
+
+    Raises:
+        ConfigError: The model or the optimizer cannot be sharded.
+        MismatchError: Ranks have other parameters or options; the message shows which.
+
+    Cost: see `Sharding`.
+    """
+    if whole is not None:
+        _check_known(optimizer)
+    needs = needs_whole(optimizer) if whole is None else whole
+    sharding = Sharding(
+        model,
+        group_of(process_group),
+        ShardingOptions(stage=stage, whole=needs, **options),
+    )
+    attach(sharding, optimizer, whole=whole)
+    refuse_wrong_rules(sharding)
+    return sharding
+
+
+def attach(
+    sharding: Sharding, optimizer: torch.optim.Optimizer, *, whole: bool | None = None
+) -> None:
+    """Let an optimizer step on this rank's pieces, in place; states that it has are cut.
+
+    Args:
+        sharding: Engine whose model has the optimizer's parameters.
+        optimizer: Optimizer of the model, made before or after sharding.
+        whole: Whether its rule needs whole parameters; known by its name when None.
+
+    Raises:
+        ConfigError: The optimizer cannot be sharded, or not like this, or has other parameters.
+    """
+    _check(sharding, optimizer, whole)
+    places = {}
+    for flat in sharding.flats:
+        for index, record in enumerate(flat.records):
+            places[id(record.param)] = places[id(flat.owned[index])] = (flat, index)
+    for group in optimizer.param_groups:
+        group["params"] = [
+            flat.owned[index] for flat, index in (places[id(p)] for p in group["params"])
+        ]
+    states = dict(optimizer.state)
+    optimizer.state.clear()
+    for param, state in states.items():
+        flat, index = places[id(param)]
+        if flat.pieces[index].numel:
+            piece, shape = flat.pieces[index], flat.shapes[index]
+            optimizer.state[flat.owned[index]] = {
+                name: _cut(value, shape, piece.begin, piece.end, whole=flat.whole)
+                for name, value in state.items()
+            }
+    if sharding.disk is not None:
+        sharding.disk.register(optimizer)
+    reference = weakref.ref(sharding)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Attached, kind), {"braid_sharding": reference})
+
+    def after_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        engine = reference()
+        if engine is not None:
+            engine.share_step()
+
+    optimizer.register_step_post_hook(after_step)
+
+
+def refuse_wrong_rules(sharding: Sharding) -> None:
+    """Let steps of an optimizer that is not attached fail if it cannot use the pieces.
+
+    Without it LBFGS, or rules that look at norms, would step on pieces as if they were parameters;
+    at stages 1 and 2 any rule would find no gradients, and change nothing.
+    """
+    ids, reference = [id(record.param) for record in sharding.table], weakref.ref(sharding)
+    ENGINES.update(dict.fromkeys(ids, reference))
+
+    def forget() -> None:
+        for key in ids:
+            if ENGINES.get(key) is reference:
+                del ENGINES[key]
+
+    weakref.finalize(sharding, forget)
+
+
+def has_pieces(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has parameters of a sharded model, and states of its pieces."""
+    return isinstance(optimizer, _Attached) or _engine_of(optimizer) is not None
+
+
+def _engine_of(optimizer: torch.optim.Optimizer) -> Sharding | None:
+    """Return the engine of the first parameter that has one, unless it has been undone."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    references = (ENGINES[id(p)] for p in params if id(p) in ENGINES and MARK in vars(p))
+    return next((engine for one in references if (engine := one()) is not None), None)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Refuse an optimizer that is not attached and cannot use the pieces of its parameters."""
+    if not ENGINES or isinstance(optimizer, _Attached):
+        return
+    engine = _engine_of(optimizer)
+    if engine is None:
+        return
+    _check_known(optimizer)
+    name = type(optimizer).__name__
+    if any(owned is not record.param for record, owned in engine.owned()):
+        msg = (
+            f"{name} has parameters of a sharded model, whose gradients have gone to other pieces: "
+            "call sharding.attach(engine, optimizer), or attach(optimizer) of HybridParallel, "
+            "before the first step"
+        )
+        raise ConfigError(msg)
+    if kind_of_optimizer(optimizer) == "whole" and not engine.options.whole:
+        msg = (
+            f"{name} looks at shapes or norms of whole parameters, and has pieces: wrap the model "
+            "in FullyShardedDataParallel(model, whole_parameters=True), or call "
+            "sharding.shard_optimizer(optimizer, model, stage=3) in place of wrapping"
+        )
+        raise ConfigError(msg)
+
+
+register_optimizer_step_pre_hook(_before_step)  # one for all models, as they come and go
+
+
+class _Attached:
+    """Methods of an optimizer that steps on pieces; its class derives from its own and this."""
+
+    braid_sharding: weakref.ref[Sharding]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero gradients, and drop those that `no_sync` has left on whole parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
+        engine = type(self).braid_sharding()
+        if engine is not None:
+            engine.drop_local_gradients()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copy and pickle, which would share this rank's pieces.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy("the optimizer of a sharded model")
+
+
+def _check_known(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that cannot be sharded in any way."""
+    reason = refusal_of_optimizer(optimizer)
+    if reason is not None:
+        msg = (
+            f"{type(optimizer).__name__} cannot be sharded: {reason}. Use "
+            "DistributedDataParallel, or another optimizer such as AdamW"
+        )
+        raise ConfigError(msg)
+
+
+def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | None) -> None:
+    problems = []
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(record.param) for record in sharding.table}
+    known |= {id(owned) for _, owned in sharding.owned()}
+    strangers = [p for p in params if id(p) not in known]
+    if strangers:
+        problems.append(
+            f"the optimizer has {len(strangers)} parameters that are not the model's, the first "
+            f"of shape {list(strangers[0].shape)}: make it from model.parameters()"
+        )
+    _check_known(optimizer)
+    if whole is None and not sharding.options.whole and needs_whole(optimizer):
+        problems.append(
+            f"{type(optimizer).__name__} needs whole parameters, and elements were divided: pass "
+            "whole=True"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _cut(value: Any, shape: torch.Size, begin: int, end: int, *, whole: bool) -> Any:
+    """Return what this rank owns of a state; states of another shape are kept as they are."""
+    if whole or not isinstance(value, torch.Tensor) or value.shape != shape or not shape:
+        return value
+    return value.reshape(-1)[begin:end].clone()

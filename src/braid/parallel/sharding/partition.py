@@ -1,0 +1,202 @@
+"""Places of parameters in flat vectors, and the cuts between ranks, as plain numbers.
+
+The parameters of a unit lie one after the other in a flat vector, which is cut once per rank:
+
+    by elements      |--- w1 ------|-- w2 --|b|.|      each rank owns equally many elements
+                     |  rank 0   |   rank 1     |
+
+    whole            |--- w1 ------|b|-- w2 --|.|      each parameter belongs to one rank
+                     |    rank 0     | rank 1   |
+
+Parameters begin at multiples of ALIGN elements, and cuts are such multiples, too. So a vector
+instruction that works on a part of a parameter meets the same elements as in the whole parameter:
+fused optimizers round elements at the end of a tensor, which fill no vector, in another way.
+
+Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020, section 5; Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2 (flat vectors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.parallel.sharding.layouts import SHARD
+from braid.programs.layout import Layout, Mesh
+
+__all__ = [
+    "ALIGN",
+    "FlatBox",
+    "Partition",
+    "Piece",
+    "assign_owners",
+    "boxes_of",
+    "by_elements",
+    "by_owners",
+]
+
+ALIGN = 32  # elements: 64 bytes of 16-bit numbers, and two vectors of any instruction set
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter that a rank owns.
+
+    Attributes:
+        begin: First element, counted in the parameter.
+        end: Element behind the last one; equal to `begin` if the rank owns nothing.
+        start: First element, counted in the rank's part of the flat vector.
+    """
+
+    begin: int
+    end: int
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+class Partition(NamedTuple):
+    """Places of parameters in a flat vector, and its cuts.
+
+    Attributes:
+        numels: Number of elements of each parameter.
+        starts: First element of each parameter in the flat vector.
+        bounds: First element of each rank's part, and the length of the vector.
+    """
+
+    numels: tuple[int, ...]
+    starts: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of elements of the flat vector, with the gaps between parameters."""
+        return self.bounds[-1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Number of elements of each rank's part."""
+        return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """Return what a rank owns of each parameter."""
+        low, high = self.bounds[rank], self.bounds[rank + 1]
+        pieces = []
+        for numel, start in zip(self.numels, self.starts, strict=True):
+            begin = min(max(low - start, 0), numel)
+            end = max(min(high - start, numel), begin)
+            pieces.append(Piece(begin, end, start + begin - low if begin < end else 0))
+        return tuple(pieces)
+
+
+def by_elements(numels: Sequence[int], num_ranks: int) -> Partition:
+    """Cut parameters so that all ranks own equally many elements.
+
+    The flat vector has the layout `shard`, and each rank owns its box.
+    """
+    starts = list(accumulate(map(_aligned, numels), initial=0))
+    blocks = -(-starts[-1] // (num_ranks * ALIGN)) * num_ranks
+    layout = Layout(Mesh({SHARD: num_ranks}), ((SHARD,),))
+    boxes = [layout.box((blocks,), rank) for rank in range(num_ranks)]
+    bounds = [0, *(end * ALIGN for ((_, end),) in boxes)]
+    return Partition(tuple(numels), tuple(starts[:-1]), tuple(bounds))
+
+
+def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> Partition:
+    """Order parameters by their owners, so that each rank owns whole ones."""
+    starts = [0] * len(numels)
+    bounds = [0]
+    here = 0
+    for rank in range(num_ranks):
+        for index, owner in enumerate(owners):
+            if owner == rank:
+                starts[index] = here
+                here += _aligned(numels[index])
+        bounds.append(here)
+    return Partition(tuple(numels), tuple(starts), tuple(bounds))
+
+
+def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+    """Give each parameter to one rank, the largest first to the rank with the fewest elements.
+
+    Source: R. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (longest first).
+    """
+    loads = [0] * num_ranks
+    owners = [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+        rank = loads.index(min(loads))
+        owners[index] = rank
+        loads[rank] += _aligned(numels[index])
+    return tuple(owners)
+
+
+class FlatBox(NamedTuple):
+    """A box of a tensor whose elements lie one after the other in the flat tensor.
+
+    Attributes:
+        offset: First index of each dim.
+        extent: Size of each dim.
+        begin: First element, counted in the flat tensor.
+    """
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    begin: int
+
+
+def boxes_of(shape: Sequence[int], begin: int, end: int) -> tuple[FlatBox, ...]:
+    """Return the boxes that a range of a row-major tensor's elements consists of, in order.
+
+    There are at most two for each dim and one more: a part of the first row, whole rows, and a
+    part of the last row.
+
+    >>> boxes_of((4, 3), 2, 8)
+    (FlatBox(offset=(0, 2), extent=(1, 1), begin=2), FlatBox(offset=(1, 0), extent=(1, 3), begin=3)\
+, FlatBox(offset=(2, 0), extent=(1, 2), begin=6))
+
+    Raises:
+        ConfigError: The range is not in the tensor.
+    """
+    numel = 1
+    for size in shape:
+        numel *= size
+    if not 0 <= begin <= end <= numel:
+        msg = f"elements {begin} to {end} are not in a tensor of {numel} elements"
+        raise ConfigError(msg)
+    return tuple(_boxes(tuple(shape), begin, end)) if begin < end else ()
+
+
+def _boxes(shape: tuple[int, ...], begin: int, end: int) -> list[FlatBox]:
+    if not shape:
+        return [FlatBox((), (), 0)]
+    rest = shape[1:]
+    row = 1
+    for size in rest:
+        row *= size
+    boxes = []
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # inside of one row
+        return _in_row(last, rest, begin, end, row)
+    if begin < first * row:
+        boxes += _in_row(first - 1, rest, begin, first * row, row)
+    if first < last:
+        zeros = (0,) * len(rest)
+        boxes.append(FlatBox((first, *zeros), (last - first, *rest), first * row))
+    if last * row < end:
+        boxes += _in_row(last, rest, last * row, end, row)
+    return boxes
+
+
+def _in_row(index: int, rest: tuple[int, ...], begin: int, end: int, row: int) -> list[FlatBox]:
+    inner = _boxes(rest, begin - index * row, end - index * row)
+    return [
+        FlatBox((index, *box.offset), (1, *box.extent), index * row + box.begin) for box in inner
+    ]
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN

@@ -1,0 +1,236 @@
+"""Gradients of all units, summed and cut while backward goes on.
+
+A hook on each whole parameter sees its gradient. When all gradients of a flat vector are there, its
+sum is started. Sums are started in one order on all ranks, that of the units in backward, since
+they take turns in two slots; a vector that is complete too early waits. When backward ends, what is
+left is started, with zeros for missing gradients, and all are waited for. Then ranks tell each
+other who had which gradients: parameters that no rank has used keep the gradient None.
+
+    backward   unit 3    | unit 2    | unit 1    | root
+    sums        .         3 a         2 b         1 a (after 3)   root, wait, who had what
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError
+from braid.parallel.gradients import GradientHooks, ParamRecord
+from braid.parallel.gradients.autograd_grad import at_end_of_backward
+from braid.parallel.gradients.gradient_hooks import GradientListener
+from braid.parallel.sharding.flat_gradients import FlatGradients
+from braid.parallel.sharding.flat_shard import FlatShard
+
+__all__ = ["ShardReducer"]
+
+
+class ShardReducer(GradientListener):
+    """Sums gradients of flat vectors during backward.
+
+    Args:
+        gradients: Gradients of all flat vectors that can have some.
+        groups: Groups that together are all ranks that average, for the exchange of who had which
+            gradients.
+        on_end: Called when a backward has ended.
+
+    Attributes:
+        synchronizes: False while gradients stay local and accumulate; read when backward begins.
+        order: Vectors in the order in which their sums are started.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[FlatGradients],
+        groups: Sequence[Group],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.synchronizes = True
+        self.order = list(gradients)
+        self._gradients = list(gradients)
+        self._on_end = on_end
+        leaves = [(g, i) for g in gradients for i in range(len(g.flat.leaves))]
+        self._owner = [g for g, _ in leaves]
+        self._records = records = [
+            ParamRecord(g.flat.records[i].names, g.flat.records[i].spec, g.flat.leaves[i])
+            for g, i in leaves
+        ]
+        self._missing: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._groups = list(groups)
+        self._firsts: dict[int, int] = {}
+        for number, (own, _) in enumerate(leaves):
+            self._firsts.setdefault(id(own), number)
+        self._arrivals: list[int] | None = []  # of complete vectors in the first backward
+        context = gradients[0].flat.places.group.context
+        self._num_leaves = len(leaves)
+        self._own_flag = len(leaves) + context.rank
+        # who has which gradients, and which ranks have abandoned the backward
+        length = len(leaves) + context.world_size
+        self._has = gradients[0].flat.places.group.empty((length,), torch.uint8).zero_()
+        self._requests = [g.persistent("all_reduce", self._has, op="max") for g in groups]
+        self._is_in_backward = False
+        self._sums = True
+        self._next = 0
+        self._hooks = GradientHooks(records, self)
+        self._hooks.attach(range(len(records)))
+
+    def backward_begins(self) -> None:
+        """Prepare for the gradients of a backward; no-op inside of one."""
+        if self._is_in_backward:
+            return
+        self._is_in_backward = True
+        self._sums = self.synchronizes
+        self._next = 0
+        self._seen.clear()
+        for gradients in self._gradients:
+            gradients.reset()
+            needed = [leaf for leaf in gradients.flat.leaves if leaf.requires_grad]
+            self._missing[id(gradients)] = len(needed)
+        at_end_of_backward(self._backward_ended)
+
+    def on_gradient(self, position: int, /) -> None:
+        """See `GradientListener`.
+
+        Raises:
+            ConfigError: The sum of the gradient has been started.
+        """
+        self.backward_begins()
+        gradients = self._owner[position]
+        if not self._sums:
+            gradients.accumulate(position - self._firsts[id(gradients)])
+        if position in self._seen:
+            if gradients.is_launched:
+                raise ConfigError(_late_text(self._records[position].name))
+            return
+        self._seen.add(position)
+        left = self._missing[id(gradients)] = self._missing[id(gradients)] - 1
+        if left:
+            return
+        if self._sums:
+            if self._arrivals is not None:
+                self._arrivals.append(self._gradients.index(gradients))
+            self._launch_in_order()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backwards inside local, where they add up whole."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+
+    def average(self) -> None:
+        """Average the gradients that backwards inside of `no_sync` have left; a collective."""
+        self._is_in_backward, self._sums, self._next = True, True, 0
+        for gradients in self._gradients:
+            gradients.reset()
+            self._missing[id(gradients)] = 0
+        self._backward_ended()
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended; in a forward, an exception has ended it."""
+        return self._is_in_backward
+
+    def complete(self, flats: Sequence[FlatShard]) -> None:
+        """Expect no further gradients of these vectors in a backward that has been abandoned."""
+        for gradients in self._gradients:
+            if gradients.flat in flats:
+                self._missing[id(gradients)] = 0
+        if self._sums:
+            self._launch_in_order()
+
+    def abandon(self) -> None:
+        """End a backward that an exception has ended here; other ranks are told at its end."""
+        self._is_in_backward = False
+        if self._sums:
+            self._has[self._own_flag] = 1
+            self._finish_sums()
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop gradients that have accumulated locally."""
+        for gradients in self._gradients:
+            gradients.drop()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._hooks.close()
+
+    def _launch_in_order(self) -> None:
+        while self._next < len(self.order) and not self._missing[id(self.order[self._next])]:
+            self._launch(self.order[self._next])
+            self._next += 1
+
+    def _launch(self, gradients: FlatGradients) -> None:
+        if not gradients.flat.requires_grad:
+            return
+        for busy in gradients.busy():
+            busy.finish()
+        self._note(gradients)
+        gradients.launch()
+
+    def _note(self, gradients: FlatGradients) -> None:
+        """Note which gradients this rank has."""
+        first = self._firsts[id(gradients)]
+        has = gradients.has_gradients()
+        self._has[first : first + len(has)] = torch.tensor(has, dtype=torch.uint8)
+
+    def _backward_ended(self) -> None:
+        self._is_in_backward = False
+        lost = self._finish_sums() if self._sums else []
+        self._on_end()
+        if lost:
+            msg = (
+                f"an exception has ended this backward on ranks {lost}, which have gone on: its "
+                "gradients are dropped on all ranks. Go on with the next step, or let the rank end"
+            )
+            raise CommError(msg)
+
+    def _finish_sums(self) -> list[int]:
+        """Wait for all sums and deliver them; return the ranks that have abandoned the backward."""
+        for gradients in self.order[self._next :]:
+            self._launch(gradients)
+        for gradients in self.order:
+            gradients.finish()
+        for request in self._requests:
+            request.start().wait()
+        has = self._has.tolist()
+        self._has.zero_()
+        lost = [rank for rank, flag in enumerate(has[self._num_leaves :]) if flag]
+        for gradients in self._gradients:
+            first = self._firsts[id(gradients)]
+            own = has[first : first + len(gradients.flat.leaves)]
+            gradients.deliver([False] * len(own) if lost else own)
+        if self._arrivals is not None:
+            if lost:
+                self._arrivals.clear()
+            else:
+                self._learn_order(self._arrivals)
+        return lost
+
+    def _learn_order(self, arrivals: list[int]) -> None:
+        """Start sums in the order of the first backward from now on, if it is that of all ranks."""
+        self._arrivals = None
+        numbers = list(range(len(self._gradients)))
+        order = arrivals + [n for n in numbers if n not in arrivals]
+        same = True
+        for group in self._groups:
+            mine = torch.tensor([[int(same), *order]], device=self._has.device)
+            orders = group.all_gather(mine)
+            same = bool((orders == orders[0]).all()) and same
+        if same:
+            self.order = [self._gradients[n] for n in order]
+
+
+def _late_text(name: str) -> str:
+    return (
+        f"{name!r} got another gradient after its sum was started: the parameter is used in graphs "
+        "that are differentiated separately, such as by re-entrant checkpointing. Checkpoint with "
+        "use_reentrant=False"
+    )

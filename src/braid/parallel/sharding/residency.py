@@ -1,0 +1,399 @@
+"""When the parameters of which unit are whole: gathered before use, freed after it.
+
+    forward    |--- unit 0 ---|--- unit 1 ---|--- unit 2 ---|
+    gather      0  1           .  2           .
+    free                       0              1                    (all but the root)
+
+    backward   |--- unit 2 ---|--- unit 1 ---|--- unit 0 ---|
+    gather      2  1           .  0
+    free                       2              1              0
+
+While a unit computes, the next one is on its way, if its slot is free. The order is that of the
+last forward; it is a guess and need not hold. What backward needs and nobody has gathered, such as
+parameters of a unit that was freed too early, is gathered when it is needed.
+
+All ranks gather and free at the same points. So nothing here may depend on which gradients a rank
+gets: a rank whose batch leaves a layer out would start fewer gathers than the others, which wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.errors import ConfigError
+from braid.parallel.gradients.autograd_grad import is_in_backward
+from braid.parallel.gradients.optimizer_in_place import refuse_copy
+from braid.parallel.sharding.flat_shard import FlatShard
+from braid.parallel.sharding.saved_params import SavedParams
+
+__all__ = ["CALL", "Residency", "Unit"]
+
+CALL = "braid_unit_call"  # runs a function as the unit's forward, as an attribute of its module
+
+NO_GRAPH = (
+    "a backward with create_graph=True keeps parameters for a second one, and at stage 3 their "
+    "memory is used for others by then: shard at stage 2 for second derivatives"
+)
+
+
+class Unit:
+    """A module whose parameters are gathered together.
+
+    Args:
+        name: Name of the module.
+        module: The module.
+        flats: Its parameters, one flat vector for each dtype.
+        frees_after_forward: Whether parameters are freed between forward and backward.
+
+    Attributes:
+        name, module, flats, frees_after_forward: As given.
+        input_dtype: Data type that floating inputs of a forward are converted to, if any.
+        output_dtype: Data type that floating outputs are converted to, if any.
+        num_forwards: Number of forward passes under way.
+        num_pushed: Number of them that replace what autograd saves.
+        in_backward: Whether a backward has reached the unit's outputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        flats: Sequence[FlatShard],
+        *,
+        frees_after_forward: bool,
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.flats = list(flats)
+        self.frees_after_forward = frees_after_forward
+        self.input_dtype: torch.dtype | None = None
+        self.output_dtype: torch.dtype | None = None
+        self.num_forwards = 0
+        self.num_pushed = 0
+        self.in_backward = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parameters are there."""
+        return all(flat.is_whole for flat in self.flats)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the unit computes in a forward."""
+        return self.num_forwards > 0
+
+    def __repr__(self) -> str:
+        state = "whole" if self.is_whole else "in parts"
+        return f"Unit({self.name or 'root'!r}, {len(self.flats)} vectors, {state})"
+
+
+class Residency:
+    """Gathers and frees the parameters of units.
+
+    Args:
+        units: All units; the first one is the root.
+        on_backward: Called when a backward reaches the outputs of a unit.
+        reset: Called when a forward of the root begins.
+        keeps_last: Whether the unit that came last in the last forward is kept for backward.
+
+    Attributes:
+        units: As given.
+        order: Units in the order of the last forward of the root.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        on_backward: Callable[[], None],
+        reset: Callable[[], None],
+        *,
+        keeps_last: bool = False,
+    ) -> None:
+        self._keeps_last = keeps_last
+        self.units = list(units)
+        self.order: list[Unit] = []
+        self._earlier_order: list[Unit] = []
+        self._reset = reset
+        self._on_backward = on_backward
+        self._unit_of = {id(flat): unit for unit in units for flat in unit.flats}
+        self._slots = list({id(f.slot): f.slot for u in units for f in u.flats if f.slot}.values())
+        self._ranges = [
+            (x.data_ptr(), x.data_ptr() + x.numel() * x.element_size(), slot)
+            for slot in self._slots
+            for x in [slot.tensor]
+        ]
+        self._places: dict[int, int] = {}  # of units in the order, the last one of each
+        self._saved = SavedParams(self._find, self._restore)
+        self._aside: dict[int, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self._num_pinned = 0
+        self._is_by_parts = False  # an engine begins steps, and runs units without the root
+        for unit in self.units if self._slots else self.units[:1]:
+            self._add_hooks(unit)
+
+    def close(self) -> None:
+        """Remove the hooks; parameters stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self.units:
+            vars(unit.module).pop(CALL, None)
+
+    def gather_all(self) -> None:
+        """Gather all units, each into new memory where it has none of its own, until `free_all`."""
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            flat.refresh()
+        self._num_pinned += 1
+        for unit in self.units:
+            for flat in unit.flats:
+                if flat.slot is not None and not flat.is_whole:
+                    flat.release()
+                    flat.use_aside()
+                flat.enter()
+
+    def free_all(self) -> None:
+        """Free all units, also after an exception in a forward or backward."""
+        self._num_pinned = 0
+        for unit in self.units:
+            unit.num_forwards = 0
+            unit.in_backward = False
+            self.free(unit)
+        self._aside.clear()
+
+    def free(self, unit: Unit) -> None:
+        """Free the parameters of a unit."""
+        if self._num_pinned:
+            return
+        for flat in unit.flats:
+            flat.release()
+            flat.leave()
+
+    # Forward
+
+    def _add_hooks(self, unit: Unit) -> None:
+        module = unit.module
+        before, after = partial(self._before_forward, unit), partial(self._after_forward, unit)
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+        vars(module)[CALL] = partial(self._call, unit)
+        for flat in unit.flats if self._slots else ():
+            names = {module: r.name for r, own in flat.named_sites() for module, _ in own}
+            for holder, name in names.items():  # after the hook above, where this is the module
+                refuse = partial(_refuse_pieces, flat, name)
+                self._handles.append(holder.register_forward_pre_hook(refuse))
+
+    def _call(
+        self, unit: Unit, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a function as the forward of a unit."""
+        output = None
+        try:
+            args, kwargs = self._before_forward(unit, unit.module, args, kwargs)
+            output = function(*args, **kwargs)
+        finally:
+            output = self._after_forward(unit, unit.module, args, output)
+        return output
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled with a module that has these hooks.
+
+        Raises:
+            ConfigError: Always.
+        """
+        refuse_copy("a sharded model")
+
+    def _before_forward(self, unit: Unit, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        again = is_in_backward()  # a checkpoint computes a forward again
+        is_root = unit is self.units[0]
+        is_outside = not self._is_by_parts and not any(u.num_forwards for u in self.units)
+        if not again and (not unit.num_forwards if is_root else is_outside):
+            self._begin()
+        unit.num_forwards += 1
+        self._make_whole(unit)
+        if not again:
+            if not is_root:
+                self._places[id(unit)] = len(self.order)
+                self.order.append(unit)
+            self._prefetch(self._next_in_forward(unit))
+        if self._slots:
+            self._saved.push()
+            unit.num_pushed += 1
+        return _in_dtype(args, unit.input_dtype), _in_dtype(kwargs, unit.input_dtype)
+
+    def begin(self) -> None:
+        """Begin a step of an engine that runs units without the root; forwards do not, then."""
+        self._is_by_parts = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reset()
+        if not self._num_pinned:
+            self.free_all()
+        for unit in self.units if self._slots else ():
+            for flat in unit.flats:
+                flat.refresh()
+        self._earlier_order, self.order = self.order, []
+        self._places = {}
+
+    def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if unit.num_pushed:
+            unit.num_pushed -= 1
+            self._saved.pop()
+        self._free_after_forward(unit, output)
+        return _in_dtype(output, unit.output_dtype)
+
+    def _free_after_forward(self, unit: Unit, output: Any) -> None:
+        if not unit.num_forwards:  # an exception has ended it before it began
+            return
+        unit.num_forwards -= 1
+        if unit.num_forwards or unit.in_backward:
+            return
+        outputs = [x for x in tensors_in(output) if x.requires_grad and not x.is_leaf]
+        for x in outputs if torch.is_grad_enabled() else ():
+            x.register_hook(lambda _grad: self._before_backward(unit))  # type: ignore[no-untyped-call]
+        if not outputs or (unit.frees_after_forward and not self._comes_last(unit)):
+            self.free(unit)
+        elif not self._num_pinned:
+            for flat in unit.flats:
+                flat.leave()
+        if unit is self.units[0]:
+            for other in self.units[1:]:  # gathered ahead for nothing
+                is_ahead = other.frees_after_forward and not self._comes_last(other)
+                if not other.is_in_use and (is_ahead or not outputs):
+                    self.free(other)
+
+    def _comes_last(self, unit: Unit) -> bool:
+        """Return whether backward begins with a unit, which is then kept for it."""
+        earlier = self._earlier_order
+        is_last = len(self.order) == len(earlier) and earlier[-1:] == [unit]
+        return self._keeps_last and is_last
+
+    def _next_in_forward(self, unit: Unit) -> Unit | None:
+        """Return the unit that came next in the last forward; at first, that of the list."""
+        earlier = self._earlier_order or self.units[1:]
+        index = len(self.order)
+        return earlier[index] if index < len(earlier) and earlier[index] is not unit else None
+
+    # Backward
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._on_backward()
+        if unit.in_backward and unit.is_whole:
+            return
+        if self._slots and torch.is_grad_enabled():
+            raise ConfigError(NO_GRAPH)
+        unit.in_backward = True
+        place = self._places.get(id(unit), len(self.order))
+        self._free_passed(place)
+        self._make_whole(unit)
+        before = self.order[place - 1] if place else None
+        if before is not None and self._places[id(before)] == place - 1:  # of the same forward
+            self._prefetch(before)
+
+    def _free_passed(self, place: int) -> None:
+        """Free the units that backward has passed before it reached a place in the order.
+
+        Autograd takes the nodes of later forwards first, so that it has done with these units.
+        """
+        for unit in self.units[1:]:
+            is_passed = unit.in_backward and self._places.get(id(unit), -1) > place
+            if is_passed and not unit.is_in_use:
+                self.free(unit)
+
+    def shadow_backward(self) -> Iterator[Unit]:
+        """Gather what the other ranks gather in the rest of a backward that has ended here.
+
+        Yields:
+            Units in the order of backward, each while its parameters are whole.
+        """
+        for unit in [self.units[0], *dict.fromkeys(reversed(self.order))]:
+            if not unit.in_backward:
+                with torch.no_grad():
+                    self._before_backward(unit)
+            yield unit
+            if unit is not self.units[0]:
+                self.free(unit)
+
+    def _find(self, address: int) -> FlatShard | None:
+        """Return the vector that lies at an address, if it is to be freed."""
+        for begin, end, slot in self._ranges:
+            if begin <= address < end:
+                holder = slot.holder
+                return holder if holder is not None and holder.offset_of(address) >= 0 else None
+        return None
+
+    def _restore(self, flat: FlatShard) -> torch.Tensor:
+        if not flat.is_whole:
+            slot = flat.slot
+            unit = self._unit_of[id(flat)]
+            if slot is None or slot.holder in {None, flat}:
+                flat.start_gather()
+                flat.finish_gather()
+                unit.in_backward = True
+            else:
+                if id(flat) not in self._aside:
+                    self._aside[id(flat)] = flat.gather_aside()
+                return self._aside[id(flat)]
+        assert flat.full is not None
+        return flat.full
+
+    # Slots
+
+    def _make_whole(self, unit: Unit) -> None:
+        for flat in unit.flats:
+            if not flat.is_whole:
+                self._make_room(flat)
+                if flat.full is None and flat.slot is not None and flat.slot.holder is not None:
+                    flat.use_aside()
+                    continue
+                flat.start_gather()
+        for flat in unit.flats:
+            flat.finish_gather()
+            flat.enter()
+
+    def _make_room(self, flat: FlatShard) -> None:
+        """Free the slot of a vector, unless the holder computes in a forward."""
+        holder = None if flat.slot is None else flat.slot.holder
+        if holder is None or holder is flat:
+            return
+        unit = self._unit_of[id(holder)]
+        if not unit.is_in_use:
+            holder.release()
+            holder.leave()
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        for flat in () if unit is None else unit.flats:
+            if flat.slot is not None and flat.slot.holder is None and flat.full is None:
+                flat.start_gather()
+
+
+def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a value whose floating tensors have a data type, if one is given."""
+    if dtype is None:
+        return value
+    return map_tensors(value, lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def _refuse_pieces(flat: FlatShard, name: str, module: nn.Module, _args: Any) -> None:
+    """Refuse a forward of a module that has pieces of its parameters.
+
+    Raises:
+        ConfigError: The unit of the module's parameters is not in use.
+    """
+    if not flat.is_entered:
+        msg = (
+            f"{type(module).__name__} computes with {name!r} while only this rank's piece of it is "
+            "here: parameters are whole in the forward of the sharded model. Call "
+            "register_fsdp_forward_method(model, 'name of the method') for another method that "
+            "computes, or compute inside `with model.gathered():` without gradients"
+        )
+        raise ConfigError(msg)

@@ -1,0 +1,100 @@
+"""Parameters that autograd has saved for backward are gathered anew there.
+
+Problem: a matrix product saves its weight, as a view of memory that is soon used for other weights.
+
+Idea: while a unit computes, hooks on saved tensors replace each view of such memory by its place
+in the flat vector, and make a view anew when backward asks for it. Other tensors are left to the
+hooks that were there before, such as those of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.parallel.sharding.flat_shard import FlatShard
+from braid.runtime.torch_internals import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    saved_tensors_hooks,
+)
+
+__all__ = ["SavedParams"]
+
+Find = Callable[[int], "FlatShard | None"]
+Restore = Callable[[FlatShard], torch.Tensor]
+
+
+class _Place(NamedTuple):
+    """Place of a saved tensor in a flat vector."""
+
+    flat: FlatShard
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class SavedParams:
+    """Hooks on tensors that are saved for backward.
+
+    Args:
+        find: Returns the flat vector whose memory an address is in, if any.
+        restore: Returns the whole vector in backward, gathered if need be.
+    """
+
+    def __init__(self, find: Find, restore: Restore) -> None:
+        self._find = find
+        self._restore = restore
+
+    def push(self) -> None:
+        """Replace parameters in what is saved from now on, in this thread."""
+        outer = _top()
+        if outer is not None and getattr(outer[0], "sharding", None) is self:
+            push_saved_tensors_hooks(*outer)
+            return
+        outer_pack, outer_unpack = outer or (_detached, _same)
+        find, restore = self._find, self._restore
+
+        def pack(x: torch.Tensor) -> Any:
+            flat = find(x.data_ptr())
+            if flat is None:
+                return outer_pack(x)
+            offset = flat.offset_of(x.data_ptr())
+            if x.dtype != flat.dtypes.compute:  # the bits in another type
+                return outer_pack(x.clone())
+            return _Place(flat, offset, x.size(), x.stride())
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if type(saved) is not _Place:
+                unpacked: torch.Tensor = outer_unpack(saved)
+                return unpacked
+            full = restore(saved.flat)
+            offset = full.storage_offset() + saved.offset
+            return full.as_strided(saved.size, saved.stride, offset)
+
+        pack.sharding = self  # type: ignore[attr-defined]  # to know it again
+        push_saved_tensors_hooks(pack, unpack)
+
+    def pop(self) -> None:
+        """Undo the last `push`."""
+        pop_saved_tensors_hooks()
+
+
+def _top() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the hooks that are in force."""
+    top: tuple[Callable[..., Any], Callable[..., Any]] | None = saved_tensors_hooks(True)
+    return top
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """Pack a tensor as it is; autograd adds its place in the graph when it unpacks.
+
+    A graph that held its own output as it is would never be freed.
+    """
+    return x.detach()
+
+
+def _same(x: Any) -> Any:
+    return x

@@ -1,0 +1,226 @@
+"""The state of a sharded training as boxes of whole tensors, and back.
+
+A rank's piece of a parameter is a range of its elements: a part of a row, whole rows, and another
+part of a row. As boxes of the whole tensor they are in a checkpoint like those of any other
+division, so it can be loaded by another number of ranks, another stage, or without sharding.
+
+    model/NAME               boxes of parameters, in the dtype of the model; buffers, of which
+                             running statistics that differ between ranks are averaged
+    optimizer/NAME/exp_avg   boxes of states with the shape of the parameter
+    optimizer/NAME/step      other states, from the owner of the parameter's first element
+    optimizer/NAME/master    boxes of the optimizer's numbers, if they are of another dtype
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.checkpoint import Checkpoint, Slice, restore_training, training_numbers
+from braid.checkpoint.agreed_buffers import agreed_buffers
+from braid.checkpoint.snapshot import param_of
+from braid.checkpoint.training_state import merged_numbers
+from braid.parallel.sharding.engine import Sharding
+from braid.parallel.sharding.flat_shard import FlatShard
+from braid.parallel.sharding.partition import boxes_of
+from braid.types import TensorSpec
+
+__all__ = ["ShardedSnapshot", "restore_sharded", "sharded_numbers"]
+
+MASTER = "master"
+
+
+class ShardedSnapshot:
+    """The part of a sharded training that this rank writes; a `Snapshot` of `braid.checkpoint`.
+
+    All ranks make it: they agree on buffers, see `agreed_buffers`.
+
+    Args:
+        sharding: The engine.
+        optimizer: Optimizer that steps on its pieces; None to leave it out.
+    """
+
+    def __init__(self, sharding: Sharding, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._sharding = sharding
+        self._optimizer = optimizer
+        self._buffers = agreed_buffers(sharding.model, sharding.places.groups)
+
+    def pieces(self) -> Iterable[Slice]:
+        """Yield the boxes of this rank; one of all replicas writes."""
+        places = self._sharding.places
+        if places.replicas is not None and places.replicas.rank:
+            return
+        for flat in self._sharding.flats:
+            for index in range(len(flat.records)):
+                yield from self._of(flat, index)
+        if places.group.rank == 0:
+            for name, tensor in {**self._sharding.ignored(), **self._buffers}.items():
+                shape = tuple(tensor.shape)
+                yield Slice(f"model/{name}", shape, (0,) * len(shape), tensor.detach())
+
+    def _of(self, flat: FlatShard, index: int) -> Iterator[Slice]:
+        record, owned, piece = flat.records[index], flat.owned[index], flat.pieces[index]
+        has_first = piece.numel > 0 and piece.begin == 0
+        if not flat.shapes[index].numel():
+            has_first = self._sharding.places.group.rank == 0
+            if has_first:
+                shape = tuple(flat.shapes[index])
+                empty = torch.empty(shape, dtype=getattr(torch, record.spec.dtype))
+                yield Slice(f"model/{record.name}", shape, (0,) * len(shape), empty)
+        values = owned.detach()
+        dtype = getattr(torch, record.spec.dtype)
+        yield from _boxes(flat, index, f"model/{record.name}", values.to(dtype))
+        if self._optimizer is None:
+            return
+        if values.dtype != dtype:
+            yield from _boxes(flat, index, f"optimizer/{record.name}/{MASTER}", values)
+        for key, state in self._optimizer.state.get(owned, {}).items():
+            if not isinstance(state, torch.Tensor):
+                continue
+            name = f"optimizer/{record.name}/{key}"
+            if state.shape == owned.shape and state.dim():
+                yield from _boxes(flat, index, name, state.detach())
+            elif has_first:
+                shape = tuple(state.shape)
+                yield Slice(name, shape, (0,) * len(shape), state.detach())
+
+
+def sharded_numbers(
+    sharding: Sharding, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Return values of a sharded training that are no tensors, as `training_numbers`; a collective.
+
+    They are the same on all ranks.
+    """
+    numbers = training_numbers(_Owned(sharding), optimizer)
+    return merged_numbers(numbers, sharding.places.group)
+
+
+def restore_sharded(
+    checkpoint: Checkpoint, sharding: Sharding, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Load this rank's pieces of a checkpoint, whichever number of ranks wrote it; a collective.
+
+    Args:
+        checkpoint: Checkpoint of the same model, sharded or not.
+        sharding: The engine.
+        optimizer: Optimizer that steps on its pieces; None to leave it as it is.
+
+    Raises:
+        CheckpointError: See `restore_training`.
+
+    Cost: each rank reads the bytes of its pieces.
+    """
+    view = _PiecesOf(checkpoint, sharding)
+    restore_training(view, _Owned(sharding), optimizer)
+    for flat in sharding.flats if optimizer is not None else ():
+        for record, owned, piece in zip(flat.records, flat.owned, flat.pieces, strict=True):
+            name = f"optimizer/{record.name}/{MASTER}"
+            if piece.numel and name in checkpoint.names():
+                with torch.no_grad():
+                    owned.copy_(view.read(name))
+    sharding.share_step()
+
+
+class _Owned(nn.Module):
+    """A model whose parameters are this rank's pieces, whatever the stage."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        super().__init__()
+        self._of = {"sharding": sharding}  # no submodule
+        self._leaves = {
+            id(leaf): owned
+            for flat in sharding.flats
+            for leaf, owned in zip(flat.leaves, flat.owned, strict=True)
+        }
+
+    def named_parameters(self, *_args: Any, **_options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter once, under its first name."""
+        sharding = self._of["sharding"]
+        names = {record.name: owned for record, owned in sharding.owned()}
+        yield from ((record.name, names[record.name]) for record in sharding.table)
+        yield from sharding.ignored().items()
+
+    def named_buffers(self, *_args: Any, **_options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the model's buffers."""
+        yield from self._of["sharding"].model.named_buffers()
+
+    def state_dict(  # type: ignore[override]  # without the form that fills a given dict
+        self, *_args: Any, **_options: Any
+    ) -> dict[str, Any]:
+        """Return the names of the model with this rank's pieces."""
+        state = nn.Module.state_dict(self._of["sharding"].model, keep_vars=True)
+        return {name: self._leaves.get(id(tensor), tensor) for name, tensor in state.items()}
+
+
+class _PiecesOf(Checkpoint):
+    """A checkpoint from which a rank reads its pieces only."""
+
+    def __init__(self, checkpoint: Checkpoint, sharding: Sharding) -> None:
+        super().__init__(
+            checkpoint.path, checkpoint.manifest, checkpoint.skipped, own_of=checkpoint.own_of
+        )
+        self._places = {
+            record.name: (flat, index)
+            for flat in sharding.flats
+            for index, record in enumerate(flat.records)
+        }
+
+    def names(self) -> dict[str, str]:
+        """Return the names of tensors, without optimizer states of parameters of other ranks."""
+        return {name: full for name, full in super().names().items() if self._is_here(name)}
+
+    def require(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Check the shapes of whole tensors."""
+        whole = {
+            name: place[0].records[place[1]].spec
+            if (place := self._places.get(name.removeprefix("model/")))
+            else spec
+            for name, spec in expected.items()
+        }
+        super().require(whole)
+
+    def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Return this rank's piece of a tensor that has the shape of its parameter."""
+        place = self._places.get(param_of(name))
+        if place is None or box is not None:
+            return super().read(name, box)
+        flat, index = place
+        entry = self.manifest.tensors[name]
+        if tuple(entry.shape) != tuple(flat.shapes[index]) or not entry.shape:
+            return super().read(name)
+        piece, shape = flat.pieces[index], flat.shapes[index]
+        if flat.whole:
+            rows = slice(0, shape[0] if piece.numel else 0)
+            return super().read(name, (rows, *(slice(0, size) for size in shape[1:])))
+        parts = [
+            super(_PiecesOf, self)
+            .read(name, tuple(slice(o, o + e) for o, e in zip(b.offset, b.extent, strict=True)))
+            .view(-1)
+            for b in boxes_of(shape, piece.begin, piece.end)
+        ]
+        return (
+            torch.cat(parts) if parts else super().read(name, (slice(0, 0),) * len(shape)).view(-1)
+        )
+
+    def _is_here(self, name: str) -> bool:
+        place = self._places.get(param_of(name))
+        if not name.startswith("optimizer/") or place is None:
+            return True
+        flat, index = place
+        return flat.pieces[index].numel > 0 and not name.endswith(f"/{MASTER}")
+
+
+def _boxes(flat: FlatShard, index: int, name: str, values: torch.Tensor) -> Iterator[Slice]:
+    """Yield this rank's values as boxes of the whole tensor."""
+    piece, shape = flat.pieces[index], tuple(flat.shapes[index])
+    flat_values = values.reshape(-1)
+    for box in boxes_of(shape, piece.begin, piece.end):
+        count = 1
+        for size in box.extent:
+            count *= size
+        first = box.begin - piece.begin
+        yield Slice(name, shape, box.offset, flat_values[first : first + count].view(box.extent))

@@ -1,0 +1,23 @@
+"""Layouts and collectives inserted into the graph of a model; see README.md of the room."""
+
+from __future__ import annotations
+
+from braid.parallel.tensor_parallel.insertion.annotations import (
+    Shard,
+    Strategy,
+    check_expressions,
+    strategies_in,
+)
+from braid.parallel.tensor_parallel.insertion.by_graph import divide_by_graph
+from braid.parallel.tensor_parallel.insertion.explain import Division
+from braid.parallel.tensor_parallel.insertion.records import Options
+
+__all__ = [
+    "Division",
+    "Options",
+    "Shard",
+    "Strategy",
+    "check_expressions",
+    "divide_by_graph",
+    "strategies_in",
+]

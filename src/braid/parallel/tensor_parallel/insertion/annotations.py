@@ -1,0 +1,215 @@
+"""Annotations: how operators are split, written at the operators, as in MindSpore.
+
+    self.first = Shard(torch.matmul, ((4, 1), (1, 1)))     data parallel: rows of X in 4 parts
+    self.second = Shard(torch.matmul, ((1, 1), (1, 4)))    model parallel: columns of W in 4 parts
+
+Each input of an operator has the number of parts of each of its dims. The ranks are an array whose
+dims are those parts, in the order in which dims come first among the inputs; ranks that are left
+over are its first dim and hold replicas. The arrays of all operators are refined to one mesh, and
+between operators of different splits the values are moved: here Y is gathered once.
+
+Source: MindSpore's operator-level parallelism (its documentation, "shard"); the example is that of
+OpenMLSys, chapter on distributed training.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from braid.errors import ConfigError
+from braid.parallel.tensor_parallel.insertion.calls import Call, module_of, shape_of
+from braid.parallel.tensor_parallel.insertion.labels import Labels
+from braid.parallel.tensor_parallel.insertion.rules import rule_of
+from braid.programs.layout import Mesh
+
+__all__ = ["Shard", "Strategy", "annotated", "check_expressions", "mesh_of", "strategies_in"]
+
+Strategy = Sequence[Sequence[int]]
+"""Number of parts of each dim of each input of an operator."""
+
+Splits = dict[int, tuple[str, ...]]
+"""Axes of each label of an operator."""
+
+
+class Shard(nn.Module):
+    """An operator with an annotation, which one process ignores.
+
+    Args:
+        operator: Function of tensors, such as `torch.matmul`, or a module of one operation.
+        strategy: Number of parts of each dim of each input, a module's parameters among them.
+    """
+
+    def __init__(self, operator: Callable[..., torch.Tensor], strategy: Strategy) -> None:
+        super().__init__()
+        self.operator = operator
+        self.strategy = tuple(tuple(parts) for parts in strategy)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the result of the operator."""
+        return self.operator(*inputs)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return (
+            f"{getattr(self.operator, '__name__', type(self.operator).__name__)}, {self.strategy}"
+        )
+
+
+def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str, Strategy]:
+    """Return the annotations of a model and of a plan, by the name of the module."""
+    strategies: dict[str, Strategy] = {
+        name: module.strategy for name, module in model.named_modules() if isinstance(module, Shard)
+    }
+    own = {text: value for text, value in (plan or {}).items() if isinstance(value, tuple | list)}
+    names = [name for name, _ in model.named_modules()]
+    problems = check_expressions(own, names)
+    for expression, value in own.items() if not problems else ():
+        strategies.update(dict.fromkeys((n for n in names if re.search(expression, n)), value))
+    if strategies and len(own) < len(plan or {}):
+        kinds = [expression for expression in plan or {} if expression not in own]
+        problems.append(
+            f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) do not go together with "
+            f"annotations of operators ({', '.join(strategies)}): annotate these, too"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return strategies
+
+
+def check_expressions(expressions: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return what is wrong with regular expressions of modules: no expression, or no module."""
+    problems = []
+    for expression in expressions:
+        try:
+            fits = any(re.search(expression, name) for name in names)
+        except re.error as exc:
+            problems.append(f"{expression!r} is no regular expression: {exc}")
+            continue
+        if not fits:
+            problems.append(f"{expression!r} fits no module of the model")
+    return problems
+
+
+def annotated(
+    graph: fx.Graph, strategies: Mapping[str, Strategy], size: int
+) -> tuple[Mesh, dict[fx.Node, Splits]]:
+    """Return the mesh of annotated operators, and the axes of the labels of each.
+
+    Args:
+        graph: Graph of the whole model.
+        strategies: Annotations by the name of the module.
+        size: Number of ranks.
+
+    Raises:
+        ConfigError: An annotation fits no operation or not its inputs, does not divide the ranks,
+            or no mesh has the parts of all; all problems are named.
+    """
+    problems: list[str] = []
+    arrays: dict[fx.Node, tuple[list[int], dict[int, int]]] = {}
+    for name, strategy in strategies.items():
+        operator = _operator(graph, name, strategy)
+        if operator is None:
+            shapes = f"{len(strategy)} inputs of {[len(parts) for parts in strategy]} dims"
+            problems.append(f"{name} has no operation with {shapes}, as its annotation says")
+            continue
+        node, labels = operator
+        try:
+            counts = _parts(name, strategy, labels, size)
+        except ConfigError as exc:
+            problems.append(str(exc))
+            continue
+        arrays[node] = ([size // math.prod(counts.values()), *counts.values()], counts)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    mesh = mesh_of([array for array, _ in arrays.values()])
+    return mesh, {node: _axes(mesh, array, counts) for node, (array, counts) in arrays.items()}
+
+
+def mesh_of(arrays: Sequence[Sequence[int]]) -> Mesh:
+    """Return the coarsest mesh whose axes make up the dims of all arrays of ranks.
+
+    Raises:
+        ConfigError: There is none.
+
+    >>> str(mesh_of([[1, 4, 1, 1], [2, 1, 1, 2]]))
+    'a=2,b=2'
+    """
+    cuts = {1}
+    for array in arrays:
+        cuts.update(math.prod(array[i:]) for i in range(len(array)))
+    ordered = sorted(cuts)
+    for small, large in pairwise(ordered):
+        if large % small:
+            msg = (
+                f"the annotations need ranks in groups of {small} and of {large}, and no mesh has "
+                "both: use numbers of parts that divide each other"
+            )
+            raise ConfigError(msg)
+    sizes = [large // small for small, large in pairwise(ordered)][::-1]
+    return Mesh({chr(ord("a") + i): n for i, n in enumerate(sizes or [1])})
+
+
+def _operator(graph: fx.Graph, name: str, strategy: Strategy) -> tuple[fx.Node, Labels] | None:
+    """Return the first operation of a module with as many inputs and dims as its annotation."""
+    for node in graph.nodes:
+        place = module_of(node) if node.op == "call_function" else None
+        if place is None or not (place == name or place.startswith(f"{name}.")):
+            continue
+        call = Call(node)
+        xs = call.tensors()
+        if [len(shape_of(x)) for x in xs[: len(strategy)]] != [len(parts) for parts in strategy]:
+            continue
+        rule = rule_of(call)
+        if rule is not None:
+            whole = [_NoLayout() for _ in xs]
+            return node, rule(call, whole)  # type: ignore[arg-type]
+    return None
+
+
+class _NoLayout:
+    """Stands for the layout of a whole value, for rules that ask for packed blocks."""
+
+    blocks: tuple[int, ...] = ()
+
+
+def _parts(name: str, strategy: Strategy, labels: Labels, size: int) -> dict[int, int]:
+    """Return the number of parts of each label, in the order in which labels come first."""
+    counts: dict[int, int] = {}
+    for index, (parts, dims) in enumerate(zip(strategy, labels.inputs, strict=False)):
+        for dim, (count, label) in enumerate(zip(parts, dims, strict=True)):
+            if label is None and count > 1:
+                msg = f"{name}: dim {dim} of input {index} must be whole, and gets {count} parts"
+                raise ConfigError(msg)
+            if label is not None and counts.setdefault(label, count) != count:
+                msg = (
+                    f"{name}: dim {dim} of input {index} is to have {count} parts, and a dim that "
+                    f"belongs to it {counts[label]}"
+                )
+                raise ConfigError(msg)
+    used = math.prod(counts.values())
+    if size % used:
+        msg = f"{name}: {used} parts cannot be laid on {size} ranks"
+        raise ConfigError(msg)
+    return counts
+
+
+def _axes(mesh: Mesh, array: Sequence[int], counts: Mapping[int, int]) -> Splits:
+    """Return the axes of the mesh that make up each dim of an array of ranks."""
+    names = iter(mesh.axes.items())
+    taken = [tuple(_until(names, length)) for length in array]
+    return {label: axes for label, axes in zip(counts, taken[1:], strict=True) if axes}
+
+
+def _until(names: Iterator[tuple[str, int]], length: int) -> Iterator[str]:
+    product = 1
+    while product < length:
+        name, size = next(names)
+        product *= size
+        yield name

@@ -1,0 +1,187 @@
+"""A model whose forward is its graph, with this rank's parts.
+
+The graph is captured anew for another mode of a module, other frozen parameters, dtypes or buffers,
+another structure of inputs, and for lengths that the first capture fixed. What is captured is kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from braid.comm import Group
+from braid.parallel.tensor_parallel.insertion.annotations import annotated
+from braid.parallel.tensor_parallel.insertion.calls import tensor_of
+from braid.parallel.tensor_parallel.insertion.capture import (
+    ONE_AT_A_TIME,
+    Captured,
+    capture,
+    flat_inputs,
+)
+from braid.parallel.tensor_parallel.insertion.insert import Insertion
+from braid.parallel.tensor_parallel.insertion.moves import Groups, Move, Step
+from braid.parallel.tensor_parallel.insertion.records import Scheme
+from braid.parallel.tensor_parallel.insertion.state import ModelState
+from braid.programs.layout import Mesh
+from braid.runtime.torch_internals import pytree
+
+__all__ = ["DividedForward", "groups_along", "insert", "lengths_of"]
+
+Lengths = tuple[tuple[int | None, ...] | None, ...]
+
+
+class _Graph(NamedTuple):
+    """A captured graph.
+
+    Attributes:
+        lengths: Length of each dim of each input, None where any fits.
+        module: The graph.
+        out_spec: Structure of its outputs.
+    """
+
+    lengths: Lengths
+    module: fx.GraphModule
+    out_spec: pytree.TreeSpec
+
+    def fits(self, leaves: list[Any]) -> bool:
+        return all(
+            lengths is None
+            or all(n is None or n == own for n, own in zip(lengths, x.shape, strict=True))
+            for lengths, x in zip(self.lengths, leaves, strict=True)
+        )
+
+
+class DividedForward:
+    """The forward of a divided model.
+
+    Args:
+        model: Model whose parameters are divided.
+        groups: Group of each axis.
+        scheme: Layouts of its parameters, and choices of the pass.
+        shapes: Whole shapes of divided parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Groups,
+        scheme: Scheme,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._model = model
+        self._groups = groups
+        self._scheme = scheme
+        self._shapes = shapes
+        self._graphs: dict[Any, list[_Graph]] = {}
+        self._state = ModelState(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the model."""
+        leaves, spec = flat_inputs(args, kwargs)
+        graphs = self._graphs.get(self._key(leaves, spec), ())
+        graph = next((graph for graph in graphs if graph.fits(leaves)), None)
+        if graph is None:
+            graph = self._capture(args, kwargs)
+        outputs = graph.module(*leaves)
+        return pytree.tree_unflatten(outputs, graph.out_spec)
+
+    def keep(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        captured: Captured,
+        lengths: Lengths,
+        done: Insertion,
+    ) -> _Graph:
+        """Keep a graph for inputs like these."""
+        module = captured.module
+        for name, part in done.parts.items():
+            if isinstance(part, Step):
+                module.add_submodule(name, Move(part, self._groups(part.axis)))
+            else:
+                module.add_submodule(name, part(self._groups))
+        module.graph.lint()
+        module.recompile()
+        graph = _Graph(lengths, module, captured.out_spec)
+        self._graphs.setdefault(self._key(*flat_inputs(args, kwargs)), []).append(graph)
+        return graph
+
+    def _key(self, leaves: list[Any], spec: Any) -> Any:
+        return self._state.key(), spec, tuple(map(_kind, leaves)), _autocast(leaves)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Graph:
+        forward = self._model.__dict__.pop("forward", None)
+        try:
+            with ONE_AT_A_TIME:
+                captured = capture(self._model, args, kwargs, self._shapes)
+                lengths = lengths_of(captured)
+                done = insert(captured, self._scheme)
+        finally:
+            if forward is not None:
+                self._model.__dict__["forward"] = forward
+        return self.keep(args, kwargs, captured, lengths, done)
+
+
+def insert(captured: Captured, scheme: Scheme) -> Insertion:
+    """Change a captured graph into that of a rank, and return what was done.
+
+    Raises:
+        ConfigError: Something cannot be divided, or no rule is known and `strict` is set.
+    """
+    graph = captured.module.graph
+    done = Insertion(graph, scheme.mesh, scheme.layouts, scheme.options)
+    if scheme.strategies:
+        _, done.forced = annotated(graph, scheme.strategies, scheme.mesh.size)
+    done.run()
+    done.refuse()
+    for name, line in done.unknown.items():
+        warnings.warn(
+            f"no rule says how to divide {name} ({line}): its inputs are gathered", stacklevel=3
+        )
+    return done
+
+
+def lengths_of(captured: Captured) -> Lengths:
+    """Return the lengths of inputs that a capture has fixed."""
+    nodes = captured.module.graph.nodes
+    tensors = [tensor_of(node) for node in nodes if node.op == "placeholder"]
+    return tuple(None if x is None else _fixed(x) for x in tensors)
+
+
+def _fixed(x: torch.Tensor) -> tuple[int | None, ...]:
+    sizes: tuple[int | torch.SymInt, ...] = tuple(x.shape)
+    return tuple(n if isinstance(n, int) else None for n in sizes)
+
+
+def _kind(leaf: Any) -> Any:
+    """Return what a graph depends on besides lengths: 1 is a length of its own."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.device, leaf.requires_grad, tuple(n == 1 for n in leaf.shape)
+    return type(leaf), leaf
+
+
+def _autocast(leaves: list[Any]) -> Any:
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in sorted(devices)
+        if torch.is_autocast_enabled(kind)
+    )
+
+
+def groups_along(mesh: Mesh, group: Group) -> Groups:
+    """Return the function that finds the group along an axis. A collective."""
+    if len(mesh.axes) == 1:
+        return lambda _: group
+    own = {axis: group.split(mesh.peers(axis, group.rank)[0]) for axis in mesh.axes}
+
+    def find(axis: str) -> Group:
+        along = own[axis]
+        assert along is not None, "every rank is in a group of its own peers"
+        return along
+
+    return find

@@ -1,0 +1,272 @@
+"""Pairing: which layers are divided, found from the graph.
+
+    column    a linear layer whose input is whole, until a value must be gathered
+    row       a linear layer whose inputs are split
+    vocab     an embedding that shares its rows with the last layer, or has very many
+
+The graph is tried: where a split value would have to be gathered, the layers that split it stay
+whole, and the graph is tried again. Layers whose names differ in numbers only are divided alike.
+
+Source: the idea of a choice by trial is that of Alpa's intra-operator pass (L. Zheng et al., OSDI
+2022), here with the one pattern of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import fx
+
+from braid.errors import ConfigError
+from braid.parallel.tensor_parallel.insertion.calls import Call, shape_of
+from braid.parallel.tensor_parallel.insertion.insert import Insertion
+from braid.parallel.tensor_parallel.insertion.records import Conflict, Options
+from braid.parallel.tensor_parallel.insertion.rules import is_depthwise
+from braid.programs.layout import Layout, Mesh
+
+__all__ = ["Pairing", "pair"]
+
+MANY_ROWS = 16_384  # of an embedding, for which an all_reduce pays off
+LARGE_HEAD = 1_024  # outputs that are gathered at the end
+KEEP_SHAPE = {"aten.detach", "aten.to", "aten.clone"}
+TURN = {"aten.t", "aten.numpy_T", "aten.transpose", "aten.permute"}
+
+
+class Pairing(NamedTuple):
+    """Layouts of parameters that were found.
+
+    Attributes:
+        layouts: Layout of each divided parameter, by name.
+        left: Why layers stay whole, by the pattern of their names.
+    """
+
+    layouts: dict[str, Layout]
+    left: dict[str, str]
+
+
+def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: Options) -> Pairing:
+    """Return layouts of parameters with which no value inside of the model is gathered.
+
+    Args:
+        graph: Graph of the whole model; it is not changed.
+        mesh: Named axes.
+        axis: Axis along which layers are divided.
+        options: Choices of the pass.
+
+    Raises:
+        ConfigError: No layer can be divided.
+    """
+    whole: dict[str, str] = {}
+    while True:
+        chooser = _Chooser(mesh, axis, whole, _tied(graph))
+        trial = Insertion(_copy(graph), mesh, chooser.layouts, replace(options, strict=False))
+        trial.choose = chooser.choose
+        trial.run()
+        problem = _first(trial.conflicts) or chooser.small_head(trial)
+        if problem is None:
+            break
+        for name in problem.origins:
+            whole[pattern_of(name)] = problem.reason
+    if not chooser.layouts:
+        reasons = "; ".join(f"{name}: {why}" for name, why in {**chooser.odd, **whole}.items())
+        none = "it has no linear layer, convolution or large embedding that could be"
+        msg = f"no layer can be divided over {mesh.axes[axis]} ranks ({reasons or none})"
+        raise ConfigError(msg)
+    return Pairing(chooser.layouts, {**chooser.odd, **whole})
+
+
+def pattern_of(name: str) -> str:
+    """Return the name of a parameter without the numbers of layers."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+class _Chooser:
+    """Decides, when the pass comes to a layer, whether it is divided."""
+
+    def __init__(self, mesh: Mesh, axis: str, whole: Mapping[str, str], tied: set[str]) -> None:
+        self.layouts: dict[str, Layout] = {}
+        self._mesh = mesh
+        self._axis = axis
+        self._size = mesh.axes[axis]
+        self._whole = whole
+        self._tied = tied
+        self._heads: dict[str, int] = {}
+        self.odd: dict[str, str] = {}
+
+    def choose(self, insertion: Insertion, call: Call) -> None:
+        weight = call.arguments.get("weight")
+        if not isinstance(weight, fx.Node):
+            return
+        chain = _chain(weight)
+        if chain is None or pattern_of(str(chain[-1].target)) in self._whole:
+            return
+        if str(chain[-1].target) in self.layouts:
+            self._set(insertion, chain, None)
+            return
+        if call.name == "aten.embedding":
+            rows = shape_of(weight)[0]
+            many = isinstance(rows, int) and rows >= MANY_ROWS
+            if (str(chain[-1].target) in self._tied or many) and self._fits(rows):
+                self._set(insertion, chain, 0)
+        elif call.name in {"aten.linear", "aten.conv2d", "aten.conv1d"}:
+            self._linear(insertion, call, chain)
+
+    def _linear(self, insertion: Insertion, call: Call, chain: list[fx.Node]) -> None:
+        dims = insertion.layout(call["input"]).dims
+        inner = dims[-1] if call.name == "aten.linear" else dims[1]
+        outs, ins = shape_of(call["weight"])[:2]
+        if call.arguments.get("groups", 1) != 1:
+            if is_depthwise(call) and inner == (self._axis,):
+                self._set(insertion, chain, 0)
+                self._set_bias(insertion, call, 1)
+            return
+        if inner == (self._axis,) and self._fits(ins):
+            blocks = insertion.layout(call["input"]).blocks
+            if not blocks:
+                self._set(insertion, chain, 1)
+        elif not self._fits(outs):
+            valid = [str(n) for n in range(1, 65) if isinstance(outs, int) and outs % n == 0]
+            self.odd[pattern_of(str(chain[-1].target))] = (
+                f"{outs} outputs do not divide; valid: {', '.join(valid)}"
+            )
+        elif not any(self._axis in axes for axes in (inner, *dims[:1])):
+            blocks_of_outputs = _packed(call.node, self._size)
+            self._set(insertion, chain, 0, blocks_of_outputs)
+            if isinstance(outs, int):
+                self._heads[str(chain[-1].target)] = outs
+            self._set_bias(insertion, call, blocks_of_outputs)
+
+    def _set_bias(self, insertion: Insertion, call: Call, blocks: int) -> None:
+        bias = call["bias"]
+        if isinstance(bias, fx.Node) and bias.op == "get_attr":
+            self._put(insertion, bias, Layout(self._mesh, ((self._axis,),), (), (), (blocks,)))
+
+    def small_head(self, trial: Insertion) -> Conflict | None:
+        """Return the conflict of an output that is gathered without need."""
+        for node, origins in trial.gathered.items():
+            small = frozenset(
+                name
+                for name in origins
+                if self._heads.get(name, LARGE_HEAD) < LARGE_HEAD and name not in self._tied
+            )
+            if small:
+                reason = f"its output is an output of the model, and shorter than {LARGE_HEAD}"
+                return Conflict(node, small, reason)
+        return None
+
+    def _fits(self, size: object) -> bool:
+        return isinstance(size, int) and size % self._size == 0
+
+    def _set(
+        self, insertion: Insertion, chain: list[fx.Node], dim: int | None, blocks: int = 1
+    ) -> None:
+        """Set the layouts of a parameter and of its turned views, the weight of an operation first.
+
+        Args:
+            insertion: The pass.
+            chain: The weight, and what it is a view of, down to the parameter.
+            dim: Dim of the weight that is split; None if the parameter has its layout already.
+            blocks: Number of packed blocks of this dim.
+        """
+        if dim is None:
+            layout = self.layouts[str(chain[-1].target)]
+            for node in reversed(chain):
+                if Call(node).name in TURN and node.op == "call_function":
+                    layout = _turned(layout)
+                insertion.layouts[node] = layout
+            return
+        num_dims = len(shape_of(chain[0]))
+        axes = tuple((self._axis,) if d == dim else () for d in range(num_dims))
+        packed = tuple(blocks if d == dim else 1 for d in range(num_dims))
+        layout = Layout(self._mesh, axes, (), (), packed)
+        for node in chain:
+            if node.op == "get_attr":
+                self._put(insertion, node, layout)
+            else:
+                insertion.layouts[node] = layout
+                layout = _turned(layout) if Call(node).name in TURN else layout
+
+    def _put(self, insertion: Insertion, param: fx.Node, layout: Layout) -> None:
+        self.layouts[str(param.target)] = layout
+        insertion.layouts[param] = layout
+        insertion.origins[param] = frozenset({str(param.target)})
+
+
+def _turned(layout: Layout) -> Layout:
+    return Layout(layout.mesh, layout.dims[::-1], (), (), layout.blocks[::-1])
+
+
+def _chain(weight: fx.Node) -> list[fx.Node] | None:
+    """Return a weight and what it is a view of, down to the parameter; None if there is none."""
+    chain = [weight]
+    while chain[-1].op != "get_attr":
+        node = chain[-1]
+        if node.op != "call_function" or len(node.all_input_nodes) != 1:
+            return None
+        name = Call(node).name
+        matrix = len(shape_of(node)) == 2
+        if name not in KEEP_SHAPE and not (name in TURN and matrix):
+            return None
+        chain.append(node.all_input_nodes[0])
+    return chain
+
+
+def _packed(node: fx.Node, size: int) -> int:
+    """Return the number of packed matrices of a layer, by the first operation that takes it apart.
+
+    Args:
+        node: Output of the layer.
+        size: Number of ranks.
+    """
+    width = shape_of(node)[-1]
+    seen = node
+    while len(seen.users) == 1:
+        (user,) = seen.users
+        if user.op != "call_function":
+            break
+        name = Call(user).name
+        if name == "aten.glu":
+            return 2 if Call(user)["dim"] % len(shape_of(seen)) == len(shape_of(seen)) - 1 else 1
+        if name in {"aten.split", "aten.chunk", "aten.split_with_sizes"}:
+            parts = user.meta["val"]
+            dim = Call(user)["dim"] % len(shape_of(seen))
+            lengths = {part.shape[dim] for part in parts}
+            last = dim == len(shape_of(seen)) - 1
+            return len(parts) if last and len(lengths) == 1 else 1
+        if name in {"aten.view", "aten.reshape"}:
+            added = shape_of(user)[len(shape_of(seen)) - 1 :]
+            lead = added[0] if added else 1
+            small = isinstance(lead, int) and lead % size != 0 and len(added) > 2
+            whole = isinstance(width, int) and isinstance(lead, int) and width % lead == 0
+            return int(lead) if small and whole else 1
+        if name not in {"aten.add", "aten.to", *KEEP_SHAPE}:
+            break
+        seen = user
+    return 1
+
+
+def _tied(graph: fx.Graph) -> set[str]:
+    """Return the parameters that an embedding shares with a linear layer."""
+    users: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        call = Call(node)
+        weight = call.arguments.get("weight")
+        if isinstance(weight, fx.Node) and (chain := _chain(weight)) is not None:
+            users.setdefault(str(chain[-1].target), set()).add(call.name)
+    return {name for name, uses in users.items() if {"aten.embedding", "aten.linear"} <= uses}
+
+
+def _first(conflicts: list[Conflict]) -> Conflict | None:
+    return next((conflict for conflict in conflicts if conflict.origins), None)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    outputs = copied.graph_copy(graph, {})
+    copied.output(outputs)
+    return copied

@@ -1,0 +1,183 @@
+"""Rules of operations that change shapes: which dims become which.
+
+view   [b, t, h d] -> [b, t, h, d]     the split of the joined dim is that of its first part
+view   [b, t, 3 h d] -> [b, t, 3, h, d]    three packed blocks: that of its second part
+split  [b, t, 3 h d] -> 3 of [b, t, h d]   three packed blocks: each is split
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from braid.parallel.tensor_parallel.insertion.calls import Call, length_of, shape_of, tensor_of
+from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels, equal, grouped, kept
+from braid.programs.layout import Layout
+
+__all__ = ["VIEWS"]
+
+ENDLESS = 2**62
+
+
+def _view(call: Call, layouts: Sequence[Layout]) -> Labels:
+    (x, *_) = call.tensors()
+    before, after = shape_of(x), shape_of(call.node)
+    blocks = layouts[0].blocks or (1,) * len(before)
+    ins: list[int | None] = [None] * len(before)
+    outs: list[int | None] = [None] * len(after)
+    unpacked = False
+    for label, (sources, targets) in enumerate(grouped(before, after)):
+        first = next((dim for dim in sources if not equal(before[dim], 1)), None)
+        lead = next((dim for dim in targets if not equal(after[dim], 1)), None)
+        if first is None or lead is None:
+            continue
+        if blocks[first] > 1 and len(targets) > 1:
+            later = [dim for dim in targets if dim > lead]
+            if not later or not equal(after[lead], blocks[first]):
+                continue
+            lead, unpacked = later[0], True
+        ins[first] = outs[lead] = label
+    names = ("size", "shape", "sizes", "other")
+    sizes = next((n for n in names if isinstance(call.arguments.get(n), list | tuple)), None)
+    return Labels([tuple(ins)], [tuple(outs)], sizes=sizes, unpacked=unpacked)
+
+
+def _permute(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    num_dims = len(shape_of(call["self"]))
+    match call.name:
+        case "aten.permute":
+            order = [dim % num_dims for dim in call["dims"]]
+        case "aten.movedim":
+            return Labels([(None,) * num_dims], [(None,) * num_dims])
+        case "aten.mT" | "aten.mH":
+            order = [*range(num_dims - 2), num_dims - 1, num_dims - 2]
+        case "aten.t" | "aten.numpy_T":
+            order = list(range(num_dims))[::-1]
+        case _:
+            order = list(range(num_dims))
+            names = ("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")
+            a, b = (call[name] % num_dims for name in names)
+            order[a], order[b] = order[b], order[a]
+    return Labels([kept(num_dims)], [tuple(order)])
+
+
+def _expand(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    before, after = shape_of(call["self"]), shape_of(call.node)
+    lead = len(after) - len(before)
+    ins = tuple(
+        lead + dim if equal(size, after[lead + dim]) else None for dim, size in enumerate(before)
+    )
+    if call.name == "aten.expand_as":
+        return Labels([ins, kept(len(after))], [kept(len(after))])
+    outs = tuple(dim if dim in ins else None for dim in range(len(after)))
+    return Labels([ins], [outs], sizes="size")
+
+
+def _slice(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    shape, after = shape_of(call["self"]), shape_of(call.node)
+    dim = call["dim"] % len(shape)
+    end = call["end"]
+    everything = equal(shape[dim], after[dim]) and (end is None or _is_endless(end))
+    labels = kept(len(shape), () if everything and call["start"] in {0, None} else (dim,))
+    return Labels([labels], [labels])
+
+
+def _select(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    num_dims = len(shape_of(call["self"]))
+    dim = call["dim"] % num_dims
+    labels = kept(num_dims, (dim,))
+    return Labels([labels], [labels[:dim] + labels[dim + 1 :]])
+
+
+def _split(call: Call, layouts: Sequence[Layout]) -> Labels:
+    """Split into equal parts, which may be the packed blocks of a dim."""
+    shape = shape_of(call["self"])
+    dim = call["dim"] % len(shape)
+    parts = call.node.meta["val"]
+    blocks = layouts[0].blocks
+    packed = bool(blocks) and blocks[dim] == len(parts)
+    alike = all(equal(part.shape[dim], parts[0].shape[dim]) for part in parts)
+    if packed and alike:
+        labels = kept(len(shape))
+        counts: dict[str, int] = {
+            str(name): dim for name in ("split_size", "split_sizes") if name in call.arguments
+        }
+        return Labels([labels], [labels] * len(parts), counts=counts, unpacked=True)
+    labels = kept(len(shape), (dim,))
+    return Labels([labels], [labels] * len(parts))
+
+
+def _unbind(call: Call, layouts: Sequence[Layout]) -> Labels:
+    labels = _select(call, layouts)
+    return Labels(labels.inputs, labels.outputs * len(call.node.meta["val"]))
+
+
+def _stack(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    xs = call.tensors()
+    num_dims = len(shape_of(xs[0]))
+    dim = call["dim"] % (num_dims + 1)
+    labels = kept(num_dims)
+    return Labels([labels for _ in xs], [(*labels[:dim], None, *labels[dim:])])
+
+
+def _repeat_interleave(call: Call, layouts: Sequence[Layout]) -> Labels:
+    """Repeat each element along a dim; the part of a rank then has the repeated part."""
+    del layouts
+    shape = shape_of(call["self"])
+    if call.arguments.get("dim") is None or tensor_of_argument(call["repeats"]):
+        return Labels([(None,) * len(shape_of(x)) for x in call.tensors()], [(None,)])
+    return Labels([kept(len(shape))], [kept(len(shape))])
+
+
+def _diagonal(call: Call, layouts: Sequence[Layout]) -> Labels:
+    del layouts
+    num_dims = len(shape_of(call["self"]))
+    return Labels([kept(num_dims, (-1, -2))], [kept(num_dims, (-1, -2))])
+
+
+def tensor_of_argument(value: object) -> bool:
+    """Whether an argument is a tensor."""
+    return hasattr(value, "meta") and tensor_of(value) is not None  # type: ignore[arg-type]
+
+
+def _is_endless(end: object) -> bool:
+    return isinstance(end, int) and end >= ENDLESS
+
+
+def shown(dims: Dims, shape: Sequence[object]) -> str:
+    """Return a shape as text, with the example's lengths for those that vary."""
+    return str([length_of(size) for size in shape]) if dims else "[]"  # type: ignore[arg-type]
+
+
+Rule = Callable[[Call, Sequence[Layout]], Labels]
+VIEWS: dict[str, Rule] = {
+    **dict.fromkeys(
+        (
+            *("aten.view", "aten.reshape", "aten._unsafe_view", "aten.flatten", "aten.unflatten"),
+            *("aten.unsqueeze", "aten.squeeze", "aten.view_as", "aten._reshape_copy"),
+        ),
+        _view,
+    ),
+    **dict.fromkeys(
+        (
+            *("aten.permute", "aten.transpose", "aten.t", "aten.numpy_T", "aten.swapaxes"),
+            *("aten.mT", "aten.mH"),
+        ),
+        _permute,
+    ),
+    **dict.fromkeys(("aten.expand", "aten.expand_as"), _expand),
+    "aten.slice": _slice,
+    "aten.select": _select,
+    **dict.fromkeys(
+        ("aten.split", "aten.chunk", "aten.split_with_sizes", "aten.tensor_split"), _split
+    ),
+    "aten.unbind": _unbind,
+    "aten.stack": _stack,
+    "aten.repeat_interleave": _repeat_interleave,
+    "aten.tril": _diagonal,
+    "aten.triu": _diagonal,
+}
