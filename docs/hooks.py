@@ -30,7 +30,7 @@ ROOMS = (
     "braid.ps",
     "braid.rpc",
     "braid.rpc.autograd",
-    "braid.rl",
+    "braid.rpc.rl",
     "braid.parallel.graph",
     "braid.runtime.seeding",
     "braid.programs.layout",

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid import rl, rpc
+from braid import rpc
+from braid.rpc import rl
 
 PLACES, UPDATES, OPTIONS = 8, 60, rl.LossOptions(discount=0.9)
 

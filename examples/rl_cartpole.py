@@ -14,7 +14,8 @@ import time
 import torch
 from torch import nn
 
-from braid import rl, rpc
+from braid import rpc
+from braid.rpc import rl
 
 NAME, SOLVED, ENVIRONMENTS, UNROLL = "CartPole-v1", 475.0, 8, 32
 OPTIONS = rl.LossOptions(lambda_=0.95)

@@ -10,7 +10,8 @@ loses; before training it lost most of those games.
 import torch
 from torch import nn
 
-from braid import rl, rpc
+from braid import rpc
+from braid.rpc import rl
 
 GAME, STEPS, FREEZE_EVERY = rl.TicTacToe(), 250_000, 100
 OPTIONS = rl.LossOptions(discount=1.0, lambda_=0.9, entropy_cost=0.1, value_cost=1.0)

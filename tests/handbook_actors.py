@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from braid.programs.schedule.bars import COLOURS, Bar, draw
-from braid.rl import A3CLearner
+from braid.rpc.rl import A3CLearner
 
 UNROLL_S = (0.002, 0.003, 0.0075)  # of an unroll and its gradients, by actor
 UPDATE_S = 0.0004

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.rl import (
+from braid.rpc.rl import (
     League,
     Opponents,
     PerfectPlayer,

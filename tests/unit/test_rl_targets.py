@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.rl import Steps, advantages, vtrace
+from braid.rpc.rl import Steps, advantages, vtrace
 
 
 def steps_of(seed: int, length: int, width: int) -> Steps:

@@ -9,7 +9,8 @@ import torch
 from rl_worlds import Corridor, Net
 from torch import nn
 
-from braid import rl, rpc
+from braid import rpc
+from braid.rpc import rl
 
 UNROLLS = 40
 

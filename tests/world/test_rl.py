@@ -11,13 +11,12 @@ import torch
 from rl_worlds import Corridor, Net
 from torch import nn
 
-from braid import rl
 from braid.commands.roles import Roles
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.rl.losses import a3c_loss, impala_loss, join_unrolls
-from braid.rpc import RRef, rpc_sync
+from braid.rpc import RRef, rl, rpc_sync
 from braid.rpc.current import acting_for
 from braid.rpc.mistakes import RpcError
+from braid.rpc.rl.losses import a3c_loss, impala_loss, join_unrolls
 from example_runs import run_example
 from rpc_nodes import nodes
 

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from braid.rl.games import Game, Player
-from braid.rl.league import Result
-from braid.rl.policies import LocalPolicy
+from braid.rpc.rl.games import Game, Player
+from braid.rpc.rl.league import Result
+from braid.rpc.rl.policies import LocalPolicy
 
 __all__ = ["Opponents", "PolicyPlayer", "SelfPlay"]
 

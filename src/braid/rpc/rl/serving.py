@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from braid.rl.policies import Decision, LocalPolicy, Weights
 from braid.rpc import RRef, batch
+from braid.rpc.rl.policies import Decision, LocalPolicy, Weights
 
 __all__ = ["PolicyServer", "ServedPolicy"]
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from braid.errors import ConfigError
-from braid.rl.actor import Unroll
-from braid.rl.targets import Steps, advantages, vtrace
+from braid.rpc.rl.actor import Unroll
+from braid.rpc.rl.targets import Steps, advantages, vtrace
 
 __all__ = ["LossOptions", "a3c_loss", "impala_loss", "join_unrolls"]
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.rl.policies import Policy, Weights, weights_of
+from braid.rpc.rl.policies import Policy, Weights, weights_of
 
 __all__ = ["Learner", "Statistics"]
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from braid.errors import ConfigError
-from braid.rl.actor import Actor
-from braid.rl.learner import Learner
-from braid.rl.losses import LossOptions, a3c_loss
-from braid.rl.policies import LocalPolicy, Weights
+from braid.rpc.rl.actor import Actor
+from braid.rpc.rl.learner import Learner
+from braid.rpc.rl.losses import LossOptions, a3c_loss
+from braid.rpc.rl.policies import LocalPolicy, Weights
 
 __all__ = ["A3CLearner", "play_a3c"]
 

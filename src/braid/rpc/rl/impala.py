@@ -23,11 +23,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
-from braid.rl.actor import Actor, Unroll
-from braid.rl.learner import Learner
-from braid.rl.losses import LossOptions, impala_loss, join_unrolls
-from braid.rl.policies import Policy, Weights
 from braid.rpc.functions import async_execution
+from braid.rpc.rl.actor import Actor, Unroll
+from braid.rpc.rl.learner import Learner
+from braid.rpc.rl.losses import LossOptions, impala_loss, join_unrolls
+from braid.rpc.rl.policies import Policy, Weights
 
 __all__ = ["ImpalaLearner", "Replay", "play_impala"]
 

@@ -1,6 +1,7 @@
 """Reinforcement learning over remote calls: actors, learners, served policies, a league.
 
-from braid import rl, rpc
+from braid import rpc
+from braid.rpc import rl
 
 rpc.init_rpc()
 if rpc.own_role().name == "learner":
@@ -11,9 +12,9 @@ rpc.shutdown()
 
 from __future__ import annotations
 
-from braid.rl.a3c import A3CLearner, play_a3c
-from braid.rl.actor import Actor, Environment, Unroll, make_environment
-from braid.rl.games import (
+from braid.rpc.rl.a3c import A3CLearner, play_a3c
+from braid.rpc.rl.actor import Actor, Environment, Unroll, make_environment
+from braid.rpc.rl.games import (
     Game,
     PerfectPlayer,
     Player,
@@ -22,15 +23,15 @@ from braid.rl.games import (
     TicTacToe,
     match,
 )
-from braid.rl.impala import ImpalaLearner, Replay, play_impala
-from braid.rl.league import League, Member, Opponent, Result
-from braid.rl.learner import Learner, Statistics
-from braid.rl.losses import LossOptions, a3c_loss, impala_loss
-from braid.rl.policies import Decision, LocalPolicy, Policy, Weights, weights_of
-from braid.rl.self_play import Opponents, PolicyPlayer, SelfPlay
-from braid.rl.serving import PolicyServer, ServedPolicy
-from braid.rl.supervision import lead
-from braid.rl.targets import Steps, VTrace, advantages, vtrace
+from braid.rpc.rl.impala import ImpalaLearner, Replay, play_impala
+from braid.rpc.rl.league import League, Member, Opponent, Result
+from braid.rpc.rl.learner import Learner, Statistics
+from braid.rpc.rl.losses import LossOptions, a3c_loss, impala_loss
+from braid.rpc.rl.policies import Decision, LocalPolicy, Policy, Weights, weights_of
+from braid.rpc.rl.self_play import Opponents, PolicyPlayer, SelfPlay
+from braid.rpc.rl.serving import PolicyServer, ServedPolicy
+from braid.rpc.rl.supervision import lead
+from braid.rpc.rl.targets import Steps, VTrace, advantages, vtrace
 
 __all__ = [
     "A3CLearner",

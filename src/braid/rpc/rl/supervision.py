@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from braid.errors import ConfigError, PeerLostError
-from braid.rl.learner import Learner, Statistics
 from braid.rpc import RRef, rpc_async
+from braid.rpc.rl.learner import Learner, Statistics
 
 __all__ = ["lead"]
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.rl.policies import Weights
 from braid.rpc import register
+from braid.rpc.rl.policies import Weights
 
 __all__ = ["League", "Member", "Opponent", "Result"]
 

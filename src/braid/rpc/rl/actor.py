@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from braid.errors import ConfigError
-from braid.rl.policies import Policy
 from braid.rpc import register
+from braid.rpc.rl.policies import Policy
 
 __all__ = ["Actor", "Environment", "Unroll", "make_environment"]
 
