@@ -36,7 +36,7 @@ ROOMS = (
     "braid.programs.layout",
     "braid.comm.redistribute",
     "braid.comm.autograd",
-    "braid.fusion",
+    "braid.compat.horovod.fusion",
     "braid.checkpoint",
     "braid.runtime.metrics",
     "braid.launch",

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.comm import Group
-from braid.fusion.fusion_state import FusionState
-from braid.fusion.request import Request
+from braid.compat.horovod.fusion.fusion_state import FusionState
+from braid.compat.horovod.fusion.request import Request
 from braid.parallel.data_parallel import (
     DataParallel,
     DiLoCo,

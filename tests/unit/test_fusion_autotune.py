@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from braid.compat.horovod.fusion.autotune import Autotuner, Settings, TuneOptions, grid_around
 from braid.errors import ConfigError
-from braid.fusion.autotune import Autotuner, Settings, TuneOptions, grid_around
 
 MIB = 1 << 20
 DEFAULT = Settings(128 * MIB, 0.001)

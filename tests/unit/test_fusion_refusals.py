@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_fusion_state import World, errors, reduce
 
+from braid.compat.horovod.fusion import Request, StateOptions
 from braid.errors import ConfigError
-from braid.fusion import Request, StateOptions
 
 REFUSED = "rank 0 refuses 'a': wrong splits"
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from braid.compat.horovod.fusion.autotune import Settings
+from braid.compat.horovod.fusion.fusion_state import FusionState, Outcome
+from braid.compat.horovod.fusion.options import StateOptions
+from braid.compat.horovod.fusion.request import Request, Response
 from braid.errors import ConfigError
-from braid.fusion.autotune import Settings
-from braid.fusion.fusion_state import FusionState, Outcome
-from braid.fusion.options import StateOptions
-from braid.fusion.request import Request, Response
 
 
 def reduce(name: str, shape: tuple[int, ...] = (4,), **fields: object) -> Request:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.fusion import FusionOptions, StateOptions, TuneOptions
 from braid.compat.horovod.variables import LEVELS, VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
-from braid.fusion import FusionOptions, StateOptions, TuneOptions
 
 
 def test_an_empty_environment_means_the_engines_own_defaults():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from braid.comm.tensors.reduction import OPS, combine
-from braid.fusion.coordinator import _impossible
-from braid.fusion.request import Request
+from braid.compat.horovod.fusion.coordinator import _impossible
+from braid.compat.horovod.fusion.request import Request
 from braid.programs.reductions import REDUCTIONS, refusal
 
 DTYPES = sorted(

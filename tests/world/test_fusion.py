@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.errors import CommError, ConfigError, PeerLostError
-from braid.fusion import (
+from braid.compat.horovod.fusion import (
     Batch,
     Entry,
     Fusion,
@@ -25,6 +24,7 @@ from braid.fusion import (
     Result,
     StateOptions,
 )
+from braid.errors import CommError, ConfigError, PeerLostError
 from braid.testing.pool import RankDiedError
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.fusion import Batch, Entry, Result
+from braid.compat.horovod.fusion import Batch, Entry, Result
 
 UNJOINABLE = ["allgather", "alltoall", "broadcast", "reducescatter", "grouped_allgather"]
 

@@ -32,8 +32,8 @@ from braid.bench.harness.report import (
 )
 from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.bench.workers.horovod import Exchange, Figures, Plan, Small, Step
+from braid.compat.horovod.fusion import FusionState, Request
 from braid.errors import ConfigError
-from braid.fusion import FusionState, Request
 
 __all__ = [
     "FusionBench",

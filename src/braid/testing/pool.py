@@ -57,7 +57,7 @@ PRELOAD = (
     "braid.checkpoint",
     "braid.compat.horovod.torch",
     "braid.parallel.data_parallel",
-    "braid.fusion",
+    "braid.compat.horovod.fusion",
     "braid.comm.torch_backend",
     "braid.testing.group_conformance",
     "braid.testing.pool_server",

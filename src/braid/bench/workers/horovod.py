@@ -27,8 +27,8 @@ import braid.compat.horovod.torch as hvd
 from braid.bench.harness.rounds import in_rounds
 from braid.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
+from braid.compat.horovod.fusion import FusionState, Request
 from braid.context import init, shutdown
-from braid.fusion import FusionState, Request
 from braid.parallel.data_parallel import DistributedDataParallel
 
 __all__ = ["Exchange", "Plan", "Small", "Step", "main"]

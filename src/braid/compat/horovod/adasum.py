@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from braid.comm import Group
+from braid.compat.horovod.fusion.activities import Activities
+from braid.compat.horovod.fusion.batching import Batch
+from braid.compat.horovod.fusion.entry import Entry, Result
+from braid.compat.horovod.fusion.operations import scale
 from braid.errors import ConfigError
-from braid.fusion.activities import Activities
-from braid.fusion.batching import Batch
-from braid.fusion.entry import Entry, Result
-from braid.fusion.operations import scale
 from braid.parallel.data_parallel import adasum
 
 __all__ = ["AdasumReduce"]

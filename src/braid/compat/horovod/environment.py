@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from braid.compat.horovod.fusion import Autotuner, FusionOptions, StateOptions, TuneOptions
 from braid.compat.horovod.variables import LEVELS, read_variables
 from braid.errors import ConfigError
-from braid.fusion import Autotuner, FusionOptions, StateOptions, TuneOptions
 
 __all__ = ["Environment", "collecting_s", "write_search"]
 
@@ -44,8 +44,8 @@ class Environment:
             costs.
         hierarchical_allgather: Whether allgather does; braid's does so on several hosts in any
             case.
-        autotune: Whether the limit and the time are searched for (`braid.fusion.autotune`); a value
-            that is set stays as it is.
+        autotune: Whether the limit and the time are searched for
+            (`braid.compat.horovod.fusion.autotune`); a value that is set stays as it is.
         autotune_log: Path of the search's log; empty for none.
         autotune_warmup_samples: Number of samples that are thrown away.
         autotune_steps_per_sample: Number of steps in a sample.

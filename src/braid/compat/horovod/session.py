@@ -25,10 +25,10 @@ from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
 from braid.compat.horovod.environment import Environment, write_search
 from braid.compat.horovod.failure import NotInitializedError
+from braid.compat.horovod.fusion import Autotuner, Fusion, Request, Stall
+from braid.compat.horovod.fusion.batching import Batch
+from braid.compat.horovod.fusion.entry import Entry, Result
 from braid.errors import CommError, ConfigError
-from braid.fusion import Autotuner, Fusion, Request, Stall
-from braid.fusion.batching import Batch
-from braid.fusion.entry import Entry, Result
 from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = ["Member", "Session", "session", "start", "stop"]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from braid.compat.horovod.fusion import Request
 from braid.compat.horovod.process_sets import ProcessSet
 from braid.errors import BraidError, ConfigError
-from braid.fusion import Request
 
 __all__ = [
     "check_tensor",

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from braid.compat.horovod.failure import translated
+from braid.compat.horovod.fusion import Fusion, Request
+from braid.compat.horovod.fusion.streams import mark, wait_for_points
 from braid.compat.horovod.process_sets import ProcessSet
 from braid.compat.horovod.session import session
 from braid.compat.horovod.torch.compression import Compressor, NoneCompressor
@@ -26,8 +28,6 @@ from braid.compat.horovod.torch.operations import request, sparse_allreduce_asyn
 from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
 from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
 from braid.errors import CommError, ConfigError
-from braid.fusion import Fusion, Request
-from braid.fusion.streams import mark, wait_for_points
 from braid.parallel.gradients import GradientHooks, ParamTable
 from braid.parallel.gradients.gradient_hooks import GradientListener
 

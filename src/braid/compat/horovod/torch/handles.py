@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from braid.compat.horovod.failure import HorovodInternalError, translated
+from braid.compat.horovod.fusion import Handle, Result
 from braid.errors import ConfigError
-from braid.fusion import Handle, Result
 
 __all__ = ["HorovodInternalError", "Pending", "PendingSparse", "poll", "synchronize"]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from braid.compat.horovod.failure import UnsupportedError, translated
+from braid.compat.horovod.fusion import Handle, Request, Result
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.session import Member
 from braid.compat.horovod.torch.arguments import (
@@ -28,7 +29,6 @@ from braid.compat.horovod.torch.arguments import (
 from braid.compat.horovod.torch.handles import Pending, PendingSparse, synchronize
 from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op
 from braid.errors import ConfigError
-from braid.fusion import Handle, Request, Result
 
 __all__ = [
     "allgather_async",

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from braid.fusion import Fusion
-from braid.fusion.fusion_buffer import ALIGNMENT
+from braid.compat.horovod.fusion import Fusion
+from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT
 from braid.parallel.gradients.flat import FlatBuffer
 from braid.parallel.gradients.grad_view import move_grad
 

@@ -35,12 +35,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from braid.errors import CommError, ConfigError
-from braid.fusion.autotune import Settings
-from braid.fusion.batching import Batch, batches
-from braid.fusion.coordinator import Coordinator
-from braid.fusion.options import StateOptions
-from braid.fusion.request import (
+from braid.compat.horovod.fusion.autotune import Settings
+from braid.compat.horovod.fusion.batching import Batch, batches
+from braid.compat.horovod.fusion.coordinator import Coordinator
+from braid.compat.horovod.fusion.options import StateOptions
+from braid.compat.horovod.fusion.request import (
     JOINABLE,
     NOTHING,
     Answer,
@@ -51,8 +50,9 @@ from braid.fusion.request import (
     read_answer,
     read_list,
 )
-from braid.fusion.response_cache import Lookup, ResponseCache
-from braid.fusion.stall import Stall, StallInspector
+from braid.compat.horovod.fusion.response_cache import Lookup, ResponseCache
+from braid.compat.horovod.fusion.stall import Stall, StallInspector
+from braid.errors import CommError, ConfigError
 
 __all__ = ["FusionState", "Outcome"]
 

@@ -26,19 +26,24 @@ from types import TracebackType
 import torch
 
 from braid.comm import Group
+from braid.compat.horovod.fusion.activities import Activities
+from braid.compat.horovod.fusion.autotune import Autotuner, Settings
+from braid.compat.horovod.fusion.batching import Batch
+from braid.compat.horovod.fusion.entry import Entry, Handle, Waiters
+from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
+from braid.compat.horovod.fusion.fusion_state import FusionState, Outcome
+from braid.compat.horovod.fusion.operations import (
+    Operations,
+    default_operations,
+    missing_memory,
+    needed_bytes,
+)
+from braid.compat.horovod.fusion.options import FusionOptions
+from braid.compat.horovod.fusion.request import Request
+from braid.compat.horovod.fusion.stall import Stall
+from braid.compat.horovod.fusion.streams import wait_for_points
+from braid.compat.horovod.fusion.timeline import Timeline, write_timeline
 from braid.errors import CommError, ConfigError, PeerLostError
-from braid.fusion.activities import Activities
-from braid.fusion.autotune import Autotuner, Settings
-from braid.fusion.batching import Batch
-from braid.fusion.entry import Entry, Handle, Waiters
-from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
-from braid.fusion.fusion_state import FusionState, Outcome
-from braid.fusion.operations import Operations, default_operations, missing_memory, needed_bytes
-from braid.fusion.options import FusionOptions
-from braid.fusion.request import Request
-from braid.fusion.stall import Stall
-from braid.fusion.streams import wait_for_points
-from braid.fusion.timeline import Timeline, write_timeline
 
 __all__ = ["Fusion"]
 

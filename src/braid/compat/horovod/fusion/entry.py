@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from braid.fusion.request import Request, Response
-from braid.fusion.streams import mark, wait_for_points
+from braid.compat.horovod.fusion.request import Request, Response
+from braid.compat.horovod.fusion.streams import mark, wait_for_points
 
 __all__ = ["Entry", "Handle", "Result", "Waiters", "neutral"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from braid.fusion.request import JOINABLE, Request, Response
+from braid.compat.horovod.fusion.request import JOINABLE, Request, Response
 from braid.programs.reductions import REDUCTIONS as DEFINED_OPS
 from braid.programs.reductions import refusal
 

@@ -17,12 +17,12 @@ from typing import Protocol
 import torch
 
 from braid.comm import Group
+from braid.compat.horovod.fusion.activities import Activities
+from braid.compat.horovod.fusion.batching import Batch
+from braid.compat.horovod.fusion.entry import Entry, Result, neutral
+from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
+from braid.compat.horovod.fusion.request import Request
 from braid.errors import CommError
-from braid.fusion.activities import Activities
-from braid.fusion.batching import Batch
-from braid.fusion.entry import Entry, Result, neutral
-from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
-from braid.fusion.request import Request
 from braid.runtime.torch_internals import foreach_copy_
 
 __all__ = ["Operation", "Operations", "default_operations", "missing_memory", "needed_bytes"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from braid.fusion.request import BATCHED, Request, Response
+from braid.compat.horovod.fusion.request import BATCHED, Request, Response
 
 __all__ = ["Batch", "batches"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from braid.compat.horovod.fusion.autotune import TuneOptions
 from braid.errors import ConfigError
-from braid.fusion.autotune import TuneOptions
 
 __all__ = ["FusionOptions", "StateOptions"]
 

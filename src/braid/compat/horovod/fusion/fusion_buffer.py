@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from braid.comm import Group
-from braid.fusion.batching import Batch
+from braid.compat.horovod.fusion.batching import Batch
 from braid.parallel.gradients import FlatBuffer, allocator
 
 __all__ = ["ALIGNMENT", "FusionBuffer"]

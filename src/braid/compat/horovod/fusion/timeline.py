@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from braid.fusion.activities import Activity
+from braid.compat.horovod.fusion.activities import Activity
 from braid.runtime.trace_format import Event, complete, metadata, write
 
 __all__ = ["Timeline", "write_timeline"]

@@ -20,7 +20,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from braid.fusion.request import Request, Response
+from braid.compat.horovod.fusion.request import Request, Response
 
 __all__ = ["Lookup", "ResponseCache"]
 

@@ -6,8 +6,8 @@ from math import prod
 
 import msgspec
 
+from braid.compat.horovod.fusion.stall import Stall
 from braid.errors import ConfigError
-from braid.fusion.stall import Stall
 
 __all__ = [
     "BATCHED",
