@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import braid
 from braid import ps
-from braid.data import standard_library
+from braid.train.data import standard_library
 
 LINES, BATCH, TEST = 24_000, 200, 4_000
 SUM = ps.Consistency(aggregate="sum")

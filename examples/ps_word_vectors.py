@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import braid
 from braid import ps
-from braid.data import standard_library
+from braid.train.data import standard_library
 
 STEPS, BATCH, WINDOW, NEGATIVES, DIM, WORDS = 250, 2048, 4, 5, 32, 4000
 PAIRS = (

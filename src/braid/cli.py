@@ -259,8 +259,8 @@ def demo(
     """
     from rich.console import Console
 
-    from braid.demo.show import show
     from braid.train.command import choose_log_dir
+    from braid.train.demo.show import show
 
     return show(Console(), num_ranks=n, log_dir=log_dir or choose_log_dir("", "demo-"))
 

@@ -22,12 +22,12 @@ from gpu_models import CONTEXT, SIZE
 
 from braid.checkpoint import load
 from braid.comm import Group
-from braid.data import from_files
 from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import Estimator, Split, Training
 from braid.programs.topology import find_device
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.train.config import MODELS, TrainConfig
+from braid.train.data import from_files
 from braid.train.device import choose_device
 from braid.train.gpt import flops_per_token
 from braid.train.loop import Stopping, Trainer

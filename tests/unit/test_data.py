@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.data import Windows, from_files, standard_library
 from braid.errors import ConfigError
+from braid.train.data import Windows, from_files, standard_library
 
 
 def text(seed: int, size: int = 400) -> bytes:

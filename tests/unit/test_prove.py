@@ -12,9 +12,9 @@ from rich.console import Console
 
 from braid.cli import main
 from braid.errors import ConfigError
-from braid.prove import Difference, Proof, load_task, ulps_between
-from braid.prove.compare import difference, difference_of_ranks
-from braid.prove.show import show
+from braid.train.prove import Difference, Proof, load_task, ulps_between
+from braid.train.prove.compare import difference, difference_of_ranks
+from braid.train.prove.show import show
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -14,11 +14,11 @@ import torch
 from rich.console import Console
 
 from braid import cli
-from braid.demo.show import bar
 from braid.errors import ConfigError
 from braid.runtime.clock import VirtualClock
 from braid.train.command import last_run
 from braid.train.config import MODELS, ModelSize, TrainConfig
+from braid.train.demo.show import bar
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.progress import LeftTime, TrainConsole, describe_step
 from braid.train.reports import Reporter, Shares, Started, Stepped, parse_report

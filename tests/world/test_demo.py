@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from braid.checkpoint import Comparison
-from braid.demo import show as room
+from braid.train.demo import show as room
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 STEPS = 6

@@ -13,8 +13,8 @@ from torch import nn
 
 from braid.cli import main
 from braid.comm import Group
-from braid.prove import load_task, prove
-from braid.prove.show import show
+from braid.train.prove import load_task, prove
+from braid.train.prove.show import show
 
 pytestmark = pytest.mark.procs
 

@@ -20,10 +20,10 @@ import torch
 from braid.checkpoint import compare, load, ls, read_manifest
 from braid.cli import main
 from braid.comm import Group
-from braid.data import from_files
 from braid.errors import CheckpointError, ConfigError
 from braid.programs.schedule.pipeline import to_csv, v_min
 from braid.train.config import TrainConfig
+from braid.train.data import from_files
 from braid.train.loop import Stopping, Trainer, TrainingDivergedError
 from braid.train.reports import Reporter
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from braid.checkpoint import ls, read_manifest
-from braid.data import from_files
 from braid.errors import CheckpointError, ConfigError
 from braid.launch import RESUME, JobSpec, Outcome, Supervisor
 from braid.train.config import TrainConfig, checkpoints_in
+from braid.train.data import from_files
 from braid.train.device import choose_device
 from braid.train.progress import TrainConsole
 

@@ -16,7 +16,7 @@ from braid.errors import ConfigError
 from braid.programs.layout import Mesh
 from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
-from braid.sampling import share_of
+from braid.train.sampling import share_of
 
 __all__ = ["DEVICES", "DTYPES", "MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 

@@ -26,11 +26,10 @@ from braid.checkpoint import (
 )
 from braid.comm import Group
 from braid.comm.autograd.streams import current_stream, synchronize
-from braid.data import Corpus, Windows
 from braid.errors import BraidError, CheckpointError, ConfigError
-from braid.sampling import OrderedSampler, SampleOrder
 from braid.train.asynchronous import AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
+from braid.train.data import Corpus, Windows
 from braid.train.device import CPU, RankDevice
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.mesh_shards import MeshShards
@@ -44,6 +43,7 @@ from braid.train.reports import (
     Started,
     Stepped,
 )
+from braid.train.sampling import OrderedSampler, SampleOrder
 from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.zero_shards import ZeroShards

@@ -14,10 +14,10 @@ import torch
 
 from braid.checkpoint import Snapshot
 from braid.comm import Group
-from braid.data import Windows
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 from braid.train.config import TrainConfig
+from braid.train.data import Windows
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import Round
 

@@ -23,12 +23,11 @@ import torch
 from braid import ps
 from braid.checkpoint import open_last, training_tensors
 from braid.comm import Group
-from braid.data import Corpus, Windows
 from braid.errors import CheckpointError, ConfigError
 from braid.runtime.rendezvous import Loaded, Saved
 from braid.runtime.rendezvous.membership import Membership
-from braid.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.config import MODELS, TrainConfig, checkpoints_in
+from braid.train.data import Corpus, Windows
 from braid.train.device import RankDevice
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.loop import PROMPT, Stopping, TrainingDivergedError
@@ -42,6 +41,7 @@ from braid.train.reports import (
     Started,
     Stepped,
 )
+from braid.train.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.shards import clip_whole
 
 __all__ = ["train_on_servers"]

@@ -21,11 +21,11 @@ from braid.checkpoint import (
     training_tensors,
 )
 from braid.comm import Group
-from braid.data import Windows
 from braid.parallel.data_parallel import DistributedDataParallel, accumulate
 from braid.parallel.gradients.exact_norm import clip_pieces_
-from braid.sampling import share_of
+from braid.train.data import Windows
 from braid.train.gpt import GPT
+from braid.train.sampling import share_of
 
 __all__ = ["ParallelShards", "ReferenceShards", "Round", "Shards", "clip_whole"]
 

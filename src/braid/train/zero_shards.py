@@ -14,7 +14,6 @@ import torch
 
 from braid.checkpoint import Snapshot
 from braid.comm import Group
-from braid.data import Windows
 from braid.parallel.sharding import (
     ShardedSnapshot,
     Sharding,
@@ -23,8 +22,9 @@ from braid.parallel.sharding import (
     memory_of,
     sharded_numbers,
 )
-from braid.sampling import share_of
+from braid.train.data import Windows
 from braid.train.gpt import GPT
+from braid.train.sampling import share_of
 from braid.train.shards import Round
 
 __all__ = ["ZeroShards"]

@@ -21,7 +21,6 @@ from braid import context
 from braid.bench.workers.plan_plan import StepError, Steps, StepsPlan
 from braid.comm import Group
 from braid.comm.autograd.layer_costs import PeakBytes
-from braid.data import Corpus, standard_library
 from braid.plan.plan_file import Plan
 from braid.plan.profiling import (
     MeasuredMachines,
@@ -33,6 +32,7 @@ from braid.plan.profiling import (
 )
 from braid.plan.search import Estimator, Split, Training, rescore
 from braid.train.config import MODELS, TrainConfig
+from braid.train.data import Corpus, standard_library
 from braid.train.loop import Stopping, Trainer
 from braid.train.models import gpt
 from braid.train.planned import options_of

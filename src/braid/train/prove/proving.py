@@ -25,9 +25,15 @@ from braid.parallel.data_parallel import accumulate
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.hashing import compare_values
 from braid.parallel.sharding import sharding_of
-from braid.prove.compare import Difference, difference, difference_of_ranks
-from braid.prove.shares import CHECKED_STEPS, ShareCheck, ShareGap, check_shares, noting_weights
-from braid.prove.task import Task
+from braid.train.prove.compare import Difference, difference, difference_of_ranks
+from braid.train.prove.shares import (
+    CHECKED_STEPS,
+    ShareCheck,
+    ShareGap,
+    check_shares,
+    noting_weights,
+)
+from braid.train.prove.task import Task
 
 __all__ = ["Proof", "prove"]
 

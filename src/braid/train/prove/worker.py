@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from braid.context import init, shutdown
-from braid.prove.proving import Proof, prove
-from braid.prove.task import load_task
+from braid.train.prove.proving import Proof, prove
+from braid.train.prove.task import load_task
 
 __all__ = ["ProofConfig", "ProofLine", "main"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braid.data.corpus import Corpus, from_files, standard_library
-from braid.data.windows import Windows
+from braid.train.data.corpus import Corpus, from_files, standard_library
+from braid.train.data.windows import Windows
 
 __all__ = ["Corpus", "Windows", "from_files", "standard_library"]

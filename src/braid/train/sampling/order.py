@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from braid.errors import CheckpointError, ConfigError
-from braid.sampling.permutation import Permutation
+from braid.train.sampling.permutation import Permutation
 
 __all__ = ["OrderedSampler", "SampleOrder", "SamplerState", "share_of"]
 

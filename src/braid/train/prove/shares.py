@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from braid.comm.autograd.nested import tensors_in
-from braid.prove.task import Task
+from braid.train.prove.task import Task
 
 __all__ = ["CHECKED_STEPS", "ShareCheck", "ShareGap", "check_shares", "noting_weights"]
 

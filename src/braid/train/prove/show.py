@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from braid.prove.proving import Proof
+from braid.train.prove.proving import Proof
 
 __all__ = ["show"]
 
