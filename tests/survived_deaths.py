@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from braid.commands.roles import Roles
+from braid.cli.commands.roles import Roles
 
 ROLES = {
     "server": (Roles(servers=2, workers=2, replicas=1), 1),  # and the rank that dies first

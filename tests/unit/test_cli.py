@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from braid.cli import COMMANDS, main
-from braid.commands.overview import GROUPS
+from braid.cli.commands.overview import GROUPS
 
 
 def exit_and_output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -95,7 +95,7 @@ def run_talk(monkeypatch, stream, printed=print):
     """A command that prints to `stream`, as the process's output."""
     monkeypatch.setattr("sys.stdout", stream)
     commands = {"talk": lambda: [printed("word"), 0][1]}
-    monkeypatch.setattr("braid.cli.COMMANDS", commands)
+    monkeypatch.setattr("braid.cli.command_line.COMMANDS", commands)
     return main(["talk"])
 
 

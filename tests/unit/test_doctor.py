@@ -1,4 +1,4 @@
-"""Claims of braid.doctor: every verdict from made-up facts, one line of advice for each that is not ok."""
+"""Claims of braid.cli.doctor: every verdict from made-up facts, one line of advice for each that is not ok."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from braid.cli import main
-from braid.doctor import Examination, Finding, checks, examine, gather, show
-from braid.doctor.examination import CHECKS
-from braid.doctor.facts import (
+from braid.cli.doctor import Examination, Finding, checks, examine, gather, show
+from braid.cli.doctor.examination import CHECKS
+from braid.cli.doctor.facts import (
     Accelerators,
     Clocks,
     Cores,

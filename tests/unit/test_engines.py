@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.cli import main
-from braid.doctor.checks import check_engines
-from braid.doctor.facts import Engines
+from braid.cli.doctor.checks import check_engines
+from braid.cli.doctor.facts import Engines
 from braid.errors import ConfigError
 from braid.launch import Host
 from braid.launch.engines.client import EngineClient

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.commands.host_options import HostOptions
-from braid.commands.several_hosts import choose_where
+from braid.cli.commands.host_options import HostOptions
+from braid.cli.commands.several_hosts import choose_where
 from braid.errors import ConfigError
 from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
 from braid.launch.cluster.options import forwarded

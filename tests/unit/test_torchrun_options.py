@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from braid.cli import main
-from braid.commands.torchrun_options import translated
+from braid.cli.commands.torchrun_options import translated
 from braid.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from braid import cli
+from braid.cli import command_line as cli
 from braid.errors import ConfigError
 from braid.runtime.clock import VirtualClock
 from braid.train.command import last_run

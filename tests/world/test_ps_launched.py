@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.commands.roles import Roles
+from braid.cli.commands.roles import Roles
 from braid.errors import ConfigError
 
 COUNTS = """

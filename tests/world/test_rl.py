@@ -11,7 +11,7 @@ import torch
 from rl_worlds import Corridor, Net
 from torch import nn
 
-from braid.commands.roles import Roles
+from braid.cli.commands.roles import Roles
 from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.rpc import RRef, rl, rpc_sync
 from braid.rpc.current import acting_for

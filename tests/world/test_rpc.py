@@ -17,8 +17,8 @@ import torch
 from training import said_by
 
 from braid import rpc
-from braid.commands.roles import Roles
-from braid.commands.torchrun_options import translated
+from braid.cli.commands.roles import Roles
+from braid.cli.commands.torchrun_options import translated
 from braid.errors import (
     CheckpointError,
     CommError,

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from braid.doctor.facts import Permissions
+from braid.cli.doctor.facts import Permissions
 
 __all__ = ["probe_permissions"]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from braid.commands import NO_DEFAULT
-from braid.commands.typed import bytes_in, check_place
+from braid.cli.commands import NO_DEFAULT
+from braid.cli.commands.typed import bytes_in, check_place
 
 if TYPE_CHECKING:
     from braid.plan.pipedream import ProfiledGraph

@@ -17,8 +17,8 @@ from types import ModuleType
 
 import psutil
 
-from braid.doctor.checks import DEFAULT_PORT
-from braid.doctor.facts import (
+from braid.cli.doctor.checks import DEFAULT_PORT
+from braid.cli.doctor.facts import (
     Accelerators,
     Clocks,
     Cores,

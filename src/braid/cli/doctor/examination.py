@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from braid.doctor import checks, gather
-from braid.doctor.checks import Finding, note
-from braid.doctor.probes import probe_permissions
+from braid.cli.doctor import checks, gather
+from braid.cli.doctor.checks import Finding, note
+from braid.cli.doctor.probes import probe_permissions
 
 __all__ = ["CHECKS", "Examination", "examine"]
 
@@ -73,5 +73,7 @@ def _run(name: str, check: Check) -> Iterable[Finding]:
     except Exception as exc:  # noqa: BLE001 - a check that raises is a finding
         message = str(exc).split("\n")[0]
         text = f"could not be checked: {type(exc).__name__}: {message}".rstrip(": ")
-        return [note(name, text, "please report this: braid.doctor does not know such a machine")]
+        return [
+            note(name, text, "please report this: braid.cli.doctor does not know such a machine")
+        ]
     return [result] if isinstance(result, Finding) else result

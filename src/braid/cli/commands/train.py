@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from braid.commands import NO_DEFAULT, Directory, NumRanks, Threads
+from braid.cli.commands import NO_DEFAULT, Directory, NumRanks, Threads
 from braid.errors import ConfigError
 
 if TYPE_CHECKING:

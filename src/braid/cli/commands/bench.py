@@ -7,9 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import NO_DEFAULT
-from braid.commands.engines import bench_launch
-from braid.commands.plan_pipedream import bench_plan
+from braid.cli.commands import NO_DEFAULT
+from braid.cli.commands.engines import bench_launch
+from braid.cli.commands.plan_pipedream import bench_plan
 from braid.errors import ConfigError
 
 __all__ = ["BENCHES"]

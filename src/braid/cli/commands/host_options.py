@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import NO_DEFAULT
+from braid.cli.commands import NO_DEFAULT
 
 __all__ = ["HostOptions"]
 

@@ -6,7 +6,7 @@ import re
 from typing import Literal, NamedTuple, TypeAlias
 
 from braid._version import TORCH_VERSIONS
-from braid.doctor.facts import (
+from braid.cli.doctor.facts import (
     Accelerators,
     Clocks,
     Cores,

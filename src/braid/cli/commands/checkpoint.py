@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import NO_DEFAULT
+from braid.cli.commands import NO_DEFAULT
 from braid.errors import ConfigError
 from braid.runtime.last_words import print_error
 

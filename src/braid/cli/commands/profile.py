@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from braid.commands import NO_DEFAULT, NumRanks, Threads
-from braid.commands.typed import check_place
+from braid.cli.commands import NO_DEFAULT, NumRanks, Threads
+from braid.cli.commands.typed import check_place
 
 if TYPE_CHECKING:
     from rich.table import Table

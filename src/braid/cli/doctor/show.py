@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from braid.doctor.examination import Examination
+from braid.cli.doctor.examination import Examination
 
 __all__ = ["show"]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from braid.commands import NO_DEFAULT
+from braid.cli.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
 __all__ = ["probe"]

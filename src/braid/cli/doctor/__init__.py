@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from braid.doctor.checks import Finding
-from braid.doctor.examination import Examination, examine
-from braid.doctor.show import show
+from braid.cli.doctor.checks import Finding
+from braid.cli.doctor.examination import Examination, examine
+from braid.cli.doctor.show import show
 
 __all__ = ["Examination", "Finding", "examine", "show"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from braid.commands.host_options import HostOptions
+from braid.cli.commands.host_options import HostOptions
 from braid.errors import ConfigError
 from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH

@@ -16,32 +16,32 @@ from typing import Annotated
 import tyro
 
 from braid._version import __version__
-from braid.commands import NO_DEFAULT, Directory, Threads
-from braid.commands.bench import BENCHES
-from braid.commands.checkpoint import (
+from braid.cli.commands import NO_DEFAULT, Directory, Threads
+from braid.cli.commands.bench import BENCHES
+from braid.cli.commands.checkpoint import (
     checkpoint_export,
     checkpoint_ls,
     checkpoint_reshard,
     checkpoint_verify,
 )
-from braid.commands.convert import convert
-from braid.commands.engines import k8s_manifest, slurm_script
-from braid.commands.host_options import HostOptions
-from braid.commands.overview import family_text, overview
-from braid.commands.plan import plan
-from braid.commands.plan_pipedream import plan_pipedream
-from braid.commands.probe import probe
-from braid.commands.profile import profile
-from braid.commands.prove import prove
-from braid.commands.roles import Roles
-from braid.commands.schedule import (
+from braid.cli.commands.convert import convert
+from braid.cli.commands.engines import k8s_manifest, slurm_script
+from braid.cli.commands.host_options import HostOptions
+from braid.cli.commands.overview import family_text, overview
+from braid.cli.commands.plan import plan
+from braid.cli.commands.plan_pipedream import plan_pipedream
+from braid.cli.commands.probe import probe
+from braid.cli.commands.profile import profile
+from braid.cli.commands.prove import prove
+from braid.cli.commands.roles import Roles
+from braid.cli.commands.schedule import (
     schedule_check,
     schedule_compare,
     schedule_show,
     schedule_simulate,
 )
-from braid.commands.torchrun_options import OWN_FLAGS, translated
-from braid.commands.train import train
+from braid.cli.commands.torchrun_options import OWN_FLAGS, translated
+from braid.cli.commands.train import train
 from braid.errors import ConfigError
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
@@ -199,7 +199,7 @@ def run(
         on: Hosts to run on.
         roles: Servers and workers of a parameter server.
     """
-    from braid.commands.several_hosts import NO_FRAME_MAC, choose_where, run_on
+    from braid.cli.commands.several_hosts import NO_FRAME_MAC, choose_where, run_on
     from braid.launch import JobSpec, Supervisor, TerminalConsole
 
     if module and no_python:
@@ -335,7 +335,7 @@ def doctor(
     import msgspec
     from rich.console import Console
 
-    from braid.doctor import examine, show
+    from braid.cli.doctor import examine, show
 
     diagnosis = examine()
     if as_json:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from braid.commands import NO_DEFAULT, NumRanks
-from braid.commands.typed import bytes_in, check_place
+from braid.cli.commands import NO_DEFAULT, NumRanks
+from braid.cli.commands.typed import bytes_in, check_place
 
 if TYPE_CHECKING:
     from braid.plan.costs import Machines, ModelCosts
