@@ -1,7 +1,7 @@
 """braid: every classic way of training PyTorch models in parallel, on one communication core.
 
 Root names are loaded when first used, so `import braid` costs next to nothing. Everything else is
-in its room: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
+in its package: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from braid._version import __version__
 
 if TYPE_CHECKING:
     from braid.comm import Group, Request, Work
-    from braid.context import init, log, shutdown, world
+    from braid.context import init, log, mesh, shutdown, world
     from braid.errors import (
         BraidError,
         CheckpointError,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         StaleError,
     )
     from braid.launch import spawn
-    from braid.mesh_groups import mesh
     from braid.parallel.data_parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from braid.parallel.graph import capture
     from braid.parallel.pipeline import Pipeline
@@ -66,7 +65,7 @@ _ROOT_NAMES = {
     "init": "context",
     "load": "parallel.resume",
     "log": "context",
-    "mesh": "mesh_groups",
+    "mesh": "context",
     "parallelize": "parallel.tensor_parallel",
     "save": "parallel.resume",
     "shutdown": "context",
@@ -114,11 +113,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    room = _ROOT_NAMES.get(name)
-    if room is None:
+    package = _ROOT_NAMES.get(name)
+    if package is None:
         msg = f"module 'braid' has no attribute {name!r}"
         raise AttributeError(msg)
-    value = getattr(import_module(f"braid.{room}"), name)
+    value = getattr(import_module(f"braid.{package}"), name)
     globals()[name] = value
     return value
 

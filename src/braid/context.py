@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from torch import distributed as dist
 
 from braid.comm import Group, torch_backend
 from braid.comm.engines.c10d import C10dEngine, make_nccl
+from braid.comm.mesh_groups import MeshGroups
 from braid.errors import StaleError
+from braid.programs.layout import Mesh
 from braid.runtime.metrics import RunMetrics
 from braid.runtime.rendezvous import JobEnvironment
 from braid.runtime.rendezvous.membership import Membership, join_job
 
-__all__ = ["init", "log", "membership", "shutdown", "world"]
+__all__ = ["init", "log", "membership", "mesh", "shutdown", "world"]
 
 LOG = logging.getLogger(__name__)
 
@@ -182,6 +185,20 @@ def world() -> Group:
         msg = "there is no default group: call braid.init() once at the start"
         raise StaleError(msg)
     return _DEFAULT.group.current
+
+
+def mesh(axes: str | Mapping[str, int], group: Group | None = None) -> MeshGroups:
+    """Arrange ranks along named axes.
+
+    Args:
+        axes: Text such as `dp=2,tp=4`, or sizes by name; the last axis varies fastest.
+        group: Ranks to arrange; all ranks when None.
+
+    Raises:
+        ConfigError: The axes are not valid, or do not multiply to the number of ranks.
+    """
+    layout = Mesh.parse(axes) if isinstance(axes, str) else Mesh(dict(axes))
+    return MeshGroups(layout, init() if group is None else group)
 
 
 def membership() -> Membership:

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from training import said_by
 
 from braid.comm import Group
+from braid.context import mesh
 from braid.errors import ConfigError
-from braid.mesh_groups import mesh
 from braid.parallel.context_parallel import (
     context_parallel,
     gather_sequence,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from braid.comm import Group
+from braid.context import mesh
 from braid.errors import ConfigError
-from braid.mesh_groups import mesh
 
 
 def _peers(group: Group) -> tuple[list[list[int]], str]:

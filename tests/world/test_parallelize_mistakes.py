@@ -9,7 +9,7 @@ from torch import nn
 from training import said_by
 
 from braid.comm import Group
-from braid.mesh_groups import mesh
+from braid.context import mesh
 from braid.parallel.tensor_parallel import Shard, parallelize, slicing_of
 from braid.programs.layout import Layout, Mesh
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.comm.mesh_groups import MeshGroups
 from braid.comm.redistribute import carry_out, move, plan, redistribute
 from braid.comm.redistribute.exchange import Exchange
 from braid.errors import ConfigError
-from braid.mesh_groups import MeshGroups
 from braid.programs.layout import Layout, Mesh
 from braid.testing.worlds import run_threads
 from layouts import SIZES, layouts, meshes, moves

@@ -13,8 +13,8 @@ from torch.nn import functional
 from training import said_by
 
 from braid.comm import Group
+from braid.context import mesh
 from braid.errors import ConfigError
-from braid.mesh_groups import mesh
 from braid.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from braid.comm import Group
-from braid.context import init
 from braid.errors import ConfigError
 from braid.programs.layout import Mesh
 
-__all__ = ["MeshGroups", "mesh"]
+__all__ = ["MeshGroups"]
 
 
 class MeshGroups:
@@ -79,17 +78,3 @@ class MeshGroups:
 
     def __str__(self) -> str:
         return f"{self.layout}, here {self.coordinates}"
-
-
-def mesh(axes: str | Mapping[str, int], group: Group | None = None) -> MeshGroups:
-    """Arrange ranks along named axes.
-
-    Args:
-        axes: Text such as `dp=2,tp=4`, or sizes by name; the last axis varies fastest.
-        group: Ranks to arrange; all ranks when None.
-
-    Raises:
-        ConfigError: The axes are not valid, or do not multiply to the number of ranks.
-    """
-    layout = Mesh.parse(axes) if isinstance(axes, str) else Mesh(dict(axes))
-    return MeshGroups(layout, init() if group is None else group)
