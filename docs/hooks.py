@@ -49,8 +49,6 @@ ROOMS = (
     "braid.runtime.store",
     "braid.train.data",
     "braid.errors",
-    "braid.testing.worlds",
-    "braid.testing.faults",
 )
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 

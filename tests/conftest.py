@@ -6,21 +6,26 @@ tests run in `make test` and which in `make test-all` only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-from braid.testing.leaks import Belongings, ImportFreezer, no_leaks
-from braid.testing.pool import ProcessPool
-from braid.testing.signals import default_signals
-from braid.testing.worlds import run_threads
+from support.leaks import Belongings, ImportFreezer, no_leaks
+from support.pool import ProcessPool
+from support.signals import default_signals
+from support.worlds import run_threads
 from tiers import mark_tiers
 
 pytest_plugins = ("bounds", "costs")
+# programs that tests start import `support`, too
+_PATHS = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(_PATHS) if path)
 hypothesis.settings.register_profile(
     "fast",
     max_examples=25,

@@ -851,7 +851,7 @@ def check(
 
 
 def main() -> None:
-    from braid.testing.pool import ProcessPool
+    from support.pool import ProcessPool
 
     torch.set_num_threads(1)
     seeds: list[int] = []

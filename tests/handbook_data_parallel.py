@@ -31,8 +31,8 @@ from braid.programs.schedule.collective import algorithm, collective_costs, prog
 from braid.programs.topology import flat
 from braid.runtime.clock import VirtualClock
 from braid.runtime.events import Recorder
-from braid.testing.worlds import run_threads
 from braid.types import TensorSpec
+from support.worlds import run_threads
 
 WIDTH = 680  # pixels of a time axis; 760 with names of lanes
 

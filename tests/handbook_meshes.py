@@ -16,7 +16,7 @@ from braid.parallel.hybrid import HybridParallel
 from braid.programs.cost import form
 from braid.programs.layout import Mesh
 from braid.programs.schedule.bars import COLOURS
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 TEXT = 'font-family="sans-serif" font-size="12"'
 LAYERS, WIDTH, NUMBER = 32, 4096, 2  # of a model with 6.4 billion parameters, in bfloat16

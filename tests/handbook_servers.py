@@ -24,8 +24,8 @@ from braid.ps.protocol.directory import Directory
 from braid.runtime.message import VanConfig
 from braid.runtime.message.protocol.heads import Beat, Open, unpack
 from braid.runtime.message.protocol.send_queue import Outbox, Outgoing
-from braid.testing.message_faults import Faults
 from ps_simulation import Simulation
+from support.message_faults import Faults
 
 TEXT = 'font-family="sans-serif" font-size="12"'
 STALENESS = Path(__file__).resolve().parent.parent / "docs" / "handbook" / "staleness.json"

@@ -21,7 +21,7 @@ from braid.parallel.sharding.partition import assign_owners, by_elements, by_own
 from braid.parallel.sharding.residency import Residency, Unit
 from braid.programs.layout import Layout, Mesh
 from braid.programs.schedule.bars import COLOURS, Bar, draw
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 TEXT = 'font-family="sans-serif" font-size="12"'
 RANKS = 4

@@ -14,8 +14,8 @@ from braid.ps import kv
 from braid.ps.kv.messages import SCHEMA
 from braid.ps.roles import name_of
 from braid.runtime.message import LocalNetwork, VanConfig
-from braid.testing.message_faults import Faults
-from braid.testing.simulated_van import Network
+from support.message_faults import Faults
+from support.simulated_van import Network
 
 TICK_S = 0.05
 

@@ -18,8 +18,8 @@ from braid.ps.messages import SCHEMA, Called
 from braid.ps.protocol.directory import virtual_shard
 from braid.ps.roles import name_of
 from braid.runtime.message import Delivery, VanConfig
-from braid.testing.message_faults import Faults
-from braid.testing.simulated_van import Network
+from support.message_faults import Faults
+from support.simulated_van import Network
 
 NUMEL = 6
 TICK_S = 0.05

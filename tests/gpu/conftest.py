@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bounds import remaining_s
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 Figures = Callable[..., None]
 RANKS_S = 60.0  # for the ranks of a test; fewer when the section ends earlier

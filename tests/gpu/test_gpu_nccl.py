@@ -13,7 +13,7 @@ from test_gpu_copies import CALLS, DTYPES
 from braid.comm import Group
 from braid.comm.engines.c10d import C10dEngine, MakeProcessGroup, make_gloo, make_nccl
 from braid.errors import CommTimeout, ConfigError, StaleError
-from braid.testing.delegated_world import delegated_world
+from support.delegated_world import delegated_world
 
 MAKERS: dict[str, MakeProcessGroup] = {"cpu": make_gloo, "cuda": make_nccl}
 COLLECTIVES = {name: call for name, call in CALLS.items() if name != "send, recv"}

@@ -32,7 +32,7 @@ def dump(*frames: str) -> str:
 
 
 WAITS = dump(
-    f"{BRAID_ROOT}/transport/wait.py:180 in until",
+    f"{BRAID_ROOT}/runtime/transport/wait.py:180 in until",
     f"{BRAID_ROOT}/comm/progress.py:90 in _wait",
     "/home/me/train.py:41 in step",
 )
@@ -357,11 +357,11 @@ def test_many_missing_ranks_of_one_cause_are_one_line():
     assert "           and ranks 7-19\n" in str(found)
 
 
-@pytest.mark.parametrize("owner", ["comm/progress.py", "torch_backend/futures.py"])
+@pytest.mark.parametrize("owner", ["comm/progress.py", "comm/torch_backend/futures.py"])
 def test_a_thread_in_the_background_does_not_make_its_rank_wait(owner):
     background = dump(
         "/opt/python/lib/python3.11/threading.py:320 in wait",
-        f"{BRAID_ROOT}/transport/wait.py:180 in until",
+        f"{BRAID_ROOT}/runtime/transport/wait.py:180 in until",
         f"{BRAID_ROOT}/{owner}:240 in _turn",
         f"{BRAID_ROOT}/{owner}:210 in _run",
         "/opt/python/lib/python3.11/threading.py:982 in run",
@@ -511,7 +511,7 @@ def test_one_packet_that_was_lost_is_no_broken_link():
 # -- calls of functions
 
 IN_CALL = dump(
-    f"{BRAID_ROOT}/message/vans/stream_van.py:300 in recv",
+    f"{BRAID_ROOT}/runtime/message/vans/stream_van.py:300 in recv",
     f"{BRAID_ROOT}/rpc/turns.py:150 in wait",
     "/home/me/train.py:7 in relay",
 )

@@ -15,7 +15,7 @@ from braid.runtime.message.vans import ring, shared_memory
 from braid.runtime.message.vans.ring import RING_BYTES, ReceiveRing, SendRing
 from braid.runtime.message.vans.shared_memory import LEAST_BYTES, SharedStream
 from braid.runtime.wire import Identity, SocketConnection
-from braid.testing.leaks import no_leaks
+from support.leaks import no_leaks
 
 pytestmark = pytest.mark.skipif(not shared_memory.has_rings(), reason="needs Linux on x86-64")
 HEAD = b"\x91"  # as heads of vans begin

@@ -9,9 +9,9 @@ import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
 from braid.runtime.message import PeerLost, Schema, Service, VanConfig
-from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note, check_van
-from braid.testing.message_faults import Faults
-from braid.testing.simulated_van import Network
+from support.message_conformance import CONFORMANCE_SCHEMA, Note, check_van
+from support.message_faults import Faults
+from support.simulated_van import Network
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):

@@ -8,8 +8,8 @@ import torch
 from braid.errors import PeerLostError
 from braid.ps import kv
 from braid.ps.kv.groups import ALL
-from braid.testing.message_faults import Faults
 from kv_nodes import Simulation, spread
+from support.message_faults import Faults
 
 FAULTS = Faults(drop=0.15, duplicate=0.15, delay=0.1, reorder=0.15, delay_s=0.4)
 PUSHES, KEYS = 12, spread(6)

@@ -12,8 +12,8 @@ import torch
 
 from braid.ps import BSP, Consistency, Options
 from braid.runtime.message import Delivery, PeerLost
-from braid.testing.message_faults import Faults
 from ps_simulation import NUMEL, Simulation
+from support.message_faults import Faults
 
 ADAM = partial(torch.optim.AdamW, lr=0.1)
 ADD = partial(torch.optim.SGD, lr=1.0)

@@ -17,7 +17,7 @@ from braid.errors import ConfigError, PeerLostError
 from braid.runtime.clock import MonotonicClock, VirtualClock
 from braid.runtime.transport import Fabric, Health, Loss
 from braid.runtime.transport.memory import RootAddress, open_through_proc
-from braid.testing.faults import Fault, FaultScript
+from support.faults import Fault, FaultScript
 
 SIZES = st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), max_size=40)
 

@@ -28,7 +28,6 @@ METHODS = {
 }  # fmt: skip
 
 WORDS = re.compile("|".join([*PICKLERS, *METHODS, "torch.load", "allow_pickle"]))
-IN_TESTS = "a test and its own children, through pipes that they inherit: braid.testing.pool"
 HOROVOD = "this user, who called horovod.run: files that are of this user and have mode 0600"
 RAY = "this user and the ranks of the call braid.launch.ray.run: Ray, and a directory of this user only"
 BENCH = "a bench and its own children"
@@ -57,20 +56,6 @@ PLACES = {
     "ray.py run: ray.cloudpickle.dumps": WRITES,
     "rpc/codec.py _Pickler: pickle.Pickler": WRITES,
     "rpc/codec.py _Unpickler: pickle.Unpickler": "nodes of the job; RpcOptions(allow_pickle=True) of this node",
-    "testing/pool.py ProcessPool._collect: multiprocessing.connection.wait": IN_TESTS,
-    "testing/pool.py ProcessPool._collect: pickle.loads": IN_TESTS,
-    "testing/pool.py ProcessPool.belongings: multiprocessing.forkserver._forkserver._forkserver_pid": IN_TESTS,
-    "testing/pool.py ProcessPool.belongings: multiprocessing.resource_tracker._resource_tracker._pid": IN_TESTS,
-    "testing/pool.py ProcessPool.run: pickle.dumps": IN_TESTS,
-    "testing/pool.py _Child.__init__: multiprocessing.connection.Connection": IN_TESTS,
-    "testing/pool.py _Child.__init__: multiprocessing.get_context": IN_TESTS,
-    "testing/pool.py _pickled: pickle.dumps": IN_TESTS,
-    "testing/pool.py _pickled: pickle.loads": IN_TESTS,
-    "testing/pool.py _serve: multiprocessing.connection.Connection": IN_TESTS,
-    "testing/pool.py _serve: pickle.loads": IN_TESTS,
-    "testing/pool.py _start_server: multiprocessing.forkserver.ensure_running": IN_TESTS,
-    "testing/pool.py _start_server: multiprocessing.get_context('forkserver').set_forkserver_preload": IN_TESTS,
-    "testing/pool.py _start_server: multiprocessing.resource_tracker.ensure_running": IN_TESTS,
     "transport/arena.py OwnExtent.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
 }
 

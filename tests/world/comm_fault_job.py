@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.testing.faults import FaultScript
+from support.faults import FaultScript
 
 NUM_STEPS = 20
 

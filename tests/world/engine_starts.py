@@ -15,8 +15,8 @@ import psutil
 from braid.launch import JobSpec, Outcome, QuietConsole
 from braid.launch.engines.options import EngineOptions
 from braid.launch.engines.supervisor import EngineSupervisor
-from braid.testing.launch_conformance import Start
-from braid.testing.leaks import no_leaks
+from support.launch_conformance import Start
+from support.leaks import no_leaks
 
 __all__ = ["ENGINES", "MARK", "agents_of", "nothing_left", "on_engine", "run"]
 

@@ -9,7 +9,7 @@ import sys
 
 from launch_jobs import Rank
 
-from braid.testing.faults import FaultScript
+from support.faults import FaultScript
 
 NUM_STEPS = 20
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_jobs import run as run_torch
 
 from braid.comm import Group
-from braid.testing.call_counts import CallCounts, count_calls
+from support.call_counts import CallCounts, count_calls
 
 ROUNDS = 60
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel
-from braid.testing.call_counts import CallCounts, count_calls
+from support.call_counts import CallCounts, count_calls
 
 WIDTH = 32
 CAP_MB = 0.0125  # two buckets of the six layers below

@@ -38,7 +38,7 @@ from braid.checkpoint.agreement import Report, exchange
 from braid.checkpoint.manifest import encode_manifest
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -243,7 +243,7 @@ def _die_while_writing(group: Group, directory: str) -> None:
 
 @pytest.mark.procs
 def test_a_crash_leaves_the_last_complete_one_and_the_next_save_cleans_up(procs, tmp_path):
-    from braid.testing.pool import RankDiedError
+    from support.pool import RankDiedError
 
     procs(2, save_all, str(tmp_path), 1)
     with pytest.raises(RankDiedError):

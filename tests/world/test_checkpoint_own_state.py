@@ -30,7 +30,7 @@ from braid.parallel.data_parallel import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 
 class Net(nn.Module):

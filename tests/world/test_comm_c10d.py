@@ -8,11 +8,11 @@ import torch
 from braid.comm import Group
 from braid.comm.engines.c10d import C10dEngine
 from braid.errors import CommTimeout, ConfigError, MismatchError
-from braid.testing.claims import of_rank, possible, reduced
-from braid.testing.delegated_world import delegated_world
-from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.testing.worlds import run_threads
+from support.claims import of_rank, possible, reduced
+from support.delegated_world import delegated_world
+from support.group_conformance import GROUP_CLAIMS
+from support.refusal_claims import MISMATCHES, check_mismatch
+from support.worlds import run_threads
 
 WORK_COUNTER = possible(GROUP_CLAIMS, C10dEngine.capabilities)
 

@@ -9,8 +9,8 @@ from braid.comm.algorithms import broadcast_gather as move
 from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.staging import CHUNK_BYTES
-from braid.testing.explorer import Acquire, Publish, record
-from braid.testing.virtual_time import run_on_virtual_clock
+from support.explorer import Acquire, Publish, record
+from support.virtual_time import run_on_virtual_clock
 
 A_NS = 1000
 CHUNK = CHUNK_BYTES // 4  # in floats

@@ -19,8 +19,8 @@ from braid.comm.tensors import copies
 from braid.comm.tensors.copies import Copies
 from braid.errors import CommError, CommTimeout
 from braid.runtime.transport import DeviceWait
-from braid.testing.claims import possible
-from braid.testing.group_conformance import GROUP_CLAIMS
+from support.claims import possible
+from support.group_conformance import GROUP_CLAIMS
 
 pytestmark = pytest.mark.procs
 

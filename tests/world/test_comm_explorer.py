@@ -15,7 +15,7 @@ from braid.comm.algorithms.receive import Mailbox
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_of
 from braid.comm.tensors.node_map import NodeMap
-from braid.testing.explorer import explore, record
+from support.explorer import explore, record
 
 LARGE = 300_000  # floats: three chunks of the staging slots
 WAYS = ("staged", "registered", "pulled")
@@ -256,7 +256,7 @@ def test_ranks_that_wait_for_each_other_are_found():
 
 
 def test_a_deadlock_that_depends_on_timing_is_found():
-    from braid.testing.explorer import Acquire, Publish
+    from support.explorer import Acquire, Publish
 
     waits_for_both = [Publish(0, 1), Acquire(1, 0, 1)]
     never_posts = [Acquire(0, 0, 2)]

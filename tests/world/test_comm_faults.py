@@ -13,7 +13,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
-from braid.testing.pool import RankDiedError
+from support.pool import RankDiedError
 
 pytestmark = pytest.mark.procs
 

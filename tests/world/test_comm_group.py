@@ -13,10 +13,10 @@ from braid.comm import Group
 from braid.comm.algorithms import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
 from braid.runtime.store import RanksMissingError
-from braid.testing.claims import possible
-from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.testing.worlds import run_threads
+from support.claims import possible
+from support.group_conformance import GROUP_CLAIMS
+from support.refusal_claims import MISMATCHES, check_mismatch
+from support.worlds import run_threads
 
 SIZES = (1, 2, 3)
 
@@ -199,7 +199,7 @@ def _kill_one(group: Group) -> str:
 
 @pytest.mark.procs
 def test_a_killed_process_is_named_by_the_survivors(pool):
-    from braid.testing.pool import RankDiedError
+    from support.pool import RankDiedError
 
     with pytest.raises(RankDiedError) as caught:
         pool.run(3, _kill_one)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from braid.comm import Group, StepsBy, Work
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 N = 3
 NUM_STEPS = 20

@@ -10,7 +10,7 @@ import torch
 
 from braid.comm import Group, StepsBy
 from braid.errors import MismatchError
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 N = 3
 Second = Callable[[Group, torch.Tensor], object]

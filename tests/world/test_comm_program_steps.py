@@ -10,7 +10,7 @@ from braid.comm.channel.control_pages import ControlPages
 from braid.errors import ConfigError
 from braid.programs.schedule import Program
 from braid.programs.schedule.collective import ALGORITHMS, algorithm, program
-from braid.testing.explorer import explore, record
+from support.explorer import explore, record
 
 NUMELS = (0, 1, 7, 60, 601)  # fewer than there are blocks, and no multiple of them
 WHOLE = ("all_reduce", "broadcast", "reduce")  # the others take parts of one size

@@ -16,7 +16,7 @@ from braid.comm import Group, StepsBy
 from braid.comm.algorithms import all_reduce
 from braid.errors import CommError, StaleError
 from braid.runtime.transport.atomic import fetch_add
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 NUMEL = 1 << 18  # several chunks: threads get in each other's way if they can
 

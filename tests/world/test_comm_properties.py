@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.comm import Group
-from braid.testing.claims import of_rank, reduced, same
-from braid.testing.worlds import run_threads
+from support.claims import of_rank, reduced, same
+from support.worlds import run_threads
 
 DTYPES = (
     torch.float32,

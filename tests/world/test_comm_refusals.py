@@ -10,7 +10,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 
 def _receives_another_tag(group: Group, over: threading.Event) -> str:

@@ -29,8 +29,8 @@ from braid.parallel.data_parallel import (
 from braid.parallel.data_parallel.ddp.mixed_precision import MixedPrecision
 from braid.parallel.data_parallel.hooks.catalogue import hook_of
 from braid.parallel.gradients import GradBucket, ParamTable
-from braid.testing.pool import ProcessPool
 from braid.types import text_digest
+from support.pool import ProcessPool
 
 WIDTH = 24
 MANY = 1e-5  # MiB: a bucket for each parameter

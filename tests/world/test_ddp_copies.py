@@ -20,7 +20,7 @@ from training import said_by
 from braid.comm import Group
 from braid.errors import ConfigError, MismatchError
 from braid.parallel.data_parallel import DistributedDataParallel, SyncBatchNorm, accumulate
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 
 def net() -> nn.Sequential:

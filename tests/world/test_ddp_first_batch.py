@@ -13,7 +13,7 @@ from training import batch, linear
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel
 from braid.parallel.data_parallel.ddp.first_batch import same_batch, unequal_rows
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 LOGGER = "braid.parallel.data_parallel.ddp.first_batch"
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel, accumulate
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 WIDTH = 3
 STEPS = 2

@@ -16,7 +16,7 @@ from training import said_by
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import DistributedDataParallel
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 
 def _read(group: Group) -> None:

@@ -25,7 +25,7 @@ from braid.compat.horovod.fusion import (
     StateOptions,
 )
 from braid.errors import CommError, ConfigError, PeerLostError
-from braid.testing.pool import RankDiedError
+from support.pool import RankDiedError
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64, torch.uint8, torch.int8]

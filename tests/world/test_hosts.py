@@ -17,11 +17,11 @@ from braid.runtime.clock import MonotonicClock
 from braid.runtime.transport import Network, meeting
 from braid.runtime.transport.reachability import own_address_towards, probe
 from braid.runtime.wire import Listener, Secret
-from braid.testing.claims import of_rank, possible, reduced, same
-from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.testing.pool import RankDiedError
-from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.testing.transport_join import join_all
+from support.claims import of_rank, possible, reduced, same
+from support.group_conformance import GROUP_CLAIMS
+from support.pool import RankDiedError
+from support.refusal_claims import MISMATCHES, check_mismatch
+from support.transport_join import join_all
 
 pytestmark = pytest.mark.procs
 

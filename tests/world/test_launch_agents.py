@@ -22,7 +22,7 @@ from braid.runtime.clock import MonotonicClock, VirtualClock
 from braid.runtime.rendezvous.file_meeting import FileMeeting
 from braid.runtime.rendezvous.meeting import MeetingPoint
 from braid.runtime.wire import Identity, SocketConnection
-from braid.testing.leaks import no_leaks
+from support.leaks import no_leaks
 
 pytestmark = pytest.mark.launcher
 

@@ -22,8 +22,8 @@ from braid.cli import main
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, Supervisor, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
-from braid.testing.launch_conformance import CLAIMS, NUM_RANKS
-from braid.testing.leaks import no_leaks
+from support.launch_conformance import CLAIMS, NUM_RANKS
+from support.leaks import no_leaks
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -82,7 +82,7 @@ def test_every_launcher_keeps_each_claim(launcher: str, claim: str, tmp_path: Pa
 
 @pytest.mark.usefixtures("engines", "nothing_left")
 def test_jobs_of_several_engines_run_at_the_same_time(tmp_path: Path) -> None:
-    program = ("-m", "braid.testing.launched", "places")
+    program = ("-m", "support.launched", "places")
     jobs = [run("--on", e, "-n", "2", "--log-dir", e, *program, cwd=tmp_path) for e in ENGINES]
     done = [job.communicate(timeout=LIMIT_S) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0], done
@@ -101,7 +101,7 @@ def test_jobs_of_several_engines_run_at_the_same_time(tmp_path: Path) -> None:
 def test_a_killed_agent_is_named_with_the_reason_of_its_engine(
     engine: str, reason: str, tmp_path: Path
 ) -> None:
-    program = ("-m", "braid.testing.launched", "wait")
+    program = ("-m", "support.launched", "wait")
     job = run("--on", engine, "-n", "3", "--grace", "0.2", *program, cwd=tmp_path)
     assert job.stdout is not None
     waiting: set[str] = set()
@@ -167,7 +167,7 @@ def test_an_engine_that_is_not_here_is_named(
     monkeypatch.setenv("PYTHONPATH", str(FAKES))
     monkeypatch.delenv("FAKE_RAY_NODES", raising=False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
+    job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=NUM_RANKS)
     with pytest.raises(ConfigError, match=problem), no_leaks():
         on_engine(engine)(job, QuietConsole())
 
@@ -183,7 +183,7 @@ def test_a_node_that_cannot_start_braid_is_named(
     )
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
+    job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=NUM_RANKS)
     with pytest.raises(ConfigError, match="host n1 has no agent: python: No module named braid"):
         on_engine("slurm")(job, QuietConsole())
 
@@ -198,7 +198,7 @@ def test_nodes_that_do_not_come_are_waited_for_so_long_only(
     )
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=NUM_RANKS)
+    job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=NUM_RANKS)
     with pytest.raises(ConfigError, match="no nodes within 1 s: salloc: job 8 queued"):
         on_engine("slurm", start_limit_s=1.0)(job, QuietConsole())
 
@@ -209,7 +209,7 @@ def test_a_signal_ends_the_wait_for_nodes(tmp_path: Path, monkeypatch: pytest.Mo
     salloc.write_text("#!/bin/sh\ntouch waits\nexec sleep 60\n")
     salloc.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    job = run("--on", "slurm", "-n", "2", "-m", "braid.testing.launched", "places", cwd=tmp_path)
+    job = run("--on", "slurm", "-n", "2", "-m", "support.launched", "places", cwd=tmp_path)
     deadline_s = time.monotonic() + LIMIT_S
     while not (tmp_path / "waits").exists():
         assert time.monotonic() < deadline_s
@@ -231,7 +231,7 @@ def test_what_an_engine_has_started_ends_with_the_launcher(
     )
     hangs.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    job = JobSpec(command=("braid.testing.launched", "places"), kind="module", num_ranks=2)
+    job = JobSpec(command=("support.launched", "places"), kind="module", num_ranks=2)
     with pytest.raises(ConfigError, match="did not join within 1 s"):
         on_engine("mpi", start_limit_s=1.0)(job, QuietConsole())
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from engine_starts import ENGINES, MARK, agents_of, nothing_left, on_engine, run
 
-from braid.testing.launch_conformance import CLAIMS
+from support.launch_conformance import CLAIMS
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher, pytest.mark.proof]
 LIMIT_S = 60.0
@@ -216,7 +216,7 @@ def test_a_killed_agent_is_named_within_a_second(
 ) -> None:
     options = " ".join(WORDS[engine])
     words = ["--engine-options", options] if options else []
-    program = ("-m", "braid.testing.launched", "wait")
+    program = ("-m", "support.launched", "wait")
     mark = request.node.nodeid
     with nothing_left(mark):
         words += ["--env", MARK, "-n", "3", "--grace", "0.2"]
@@ -275,7 +275,7 @@ def test_a_program_that_the_engine_starts_directly_finds_its_rank(
 @pytest.mark.parametrize("engine", ["slurm"], indirect=True)
 def test_more_than_slurm_has_is_refused_at_once(engine: str, tmp_path: Path) -> None:
     begin_s = time.monotonic()
-    job = run("--on", engine, "-n", "400", "-m", "braid.testing.launched", "places", cwd=tmp_path)
+    job = run("--on", engine, "-n", "400", "-m", "support.launched", "places", cwd=tmp_path)
     _, text = job.communicate(timeout=LIMIT_S)
     assert job.returncode == 2
     assert "Requested node configuration is not available. Free are n1 8 of 8" in text

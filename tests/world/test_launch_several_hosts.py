@@ -19,7 +19,7 @@ from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
 from braid.runtime.diagnose import RunHost, RunRecord
-from braid.testing.leaks import no_leaks
+from support.leaks import no_leaks
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = str(Path(__file__).with_name("launch_jobs.py"))

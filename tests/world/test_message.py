@@ -27,7 +27,7 @@ from braid.runtime.message import (
 )
 from braid.runtime.message.protocol.heads import Beat, Bye, Hello, Open, pack, unpack
 from braid.runtime.wire import Address, Identity, Secret, connect, encode
-from braid.testing.message_conformance import (
+from support.message_conformance import (
     CONFORMANCE_CONFIG,
     CONFORMANCE_SCHEMA,
     VAN_CLAIMS,
@@ -493,7 +493,7 @@ def test_sender_that_stops_in_the_middle_of_a_message_is_lost():
 CHILD = """
 import sys
 from braid.runtime.message import SocketVan
-from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
+from support.message_conformance import CONFORMANCE_SCHEMA, Note
 from braid.runtime.wire import Secret
 van = SocketVan("worker:1", CONFORMANCE_SCHEMA, secret=Secret.from_fd(int(sys.argv[1])), run_id="run")
 van.connect("server:0", sys.argv[2], timeout_s=20)
@@ -505,7 +505,7 @@ van.recv()
 ECHO = """
 import sys
 from braid.runtime.message import SocketVan, VanConfig
-from braid.testing.message_conformance import CONFORMANCE_SCHEMA
+from support.message_conformance import CONFORMANCE_SCHEMA
 from braid.runtime.wire import Secret
 config = VanConfig(heartbeat_s=0.02, lost_after_s=1)
 secret = Secret.from_fd(int(sys.argv[1]))

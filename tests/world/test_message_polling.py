@@ -12,7 +12,7 @@ import pytest
 from braid.errors import StaleError
 from braid.runtime.message import SocketVan, VanConfig
 from braid.runtime.wire import Secret
-from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
+from support.message_conformance import CONFORMANCE_SCHEMA, Note
 
 SECRET = Secret.generate()
 

@@ -13,8 +13,8 @@ from braid.runtime.message import PeerLost, SocketVan, VanConfig
 from braid.runtime.message.vans.ring import RING_BYTES
 from braid.runtime.message.vans.shared_memory import has_rings
 from braid.runtime.wire import Secret
-from braid.testing.leaks import belongings, no_leaks
-from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
+from support.leaks import belongings, no_leaks
+from support.message_conformance import CONFORMANCE_SCHEMA, Note
 
 pytestmark = pytest.mark.skipif(not has_rings(), reason="needs Linux on x86-64")
 SECRET = Secret.generate()
@@ -133,7 +133,7 @@ def test_an_urgent_message_passes_a_large_one_in_the_ring():
 CHILD = """
 import os, signal, sys
 from braid.runtime.message import SocketVan
-from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
+from support.message_conformance import CONFORMANCE_SCHEMA, Note
 from braid.runtime.wire import Secret
 van = SocketVan("worker:1", CONFORMANCE_SCHEMA, secret=Secret.from_fd(int(sys.argv[1])), run_id="run")
 van.connect("server:0", sys.argv[2], timeout_s=20)

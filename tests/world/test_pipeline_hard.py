@@ -24,8 +24,8 @@ from braid.programs.schedule import from_text, to_text, validate
 from braid.programs.schedule.known import RULES, VOCABULARIES
 from braid.programs.schedule.pipeline import SCHEDULES, with_steps
 from braid.runtime.seeding import Draws
-from braid.testing.pool import RankDiedError
-from braid.testing.worlds import run_threads
+from support.pool import RankDiedError
+from support.worlds import run_threads
 
 TRAINING = [
     "gpipe", "1f1b", "breadth_first", "interleaved", "zb_h1", "zb_h2", "zbv", "v_half", "v_min",

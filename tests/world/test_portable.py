@@ -24,11 +24,11 @@ from braid.runtime.store import HashStore
 from braid.runtime.transport import Loss, RankContext
 from braid.runtime.wire import Identity, Secret
 from braid.runtime.wire import connect as dial
-from braid.testing.claims import possible, reduced, same
-from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.testing.pool import RankDiedError
-from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.testing.transport_join import join_all
+from support.claims import possible, reduced, same
+from support.group_conformance import GROUP_CLAIMS
+from support.pool import RankDiedError
+from support.refusal_claims import MISMATCHES, check_mismatch
+from support.transport_join import join_all
 
 pytestmark = pytest.mark.procs
 

@@ -19,7 +19,7 @@ from braid.checkpoint import open_last, verify
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.runtime.wire import Secret
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 ADD = partial(torch.optim.SGD, lr=1.0)
 SUM = ps.Consistency(aggregate="sum")

@@ -10,7 +10,7 @@ import pytest
 from braid.comm import Group
 from braid.ps import addresses
 from braid.runtime.wire import Secret
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 DRAWN = bytes(range(32))
 

@@ -14,9 +14,9 @@ from braid.comm import Group
 from braid.comm.api.rebuild import meet_survivors, together
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.runtime.transport import Loss
-from braid.testing.claims import same
-from braid.testing.pool import RankDiedError
-from braid.testing.worlds import run_threads
+from support.claims import same
+from support.pool import RankDiedError
+from support.worlds import run_threads
 
 pytestmark = pytest.mark.procs
 

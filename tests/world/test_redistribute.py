@@ -15,8 +15,8 @@ from braid.comm.redistribute import carry_out, move, plan, redistribute
 from braid.comm.redistribute.exchange import Exchange
 from braid.errors import ConfigError
 from braid.programs.layout import Layout, Mesh
-from braid.testing.worlds import run_threads
 from layouts import SIZES, layouts, meshes, moves
+from support.worlds import run_threads
 
 DTYPES = [torch.float32, torch.int64]
 

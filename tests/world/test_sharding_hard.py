@@ -28,7 +28,7 @@ from braid.parallel.sharding import (
 )
 from braid.parallel.sharding.gathered_state import load_state_dict, state_dict
 from braid.parallel.sharding.optimizer import refuse_wrong_rules
-from braid.testing.delegated_world import delegated_world
+from support.delegated_world import delegated_world
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, fused=True)
 

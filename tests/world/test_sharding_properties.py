@@ -16,7 +16,7 @@ from braid.comm import Group
 from braid.parallel.data_parallel.ddp.reference import accumulate
 from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.parallel.sharding import Sharding, ShardingOptions, attach
-from braid.testing.worlds import run_threads
+from support.worlds import run_threads
 
 
 class Recipe(NamedTuple):

@@ -19,7 +19,7 @@ from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.runtime.store import FileStore, HashStore, PrefixStore, StoreClient, StoreServer
 from braid.runtime.store.file_store import _HEAD
 from braid.runtime.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
-from braid.testing.store_conformance import check_store
+from support.store_conformance import check_store
 
 SECRET = Secret.generate()
 _names = itertools.count()

@@ -15,7 +15,7 @@ from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.runtime.store import HashStore, StoreServer
 from braid.runtime.store.torch_store import TorchStore, as_torch_store
 from braid.runtime.wire import Secret
-from braid.testing.store_conformance import check_store
+from support.store_conformance import check_store
 
 _names = itertools.count()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch_jobs import both, run
 
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 Op = dist.ReduceOp
 

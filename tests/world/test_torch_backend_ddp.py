@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
 
 from braid.runtime.rendezvous import wants_portable
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 WIDTH = 160  # 160 x 160 floats are a bucket that is worth moving
 

@@ -22,7 +22,7 @@ from torch_jobs import process_group, run
 from braid.comm import Group
 from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
-from braid.testing.pool import ProcessPool, RankDiedError
+from support.pool import ProcessPool, RankDiedError
 
 TORCH_OFFERS_ALL = hasattr(dist, "set_timeout")  # its own functions, to all backends: since 2.14
 SOON = timedelta(seconds=0.3)

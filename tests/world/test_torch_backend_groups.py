@@ -14,7 +14,7 @@ from torch_jobs import process_group, run
 
 from braid.comm.torch_backend import BraidProcessGroup
 from braid.errors import ConfigError, MismatchError, StaleError
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 
 def summed(group: Any) -> float:

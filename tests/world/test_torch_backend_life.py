@@ -20,7 +20,7 @@ from torch_jobs import process_group, run
 
 from braid.comm import Group
 from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
-from braid.testing.pool import ProcessPool, RankDiedError
+from support.pool import ProcessPool, RankDiedError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BRAID_RUN = [sys.executable, "-m", "braid", "run", "-n", "2"]

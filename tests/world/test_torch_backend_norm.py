@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch_jobs import process_group, run
 
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 EPS = 1e-5
 ROWS = ([3, 5], [4, 0], [1, 7])  # of the ranks

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
 
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch_jobs import run
 
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 NUM_MICROBATCHES = 4
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]

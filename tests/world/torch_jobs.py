@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import braid.comm.torch_backend  # noqa: F401 - registers the backend, also where braid is not installed anew
 from braid.comm import Group
-from braid.testing.pool import ProcessPool
+from support.pool import ProcessPool
 
 NUM_RUNS = iter(range(1_000_000))
 

@@ -52,7 +52,7 @@ MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 # frames carry strings
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Braid's own programs. Frames of all other files of braid are never the user's line.
-_PROGRAMS = tuple(_PACKAGE + name + os.sep for name in ("train", "bench", "testing"))
+_PROGRAMS = tuple(_PACKAGE + name + os.sep for name in ("train", "bench"))
 # Frames between the user's line and braid's: backward() and Module.__call__ of torch, ...
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
 # ... and decorators: @deprecated on torch's functions, @no_grad and the like on the program's.

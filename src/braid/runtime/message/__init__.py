@@ -1,9 +1,8 @@
 """Typed messages between named nodes; see README.md.
 
 The vans are `SocketVan` (processes and hosts), `PipeVan` (streams that somebody else has opened)
-and `LocalVan` (one process). A simulated van with faults and virtual time is in
-`braid.testing.simulated_van`. Tensors travel as buffers: see `tensors`, the only module here that
-imports torch.
+and `LocalVan` (one process). Tests have another one, with faults and virtual time. Tensors travel
+as buffers: see `tensors`, the only module here that imports torch.
 """
 
 from __future__ import annotations

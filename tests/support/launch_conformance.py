@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from braid.launch import JobSpec, Outcome, QuietConsole
-from braid.testing.launched import FAULT, NUM_LINES
+from support.launched import FAULT, NUM_LINES
 
 __all__ = ["CLAIMS", "NUM_RANKS", "Start"]
 
 NUM_RANKS = 3
-PROGRAM = "braid.testing.launched"
+PROGRAM = "support.launched"
 UP_LIMIT_S = 60.0
 SLOW_S = 20.0
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.runtime.clock import VirtualClock
-from braid.testing.explorer import Access, Acquire, Action, Publish
+from support.explorer import Access, Acquire, Action, Publish
 
 __all__ = ["VirtualRun", "run_on_virtual_clock"]
 

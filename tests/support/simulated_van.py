@@ -34,7 +34,7 @@ from braid.runtime.message.protocol.van_state import VanState
 from braid.runtime.message.protocol.vocabulary import Delivery, VanConfig
 from braid.runtime.message.van import Van
 from braid.runtime.message.vans.local_van import hand_over
-from braid.testing.message_faults import Faults
+from support.message_faults import Faults
 
 __all__ = ["Network", "SimulatedVan"]
 

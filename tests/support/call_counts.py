@@ -13,9 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import braid
+
 __all__ = ["CallCounts", "count_calls"]
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+_PACKAGE = str(Path(braid.__file__).parent) + "/"
 
 
 class CallCounts(NamedTuple):
@@ -39,12 +41,11 @@ def count_calls(run: Callable[[], object]) -> CallCounts:
         run: The code; calls of other threads are not counted.
     """
     seen: Counter[tuple[str, str]] = Counter()
-    testing = _PACKAGE + "testing/"
 
-    def note(frame: FrameType, event: str, arg: object) -> None:  # noqa: ARG001 - of setprofile
+    def note(frame: FrameType, event: str, arg: object) -> None:
         code = frame.f_code
         path = code.co_filename
-        if event == "call" and path.startswith(_PACKAGE) and not path.startswith(testing):
+        if event == "call" and path.startswith(_PACKAGE):
             name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
             seen[path.removeprefix(_PACKAGE), name] += 1
 

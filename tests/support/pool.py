@@ -37,9 +37,9 @@ from braid.errors import CommError
 from braid.runtime.events import EventRing, Recorder
 from braid.runtime.rendezvous.rank import join
 from braid.runtime.store import FileStore
-from braid.testing.leaks import Belongings, ImportFreezer, belongings, described, left_since
-from braid.testing.signals import default_signals
-from braid.testing.worlds import last_events
+from support.leaks import Belongings, ImportFreezer, belongings, described, left_since
+from support.signals import default_signals
+from support.worlds import last_events
 
 __all__ = ["ProcessPool", "RankDiedError", "RemoteError"]
 
@@ -59,8 +59,8 @@ PRELOAD = (
     "braid.parallel.data_parallel",
     "braid.compat.horovod.fusion",
     "braid.comm.torch_backend",
-    "braid.testing.group_conformance",
-    "braid.testing.pool_server",
+    "support.group_conformance",
+    "support.pool_server",
 )
 
 
@@ -173,8 +173,8 @@ class ProcessPool:
 
     def belongings(self) -> Belongings:
         """List the processes and descriptors that this process holds for the pool."""
-        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001
-        tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # noqa: SLF001
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
         return Belongings(
             children=frozenset(pid for pid in (server, tracker) if pid is not None),
             fds=frozenset(fd for child in self._children for fd in child.fds),
@@ -267,7 +267,7 @@ class ProcessPool:
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]  # these are the connections given above
                 try:
-                    answers[rank] = pickle.loads(children[rank].pipe.recv_bytes())  # noqa: S301
+                    answers[rank] = pickle.loads(children[rank].pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     children[rank].process.join()
                     died[rank] = children[rank].process.exitcode or 0
@@ -359,7 +359,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
         with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool's end
             while True:
                 before = belongings()
-                job: _Job = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from the test
+                job: _Job = pickle.loads(pipe.recv_bytes())
                 pipe.send_bytes(_pickled(_carry_out(job)))
                 del job
                 pipe.send(_Report(described(left_since(before))))
@@ -398,7 +398,7 @@ def _pickled(answer: _Answer) -> bytes:
     """Pickle by value; torch's pickler would share tensors, which needs a server per process."""
     try:
         data = pickle.dumps(answer)
-        pickle.loads(data)  # noqa: S301 - just made here
+        pickle.loads(data)
     except Exception:  # noqa: BLE001 - anything may go wrong in somebody's __reduce__
         text = "".join(traceback.format_exception(answer.error)) if answer.error else "result"
         return pickle.dumps(_Answer(None, RemoteError(f"not picklable: {text}"), answer.ended_ns))

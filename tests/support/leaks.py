@@ -155,7 +155,7 @@ def _shared_memory() -> Iterator[str]:
         if "/memfd:braid" in text:
             lines = text.splitlines()
             yield from (line.split(maxsplit=5)[5] for line in lines if "/memfd:braid" in line)
-    files = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+    files = Path("/dev/shm")
     if files.is_dir():
         mine = f"_{os.getpid()}_"  # as torch names the memory of its shared tensors
         yield from (str(files / name) for name in os.listdir(files) if mine in name)  # noqa: PTH208

@@ -6,7 +6,7 @@ import torch
 
 from braid.comm import Group
 from braid.comm.algorithms.programs import names_for
-from braid.testing.claims import Claim, needs, of_rank, same
+from support.claims import Claim, needs, of_rank, same
 
 __all__ = ["PROGRAM_CLAIMS"]
 

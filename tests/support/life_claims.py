@@ -6,7 +6,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import CommError, StaleError
-from braid.testing.claims import Claim, same
+from support.claims import Claim, same
 
 __all__ = ["LIFE_CLAIMS"]
 

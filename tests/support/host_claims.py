@@ -6,7 +6,7 @@ import torch
 
 from braid.comm import Group
 from braid.comm.formats import by_name
-from braid.testing.claims import Claim, needs, of_rank, reduced, same
+from support.claims import Claim, needs, of_rank, reduced, same
 
 __all__ = ["HOST_CLAIMS"]
 

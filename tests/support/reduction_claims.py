@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from braid.comm import Group
-from braid.testing.claims import LARGE, SIZES, Claim, needs, of_rank, reduced, same, ways
+from support.claims import LARGE, SIZES, Claim, needs, of_rank, reduced, same, ways
 
 __all__ = ["REDUCTION_CLAIMS"]
 

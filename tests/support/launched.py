@@ -1,6 +1,6 @@
 """The program that `launch_conformance` lets launchers start; it imports no torch.
 
-python -m braid.testing.launched NAME
+python -m support.launched NAME
 """
 
 from __future__ import annotations

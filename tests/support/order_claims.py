@@ -8,7 +8,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import MismatchError, StaleError
-from braid.testing.claims import LARGE, Claim, needs, of_rank, same
+from support.claims import LARGE, Claim, needs, of_rank, same
 
 __all__ = ["ORDER_CLAIMS"]
 

@@ -6,7 +6,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import ConfigError, MismatchError
-from braid.testing.claims import Claim, needs, of_rank, same
+from support.claims import Claim, needs, of_rank, same
 
 __all__ = ["MESSAGE_CLAIMS"]
 

@@ -8,7 +8,7 @@ import torch
 
 from braid.comm import Buffer, Group
 from braid.errors import ConfigError, MismatchError
-from braid.testing.claims import Claim, needs
+from support.claims import Claim, needs
 
 __all__ = ["MISMATCHES", "REFUSAL_CLAIMS", "check_mismatch"]
 

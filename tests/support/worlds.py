@@ -142,7 +142,7 @@ def _let_background_work_end(size: int) -> None:
 
 def thread_stacks(names: dict[int, str]) -> str:
     """Format the Python stacks of the threads with these identifiers."""
-    frames = sys._current_frames()  # noqa: SLF001 - the documented way to look at other threads
+    frames = sys._current_frames()
     parts = []
     for ident, name in names.items():
         if ident in frames:

@@ -11,7 +11,7 @@ import torch
 
 from braid.comm import Buffer, Group
 from braid.errors import ConfigError, MismatchError
-from braid.testing.claims import LARGE, SIZES, Claim, needs, of_rank, reduced, same, ways
+from support.claims import LARGE, SIZES, Claim, needs, of_rank, reduced, same, ways
 
 __all__ = ["MOVING_CLAIMS"]
 

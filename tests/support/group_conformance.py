@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from braid.testing.claims import Claim
-from braid.testing.host_claims import HOST_CLAIMS
-from braid.testing.life_claims import LIFE_CLAIMS
-from braid.testing.message_claims import MESSAGE_CLAIMS
-from braid.testing.movement_claims import MOVING_CLAIMS
-from braid.testing.order_claims import ORDER_CLAIMS
-from braid.testing.program_claims import PROGRAM_CLAIMS
-from braid.testing.reduction_claims import REDUCTION_CLAIMS
-from braid.testing.refusal_claims import MISMATCHES, REFUSAL_CLAIMS, check_mismatch
+from support.claims import Claim
+from support.host_claims import HOST_CLAIMS
+from support.life_claims import LIFE_CLAIMS
+from support.message_claims import MESSAGE_CLAIMS
+from support.movement_claims import MOVING_CLAIMS
+from support.order_claims import ORDER_CLAIMS
+from support.program_claims import PROGRAM_CLAIMS
+from support.reduction_claims import REDUCTION_CLAIMS
+from support.refusal_claims import MISMATCHES, REFUSAL_CLAIMS, check_mismatch
 
 __all__ = ["GROUP_CLAIMS", "check_group"]
 

@@ -308,11 +308,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     ) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
-            schema = func._schema  # noqa: SLF001 - no public way
+            schema = func._schema
             given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
             reads: set[Span] = set()
             writes: set[Span] = set()
-            for argument in func._schema.arguments:  # noqa: SLF001 - likewise
+            for argument in func._schema.arguments:
                 for span in self._spans(given.get(argument.name)):
                     written = argument.alias_info is not None and argument.alias_info.is_write
                     (writes if written else reads).add(span)
