@@ -23,8 +23,11 @@ from support.worlds import run_threads
 from tiers import mark_tiers
 
 pytest_plugins = ("bounds", "costs")
-# programs that tests start import `support`, too
-_PATHS = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+# programs that tests start import `support` and `benchmarks`, too
+_PATHS = [
+    *map(str, Path(__file__).parents[:2]),
+    *os.environ.get("PYTHONPATH", "").split(os.pathsep),
+]
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in dict.fromkeys(_PATHS) if path)
 hypothesis.settings.register_profile(
     "fast",

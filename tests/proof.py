@@ -17,8 +17,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from braid.bench.comm import CommBench, CommReport, plot, run_comm
-from braid.bench.ddp import (
+from benchmarks.faults import FaultReport, run_fault_trials
+from benchmarks.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
+from benchmarks.horovod import FusionBench, fusion_verdicts, run_fusion
+from benchmarks.lab import what_is_missing
+from benchmarks.model import ModelReport, ModelRun, run_model, verdicts
+from benchmarks.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
+from benchmarks.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
+from benchmarks.ps import PsBench, ps_verdicts, run_ps
+from benchmarks.tp import TpBench, run_tp, tp_verdicts
+from benchmarks.zero import ZeroBench, run_zero, zero_verdicts
+from braid.cli.bench.comm import CommBench, CommReport, plot, run_comm
+from braid.cli.bench.ddp import (
     CASES,
     HEADINGS,
     DdpBench,
@@ -28,19 +38,9 @@ from braid.bench.ddp import (
     run_ddp,
     share_text,
 )
-from braid.bench.faults import FaultReport, run_fault_trials
-from braid.bench.harness.lab import what_is_missing
-from braid.bench.harness.report import Report, Verdict
-from braid.bench.harness.sizes import size_text
-from braid.bench.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
-from braid.bench.horovod import FusionBench, fusion_verdicts, run_fusion
-from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
-from braid.bench.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
-from braid.bench.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
-from braid.bench.ps import PsBench, ps_verdicts, run_ps
-from braid.bench.tp import TpBench, run_tp, tp_verdicts
-from braid.bench.workers.comm import Row
-from braid.bench.zero import ZeroBench, run_zero, zero_verdicts
+from braid.cli.bench.harness.report import Report, Verdict
+from braid.cli.bench.harness.sizes import size_text
+from braid.cli.bench.workers.comm import Row
 from braid.runtime.events import Recorder
 
 ROOT = Path(__file__).parents[1]

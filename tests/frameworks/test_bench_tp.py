@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from braid.bench.tp import CASES, TpBench, case_of, print_tp, run_tp, tp_verdicts
-from braid.bench.workers.tp import VARIANTS, Case
+from benchmarks.tp import CASES, TpBench, case_of, print_tp, run_tp, tp_verdicts
+from benchmarks.workers.tp import VARIANTS, Case
 from braid.errors import ConfigError
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.proof]

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from braid.bench.model import ModelReport
-from braid.bench.net import NetReport
+from benchmarks.model import ModelReport
+from benchmarks.net import NetReport
 from braid.cli import main
 from braid.programs.topology import from_toml
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from braid.bench.horovod import (
+from benchmarks.horovod import (
     FusionBench,
     FusionReport,
     Thousand,
     fusion_verdicts,
     many_ranks,
 )
-from braid.bench.workers.horovod import Exchange, Small, Step
+from benchmarks.workers.horovod import Exchange, Small, Step
 from braid.errors import ConfigError
 
 

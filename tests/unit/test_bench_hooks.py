@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from braid.bench.hooks import HooksReport, hooks_verdicts
-from braid.bench.workers.hooks import EXACT, Way
+from benchmarks.hooks import HooksReport, hooks_verdicts
+from benchmarks.workers.hooks import EXACT, Way
 
 
 def _report(first: float, exact: float, topk: float) -> HooksReport:

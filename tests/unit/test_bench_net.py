@@ -7,12 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from braid.bench import model, net
-from braid.bench.harness import lab, several
-from braid.bench.probe import level_of
-from braid.bench.workers.model import AlgorithmTime
-from braid.bench.workers.net import Row, row_of
-from braid.bench.workers.probe import Measured
+from benchmarks import lab, model, net
+from benchmarks.workers.model import AlgorithmTime
+from benchmarks.workers.net import Row, row_of
+from braid.cli.bench.harness import several
+from braid.cli.bench.probe import level_of
+from braid.cli.bench.workers.probe import Measured
 from braid.errors import ConfigError
 
 MIB = 1 << 20

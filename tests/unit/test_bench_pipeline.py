@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from braid.bench import pipeline
-from braid.bench.workers.pipeline import Case, Figures, Measured
-from braid.bench.workers.pipeline_models import closed_form
-from braid.bench.workers.pipeline_parts import Held, Swept
+from benchmarks import pipeline
+from benchmarks.workers.pipeline import Case, Figures, Measured
+from benchmarks.workers.pipeline_models import closed_form
+from benchmarks.workers.pipeline_parts import Held, Swept
 from braid.errors import ConfigError
 from braid.programs.schedule import Costs, simulate
 from braid.programs.schedule.pipeline import SCHEDULES, bubble

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import braid
-from braid.bench.device_fit import _Models, read_iterations
+from benchmarks.device_fit import _Models, read_iterations
 from braid.errors import ConfigError
 from braid.parallel.tensor_parallel import parallelize
 from braid.plan.described import DescribedModel, count_operations

@@ -10,11 +10,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from braid.bench import comm, ddp, pipeline, zero
-from braid.bench.workers import ddp as ddp_worker
-from braid.bench.workers import pipeline as pipeline_worker
-from braid.bench.workers import zero as zero_worker
-from braid.bench.workers.ddp_models import MODEL_NAMES
+from benchmarks import pipeline, zero
+from benchmarks.workers import pipeline as pipeline_worker
+from benchmarks.workers import zero as zero_worker
+from braid.cli.bench import comm, ddp
+from braid.cli.bench.workers import ddp as ddp_worker
+from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from braid.bench.plan import PlanBench, plan_table, plan_verdicts, run_plan, steps_table
-from braid.bench.workers.plan_plan import Plan
+from benchmarks.plan import PlanBench, plan_table, plan_verdicts, run_plan, steps_table
+from benchmarks.workers.plan_plan import Plan
 from braid.errors import ConfigError
 
 

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from braid.bench import ps
-from braid.bench.workers.ps_plan import PARTS, Failover, Measured, Plan, Ratio
-from braid.bench.workers.ps_stragglers import CLEAN, REGIMES, straggle
-from braid.bench.workers.ps_training import train
-from braid.bench.workers.ps_transfer import SHARED, SOCKETS, UNIX, transfer
+from benchmarks import ps
+from benchmarks.workers.ps_plan import PARTS, Failover, Measured, Plan, Ratio
+from benchmarks.workers.ps_stragglers import CLEAN, REGIMES, straggle
+from benchmarks.workers.ps_training import train
+from benchmarks.workers.ps_transfer import SHARED, SOCKETS, UNIX, transfer
 from braid.errors import ConfigError
 
 SMALL = Plan(
@@ -59,8 +59,8 @@ def test_every_regime_is_measured(world):
 
 FAIL_OVER = """
 import sys, msgspec
-from braid.bench.workers.ps_failover import fail_over
-from braid.bench.workers.ps_plan import Plan
+from benchmarks.workers.ps_failover import fail_over
+from benchmarks.workers.ps_plan import Plan
 
 if __name__ == "__main__":
     print(msgspec.json.encode(fail_over(msgspec.json.decode(sys.argv[1], type=Plan))).decode())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from braid.bench import rpc
-from braid.bench.harness.report import measured_on
-from braid.bench.workers.ps_plan import Measured
-from braid.bench.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
+from benchmarks import rpc
+from benchmarks.workers.ps_plan import Measured
+from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
+from braid.cli.bench.harness.report import measured_on
 from braid.errors import ConfigError
 
 SMALL = Plan(num_small=5, window=20, requests=3)

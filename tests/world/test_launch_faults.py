@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.bench.faults import run_fault_trials, shared_memory
+from benchmarks.faults import run_fault_trials, shared_memory
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 HERE = Path(__file__).parent

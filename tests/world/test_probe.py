@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from braid.bench.probe import Probe, as_cluster
-from braid.bench.workers.probe import Measured, Probed
 from braid.cli import main
+from braid.cli.bench.probe import Probe, as_cluster
+from braid.cli.bench.workers.probe import Measured, Probed
 from braid.errors import ConfigError
 from braid.programs.topology import from_toml
 

@@ -1,5 +1,5 @@
 """The command `braid`."""
 
-from braid.cli.command_line import COMMANDS, main, separate_command
+from braid.cli.command_line import COMMANDS, TYRO_CONFIG, answer, main, separate_command
 
-__all__ = ["COMMANDS", "main", "separate_command"]
+__all__ = ["COMMANDS", "TYRO_CONFIG", "answer", "main", "separate_command"]

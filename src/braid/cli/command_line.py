@@ -11,13 +11,13 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, NamedTuple
 
 import tyro
 
 from braid._version import __version__
 from braid.cli.commands import NO_DEFAULT, Directory, Threads
-from braid.cli.commands.bench import BENCHES
 from braid.cli.commands.checkpoint import (
     checkpoint_export,
     checkpoint_ls,
@@ -45,7 +45,7 @@ from braid.cli.commands.train import train
 from braid.errors import ConfigError
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "TYRO_CONFIG", "answer", "main", "separate_command"]
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
@@ -68,14 +68,27 @@ def _answer(given: list[str]) -> int:
     if given[:1] in (["--version"], ["-V"]):
         print(f"braid {__version__}")
         return 0
-    try:
+
+    def run() -> int:
         if given[:1] == ["run"]:
             given[1:] = separate_command(translated(given[1:]))
         elif given[:2] in (["slurm", "script"], ["k8s", "manifest"]):
             given[2:] = separate_command(joined(given[2:], "--options"))
         return _dispatch(given)
+
+    return answer(run, "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done")
+
+
+def answer(command: Callable[[], int], what: str = "done") -> int:
+    """Run a command, and turn its mistakes into an error block and an exit code.
+
+    Args:
+        command: Returns the exit code.
+        what: What was not done if the command is wrong.
+    """
+    try:
+        return command()
     except ConfigError as exc:
-        what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
         print_error(f"nothing was {what} (exit {USAGE_EXIT_CODE})", str(exc))
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
@@ -88,7 +101,11 @@ def _dispatch(given: list[str]) -> int:
         name = " ".join(given[:words])
         if name in COMMANDS:
             prog, rest = f"braid {name}", given[words:]
-            return tyro.cli(COMMANDS[name], prog=prog, args=rest, config=TYRO_CONFIG)
+            command = COMMANDS[name]
+            if isinstance(command, BenchCommand):
+                bench = import_module(f"braid.cli.bench.{command.module}").BENCH
+                return bench.run(tyro.cli(bench.options, prog=prog, args=rest, config=TYRO_CONFIG))
+            return tyro.cli(command, prog=prog, args=rest, config=TYRO_CONFIG)
     family, *rest = given or [""]
     asked = not rest or rest[0] in HELP_OPTIONS
     if family in HELP_OPTIONS:
@@ -347,9 +364,27 @@ def doctor(
     return 0 if diagnosis.usable else 1
 
 
-COMMANDS: Mapping[str, Callable[..., int]] = {
+class BenchCommand(NamedTuple):
+    """A benchmark as a command; its module imports torch, so it is imported when it runs.
+
+    Attributes:
+        module: Name of the module in `braid.cli.bench`, which has a `BENCH`.
+        summary: First line of the help.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Callable[..., int] | BenchCommand] = {
     "run": run,
-    **BENCHES,
+    "bench comm": BenchCommand(
+        "comm", "Measure collectives against Gloo and MPI, in turns in one run: table, JSON, plot."
+    ),
+    "bench ddp": BenchCommand(
+        "ddp",
+        "Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own.",
+    ),
     "slurm script": slurm_script,
     "k8s manifest": k8s_manifest,
     "convert": convert,

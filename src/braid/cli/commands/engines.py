@@ -9,7 +9,7 @@ import tyro
 from braid.cli.commands import NO_DEFAULT
 from braid.errors import ConfigError
 
-__all__ = ["bench_launch", "k8s_manifest", "slurm_script"]
+__all__ = ["k8s_manifest", "slurm_script"]
 
 Command = Annotated[
     tyro.conf.Positional[tuple[str, ...]],
@@ -17,30 +17,6 @@ Command = Annotated[
 ]
 Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
 Ranks = Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"], metavar="INT")]
-
-
-def bench_launch(
-    *,
-    on: Annotated[tuple[str, ...], tyro.conf.arg(metavar="ENGINE [...]")] = (),
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 8,
-    rounds: int = 3,
-    out: str = "runs/bench-launch",
-) -> int:
-    """Measure launchers: from the command to the first step, and from a death to the survivors.
-
-    Args:
-        on: Engines beside `braid run`, whose cluster is up: ray, slurm, mpi.
-        n: Number of ranks.
-        rounds: Rounds, in turns; figures are medians over them.
-        out: Directory for launch.json.
-    """
-    from pathlib import Path
-
-    from braid.bench import launch
-
-    bench = launch.LaunchBench(engines=on, ranks=n, rounds=rounds, out=Path(out))
-    launch.print_launch(launch.run_launch(bench), bench.out)
-    return 0
 
 
 def slurm_script(

@@ -12,7 +12,7 @@ from braid.cli.commands.typed import bytes_in, check_place
 if TYPE_CHECKING:
     from braid.plan.pipedream import ProfiledGraph
 
-__all__ = ["bench_plan", "plan_pipedream"]
+__all__ = ["plan_pipedream"]
 
 
 def plan_pipedream(
@@ -119,49 +119,6 @@ def plan_pipedream(
         )
         Path(out).write_text(format_graph(staged))
         print(f"{out}: the graph with its stages")
-    return 0
-
-
-def bench_plan(
-    *,
-    models: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:ROWS [...]")] = (
-        "mini:4",
-        "small:2",
-    ),
-    steps: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:BATCH:CONTEXT [...]")] = (
-        "tiny:32:128",
-        "mini:16:128",
-        "small:8:64",
-        "medium:8:32",
-    ),
-    only: tuple[Literal["steps", "oversubscribed", "asynchronous", "device"], ...] = (
-        "steps",
-        "oversubscribed",
-        "asynchronous",
-        "device",
-    ),
-    vtrain: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = "",
-    rounds: int = 6,
-    out: str = "runs/bench-plan",
-) -> int:
-    """Measure how well steps are predicted, and asynchronous pipelines beside a synchronous one.
-
-    Args:
-        models: Sizes of `braid train`, each with the rows of a micro-batch.
-        steps: Trainings whose splits are predicted and measured: a model, batch and context.
-        only: Parts to measure.
-        vtrain: Table of vTrain's measured iterations, for the part `device`.
-        rounds: Number of rounds; figures are medians over them.
-        out: Directory for plan.json.
-    """
-    from pathlib import Path
-
-    from braid.bench import plan
-    from braid.bench.workers.plan_plan import Plan
-
-    sizes = Plan(models=models, rounds=rounds, steps=steps, vtrain=vtrain)
-    bench = plan.PlanBench(only=only, sizes=sizes, out=Path(out))
-    plan.print_plan(plan.run_plan(bench), bench.out)
     return 0
 
 

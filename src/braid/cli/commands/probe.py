@@ -42,9 +42,9 @@ def probe(
     """
     from pathlib import Path
 
-    from braid.bench.harness.several import Where
-    from braid.bench.probe import Probe
-    from braid.bench.probe import probe as measure
+    from braid.cli.bench.harness.ranks import Where
+    from braid.cli.bench.probe import Probe
+    from braid.cli.bench.probe import probe as measure
     from braid.programs.topology import to_toml
 
     where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None

@@ -34,10 +34,10 @@ def prove(
 
     import msgspec
 
-    from braid.bench.harness.one_host import run_here
+    from braid.cli.bench.harness.ranks import run_here
     from braid.train.prove.show import show
     from braid.train.prove.task import load_task
-    from braid.train.prove.worker import ProofConfig, ProofLine
+    from braid.train.prove.worker import ProofConfig, ProofLine, main
 
     problems = [f"--num-ranks {n}"] * (n < 1) + [f"--steps {steps}"] * (steps < 1)
     if problems:
@@ -45,8 +45,8 @@ def prove(
         raise ConfigError(msg)
     load_task(Path(file))  # reports an unreadable task once, not on every rank
     lines: list[str] = []
-    config = msgspec.json.encode(ProofConfig(file=str(Path(file).resolve()), steps=steps))
-    run_here(n, "braid.train.prove.worker", config, log_dir=Path(log_dir), on_line=lines.append)
+    config = ProofConfig(file=str(Path(file).resolve()), steps=steps)
+    run_here(n, main, config, log_dir=Path(log_dir), on_line=lines.append)
     proof = msgspec.json.decode(lines[-1], type=ProofLine).proof
     show(proof)
     return 0 if proof.holds else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -36,14 +36,10 @@ class ProofLine(msgspec.Struct, frozen=True, kw_only=True):
     proof: Proof
 
 
-def main(config: ProofConfig) -> None:
-    """Compare the two runs and print the proof on the first rank."""
+def main(config: ProofConfig) -> Iterator[ProofLine]:
+    """Compare the two runs; the first rank yields the proof."""
     group = init()
     proof = prove(group, load_task(Path(config.file)), config.steps)
     if proof is not None:
-        print(msgspec.json.encode(ProofLine(proof=proof)).decode(), flush=True)
+        yield ProofLine(proof=proof)
     shutdown()
-
-
-if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=ProofConfig))

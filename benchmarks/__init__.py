@@ -1,0 +1,1 @@
+"""Benchmarks of braid beside other systems: `python -m benchmarks zero`."""

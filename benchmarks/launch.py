@@ -1,0 +1,162 @@
+"""`braid bench launch`: from the command to the first step, and from a death to the survivors.
+
+The same job starts by `braid run` on this host and on an engine, in turns. In the second part of a
+round a rank is killed; the last survivor to notice counts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tyro
+from rich.console import Console as RichConsole
+
+from braid.cli.bench.harness.options import Ranks
+from braid.cli.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
+from braid.errors import ConfigError
+from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
+from braid.launch.engines.options import EngineOptions
+from braid.launch.engines.supervisor import EngineSupervisor
+
+__all__ = ["LaunchBench", "LaunchReport", "launch_verdicts", "print_launch", "run_launch"]
+
+WORKER = "benchmarks.workers.launch"
+HERE = "braid run"
+MOST_TIMES, MOST_S = 1.3, 1.0
+
+
+class Launched(msgspec.Struct):
+    """Seconds of one launcher, by round."""
+
+    start_s: list[float] = msgspec.field(default_factory=list)
+    notice_s: list[float] = msgspec.field(default_factory=list)
+
+
+class LaunchReport(Report, kw_only=True):
+    """Figures of all launchers.
+
+    Attributes:
+        ranks: World size.
+        launchers: Figures, by name of the launcher.
+    """
+
+    ranks: int
+    launchers: dict[str, Launched]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchBench:
+    """Measure launchers: from the command to the first step, and from a death to the survivors.
+
+    Attributes:
+        engines: Engines beside `braid run`, whose cluster is up: ray, slurm, mpi.
+        ranks: World size.
+        rounds: Number of rounds.
+        out: Directory for `launch.json` and the runs' logs.
+    """
+
+    engines: Annotated[tuple[str, ...], tyro.conf.arg(name="on")] = ()
+    ranks: Ranks = 8
+    rounds: int = 3
+    out: Path = Path("runs/bench-launch")
+
+    def __post_init__(self) -> None:
+        check_minimums([("ranks", self.ranks, 2), ("rounds", self.rounds, 1)])
+
+
+def run_launch(bench: LaunchBench, *, console: RichConsole | None = None) -> LaunchReport:
+    """Measure jobs in turns.
+
+    Raises:
+        ConfigError: A job fails in another way than was asked for, or an engine is not up.
+    """
+    report = LaunchReport(**measured_on(), ranks=bench.ranks, launchers={})
+    names = [HERE, *bench.engines]
+    with (console or RichConsole(stderr=True)).status(f"starting jobs: {', '.join(names)}"):
+        for turn in range(bench.rounds + 1):
+            for name in names if turn % 2 else reversed(names):
+                figures = report.launchers.setdefault(name, Launched())
+                start_s, notice_s = _once(bench, name)
+                if turn:  # the first one warms up
+                    figures.start_s.append(start_s)
+                    figures.notice_s.append(notice_s)
+    bench.out.mkdir(parents=True, exist_ok=True)
+    save(report, bench.out / "launch.json")
+    return report
+
+
+def launch_verdicts(report: LaunchReport) -> list[Verdict]:
+    """Return what is promised of engines."""
+    verdicts = []
+    here_s = statistics.median(report.launchers[HERE].start_s)
+    for name, figures in report.launchers.items():
+        times = statistics.median(figures.start_s) / here_s
+        slowest_s = max(figures.notice_s)
+        if name != HERE:
+            claim = f"{name}: from start to first step within {MOST_TIMES} times braid run"
+            verdicts.append(Verdict(claim, f"measured {times:.2f}", times <= MOST_TIMES))
+        claim = f"{name}: survivors know of a death within {MOST_S:g} s"
+        verdicts.append(Verdict(claim, f"measured {slowest_s:.2f} s", slowest_s <= MOST_S))
+    return verdicts
+
+
+def print_launch(report: LaunchReport, out: Path) -> None:
+    """Print the figures and the verdicts."""
+    table = new_table(
+        f"{report.ranks} ranks, {report.machine}", ["launcher"], ["first step, s", "death known, s"]
+    )
+    for name, figures in report.launchers.items():
+        table.add_row(
+            name,
+            f"{statistics.median(figures.start_s):.2f}",
+            f"{statistics.median(figures.notice_s):.3f}",
+        )
+    show(table, launch_verdicts(report), out / "launch.json")
+
+
+def _once(bench: LaunchBench, name: str) -> tuple[float, float]:
+    """Run two jobs; return the seconds to the first step, and from the death to the survivors."""
+    began_s = time.time()
+    outcome, lines = _run(bench, name, "step")
+    if not outcome.ok:
+        raise ConfigError(str(outcome))
+    first_s = max(each["first_step"] for each in lines if "first_step" in each) - began_s
+    outcome, lines = _run(bench, name, "kill")
+    killed = [each["killed"] for each in lines if "killed" in each]
+    noticed = [each["noticed"] for each in lines if "noticed" in each]
+    if not killed or len(noticed) != bench.ranks - 1:
+        raise ConfigError(str(outcome))
+    return first_s, max(noticed) - killed[0]
+
+
+def _run(bench: LaunchBench, name: str, what: str) -> tuple[Outcome, list[dict[str, float]]]:
+    console = QuietConsole()
+    job = JobSpec(
+        command=(WORKER, what),
+        kind="module",
+        num_ranks=bench.ranks,
+        threads=1,
+        log_dir=str(bench.out / "run"),
+        hang_report_s=0.0,
+    )
+    if name == HERE:
+        outcome = Supervisor(console).run(job)
+    else:
+        where = EngineOptions(engine=name, num_ranks=bench.ranks)
+        outcome = EngineSupervisor(console).run_on(job, where)
+    lines = [text for _, stream, text in console.lines if stream == 1 and text.startswith(b"{")]
+    return outcome, [json.loads(text) for text in lines]

@@ -1,0 +1,388 @@
+"""`braid bench pipeline`: measure braid's pipeline against torch's, and against its own formulas.
+
+Torch's pipelining over Gloo is the usual choice. Both train the same model by the same schedule, in
+one run (`workers.pipeline`). Besides, a step is held against the work in it and the bubble of the
+schedule, live bytes against the schedule's number of micro-batches, and times over the number of
+micro-batches against the simulator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Annotated
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from benchmarks.workers.pipeline import Case, Figures, Measured, Plan, main
+from benchmarks.workers.pipeline_models import MODEL_NAMES, NUM_BLOCKS, TORCH_SCHEDULES
+from benchmarks.workers.pipeline_parts import Held, Swept
+from braid.cli.bench.harness.options import Budget, Ranks, in_fields
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
+from braid.cli.bench.harness.sizes import MIB, size_text
+from braid.errors import ConfigError
+from braid.programs.schedule.pipeline import SCHEDULES
+
+__all__ = [
+    "CASES",
+    "PipelineBench",
+    "PipelineReport",
+    "pipeline_doubts",
+    "pipeline_tables",
+    "pipeline_verdicts",
+    "plot_sweep",
+    "print_pipeline",
+    "run_pipeline",
+]
+
+CASES = (
+    Case("wide", "1f1b", 8),
+    Case("wide", "gpipe", 8),
+    Case("compute", "1f1b", 8),
+    Case("compute", "gpipe", 8),
+    Case("compute", "interleaved", 8),
+    Case("tiny", "1f1b", 64),
+)
+HELD = (
+    ("gpipe", "never"),
+    ("1f1b", "never"),
+    ("interleaved", "never"),
+    ("gpipe", "always"),
+    ("1f1b", "always"),
+)
+SWEEPS = {"": (), "microbatches": (1, 2, 4, 8, 16, 32)}
+SWEPT = Case("compute", "1f1b", 8)
+LEAST_ROUNDS = 12
+EXPOSED = 0.2  # of Gloo's step, below which the wide case shows nothing
+LEAST_SPEEDUP = {"wide": 1.15, "compute": 0.99}
+LEAST_EFFICIENCY = 0.9
+HELD_WITHIN = 0.1
+MOST_ACTION_S = 100e-6
+OPTIMUM_WITHIN = 0.05
+STEADY = 1.3  # work alone differs by less on an idle machine
+
+
+class PipelineReport(Report, kw_only=True):
+    """Figures of all cases; `swept` names the case of a sweep."""
+
+    figures: Figures
+    swept: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineBench:
+    """Measure pipelines: torch's over Gloo and over braid, braid's own, and their formulas.
+
+    Attributes:
+        ranks: World size.
+        cases: Models with a schedule and the number of micro-batches: wide (4 MiB at a boundary,
+            little work), compute (much work) and tiny (nothing but the engine); gpipe, 1f1b or
+            interleaved.
+        rounds: Largest number of rounds, with one step of each engine.
+        budget_s: Seconds for a case, after which only the least number of rounds is completed.
+        sweep: `microbatches` to vary their number instead; else empty.
+        swept: Case in which it is varied.
+        out: Directory for `pipeline.json`, the sweep's pictures if matplotlib is installed, and
+            the run's logs.
+    """
+
+    ranks: Ranks = 2
+    cases: tuple[Annotated[Case, in_fields(Case)], ...] = CASES
+    rounds: int = 60
+    budget_s: Budget = 20.0
+    sweep: str = ""
+    swept: Annotated[Case, in_fields(Case)] = SWEPT
+    out: Path = Path("runs/bench-pipeline")
+
+    def __post_init__(self) -> None:
+        problems = []
+        for case in self.cases:
+            if case.model not in MODEL_NAMES:
+                models = ", ".join(MODEL_NAMES)
+                problems.append(f"there is no model {case.model}: choose out of {models}")
+            elif case.schedule not in TORCH_SCHEDULES:
+                names = ", ".join(TORCH_SCHEDULES)
+                problems.append(
+                    f"{case.schedule} cannot be compared: choose a schedule out of {names}"
+                )
+            elif self.ranks > 1 and case.num_microbatches >= 1 and (text := self._problem(case)):
+                problems.append(text)
+        if self.sweep not in SWEEPS:
+            problems.append(f"sweep must be microbatches, got {self.sweep!r}")
+        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
+        least += [
+            (f"the number of micro-batches of {case.model}", case.num_microbatches, 1)
+            for case in self.cases
+        ]
+        check_minimums(least, problems)
+
+    def _problem(self, case: Case) -> str:
+        stages = SCHEDULES[case.schedule](self.ranks, case.num_microbatches).header.num_units
+        if NUM_BLOCKS % stages:
+            return (
+                f"{case.schedule} on {self.ranks} ranks has {stages} stages, among which the "
+                f"{NUM_BLOCKS} blocks of {case.model} cannot be shared: use 2 or {NUM_BLOCKS} ranks"
+            )
+        if case.schedule == "interleaved" and case.num_microbatches % self.ranks:
+            return (
+                f"{case.num_microbatches} micro-batches are no multiple of {self.ranks} ranks, as "
+                "torch's interleaved schedule wants"
+            )
+        return ""
+
+
+def run_pipeline(bench: PipelineBench, *, console: RichConsole | None = None) -> PipelineReport:
+    """Measure in fresh processes.
+
+    Args:
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    where = measured_on()
+    cases = () if bench.sweep else bench.cases
+
+    plan = Plan(
+        cases=cases,
+        rounds=bench.rounds,
+        least_rounds=min(bench.rounds, LEAST_ROUNDS),
+        budget_s=bench.budget_s,
+        held=() if bench.sweep else HELD,
+        sweep=bench.swept if bench.sweep else None,
+        numbers=SWEEPS[bench.sweep],
+    )
+    shown = console or RichConsole(stderr=True)
+    names = ", ".join(f"{case.model} ({case.schedule})" for case in cases) or bench.sweep
+    with shown.status(f"measuring {names} on {bench.ranks} ranks"):
+        figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
+    report = PipelineReport(
+        **where,
+        figures=figures,
+        swept=f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else "",
+    )
+    save(report, bench.out / "pipeline.json")
+    if bench.sweep and importlib.util.find_spec("matplotlib") is not None:
+        for suffix in ("png", "svg"):
+            plot_sweep(report, bench.out / f"{bench.sweep}.{suffix}")
+    return report
+
+
+def pipeline_verdicts(report: PipelineReport) -> list[Verdict]:
+    """Judge whether braid's pipeline keeps its promises."""
+    verdicts = []
+    for row in report.figures.measured:
+        verdicts += _verdicts_of(row)
+    verdicts += [_held_verdict(held) for held in report.figures.held]
+    if swept := report.figures.swept:
+        best = _fastest(swept, "measured_s")
+        chosen = _fastest(swept, "simulated_s")
+        longer = chosen.measured_s / best.measured_s - 1
+        claim = (
+            f"the simulated optimum of {chosen.num_microbatches} micro-batches: a step at most "
+            f"{OPTIMUM_WITHIN:.0%} longer than with the best number, {best.num_microbatches}"
+        )
+        verdicts.append(Verdict(claim, f"measured {longer:.1%}", longer <= OPTIMUM_WITHIN))
+    return verdicts
+
+
+def pipeline_doubts(report: PipelineReport) -> list[str]:
+    """Return texts on figures that were measured while other programs slowed the machine down."""
+    lines = []
+    for row in report.figures.measured:
+        work_s = row.rounds_s.get("compute", [])
+        if len(work_s) < LEAST_ROUNDS:
+            continue
+        low_s, *_, high_s = quantiles(work_s, n=10)
+        if high_s > STEADY * low_s:
+            lines.append(
+                f"unsteady  {row.case.model}, {row.case.schedule}: work without messages took "
+                f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth and ninetieth percentile): "
+                "something else has slowed the machine down; measure again"
+            )
+    return lines
+
+
+def _verdicts_of(row: Measured) -> list[Verdict]:
+    what = f"{row.case.model}, {row.case.schedule}"
+    verdicts = []
+    if row.case.model == "tiny":
+        verdicts.append(
+            Verdict(
+                f"{what}: at most {MOST_ACTION_S * 1e6:.0f} us of the engine for an action",
+                f"measured {row.action_s * 1e6:.0f} us",
+                row.action_s <= MOST_ACTION_S,
+            )
+        )
+    if least := LEAST_SPEEDUP.get(row.case.model):
+        faster, exposed = row.speedup["braid"], max(0.0, 1 - row.efficiency["gloo"])
+        figure = f"measured {faster:.2f} with {exposed:.0%} exposed"
+        known = row.case.model != "wide" or exposed >= EXPOSED
+        verdicts.append(
+            Verdict(
+                f"{what}: step at least {least} x Gloo's"
+                + f", of which at least {EXPOSED:.0%} is exposed" * (row.case.model == "wide"),
+                figure,
+                faster >= least if known else None,
+            )
+        )
+    if row.case.model == "compute":
+        share = row.efficiency["braid"]
+        claim = (
+            f"{what}: at least {LEAST_EFFICIENCY:.0%} of a step are work and a bubble of "
+            f"{_bubble(row):.1%}"
+        )
+        verdicts.append(Verdict(claim, f"measured {share:.0%}", share >= LEAST_EFFICIENCY))
+    return verdicts
+
+
+def _held_verdict(held: Held) -> Verdict:
+    ratios = [a / b for a, b in zip(held.measured_bytes, held.formula_bytes, strict=True)]
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    return Verdict(
+        f"{_mode_text(held)}: live bytes within {HELD_WITHIN:.0%} of the formula",
+        f"measured {worst:.3f} of it at worst",
+        abs(worst - 1) <= HELD_WITHIN,
+    )
+
+
+def _bubble(row: Measured) -> float:
+    """Return the bubble as a share of the step, of whose work `overhead` is a share."""
+    return row.overhead / (1 + row.overhead)
+
+
+def _fastest(swept: list[Swept], by: str) -> Swept:
+    return min(swept, key=lambda row: getattr(row, by))
+
+
+def _mode_text(held: Held) -> str:
+    return f"{held.schedule}{', recomputed' if held.recompute != 'never' else ''}"
+
+
+def pipeline_tables(report: PipelineReport) -> list[Table]:
+    """Make a table of cases, one of live bytes, and one of the sweep, of those that there are."""
+    machine = f"{report.machine}, torch {report.torch}"
+    figures = report.figures
+    tables = []
+    if figures.measured:
+        tables.append(_case_table(machine, figures.measured))
+    if figures.held:
+        tables.append(_held_table(figures.held))
+    if figures.swept:
+        tables.append(_sweep_table(machine, figures.swept))
+    return tables
+
+
+def _case_table(machine: str, measured: list[Measured]) -> Table:
+    title = (
+        f"{machine}; model, schedule, micro-batches: median ms of a step\n"
+        "x: step of torch's pipelining over Gloo / this one's; explained: work and bubble in a step"
+    )
+    heads = ("boundary", "bubble", "work", "Gloo", "explained", "torch, braid", "x")
+    grid = new_table(title, ("case",), (*heads, "braid", "x", "explained"))
+    grid.collapse_padding = True
+    for row in measured:
+        cells = [f"{row.case.model}, {row.case.schedule}, {row.case.num_microbatches}"]
+        cells += [size_text(row.boundary_bytes), f"{_bubble(row):.1%}"]
+        cells += [f"{row.step_s[name] * 1e3:.1f}" for name in ("compute", "gloo")]
+        cells.append(f"{row.efficiency['gloo']:.0%}")
+        for name in ("torch", "braid"):
+            cells += [f"{row.step_s[name] * 1e3:.1f}", f"{row.speedup[name]:.2f}"]
+        grid.add_row(*cells, f"{row.efficiency['braid']:.0%}")
+    return grid
+
+
+def _held_table(rows: list[Held]) -> Table:
+    title = "most MiB of activations at a time: measured / micro-batches x bytes of one"
+    ranks = range(len(rows[0].measured_bytes))
+    grid = new_table(title, ("schedule",), [f"rank {rank}" for rank in ranks])
+    for row in rows:
+        pairs = zip(row.measured_bytes, row.formula_bytes, strict=True)
+        texts = [f"{measured / MIB:.1f} / {formula / MIB:.1f}" for measured, formula in pairs]
+        grid.add_row(_mode_text(row), *texts)
+    return grid
+
+
+def _sweep_table(machine: str, swept: list[Swept]) -> Table:
+    title = f"{machine}; ms of a step over the number of micro-batches of one batch"
+    heads = ("micro-batches", "rows", "F", "B", "message", "measured", "simulated", "error")
+    grid = new_table(title, (), heads)
+    grid.add_column("optimum")
+    best, chosen = _fastest(swept, "measured_s"), _fastest(swept, "simulated_s")
+    for row in swept:
+        marks = [name for name, at in (("measured", best), ("simulated", chosen)) if at is row]
+        times = (row.forward_s, row.backward_s, row.message_s, row.measured_s, row.simulated_s)
+        error = row.simulated_s / row.measured_s - 1
+        cells = [f"{seconds * 1e3:.2f}" for seconds in times]
+        texts = [str(row.num_microbatches), str(row.rows), *cells, f"{error:+.1%}"]
+        grid.add_row(*texts, " and ".join(marks))
+    return grid
+
+
+def plot_sweep(report: PipelineReport, path: Path) -> Path:
+    """Plot the time of a step over the number of micro-batches; the optimum is marked.
+
+    Args:
+        report: Report of a sweep.
+        path: File, as PNG or SVG by its suffix.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        msg = "the plot needs matplotlib, which is not installed: pip install 'braid-train[bench]'"
+        raise ConfigError(msg)
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(6.4, 4.0))
+    axes = figure.add_subplot()
+    swept = report.figures.swept
+    numbers = [row.num_microbatches for row in swept]
+    for by, style, colour in (("measured", "o-", "#4477aa"), ("simulated", "s--", "#ee6677")):
+        key = f"{by}_s"
+        axes.plot(numbers, [getattr(row, key) * 1e3 for row in swept], style, c=colour, label=by)
+        best = _fastest(swept, key)
+        axes.plot(
+            [best.num_microbatches],
+            [getattr(best, key) * 1e3],
+            style[0],
+            markersize=14,
+            markerfacecolor="none",
+            c=colour,
+        )
+    best = _fastest(swept, "measured_s")
+    axes.annotate(
+        f"optimum: {best.num_microbatches}",
+        (best.num_microbatches, best.measured_s * 1e3),
+        xytext=(0, 16),
+        textcoords="offset points",
+        ha="center",
+    )
+    axes.set(xscale="log", xlabel="micro-batches of one batch", ylabel="ms of a step")
+    axes.set_xticks(numbers, labels=[str(number) for number in numbers])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(frameon=False)
+    figure.suptitle(f"{report.swept}, {report.machine}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def print_pipeline(report: PipelineReport, out: Path) -> None:
+    """Print the tables, the verdicts and the path of the figures."""
+    lines = [*pipeline_verdicts(report), *pipeline_doubts(report)]
+    show(pipeline_tables(report), lines, out / "pipeline.json")

@@ -1,0 +1,252 @@
+"""`braid bench plan`: measure what plans promise.
+
+steps             predicted steps and bytes of every kind of split, on as many ranks as cores
+oversubscribed    the same with twice as many ranks
+asynchronous      asynchronous pipelines beside a synchronous one
+device            a described device, fitted to measured iterations of others
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tyro
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from benchmarks.device_fit import DeviceFit, fit_device, read_iterations
+from benchmarks.workers import plan as asynchronous
+from benchmarks.workers import plan_steps
+from benchmarks.workers.plan_plan import (
+    PARTS,
+    SYNCHRONOUS,
+    Plan,
+    StepError,
+    Steps,
+    StepsPlan,
+)
+from benchmarks.workers.ps_plan import Measured
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+    unknown_parts,
+)
+from braid.train.config import MODELS
+
+__all__ = [
+    "PlanBench",
+    "PlanReport",
+    "plan_table",
+    "plan_verdicts",
+    "print_plan",
+    "run_plan",
+    "steps_table",
+]
+
+LEAST = 1.1  # times as many samples per second as the synchronous pipeline
+MEDIAN, P90, OVERSUBSCRIBED, BYTES = 0.10, 0.20, 0.25, 0.10  # largest errors
+RANKED, WORSE = 0.95, 1.05  # rank correlation; best predicted over best measured
+HALF, LARGER = 0.084, 0.10  # mean errors on vTrain's iterations
+RANKS, MANY_RANKS = 2, 4
+
+
+class PlanReport(Report, kw_only=True):
+    """Figures of all parts that were measured.
+
+    Attributes:
+        steps: Predicted and measured steps on as many ranks as cores.
+        oversubscribed: The same with twice as many ranks.
+        asynchronous: Seconds of each pipeline, by model.
+        device: Errors on vTrain's iterations.
+    """
+
+    steps: list[StepError] = msgspec.field(default_factory=list)
+    oversubscribed: list[StepError] = msgspec.field(default_factory=list)
+    device: DeviceFit | None = None
+    asynchronous: list[Measured] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanBench:
+    """Measure how well steps are predicted, and asynchronous pipelines beside a synchronous one.
+
+    Attributes:
+        only: Names of the parts to measure, out of `PARTS`.
+        sizes: Sizes of the measurements.
+        out: Directory for `plan.json` and the log of the run.
+    """
+
+    only: tuple[str, ...] = PARTS
+    sizes: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
+    out: Path = Path("runs/bench-plan")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"a model is NAME:ROWS, such as mini:4, with a name of {', '.join(MODELS)}: {each}"
+            for each in self.sizes.models
+            if not (each.partition(":")[0] in MODELS and each.partition(":")[2].isdecimal())
+        ]
+        problems += [
+            f"a training is MODEL:BATCH:CONTEXT, such as mini:16:128, got {each}"
+            for each in self.sizes.steps
+            if _steps_of(each, 1) is None
+        ]
+        least = [("rounds", self.sizes.rounds, 1)]
+        check_minimums(least, [*unknown_parts(self.only, PARTS), *problems])
+
+
+def run_plan(bench: PlanBench, *, console: RichConsole | None = None) -> PlanReport:
+    """Measure in fresh processes.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    report = PlanReport(**measured_on())
+
+    sizes = bench.sizes
+    with (console or RichConsole(stderr=True)).status(f"measuring {', '.join(bench.only)}"):
+        if "steps" in bench.only:
+            report.steps = _step_errors(RANKS, sizes.steps, sizes.rounds, bench.out)
+        if "oversubscribed" in bench.only:
+            report.oversubscribed = _step_errors(
+                MANY_RANKS, sizes.steps[:1], sizes.rounds, bench.out
+            )
+        if "asynchronous" in bench.only:
+            report.asynchronous = figures_of(
+                RANKS, asynchronous.main, sizes, list[Measured], out=bench.out
+            )
+        if "device" in bench.only and sizes.vtrain:
+            report.device = fit_device(read_iterations(sizes.vtrain))
+    save(report, bench.out / "plan.json")
+    return report
+
+
+def _steps_of(text: str, rounds: int) -> Steps | None:
+    """Return the training of a text such as mini:16:128; None if it is no such text."""
+    name, *numbers = text.split(":")
+    if name not in MODELS or len(numbers) != 2 or not all(n.isdecimal() for n in numbers):
+        return None
+    batch, context = map(int, numbers)
+    return Steps(model=name, batch=batch, context=context, rounds=rounds)
+
+
+def _step_errors(num_ranks: int, texts: Sequence[str], rounds: int, out: Path) -> list[StepError]:
+    steps = [own for text in texts if (own := _steps_of(text, rounds)) is not None]
+    return figures_of(
+        num_ranks,
+        plan_steps.main,
+        StepsPlan(steps=steps),
+        list[StepError],
+        out=out,
+        run=f"steps-{num_ranks}",
+    )
+
+
+def _ratio(row: Measured, way: str) -> float:
+    """Return how many times as fast as the synchronous pipeline: the median over rounds."""
+    pairs = zip(row.seconds[SYNCHRONOUS], row.seconds[way], strict=True)
+    return statistics.median(other / own for other, own in pairs)
+
+
+def plan_verdicts(report: PlanReport) -> Iterator[Verdict]:
+    """Judge predictions, and whether the asynchronous pipeline is as fast as promised."""
+    if report.steps:
+        yield from _step_verdicts(report.steps)
+    if report.oversubscribed:
+        error = statistics.median(abs(row.error) for row in report.oversubscribed)
+        claim = f"{MANY_RANKS} ranks: median error of a step at most {100 * OVERSUBSCRIBED:g} %"
+        yield Verdict(claim, f"measured {100 * error:.1f} %", error <= OVERSUBSCRIBED)
+    if report.device is not None:
+        for text, error, most in (
+            ("the other half", report.device.half, HALF),
+            ("8 GPUs, from 2 and 4", report.device.larger, LARGER),
+        ):
+            claim = f"vTrain's iterations, {text}: mean error at most {100 * most:g} %"
+            yield Verdict(claim, f"got {100 * error:.2f} %", error <= most)
+    for row in report.asynchronous:
+        ratio = _ratio(row, "stash")
+        claim = f"{row.name}: stashed weights at least {LEAST:g} times as fast as 1F1B of 4"
+        yield Verdict(claim, f"measured {ratio:.2f}", ratio >= LEAST)
+
+
+def _step_verdicts(rows: Sequence[StepError]) -> Iterator[Verdict]:
+    from scipy.stats import spearmanr  # noqa: PLC0415 - of the extra `plan`
+
+    errors = sorted(abs(row.error) for row in rows)
+    median, p90 = statistics.median(errors), errors[int(0.9 * (len(errors) - 1))]
+    ranked = float(spearmanr([r.predicted_s for r in rows], [r.measured_s for r in rows])[0])
+    nbytes = statistics.median(abs(row.bytes_error) for row in rows)
+    worst = 0.0
+    for model in {row.model for row in rows}:
+        own = [row for row in rows if row.model == model]
+        chosen = min(own, key=lambda row: row.predicted_s)
+        worst = max(worst, chosen.measured_s / min(row.measured_s for row in own))
+    for claim, value, text, holds in (
+        ("median error of a step", MEDIAN, f"{100 * median:.1f} %", median <= MEDIAN),
+        ("90 % of errors", P90, f"{100 * p90:.1f} %", p90 <= P90),
+        ("median error of live bytes", BYTES, f"{100 * nbytes:.1f} %", nbytes <= BYTES),
+    ):
+        yield Verdict(f"{claim} at most {100 * value:g} %", f"measured {text}", holds)
+    yield Verdict(
+        f"rank correlation at least {RANKED:g}", f"measured {ranked:.3f}", ranked >= RANKED
+    )
+    yield Verdict(
+        f"the split predicted to be best at most {WORSE:g} times as long as the best",
+        f"measured {worst:.2f}",
+        worst <= WORSE,
+    )
+
+
+def steps_table(rows: Sequence[StepError]) -> Table:
+    """Make a table with one row per training and split."""
+    title = f"{rows[0].ranks} ranks: predicted and measured steps in ms, live bytes in MB"
+    columns = ("predicted", "measured", "error %", "predicted MB", "measured MB", "error %")
+    grid = new_table(title, ("model:batch:context", "split"), columns)
+    model = ""
+    for row in rows:
+        grid.add_row(
+            row.model if row.model != model else "",
+            row.split,
+            f"{1e3 * row.predicted_s:.1f}",
+            f"{1e3 * row.measured_s:.1f}",
+            f"{100 * row.error:+.1f}",
+            f"{row.predicted_bytes / 1e6:.1f}",
+            f"{row.measured_bytes / 1e6:.1f}",
+            f"{100 * row.bytes_error:+.1f}",
+        )
+        model = row.model
+    return grid
+
+
+def plan_table(report: PlanReport) -> Table:
+    """Make a table with one row per model and pipeline."""
+    title = (
+        f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core; 2 ranks, "
+        "plain SGD, medians of rounds, x = time of 1F1B / this one's"
+    )
+    grid = new_table(title, ("model:rows", "weights"), ("samples/s", "x"))
+    for row in report.asynchronous:
+        for way, seconds in row.seconds.items():
+            is_first = way == SYNCHRONOUS
+            rate = row.amount / statistics.median(seconds)
+            label = row.name if is_first else ""
+            grid.add_row(label, way, f"{rate:.1f}", "" if is_first else f"{_ratio(row, way):.2f}")
+    return grid
+
+
+def print_plan(report: PlanReport, out: Path) -> None:
+    """Print the tables, the verdicts and the path of the figures."""
+    tables = [steps_table(rows) for rows in (report.steps, report.oversubscribed) if rows]
+    tables += [plan_table(report)] if report.asynchronous else []
+    show(tables, list(plan_verdicts(report)), out / "plan.json")

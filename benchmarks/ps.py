@@ -1,0 +1,307 @@
+"""`braid bench ps`: measure a parameter server, with references of the same run beside it.
+
+Four jobs are started, one after the other: transfers between one server and one worker, training
+steps, servers that are killed, and stragglers (`workers.ps_transfer`, `ps_training`, `ps_failover`,
+`ps_stragglers`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+import tyro
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from benchmarks.workers.ps import main
+from benchmarks.workers.ps_plan import PARTS, Failover, Measured, Plan, Ratio
+from benchmarks.workers.ps_stragglers import CLEAN, FREE, NUM_WORKERS
+from benchmarks.workers.ps_training import ALL_REDUCE, SERVERS, WORKERS
+from benchmarks.workers.ps_transfer import RPC, SHARED, SOCKETS
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+    unknown_parts,
+)
+
+__all__ = ["PsBench", "PsReport", "print_ps", "ps_table", "ps_verdicts", "run_ps"]
+
+T = TypeVar("T")
+TRANSFERS = ("dense", "small", "pairs", "rows")
+RANKS = {"step": 4, "failover": 1, "stragglers": 2 + NUM_WORKERS}
+TRANSFER_RANKS = 3
+ROUNDS = {"stragglers": 2}  # at most: each takes ten seconds
+
+# targets
+DENSE_BYTES_PER_S = {SOCKETS: 2.2e9, SHARED: 5e9}
+SMALL_S = 120e-6
+PS_LITE_PAIRS = {"push": 10e6 / 0.15, "pull": 10e6 / 0.19}  # per second, in C++ over ZeroMQ
+PAIRS_RATIO = {SOCKETS: 1.0, SHARED: 2.0}
+ROWS_PER_S = 1e6
+STEP_RATIO = 1.5
+FAILOVER_S = 1.0
+KEPT = {
+    "SSP(4), transient": 0.8,
+    "quorum 3, transient": 0.8,
+    "quorum 3, permanent": 0.8,
+    "asynchronous, permanent": 0.75,
+}
+LABELS = {
+    "dense": "push and pull of a dense table",
+    "small": "push of 16 numbers, until accepted",
+    "push": "push of pairs",
+    "pull": "pull of pairs",
+    "rows": "rows pulled and pushed, dim 32",
+    "step": "training step, 2 workers",
+}
+UNITS = {"dense": ("GB/s", 1e9), "push": ("M pairs/s", 1e6), "pull": ("M pairs/s", 1e6)}
+UNITS["rows"] = ("M rows/s", 1e6)
+
+
+class PsReport(Report, kw_only=True):
+    """Figures of all parts that were measured.
+
+    Attributes:
+        rows: Transfers and training steps.
+        failover: Servers that were killed.
+        stragglers: Clocks per second by regime.
+    """
+
+    rows: list[Measured] = msgspec.field(default_factory=list)
+    failover: Failover | None = None
+    stragglers: Ratio | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PsBench:
+    """Measure a parameter server: bytes, messages, rows, steps, servers that die, stragglers.
+
+    References run beside it: a plain unix socket, torch's RPC, and the step by all-reduce.
+
+    Attributes:
+        only: Names of the parts to measure, out of `PARTS`.
+        rounds: Number of rounds, in each of which every candidate is measured.
+        kills: Servers that are killed, one after the other.
+        sizes: Sizes of the measurements; its parts, rounds and kills are replaced.
+        out: Directory for `ps.json` and the logs of the runs.
+    """
+
+    only: tuple[str, ...] = PARTS
+    rounds: int = 8
+    kills: int = 5
+    sizes: Annotated[Plan, tyro.conf.Suppress] = field(default_factory=Plan)
+    out: Path = Path("runs/bench-ps")
+
+    def __post_init__(self) -> None:
+        least = [("rounds", self.rounds, 1), ("kills", self.kills, 1)]
+        check_minimums(least, unknown_parts(self.only, PARTS))
+
+
+def run_ps(bench: PsBench, *, console: RichConsole | None = None) -> PsReport:
+    """Measure in fresh processes.
+
+    Args:
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    report = PsReport(**measured_on())
+    shown = console or RichConsole(stderr=True)
+
+    def measure(parts: tuple[str, ...], kind: type[T]) -> T:
+        rounds = min(bench.rounds, ROUNDS.get(parts[0], bench.rounds))
+        plan = msgspec.structs.replace(bench.sizes, parts=parts, rounds=rounds, kills=bench.kills)
+        ranks = RANKS.get(parts[0], TRANSFER_RANKS)
+        with shown.status(f"measuring {', '.join(parts)}"):
+            return figures_of(
+                ranks,
+                main,
+                plan,
+                kind,
+                out=bench.out,
+                run=f"run-{parts[0]}",
+            )
+
+    if transfers := tuple(part for part in TRANSFERS if part in bench.only):
+        report.rows += measure(transfers, list[Measured])
+    if "step" in bench.only:
+        report.rows += measure(("step",), list[Measured])
+    if "failover" in bench.only:
+        report.failover = measure(("failover",), Failover)
+    if "stragglers" in bench.only:
+        report.stragglers = measure(("stragglers",), Ratio)
+    save(report, bench.out / "ps.json")
+    return report
+
+
+def ps_verdicts(report: PsReport) -> list[Verdict]:
+    """Judge whether the parameter server keeps its promises."""
+    verdicts: list[Verdict] = []
+    for row in report.rows:
+        verdicts += _TARGETS[row.name](row)
+    if report.failover is not None:
+        verdicts += _failover_verdicts(report.failover)
+    if report.stragglers is not None:
+        verdicts += _straggler_verdicts(report.stragglers)
+    return verdicts
+
+
+def _median(row: Measured, way: str) -> float:
+    return statistics.median(row.seconds[way])
+
+
+def _dense_verdicts(row: Measured) -> Iterator[Verdict]:
+    for way, least in DENSE_BYTES_PER_S.items():
+        rate = row.amount / _median(row, way)
+        claim = f"dense push and pull over {way}: at least {least / 1e9:g} GB/s"
+        yield Verdict(claim, f"measured {rate / 1e9:.2f}", rate >= least)
+
+
+def _small_verdicts(row: Measured) -> Iterator[Verdict]:
+    seconds = _median(row, SOCKETS)
+    claim = f"a small push, until accepted: at most {SMALL_S * 1e6:.0f} us"
+    yield Verdict(claim, f"measured {seconds * 1e6:.0f}", seconds <= SMALL_S)
+
+
+def _pairs_verdicts(row: Measured) -> Iterator[Verdict]:
+    for way, least in PAIRS_RATIO.items():
+        ratio = row.amount / _median(row, way) / PS_LITE_PAIRS[row.name]
+        claim = (
+            f"{row.name} of pairs over {way}: at least {least:g} x what "
+            f"PS-Lite passed, {PS_LITE_PAIRS[row.name] / 1e6:.0f} M/s"
+        )
+        yield Verdict(claim, f"measured {ratio:.2f} x", ratio >= least)
+
+
+def _rows_verdicts(row: Measured) -> Iterator[Verdict]:
+    for way in (SOCKETS, SHARED):
+        rate = row.amount / _median(row, way)
+        claim = f"rows over {way}: at least {ROWS_PER_S / 1e6:g} M rows/s"
+        figure = f"measured {rate / 1e6:.2f}; {row.note}"
+        yield Verdict(claim, figure, rate >= ROWS_PER_S)
+
+
+def _step_verdicts(row: Measured) -> Iterator[Verdict]:
+    for way in (SERVERS, WORKERS):
+        ratio = _ratio(row, way, ALL_REDUCE)
+        claim = f"a step where {way}: at most {STEP_RATIO:g} x one by all-reduce"
+        yield Verdict(claim, f"measured {ratio:.2f} x", ratio <= STEP_RATIO)
+
+
+_TARGETS = {
+    "dense": _dense_verdicts,
+    "small": _small_verdicts,
+    "push": _pairs_verdicts,
+    "pull": _pairs_verdicts,
+    "rows": _rows_verdicts,
+    "step": _step_verdicts,
+}
+
+
+def _failover_verdicts(failover: Failover) -> Iterator[Verdict]:
+    kills, slowest = len(failover.slowest_s), statistics.median(failover.slowest_s)
+    claim = f"{kills} servers killed: the slowest step takes less than {FAILOVER_S:g} s"
+    figure = (
+        f"measured median {slowest:.3f} s, longest {max(failover.slowest_s):.3f} s (step "
+        f"{failover.step_s * 1e3:.0f} ms, copies remade in {_median_of(failover.repaired_s):.2f} s)"
+    )
+    yield Verdict(claim, figure, slowest < FAILOVER_S)
+    held = failover.lost == 0 and failover.wrong == 0
+    claim = "no acknowledged push is lost, and every pull shows all of them"
+    figure = f"measured {failover.lost} lost, {failover.wrong} wrong of {failover.steps} steps"
+    yield Verdict(claim, figure, held)
+
+
+def _straggler_verdicts(ratio: Ratio) -> Iterator[Verdict]:
+    for name, least in KEPT.items():
+        share = _kept(ratio, name)
+        what = "samples" if name.startswith("asynchronous") else "clocks of BSP"
+        claim = f"{name} straggler: keeps at least {least:.0%} of the {what} without one"
+        yield Verdict(claim, f"measured {share:.0%}", share >= least)
+
+
+def _kept(ratio: Ratio, name: str) -> float:
+    reference = FREE if name.startswith("asynchronous") else CLEAN
+    pairs = zip(ratio.rates[name], ratio.rates[reference], strict=True)
+    return statistics.median(own / clean for own, clean in pairs)
+
+
+def _ratio(row: Measured, way: str, reference: str) -> float:
+    pairs = zip(row.seconds[way], row.seconds[reference], strict=True)
+    return statistics.median(own / other for own, other in pairs)
+
+
+def _median_of(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+class _Line(NamedTuple):
+    """One line of the table."""
+
+    what: str
+    way: str
+    time: str
+    rate: str
+    ratio: str
+
+
+def ps_table(report: PsReport) -> Table:
+    """Make a table with one row per act and candidate."""
+    title = (
+        f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core; medians of "
+        "rounds, x = time of the reference / this one's"
+    )
+    grid = new_table(title, ("measured", "by"), ("ms", "rate", "x"))
+    lines = [line for row in report.rows for line in _lines(row)]
+    if report.failover is not None:
+        failover = report.failover
+        for what, seconds in (("slowest", failover.slowest_s), ("repair", failover.repaired_s)):
+            time = f"{_median_of(seconds) * 1e3:.0f}"
+            lines.append(_Line("servers killed, 3 of them", f"{what}, median", time, "", ""))
+    if report.stragglers is not None:
+        for name, rates in report.stragglers.rates.items():
+            share = _kept(report.stragglers, name)
+            rate = f"{_median_of(rates):.1f} clocks/s"
+            lines.append(_Line("stragglers, 4 workers", name, "", rate, f"{share:.2f}"))
+    before = ""
+    for line in lines:
+        grid.add_row("" if line.what == before else line.what, *line[1:])
+        before = line.what
+    return grid
+
+
+def _lines(row: Measured) -> Iterator[_Line]:
+    reference = next((way for way in (RPC, ALL_REDUCE) if way in row.seconds), "")
+    for way in row.seconds:
+        seconds = _median(row, way)
+        unit, scale = UNITS.get(row.name, ("", 1.0))
+        rate = f"{row.amount / seconds / scale:.2f} {unit}" if unit else ""
+        ratio = f"{1 / _ratio(row, way, reference):.2f}" if reference else ""
+        if row.name in PS_LITE_PAIRS:
+            ratio = f"{row.amount / seconds / PS_LITE_PAIRS[row.name]:.2f}"
+        yield _Line(LABELS[row.name], way, f"{seconds * 1e3:.3f}", rate, ratio)
+
+
+def print_ps(report: PsReport, out: Path) -> None:
+    """Print the table, the verdicts and the path of the figures."""
+    notes = [row.note for row in report.rows if row.name == "step"]
+    lines: list[object] = list(ps_verdicts(report))
+    lines += [
+        f"steps: {note}; 4 processes of one thread share {report.machine}, and the all-reduce's "
+        "ranks have two of them to themselves"
+        for note in notes
+    ]
+    show(ps_table(report), lines, out / "ps.json")

@@ -1,0 +1,144 @@
+"""`braid bench rpc`: measure remote calls between two processes, beside torch's."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tyro
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from benchmarks.workers.ps_plan import Measured
+from benchmarks.workers.rpc import main
+from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+    unknown_parts,
+)
+
+__all__ = ["RpcBench", "RpcReport", "print_rpc", "rpc_table", "rpc_verdicts", "run_rpc"]
+
+LABELS = {
+    "small": "small call and its answer",
+    "1 MiB": "tensor of 1 MiB, there and back",
+    "16 MiB": "tensor of 16 MiB, there and back",
+    "windowed": "2,000 calls under way at once",
+    "autograd": "forward, backward and step over two hops",
+    "serving": "a request of one of 8 observers, served in batches",
+}
+TARGETS = {  # times as fast as torch's
+    "small": 1.5,
+    "1 MiB": 2.0,
+    "16 MiB": 1.5,
+    "windowed": 1.0,
+    "autograd": 1.0,
+    "serving": 1.0,
+}
+
+
+class RpcReport(Report, kw_only=True):
+    """Figures of all parts that were measured.
+
+    Attributes:
+        rows: Acts, by system.
+    """
+
+    rows: list[Measured] = msgspec.field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RpcBench:
+    """Measure remote calls, distributed autograd and batched serving beside torch's RPC.
+
+    Attributes:
+        only: Names of the parts to measure, out of `PARTS`.
+        rounds: Number of rounds, in each of which both systems are measured by new processes.
+        sizes: Sizes of the measurements; its parts are replaced.
+        out: Directory for `rpc.json` and the log of the run.
+    """
+
+    only: tuple[str, ...] = PARTS
+    rounds: int = 8
+    sizes: Annotated[Plan, tyro.conf.Suppress] = field(default_factory=Plan)
+    out: Path = Path("runs/bench-rpc")
+
+    def __post_init__(self) -> None:
+        least = [("rounds", self.rounds, 1)]
+        check_minimums(least, unknown_parts(self.only, PARTS))
+
+
+def run_rpc(bench: RpcBench, *, console: RichConsole | None = None) -> RpcReport:
+    """Measure in fresh processes.
+
+    Args:
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    report = RpcReport(**measured_on())
+    shown = console or RichConsole(stderr=True)
+
+    plan = msgspec.structs.replace(bench.sizes, parts=bench.only)
+    for number in range(bench.rounds):
+        with shown.status(f"round {number + 1} of {bench.rounds}: {', '.join(bench.only)}"):
+            rows = figures_of(2, main, plan, list[Measured], out=bench.out)
+        if not number:
+            report.rows = rows
+            continue
+        for all_rounds, row in zip(report.rows, rows, strict=True):
+            for system, seconds in row.seconds.items():
+                all_rounds.seconds[system] += seconds
+    save(report, bench.out / "rpc.json")
+    return report
+
+
+def _ratio(row: Measured) -> float:
+    """Return how many times as fast as torch an act is: the median over rounds."""
+    pairs = zip(row.seconds[TORCH], row.seconds[BRAID], strict=True)
+    return statistics.median(other / own for other, own in pairs)
+
+
+def rpc_verdicts(report: RpcReport) -> Iterator[Verdict]:
+    """Judge whether calls are as fast as promised."""
+    for row in report.rows:
+        if TORCH in row.seconds:
+            least, ratio = TARGETS[row.name], _ratio(row)
+            claim = f"{LABELS[row.name]}: at least {least:g} times as fast as torch's RPC"
+            yield Verdict(claim, f"measured {ratio:.2f}", ratio >= least)
+
+
+def rpc_table(report: RpcReport) -> Table:
+    """Make a table with one row per act and system."""
+    title = (
+        f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core; medians of "
+        "rounds, x = time of torch's / this one's"
+    )
+    grid = new_table(title, ("measured", "by"), ("us", "GB/s", "x"))
+    for row in report.rows:
+        for place, (system, seconds) in enumerate(row.seconds.items()):
+            median = statistics.median(seconds)
+            rate = f"{row.amount / median / 1e9:.2f}" if row.amount > 1 else ""
+            has_ratio = system == BRAID and TORCH in row.seconds
+            ratio = f"{_ratio(row):.2f}" if has_ratio else ""
+            label = "" if place else LABELS[row.name]
+            grid.add_row(label, system, f"{median * 1e6:,.0f}", rate, ratio)
+    return grid
+
+
+def print_rpc(report: RpcReport, out: Path) -> None:
+    """Print the table, the verdicts and the path of the figures."""
+    show(rpc_table(report), list(rpc_verdicts(report)), out / "rpc.json")

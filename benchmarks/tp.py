@@ -1,0 +1,178 @@
+"""`braid bench tp`: measure braid's tensor parallelism against transformers' and torch's.
+
+transformers' own plan and torch's `parallelize_module`, both of DTensor over Gloo, are the usual
+choices. All divide the same models, in one run (`workers.tp`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from benchmarks.workers.tp import HEADS, KV_HEADS, MODEL_NAMES, VARIANTS, Case, Measured, Plan, main
+from braid.cli.bench.harness.options import Budget, Ranks, in_fields
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
+from braid.errors import ConfigError
+
+__all__ = ["CASES", "TpBench", "TpReport", "case_of", "print_tp", "run_tp"]
+
+CASES = (
+    Case("llama", 128, 4, 2, 64),
+    Case("qwen2", 128, 4, 2, 64),
+    Case("mistral", 64, 2, 2, 32),
+)
+LEAST_ROUNDS = 12
+LEAST_SPEEDUP = {
+    "transformers": (2.5, "transformers' own plan over Gloo"),
+    "torch": (1.5, "parallelize_module over Gloo"),
+    "transformers_braid": (1.5, 'transformers\' own plan over "braid"'),
+    "torch_braid": (1.5, 'parallelize_module over "braid"'),
+}
+MOST_GAP = 1e-5
+
+
+class TpReport(Report, kw_only=True):
+    """Figures of all cases."""
+
+    rows: list[Measured]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TpBench:
+    """Measure tensor parallelism: transformers' plan, torch's, and braid's.
+
+    Attributes:
+        ranks: World size.
+        cases: Models (llama, mistral, qwen2) with width, layers, sequences and positions.
+        rounds: Largest number of rounds, with one step of each engine.
+        budget_s: Seconds for a case, after which only the least number of rounds is completed.
+        out: Directory for `tp.json` and the run's logs.
+    """
+
+    ranks: Ranks = 2
+    cases: tuple[Annotated[Case, in_fields(Case)], ...] = CASES
+    rounds: int = 60
+    budget_s: Budget = 40.0
+    out: Path = Path("runs/bench-tp")
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"there is no model {case.model}: choose out of {', '.join(MODEL_NAMES)}"
+            for case in self.cases
+            if case.model not in MODEL_NAMES
+        ]
+        if self.ranks > 1 and KV_HEADS % self.ranks:
+            problems.append(f"{KV_HEADS} heads of keys cannot be divided over {self.ranks} ranks")
+        problems += [
+            f"a width of {case.width} is no multiple of {HEADS} heads"
+            for case in self.cases
+            if case.width % HEADS
+        ]
+        if importlib.util.find_spec("transformers") is None:
+            problems.append(
+                "the models are those of transformers, which is not installed: "
+                "pip install 'braid-train[hf]'"
+            )
+        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
+        least += [(f"layers of {case.model}", case.layers, 1) for case in self.cases]
+        check_minimums(least, problems)
+
+
+def run_tp(bench: TpBench, *, console: RichConsole | None = None) -> TpReport:
+    """Measure in fresh processes.
+
+    Args:
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    where = measured_on()
+
+    plan = Plan(
+        cases=bench.cases,
+        rounds=bench.rounds,
+        least_rounds=min(bench.rounds, LEAST_ROUNDS),
+        budget_s=bench.budget_s,
+    )
+    shown = console or RichConsole(stderr=True)
+    names = ", ".join(f"{case.model} of width {case.width}" for case in bench.cases)
+    with shown.status(f"measuring {names} on {bench.ranks} ranks"):
+        rows = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
+    report = TpReport(**where, rows=rows)
+    save(report, bench.out / "tp.json")
+    return report
+
+
+def tp_verdicts(report: TpReport) -> list[Verdict]:
+    """Judge whether braid's tensor parallelism keeps its promises."""
+    verdicts = []
+    for row in report.rows:
+        what = f"{row.case.model}, width {row.case.width}"
+        for variant, (least, name) in LEAST_SPEEDUP.items():
+            factor = row.speedup[variant]
+            claim = f"{what}: step at least {least} x as fast as {name}"
+            verdicts.append(Verdict(claim, f"measured {factor:.2f}", factor >= least))
+        claim = f"{what}: as many collectives as the explanation counts"
+        figure = f"{row.collectives} counted, {row.sent} sent"
+        verdicts.append(Verdict(claim, figure, row.collectives == row.sent))
+        claim = f"{what}: losses of all engines within {MOST_GAP:g}"
+        gap = row.largest_gap
+        verdicts.append(Verdict(claim, f"measured {gap:.1e}", gap <= MOST_GAP))
+    return verdicts
+
+
+def tp_tables(report: TpReport) -> list[Table]:
+    """Make the table of steps: a row for each engine."""
+    title = (
+        f"{report.machine}, torch {report.torch}: median ms of a step on "
+        f"{report.rows[0].ranks} ranks\nx: this engine's step / braid's by the graph"
+    )
+    heads = [text for row in report.rows for text in (_name_of(row.case), "x")]
+    grid = new_table(title, ("engine",), heads)
+    for name in VARIANTS:
+        cells = []
+        for row in report.rows:
+            cells += [f"{row.step_s[name] * 1e3:.1f}", f"{row.speedup[name]:.2f}"]
+        grid.add_row(name.replace("_", ", "), *cells)
+    return [grid]
+
+
+def _name_of(case: Case) -> str:
+    return f"{case.model} {case.width}, {case.layers} layers"
+
+
+def print_tp(report: TpReport, out: Path) -> None:
+    """Print the table, the verdicts and the path of the figures."""
+    show(tp_tables(report), tp_verdicts(report), out / "tp.json")
+
+
+def case_of(text: str) -> Case:
+    """Return the case of a text such as llama:128:4:2:64.
+
+    Raises:
+        ConfigError: The text is something else.
+    """
+    model, *numbers = text.split(":")
+    if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
+        msg = (
+            "a case must be a model, its width, layers, sequences and positions such as "
+            f"llama:128:4:2:64, got {text!r}"
+        )
+        raise ConfigError(msg)
+    return Case(model, *map(int, numbers))

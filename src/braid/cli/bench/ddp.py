@@ -1,0 +1,236 @@
+"""`braid bench ddp`: measure the cost of data parallel training over one process, by wrapper.
+
+Torch's wrapper over Gloo is the usual choice; over the backend "braid" it takes a change of one
+word; braid's own wrapper is the third. The same processes run all of them in one run
+(`workers.ddp`).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Annotated
+
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from braid.cli.bench.harness.options import Budget, Ranks, in_fields
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Benchmark,
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
+from braid.cli.bench.workers.ddp import VARIANTS, Case, Measured, Plan, main
+from braid.cli.bench.workers.ddp_models import MODEL_NAMES
+from braid.errors import ConfigError
+
+__all__ = [
+    "BENCH",
+    "DdpBench",
+    "DdpReport",
+    "ddp_doubts",
+    "ddp_table",
+    "ddp_verdicts",
+    "print_ddp",
+    "run_ddp",
+    "share_text",
+]
+
+CASES = (
+    Case("mlp", 64),
+    Case("gpt", 2),
+    Case("conv", 2),
+    Case("mlp", 256),
+    Case("gpt", 8),
+    Case("conv", 8),
+)
+LEAST_ROUNDS = 24
+LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
+AS_FAST = 0.98  # means of equal steps differ by as much as 2%
+STEADY = 1.3  # steps of one process alone differ by less on an idle machine
+LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
+HEADINGS = {
+    "alone": "none",
+    "silent": "torch's DDP, sending nothing",
+    "gloo": "torch's DDP, Gloo",
+    "torch": "torch's DDP, braid",
+    "braid": "braid's DDP",
+}
+
+
+class DdpReport(Report, kw_only=True):
+    """Figures of all models; `busy` processes computed at the same time."""
+
+    models: list[Measured]
+    busy: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpBench:
+    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own.
+
+    Attributes:
+        ranks: World size.
+        cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv (11
+            million, with batch norm).
+        rounds: Largest number of steps of each wrapper, in turns; figures are medians over them.
+        budget_s: Seconds for a case, after which only the least number of rounds is completed.
+        busy: Number of processes that compute at the same time, one core each, to measure on a
+            machine that others use, too.
+        out: Directory for `ddp.json` and the run's logs.
+    """
+
+    ranks: Ranks = 2
+    cases: tuple[Annotated[Case, in_fields(Case)], ...] = CASES
+    rounds: int = 96
+    budget_s: Budget = 60.0
+    busy: int = 0
+    out: Path = Path("runs/bench-ddp")
+
+    def __post_init__(self) -> None:
+        unknown = [case.model for case in self.cases if case.model not in MODEL_NAMES]
+        if unknown:
+            msg = f"there is no model {', '.join(unknown)}: choose out of {', '.join(MODEL_NAMES)}"
+            raise ConfigError(msg)
+        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1), ("busy", self.busy, 0)]
+        least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
+        check_minimums(least)
+
+
+def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport:
+    """Measure in fresh processes.
+
+    Args:
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    where = measured_on()
+
+    plan = Plan(
+        cases=bench.cases,
+        rounds=bench.rounds,
+        least_rounds=min(bench.rounds, LEAST_ROUNDS),
+        budget_s=bench.budget_s,
+    )
+    shown = console or RichConsole(stderr=True)
+    names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
+    with shown.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
+        models = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
+    report = DdpReport(**where, models=models, busy=bench.busy)
+    save(report, bench.out / "ddp.json")
+    return report
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Run processes that compute without end during the block."""
+    with ExitStack() as running:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            running.callback(process.wait)
+            running.callback(process.kill)
+        yield
+
+
+def ddp_verdicts(report: DdpReport) -> list[Verdict]:
+    """Judge whether braid's wrapper keeps its promises."""
+    verdicts = []
+    least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
+    for model in report.models:
+        what = f"{model.model}, batch {model.batch}"
+        held = [
+            (
+                f"at least {least_gone:.0%} of Gloo's exposed communication gone",
+                model.gone.get("braid"),
+                least_gone,
+            )
+        ]
+        least = LEAST_SPEEDUP.get(model.model)
+        most = model.step_s["gloo"] / model.step_s["silent"]  # sending nothing is the bound
+        if least and most >= least and not report.busy:
+            held.append((f"step at least {least} x Gloo's", model.speedup["braid"], least))
+        beside = fmean(model.rounds_s["torch"]) / fmean(model.rounds_s["braid"])
+        held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
+        for text, figure, floor in held:
+            shown = "too little is exposed" if figure is None else f"measured {figure:.2f}"
+            holds = None if figure is None else figure >= floor
+            verdicts.append(Verdict(f"{what}: {text}", shown, holds))
+    return verdicts
+
+
+def ddp_doubts(report: DdpReport) -> list[str]:
+    """Return texts on figures that were measured while other programs slowed the machine down."""
+    lines = []
+    for model in [] if report.busy else report.models:
+        alone_s = model.rounds_s["alone"]
+        if len(alone_s) < LEAST_ROUNDS:
+            continue
+        low_s, *_, high_s = quantiles(alone_s, n=10)
+        if high_s > STEADY * low_s:
+            lines.append(
+                f"unsteady  {model.model}, batch {model.batch}: steps without communication took "
+                f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth "
+                "and ninetieth percentile): something else has slowed the machine down; measure "
+                "again"
+            )
+    return lines
+
+
+def share_text(model: Measured, variant: str) -> str:
+    """Format the share of Gloo's exposed communication that `variant` saves, and its certainty."""
+    if variant not in model.gone:
+        return ""
+    if variant not in model.gone_between:
+        return f"{model.gone[variant]:.0%} (or not: too little is exposed)"
+    low, high = model.gone_between[variant]
+    return f"{model.gone[variant]:.0%} ({low:.0%} to {high:.0%})"
+
+
+def ddp_table(report: DdpReport) -> Table:
+    """Make a table with one row per model and wrapper."""
+    title = (
+        f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over "
+        "Gloo / this one's; exposed: means"
+    )
+    heads = ("ms", "x", "exposed ms", "of Gloo's exposed gone")
+    grid = new_table(title, ("model", "wrapper"), heads)
+    for model in report.models:
+        what = f"{model.model} {model.num_params / 1e6:.1f} M, batch {model.batch} x {model.ranks}"
+        for index, variant in enumerate(VARIANTS):
+            step_s = model.step_s[variant]
+            known = variant in model.exposed_s
+            exposed = f"{model.exposed_s[variant] * 1e3:.1f}" if known else ""
+            speedup = f"{model.speedup[variant]:.2f}" if variant in model.speedup else ""
+            gone = share_text(model, variant)
+            grid.add_row(
+                "" if index else what,
+                HEADINGS[variant],
+                f"{step_s * 1e3:.1f}",
+                speedup,
+                exposed,
+                gone,
+            )
+    return grid
+
+
+def print_ddp(report: DdpReport, out: Path) -> None:
+    """Print the table and the path of the figures."""
+    lines = [*ddp_verdicts(report), *ddp_doubts(report)]
+    show(ddp_table(report), lines, out / "ddp.json")
+
+
+BENCH = Benchmark(DdpBench, run_ddp, print_ddp)

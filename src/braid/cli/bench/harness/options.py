@@ -1,0 +1,72 @@
+"""How options of benchmarks are written on the command line, where types do not say it."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+import tyro
+
+from braid.cli.bench.harness.sizes import KIB, MIB, size_text
+from braid.errors import ConfigError
+
+__all__ = ["Budget", "Ranks", "Size", "in_fields", "read_fields", "read_size"]
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read_fields(kind: type[T], text: str) -> T:
+    """Return the struct whose fields a text has, separated by colons, such as gpt:4.
+
+    Raises:
+        ConfigError: The text has other fields.
+    """
+    names = kind.__struct_fields__
+    try:
+        given = dict(zip(names, text.split(":"), strict=True))
+        return msgspec.convert(given, kind, strict=False)
+    except (ValueError, msgspec.ValidationError) as exc:
+        msg = f"expected {':'.join(names)} in place of {text!r}"
+        raise ConfigError(msg) from exc
+
+
+def in_fields(kind: type[T]) -> tyro.constructors.PrimitiveConstructorSpec[T]:
+    """Let tyro read a struct as its fields, separated by colons."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=":".join(kind.__struct_fields__).upper(),
+        instance_from_str=lambda words: read_fields(kind, words[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [":".join(map(str, msgspec.structs.astuple(value)))],
+    )
+
+
+def read_size(text: str) -> int:
+    """Return the bytes of a text such as 16KiB, 4MiB or 512.
+
+    Raises:
+        ConfigError: It is no size.
+    """
+    units = {"MiB": MIB, "KiB": KIB}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    number = text.removesuffix(unit).strip()
+    if not number.isdecimal():
+        msg = f"expected a size such as 16KiB, 4MiB or 512 (bytes) in place of {text!r}"
+        raise ConfigError(msg)
+    return int(number) * units.get(unit, 1)
+
+
+Ranks = Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])]
+Budget = Annotated[float, tyro.conf.arg(name="budget")]
+Size = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="SIZE",
+        instance_from_str=lambda words: read_size(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [
+            size_text(value).replace(" ", "").removesuffix("B" * (value < KIB))
+        ],
+    ),
+]

@@ -1,0 +1,209 @@
+"""Runs the ranks of a benchmark, here by braid's launcher or on several hosts by `braid run -H`.
+
+Ranks import a function by its name, and its plan is sent as JSON. Over several hosts the first rank
+may be on another host than the user, so figures return as output of the job, not as a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.launch import JobSpec, QuietConsole, Supervisor
+
+__all__ = ["Where", "figures_in", "figures_of", "run_here", "run_there", "words"]
+
+P = TypeVar("P", bound=msgspec.Struct)
+T = TypeVar("T")
+RUNNER = "braid.cli.bench.harness.rank"
+END_S = 15.0  # until a job is killed after Ctrl-C, with its hosts
+FIRST = "[rank 0] {"
+
+
+def words(function: Callable[[P], object], plan: P, file: Path | None = None) -> tuple[str, ...]:
+    """Return the arguments of Python that call a function of a module; see `rank`."""
+    target = f"{function.__module__}:{function.__qualname__}"
+    given = (RUNNER, target, msgspec.json.encode(plan).decode())
+    return given if file is None else (*given, str(file.resolve()))
+
+
+def run_here(
+    num_ranks: int,
+    function: Callable[[P], Iterable[object] | None],
+    plan: P,
+    *,
+    log_dir: Path,
+    on_line: Callable[[str], None] | None = None,
+    file: Path | None = None,
+) -> None:
+    """Call a function on ranks of this host.
+
+    Args:
+        num_ranks: World size.
+        function: Function of a module.
+        plan: Its argument.
+        log_dir: Directory for the run's logs.
+        on_line: Called with each JSON object that the first rank prints.
+        file: File for the figures that one rank returns; printed when None.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    job = JobSpec(
+        command=words(function, plan, file),
+        kind="module",
+        num_ranks=num_ranks,
+        threads=1,
+        log_dir=str(log_dir),
+        hang_report_s=0.0,
+    )
+    outcome = Supervisor(_LineConsole(on_line)).run(job)
+    if not outcome.ok:
+        raise ConfigError(str(outcome))
+
+
+def figures_of(
+    num_ranks: int,
+    function: Callable[[P], object],
+    plan: P,
+    kind: type[T],
+    *,
+    out: Path,
+    run: str = "run",
+) -> T:
+    """Call a function on ranks of this host, and return the figures that one of them returns.
+
+    Args:
+        num_ranks: World size.
+        function: Function of a module.
+        plan: Its argument.
+        kind: Type of the figures.
+        out: Directory of the benchmark, made if it is not there.
+        run: Name of the run's directory in it.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "figures.json"
+    run_here(num_ranks, function, plan, log_dir=out / run, file=file)  # type: ignore[arg-type]
+    figures = msgspec.json.decode(file.read_bytes(), type=kind)
+    file.unlink()
+    return figures
+
+
+class _LineConsole(QuietConsole):
+    """A console that passes on the first rank's JSON lines."""
+
+    def __init__(self, on_line: Callable[[str], None] | None) -> None:
+        super().__init__()
+        self._on_line = on_line
+
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        super().line(rank, stream, text, end)
+        if self._on_line is not None and rank == 0 and text.startswith(b"{"):
+            self._on_line(text.decode())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """Hosts on which ranks run.
+
+    Attributes:
+        hosts: Hosts as for `braid run -H`, such as a:2,b:2.
+        rsh: Command that reaches a host; ssh when empty.
+        remote_python: Interpreter on the hosts; the same path as here when empty.
+        inside: Words that precede the launcher's own command.
+    """
+
+    hosts: str
+    rsh: str = ""
+    remote_python: str = ""
+    inside: tuple[str, ...] = ()
+
+    def command(self, words: tuple[str, ...], log_dir: Path) -> list[str]:
+        """Return the launcher's command."""
+        options = {
+            "-H": self.hosts,
+            "--rsh": self.rsh,
+            "--remote-python": self.remote_python,
+            "--threads": "1",
+            "--hang-report": "0",
+            "--log-dir": str(log_dir.resolve()),
+        }
+        options_given = [part for name, value in options.items() if value for part in (name, value)]
+        launcher = [*self.inside, sys.executable, "-m", "braid", "run", *options_given]
+        return [*launcher, "-m", *words]
+
+
+def run_there(
+    where: Where,
+    function: Callable[[P], Iterable[object] | None],
+    plan: P,
+    *,
+    on_line: Callable[[str], None],
+    log_dir: Path,
+) -> None:
+    """Call a function on ranks of several hosts.
+
+    Args:
+        where: Hosts to run on.
+        function: Function of a module that the hosts have, too.
+        plan: Its argument.
+        on_line: Called with each JSON object that the first rank prints.
+        log_dir: Directory for the run's logs.
+
+    Raises:
+        ConfigError: A rank failed, or a host could not be reached; the message is the launcher's.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            where.command(words(function, plan), log_dir),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if text := figures_in(line):
+                    on_line(text)
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # so that it ends its ranks on all hosts
+            _end(process)
+            raise
+        code = _end(process)
+        errors.seek(0)
+        if code:
+            msg = (
+                f"the ranks on {where.hosts} did not end well (exit {code}):\n"
+                f"{errors.read().strip()}"
+            )
+            raise ConfigError(msg)
+
+
+def figures_in(line: str) -> str:
+    """Return the JSON object in a line of a job; empty for other lines and other ranks."""
+    return line[len(FIRST) - 1 :].strip() if line.startswith(FIRST) else ""
+
+
+def _end(process: subprocess.Popen[str]) -> int:
+    """Wait for the launcher to end, then kill it."""
+    with process:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(END_S)
+        process.kill()
+        return process.wait()

@@ -1,0 +1,181 @@
+"""Reports of benchmarks: figures are judged, shown and saved.
+
+A bench fills a `Report`, whose first fields are the same everywhere. It draws one table of the
+report and compares it with promises (`Verdict`). `save` writes JSON, `show` prints the table and
+the verdicts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from braid._version import __version__
+from braid.errors import ConfigError
+
+__all__ = [
+    "Benchmark",
+    "Report",
+    "Verdict",
+    "check_minimums",
+    "measured_on",
+    "new_table",
+    "save",
+    "show",
+    "unknown_parts",
+]
+
+WIDTH = 120  # columns of a table outside of a terminal
+
+
+def load_per_core() -> float:
+    """Return the load per core over the last minute; above some tenths it distorts figures."""
+    return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
+
+
+def machine() -> str:
+    """Return the number of cores and the model of the processor."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{psutil.cpu_count()} cores {model}"
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The machine on which figures were measured; each bench adds its own figures.
+
+    Attributes:
+        braid: Version of braid.
+        torch: Version of torch.
+        machine: Cores and model of the processor.
+        load: Load per core by other processes, just before.
+    """
+
+    braid: str
+    torch: str
+    machine: str
+    load: float = 0.0
+
+
+def measured_on() -> dict[str, Any]:
+    """Collect the fields of a `Report`; call it before anything is started."""
+    return {
+        "braid": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "machine": machine(),
+        "load": load_per_core(),
+    }
+
+
+class Benchmark(NamedTuple):
+    """One benchmark.
+
+    Attributes:
+        options: Dataclass of its options, which tyro reads; `out` is the directory of the figures.
+        measure: Function of the options that returns the report.
+        show: Prints a report; its second argument is the directory.
+    """
+
+    options: type[Any]
+    measure: Callable[[Any], Any]
+    show: Callable[[Any, Path], None]
+
+    def run(self, options: Any) -> int:
+        """Measure and show, and return the exit code."""
+        self.show(self.measure(options), options.out)
+        return 0
+
+
+class Verdict(NamedTuple):
+    """A promise, and whether it holds.
+
+    Attributes:
+        claim: Text of the promise.
+        figure: Text of the measured figure.
+        held: Whether it holds; None if too little was measured to decide.
+    """
+
+    claim: str
+    figure: str
+    held: bool | None
+
+    def __str__(self) -> str:
+        label = {True: "held  ", False: "missed", None: "open  "}[self.held]
+        return f"{label}  {self.claim}, {self.figure}"
+
+
+def check_minimums(
+    values: Iterable[tuple[str, float, float]], problems: Sequence[str] = ()
+) -> None:
+    """Refuse options that are too small.
+
+    Args:
+        values: Name, value and least value of each option.
+        problems: Texts of other problems.
+
+    Raises:
+        ConfigError: Some value is too small, or there are other problems; names all of them.
+    """
+    small = [f"{name} must be at least {least}, got {n}" for name, n, least in values if n < least]
+    if small or problems:
+        raise ConfigError("; ".join([*small, *problems]))
+
+
+def unknown_parts(only: Sequence[str], parts: Sequence[str]) -> list[str]:
+    """Return the problems with a choice of parts, for `check_minimums`."""
+    known = ", ".join(parts)
+    return [f"there is no part {each}: choose out of {known}" for each in only if each not in parts]
+
+
+def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """Make an empty table.
+
+    Args:
+        title: Line above it.
+        left: Headings of columns of text.
+        right: Headings of columns of figures, which come after them.
+    """
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in left:
+        grid.add_column(name, no_wrap=True)
+    for name in right:
+        grid.add_column(name, justify="right", no_wrap=True)
+    return grid
+
+
+def save(report: Report, path: Path) -> None:
+    """Write a report as JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def show(
+    tables: Table | Sequence[Table], lines: Iterable[object], path: Path, *, width: int = WIDTH
+) -> None:
+    """Print tables, lines below them, and the path of the figures.
+
+    Args:
+        tables: The figures.
+        lines: Verdicts, or other lines.
+        path: File to which the report was written.
+        width: Number of columns where the output is no terminal.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=width)
+    for table in [tables] if isinstance(tables, Table) else tables:
+        console.print(table)
+    for line in lines:
+        console.print(str(line), highlight=False, soft_wrap=True)
+    console.print(f"figures  {path}")

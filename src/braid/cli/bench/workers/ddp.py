@@ -1,0 +1,212 @@
+"""One rank of `braid bench ddp`: training steps of one model by several wrappers, in turns.
+
+    alone        no wrapper; both ranks compute at the same time
+    silent       torch's DistributedDataParallel with gradient views and a hook that sends nothing
+    gloo         the same over Gloo
+    torch        the same over the backend "braid"
+    braid        braid's own DistributedDataParallel
+
+The exposed communication of a wrapper is its extra time over `silent`. (The extra time of `silent`
+over `alone`, copying gradients into buckets, is the same in torch's wrapper for every backend.)
+Each wrapper has its own copy of the model, so that buckets, hooks and optimizer state stay its own.
+In every round each takes one step, in an order drawn anew, because caches favour what ran before.
+Ranks begin a step together, and it lasts until the slowest rank is done.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import statistics
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from braid.cli.bench.harness.rounds import in_rounds
+from braid.cli.bench.workers.ddp_models import Job, job_of
+from braid.comm import Group
+from braid.context import init, shutdown
+from braid.parallel.data_parallel import DistributedDataParallel
+
+__all__ = ["VARIANTS", "Case", "Measured", "Plan", "main"]
+
+VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
+COMPARED = ("torch", "braid")  # each is compared with gloo
+NUM_RESAMPLED = 400
+LEARNING_RATE = 1e-4
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One model with one batch.
+
+    Attributes:
+        model: Name out of `ddp_models.MODEL_NAMES`.
+        batch: Number of samples, sequences or images of a rank in a step.
+    """
+
+    model: str
+    batch: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurements to make.
+
+    Attributes:
+        cases: Models and batches.
+        rounds: Largest number of steps of each wrapper.
+        least_rounds: Least number of steps, where steps are so long that `budget_s` ends earlier.
+        budget_s: Seconds for a case, about.
+    """
+
+    cases: tuple[Case, ...]
+    rounds: int
+    least_rounds: int
+    budget_s: float
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """Figures of one model.
+
+    Attributes:
+        model: Name of the model.
+        num_params: Number of its parameters.
+        batch: Batch of a rank.
+        ranks: World size.
+        step_s: Median seconds of a step, by variant; of the slowest rank.
+        speedup: Gloo's step over the variant's, median of the rounds.
+        gone: Share of Gloo's exposed communication that the variant saves; empty when Gloo had
+            none.
+        gone_between: The 5th and 95th percentile of `gone` over rounds drawn from these with
+            replacement, which shows how much of it is chance. Empty where Gloo's exposed
+            communication is itself hardly more than chance.
+        exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
+        spread: Lowest and highest speed-up of the rounds.
+        rounds_s: Seconds of every step, by variant, from which the other figures are computed.
+    """
+
+    model: str
+    num_params: int
+    batch: int
+    ranks: int
+    step_s: dict[str, float]
+    speedup: dict[str, float]
+    gone: dict[str, float]
+    gone_between: dict[str, tuple[float, float]]
+    exposed_s: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+    rounds_s: dict[str, list[float]]
+
+
+class _Step:
+    """Training steps of one wrapped copy of a model."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self._model = model
+        self._job = job
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def __call__(self) -> None:
+        loss = self._job.loss(self._model(self._job.inputs))
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+
+def main(plan: Plan) -> list[Measured] | None:
+    """Measure everything; rank 0 returns the figures."""
+    group = init()
+    dist.init_process_group("gloo")
+    over_braid = dist.new_group(backend="braid")
+    measured = [_measure(group, over_braid, case, plan) for case in plan.cases]
+    dist.destroy_process_group()
+    shutdown()
+    return measured if group.rank == 0 else None
+
+
+def _measure(
+    group: Group, over_braid: dist.ProcessGroup | None, case: Case, plan: Plan
+) -> Measured:
+    job = job_of(case.model, case.batch, seed=group.rank)
+    base = job.model
+    models: dict[str, Any] = {
+        "alone": copy.deepcopy(base),
+        "silent": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
+        "gloo": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
+        "torch": TorchDDP(
+            copy.deepcopy(base), process_group=over_braid, gradient_as_bucket_view=True
+        ),
+        "braid": DistributedDataParallel(base, process_group=group),
+    }
+    models["silent"].register_comm_hook(None, _send_nothing)
+    steps = {variant: _Step(models[variant], job) for variant in VARIANTS}
+    for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
+        for _ in range(4):
+            step()
+    times = in_rounds(
+        group,
+        steps,
+        rounds=plan.rounds,
+        least_rounds=plan.least_rounds,
+        budget_s=plan.budget_s,
+    )
+    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
+    speedup = {}
+    for variant in COMPARED:
+        pairs = zip(times[variant], times["gloo"], strict=True)
+        speedup[variant] = [g / t for t, g in pairs]
+    return Measured(
+        model=case.model,
+        num_params=sum(p.numel() for p in base.parameters()),
+        batch=case.batch,
+        ranks=group.size,
+        step_s={variant: statistics.median(t) for variant, t in times.items()},
+        speedup={variant: statistics.median(r) for variant, r in speedup.items()},
+        gone=shares_gone(times),
+        gone_between=shares_between(times),
+        exposed_s={variant: mean[variant] - mean["silent"] for variant in ("gloo", *COMPARED)},
+        spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
+        rounds_s=times,
+    )
+
+
+def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
+    """Compute the share of Gloo's extra time per step that each variant saves.
+
+    It is computed from means, since the time of a run is the sum of its steps, slow ones included;
+    so the saved and the remaining share add up to 1. In a single round noise would dominate the
+    quotient. None where Gloo has no extra time.
+    """
+    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
+    exposed = mean["gloo"] - mean["silent"]
+    if exposed <= 0:
+        return {}
+    return {variant: (mean["gloo"] - mean[variant]) / exposed for variant in COMPARED}
+
+
+def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """Return percentiles 5 and 95 of `shares_gone` over resampled rounds, by variant.
+
+    None where Gloo has no extra time in some of the samples, which then determine no share.
+    """
+    numbers, rounds = random.Random(0), range(len(times["gloo"]))
+    samples: dict[str, list[float]] = {variant: [] for variant in COMPARED}
+    for _ in range(NUM_RESAMPLED):
+        drawn = numbers.choices(rounds, k=len(rounds))
+        shares = shares_gone({v: [t[i] for i in drawn] for v, t in times.items()})
+        if not shares:
+            return {}
+        for variant, share in shares.items():
+            samples[variant].append(share)
+    percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in samples.items()}
+    return {variant: (p[0], p[-1]) for variant, p in percentiles.items()}
+
+
+def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
+    """Communication hook of torch with which every rank keeps its own gradients."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
