@@ -1,8 +1,8 @@
 """What `mkdocs build` needs of braid: pages of the reference, and links that leave `docs/`.
 
-The reference has one page per room, made from the names that the room exports. Pages of `docs/`
-are read in the repository, too, so they link to source files; in the site such a link is the path
-as text.
+The reference has one page per package, made from the names that the package exports. Pages of
+`docs/` are read in the repository, too, so they link to source files; in the site such a link is
+the path as text.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-# rooms with a face that programs use, in the order of the reference
-ROOMS = (
+# packages that programs use, in the order of the reference
+PACKAGES = (
     "braid",
     "braid.comm",
     "braid.parallel.data_parallel",
@@ -59,7 +59,7 @@ def on_config(config: MkDocsConfig) -> None:
         name: sorted(f"{name}/{path.name}" for path in (ROOT / "docs" / name).glob("[0-9a-z]*.md"))
         for name in ("handbook", "collectives")
     }
-    pages["api"] = [{room: f"api/{room}.md"} for room in ROOMS]
+    pages["api"] = [{package: f"api/{package}.md"} for package in PACKAGES]
     for section in config.nav or []:
         for entries in section.values():
             if isinstance(entries, list) and isinstance(entries[0], str):
@@ -69,15 +69,16 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the reference, and the front page."""
     rows = []
-    for room in ROOMS:
-        module = import_module(room)
+    for package in PACKAGES:
+        module = import_module(package)
         names = [name for name in module.__all__ if not name.startswith("__")]
         summary = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-        page = f"# {room}\n\n{summary}\n\n" + "\n".join(f"::: {room}.{name}" for name in names)
-        uri = f"api/{room}.md"
-        files.append(File.generated(config, uri, content=page + "\n"))
-        rows.append(f"| [`{room}`]({room}.md) | {summary} |")
-    table = "\n".join(["# Reference", "", "| room | |", "|---|---|", *rows, ""])
+        entries = "\n".join(f"::: {package}.{name}" for name in names)
+        page = f"# {package}\n\n{summary}\n\n{entries}\n"
+        uri = f"api/{package}.md"
+        files.append(File.generated(config, uri, content=page))
+        rows.append(f"| [`{package}`]({package}.md) | {summary} |")
+    table = "\n".join(["# Reference", "", "| package | |", "|---|---|", *rows, ""])
     files.append(File.generated(config, "api/index.md", content=table))
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
     files.append(File.generated(config, "index.md", content=readme))

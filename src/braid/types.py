@@ -1,4 +1,4 @@
-"""Words that several floors share: what a tensor looks like and what a collective is asked to do.
+"""Types that several packages share: what a tensor looks like and what a collective is asked to do.
 
 Both are plain tuples without torch, so that state machines, planners and error reports can use
 them. Two ranks agree on an operation when the digests of their `OpDesc` agree: 64 bits in a cache

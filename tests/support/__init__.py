@@ -1,1 +1,1 @@
-"""testing: worlds, faults and conformance suites for tests; no other room of braid imports it."""
+"""support: worlds, faults and conformance suites for tests."""

@@ -118,7 +118,7 @@ def test_memory_in_pieces_is_refused():
         memory_of(torch.zeros(4, 4).t())
 
 
-def test_the_room_imports_no_torch():
+def test_the_package_imports_no_torch():
     code = "import sys, braid.runtime.message; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -63,7 +63,7 @@ def test_an_unknown_name_is_an_attribute_error():
         braid.Grup  # noqa: B018
 
 
-def test_importing_braid_imports_neither_torch_nor_any_room():
+def test_importing_braid_imports_neither_torch_nor_any_package():
     code = "import braid, sys; print([m for m in sys.modules if m.startswith(('torch', 'braid.'))])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "['braid._version']"

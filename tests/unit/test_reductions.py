@@ -1,4 +1,4 @@
-"""The table of reductions is that of torch, and every room that refuses a reduction refuses alike."""
+"""The table of reductions is that of torch, and every package that refuses a reduction refuses alike."""
 
 from __future__ import annotations
 

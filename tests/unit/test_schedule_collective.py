@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-import braid.programs.schedule.collective as room
 from braid.errors import ConfigError
-from braid.programs.schedule import from_text, to_text, validate
+from braid.programs.schedule import collective, from_text, to_text, validate
 from braid.programs.schedule.collective import ALGORITHMS, OPERATIONS, Rounds, algorithm, program
 from braid.programs.schedule.collective.numbers import carried_out
 from braid.programs.schedule.known import RULES, VOCABULARIES
 
 NAMES = sorted(ALGORITHMS)
-MODULES = sorted(f"{room.__name__}.{found.name}" for found in pkgutil.iter_modules(room.__path__))
+MODULES = sorted(
+    f"{collective.__name__}.{found.name}" for found in pkgutil.iter_modules(collective.__path__)
+)
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 BOOK = [(2, 4, 6), (1, 2, 3), (4, 8, 12)]  # the gradients of three workers
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17)

@@ -235,9 +235,9 @@ def _die_while_writing(group: Group, directory: str) -> None:
         os._exit(9)
 
     if group.rank == 1:
-        import braid.checkpoint.saving as room
+        from braid.checkpoint import saving
 
-        room.write_tensor_file = die
+        saving.write_tensor_file = die
     save_all(group, directory, 2)
 
 

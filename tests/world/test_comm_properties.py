@@ -1,7 +1,7 @@
 """Random programs of collectives equal a naive reference, bit by bit, on every rank.
 
 A program is a list of calls that all ranks make in order; every call draws its size, dtype, reduction, root, parts and
-way. The reference is written without any of the room's code but the order of sums.
+way. The reference is written without any code of `comm` but the order of sums.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from braid.checkpoint import Comparison
-from braid.train.demo import show as room
+from braid.train.demo import show as demo
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 STEPS = 6
@@ -21,7 +21,7 @@ def demonstrate(
     log_dir: str, num_ranks: int = 2, *, steps: int = STEPS, chaos: bool = False
 ) -> tuple[int, str]:
     out = io.StringIO()
-    code = room.show(
+    code = demo.show(
         Console(file=out, width=300),
         num_ranks=num_ranks,
         log_dir=log_dir,
@@ -37,21 +37,21 @@ class Shown(NamedTuple):
     code: int
     text: str
     log_dir: str
-    stages: list[room._Stage]
+    stages: list[demo._Stage]
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory) -> Shown:
     """The demonstration without a kill: one run for all claims."""
     log_dir, stages = str(tmp_path_factory.mktemp("demo")), []
-    train = room._train
+    train = demo._train
 
     def kept(*args, **options):
         stages.append(train(*args, **options))
         return stages[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "_train", kept)
+        patch.setattr(demo, "_train", kept)
         return Shown(*demonstrate(log_dir), log_dir, stages)
 
 
@@ -77,14 +77,14 @@ def test_the_demonstration_proves_that_parallel_is_equal(shown):
     assert 0 < int(idle[0]) < 100
     assert "weights equal to 1: yes (max diff 0)" in shown.text
     bars = [len(row) for row in re.findall(r"rank \d +([#=.]+) ", shown.text)]
-    assert bars == [room.BAR_WIDTH] * 2
+    assert bars == [demo.BAR_WIDTH] * 2
     assert f"braid report {shown.log_dir}/parallel" in shown.text
 
 
 def test_a_proof_that_fails_is_said_and_is_the_exit_code(shown, tmp_path, monkeypatch):
     stages = iter(shown.stages)
-    monkeypatch.setattr(room, "_train", lambda *_, **__: next(stages))
-    monkeypatch.setattr(room, "compare", lambda *_: Comparison(60, ("model/norm.weight",), 1e-7))
+    monkeypatch.setattr(demo, "_train", lambda *_, **__: next(stages))
+    monkeypatch.setattr(demo, "compare", lambda *_: Comparison(60, ("model/norm.weight",), 1e-7))
     code, text = demonstrate(str(tmp_path / "demo"))
     assert code == 1
     assert "weights equal to 1: NO (max diff 1e-07)" in text
@@ -92,7 +92,7 @@ def test_a_proof_that_fails_is_said_and_is_the_exit_code(shown, tmp_path, monkey
 
 
 def test_a_stage_that_fails_shows_the_error_block(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "LR", 1e30)
+    monkeypatch.setattr(demo, "LR", 1e30)
     code, text = demonstrate(str(tmp_path / "demo"), num_ranks=1)
     assert code == 1
     assert "  cause    rank 0 (pid " in text

@@ -1,8 +1,8 @@
-"""The command `braid`: one small function per subcommand, each importing its room when it runs.
+"""The command `braid`: one small function per subcommand, each importing its package when it runs.
 
 `braid --help` must be quick and `braid run` must not import torch, so this module imports only the
 standard library and tyro. tyro makes options and help from the functions' signatures and
-docstrings. A new command is a function, here or with its family in `commands`, and a line of
+docstrings. A new command is a function, here or with its family in `commands/`, and a line of
 `COMMANDS`.
 """
 

@@ -1,4 +1,4 @@
-"""The table of reductions by dtype, shared by groups, fusion and front ends.
+"""The table of reductions by dtype, shared by groups and Horovod's engine.
 
 dtypes go by their names ("float32"), so that a coordinator that holds no tensors knows the answer
 before anybody starts.

@@ -2,8 +2,8 @@
 
 Tensor parallel layers hold some tensors whole on every rank and some as parts or as terms of a sum.
 Of a replicated tensor every rank has the same value and, if every rank computes the same loss, the
-same gradient. It is not summed over ranks, as in the rest of this room, since all ranks compute one
-loss, not n. The use of a tensor decides which of the two it is:
+same gradient. It is not summed over ranks, as in the rest of this package, since all ranks compute
+one loss, not n. The use of a tensor decides which of the two it is:
 
     identity_forward_all_reduce_backward     replicated -> input of different work on each rank,
                                              Megatron's f

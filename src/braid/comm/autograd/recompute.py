@@ -284,7 +284,7 @@ def _version(x: torch.Tensor) -> int:
 
 def _note(x: torch.Tensor) -> _Note:
     version = _version(x) if x.is_leaf and x.requires_grad else None
-    # the line outside of torch and this room that saved it
+    # the line outside of torch and this package that saved it
     frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """torch.distributed over braid: `init_process_group("braid")`.
 
-Importing this room registers the backend; with braid installed, `import torch` is enough.
+Importing this package registers the backend; with braid installed, `import torch` is enough.
 """
 
 from braid.comm.torch_backend.process_group import BraidProcessGroup

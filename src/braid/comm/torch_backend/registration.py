@@ -17,7 +17,7 @@ from braid.runtime.torch_internals import compile_nothing
 
 __all__ = ["create", "register", "share"]
 
-# The one state of this room: where this process is a rank. Nothing below reads it.
+# The one state of this package: where this process is a rank. Nothing below reads it.
 _SHARED_WORLDS = SharedWorlds()
 
 

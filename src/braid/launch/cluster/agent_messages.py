@@ -18,7 +18,7 @@
                               <----   Finished
       Bye                     ---->
 
-The room `message` carries them; large data follow as buffers.
+`braid.runtime.message` carries them; large data follow as buffers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files of programs: braid's text, or torch's CSV where the name ends with `.csv`.
 
-This is the only module of the room that reads files. A pipeline's schedule may be a file wherever
+This is the only module of `schedule` that reads files. A pipeline's schedule may be a file wherever
 it may be a name; a file is of one number of ranks and micro-batches, and refuses other ones.
 """
 

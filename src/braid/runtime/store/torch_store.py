@@ -6,7 +6,7 @@ errors and the types of values.
 
 Idea: `TorchStore` is a braid Store over any `dist.Store`. `as_torch_store` is the reverse, a
 subclass of `dist.Store` whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This
-is the only module of the room that imports torch.
+is the only module of the package that imports torch.
 """
 
 from __future__ import annotations

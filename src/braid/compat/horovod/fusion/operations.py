@@ -342,7 +342,7 @@ def default_operations(
     algorithm: str | None = None,
     on_choice: Callable[[str, str], None] | None = None,
 ) -> Operations:
-    """Return the operations of this room.
+    """Return the operations of this package.
 
     Args:
         group: Ranks that take part.

@@ -1,4 +1,4 @@
-"""Layouts and collectives inserted into the graph of a model; see README.md of the room."""
+"""Layouts and collectives inserted into the graph of a model; see ../README.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Heads: the descriptions of all frames that vans send each other.
 
-A frame of the room `wire` is a description and buffers. The description is one of these heads; the
-buffers are the next bytes of a message. A message without buffers is one `Open` and nothing else.
+A frame of `wire` is a description and buffers. The description is one of these heads; the buffers
+are the next bytes of a message. A message without buffers is one `Open` and nothing else.
 
     Hello                     first on every link, from both ends
     Open  + first bytes       a message begins
