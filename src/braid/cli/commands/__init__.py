@@ -1,4 +1,4 @@
-"""Families of subcommands of `braid`; see README.md."""
+"""Families of subcommands of `braid`; see ../README.md."""
 
 from __future__ import annotations
 
