@@ -35,14 +35,14 @@ COUNTS = "counts references to memory"
 WRITES = "writes only"
 
 PLACES = {
-    "autograd/layer_costs.py LiveBytes.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
-    "autograd/layer_costs.py LiveBytes.register: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
     "bench/workers/ps_failover.py _kill: multiprocessing.process.BaseProcess": BENCH,
     "bench/workers/ps_failover.py _start: multiprocessing.process.BaseProcess": BENCH,
     "bench/workers/ps_failover.py fail_over: multiprocessing.get_context": BENCH,
     "bench/workers/ps_failover.py fail_over: multiprocessing.process.BaseProcess": BENCH,
-    "checkpoint/torch_distributed.py _read_metadata.Restricted: pickle.Unpickler": "who writes the file; read_model(format='dcp'), and it finds classes without code only",
     "checkpoint/torch_distributed.py _read_metadata.Restricted.find_class: pickle.UnpicklingError": "the refusal",
+    "checkpoint/torch_distributed.py _read_metadata.Restricted: pickle.Unpickler": "who writes the file; read_model(format='dcp'), and it finds classes without code only",
+    "comm/autograd/layer_costs.py LiveBytes.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
+    "comm/autograd/layer_costs.py LiveBytes.register: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
     "comm/tensors/plain_data.py _pickled: pickle.dumps": WRITES,
     "comm/tensors/plain_data.py decode: pickle.loads": "ranks of the job; allow_pickle=True of an object collective on this rank, for Horovod's front BRAID_HOROVOD_ALLOW_PICKLE=1",
     "compat/horovod/launcher/function_rank.py _packed: pickle.dumps": WRITES,
@@ -53,10 +53,10 @@ PLACES = {
     "launch/engines/ray_call.py _write: ray.cloudpickle.dumps": WRITES,
     "launch/engines/ray_call.py main: pickle.loads": RAY,
     "launch/engines/ray_call.py read_result: pickle.loads": RAY,
-    "ray.py run: ray.cloudpickle.dumps": WRITES,
+    "launch/ray.py run: ray.cloudpickle.dumps": WRITES,
     "rpc/codec.py _Pickler: pickle.Pickler": WRITES,
     "rpc/codec.py _Unpickler: pickle.Unpickler": "nodes of the job; RpcOptions(allow_pickle=True) of this node",
-    "transport/arena.py OwnExtent.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
+    "runtime/transport/arena.py OwnExtent.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
 }
 
 
