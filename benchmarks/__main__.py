@@ -7,7 +7,7 @@ and verdicts. Run it where this repository is, in an environment in which braid 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tyro
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what the arguments name, and return the exit code."""
 
     def measure() -> int:
-        kinds = {name: each.options for name, each in BENCHMARKS.items()}
+        kinds: dict[str, Callable[..., Any]] = {
+            name: each.options for name, each in BENCHMARKS.items()
+        }
         options: Any = tyro.extras.subcommand_cli_from_dict(
             kinds, prog="python -m benchmarks", args=arguments, config=TYRO_CONFIG
         )

@@ -142,7 +142,7 @@ class _Models:
 
     def fitted(self, chosen: npt.NDArray[np.int64]) -> Efficiency:
         """Return the efficiency with the least errors."""
-        from scipy.optimize import least_squares  # noqa: PLC0415 - of the extra `plan`
+        from scipy.optimize import least_squares
 
         names = list(LEAST)
         start = Efficiency()

@@ -1,4 +1,4 @@
-"""`braid bench hooks`: compare communication hooks over a slow network, in time and in loss.
+"""Compare communication hooks over a slow network, in time and in loss.
 
 Two hosts (namespaces of this machine, `harness.lab`) train a model that is bound by communication:
 25 million parameters, few samples. The figures are the time of a whole step, and the loss after

@@ -1,4 +1,4 @@
-"""`braid bench horovod`: compare the negotiated engine with Gloo and braid's own wrapper.
+"""Compare the negotiated engine with Gloo and braid's own wrapper.
 
 Figures that need ranks are measured in ranks (`workers.horovod`). The pure part also runs as a
 thousand ranks in one process. That compares the work of the first rank in steady state with that
@@ -47,7 +47,7 @@ __all__ = [
     "run_fusion",
 ]
 
-CASES = (("mlp", 64), ("gpt", 2), ("tiny", 32))
+CASES = (Case("mlp", 64), Case("gpt", 2), Case("tiny", 32))
 LEAST_SPEEDUP = 1.5
 LONG_STEP_S, MOST_LONGER, MOST_LONGER_SHORT = 0.05, 0.10, 0.25
 MOST_EXCHANGE_S, MOST_STATE_S = 200e-6, 30e-6

@@ -1,4 +1,4 @@
-"""`braid bench launch`: from the command to the first step, and from a death to the survivors.
+"""From the command to the first step, and from a death to the survivors.
 
 The same job starts by `braid run` on this host and on an engine, in turns. In the second part of a
 round a rank is killed; the last survivor to notice counts.

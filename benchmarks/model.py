@@ -1,4 +1,4 @@
-"""`braid bench net --model`: compare the times that the cost model predicts with measured ones.
+"""`model`: compare the times that the cost model predicts with measured ones.
 
 Over a network the model is given the results of `braid probe` (latency, bandwidth by size, a
 barrier) and the cost of an addition and a copy. It predicts every algorithm that can be named. In

@@ -1,4 +1,4 @@
-"""`braid bench net`: compare all-reduce between hosts with Gloo and the rate of the link.
+"""Compare all-reduce between hosts with Gloo and the rate of the link.
 
 It is measured on namespaces of this machine (`harness.lab`), or on real hosts; always in one
 interleaved run (`workers.net`).

@@ -1,4 +1,4 @@
-"""`braid bench pipeline`: measure braid's pipeline against torch's, and against its own formulas.
+"""Measure braid's pipeline against torch's, and against its own formulas.
 
 Torch's pipelining over Gloo is the usual choice. Both train the same model by the same schedule, in
 one run (`workers.pipeline`). Besides, a step is held against the work in it and the bubble of the

@@ -1,4 +1,4 @@
-"""`braid bench plan`: measure what plans promise.
+"""Measure what plans promise.
 
 steps             predicted steps and bytes of every kind of split, on as many ranks as cores
 oversubscribed    the same with twice as many ranks
@@ -181,7 +181,7 @@ def plan_verdicts(report: PlanReport) -> Iterator[Verdict]:
 
 
 def _step_verdicts(rows: Sequence[StepError]) -> Iterator[Verdict]:
-    from scipy.stats import spearmanr  # noqa: PLC0415 - of the extra `plan`
+    from scipy.stats import spearmanr
 
     errors = sorted(abs(row.error) for row in rows)
     median, p90 = statistics.median(errors), errors[int(0.9 * (len(errors) - 1))]

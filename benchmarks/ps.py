@@ -1,4 +1,4 @@
-"""`braid bench ps`: measure a parameter server, with references of the same run beside it.
+"""Measure a parameter server, with references of the same run beside it.
 
 Four jobs are started, one after the other: transfers between one server and one worker, training
 steps, servers that are killed, and stragglers (`workers.ps_transfer`, `ps_training`, `ps_failover`,

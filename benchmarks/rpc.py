@@ -1,4 +1,4 @@
-"""`braid bench rpc`: measure remote calls between two processes, beside torch's."""
+"""Measure remote calls between two processes, beside torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from benchmarks.workers.ps_plan import Measured
-from benchmarks.workers.rpc import main
 from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
@@ -91,6 +90,8 @@ def run_rpc(bench: RpcBench, *, console: RichConsole | None = None) -> RpcReport
     """
     report = RpcReport(**measured_on())
     shown = console or RichConsole(stderr=True)
+
+    from benchmarks.workers.rpc import main  # torch's RPC warns when it is imported
 
     plan = msgspec.structs.replace(bench.sizes, parts=bench.only)
     for number in range(bench.rounds):

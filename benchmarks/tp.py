@@ -1,4 +1,4 @@
-"""`braid bench tp`: measure braid's tensor parallelism against transformers' and torch's.
+"""Measure braid's tensor parallelism against transformers' and torch's.
 
 transformers' own plan and torch's `parallelize_module`, both of DTensor over Gloo, are the usual
 choices. All divide the same models, in one run (`workers.tp`).
@@ -28,7 +28,7 @@ from braid.cli.bench.harness.report import (
 )
 from braid.errors import ConfigError
 
-__all__ = ["CASES", "TpBench", "TpReport", "case_of", "print_tp", "run_tp"]
+__all__ = ["CASES", "TpBench", "TpReport", "print_tp", "run_tp"]
 
 CASES = (
     Case("llama", 128, 4, 2, 64),

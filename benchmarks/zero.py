@@ -1,4 +1,4 @@
-"""`braid bench zero`: measure steps and bytes of sharded training, with torch's FSDP2 beside it.
+"""Measure steps and bytes of sharded training, with torch's FSDP2 beside it.
 
 FSDP2 over Gloo is the usual choice without GPUs; over the backend "braid" it takes a change of one
 word; braid's own engine is the third. The same processes run all of them in one run
@@ -27,9 +27,8 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.errors import ConfigError
 
-__all__ = ["CASES", "ZeroBench", "ZeroReport", "case_of", "print_zero", "run_zero"]
+__all__ = ["CASES", "ZeroBench", "ZeroReport", "print_zero", "run_zero"]
 
 CASES = (Case("gpt", 1), Case("gpt", 4), Case("mlp", 64))
 LEAST_ROUNDS = 12
@@ -88,19 +87,6 @@ class ZeroBench:
         least += [("save_mib", self.save_mib, 0), ("save_rounds", self.save_rounds, 1)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
         check_minimums(least, problems)
-
-
-def case_of(text: str) -> Case:
-    """Return the case of a text such as `gpt:4`.
-
-    Raises:
-        ConfigError: The text is something else.
-    """
-    model, _, batch = text.partition(":")
-    if not batch.isdecimal():
-        msg = f"a case must be a model and a batch size such as gpt:4, got {text!r}"
-        raise ConfigError(msg)
-    return Case(model, int(batch))
 
 
 def run_zero(bench: ZeroBench, *, console: RichConsole | None = None) -> ZeroReport:

@@ -200,7 +200,7 @@ def horovod_proof(commit: str) -> list[str]:
     """The negotiated engine, beside Gloo and beside our own wrapper."""
     report = run_fusion(FusionBench(out=ROOT / "runs" / "proof-horovod"))
     told = [
-        f"Measured on {report.machine}, torch {report.torch}, {report.ranks} ranks, by `make proof`, on commit {commit}; `braid bench horovod` does the same.",
+        f"Measured on {report.machine}, torch {report.torch}, {report.ranks} ranks, by `make proof`, on commit {commit}; `python -m benchmarks horovod` does the same.",
         "",
         *(f"* {line}" for line in fusion_verdicts(report)),
     ]
@@ -211,25 +211,29 @@ def horovod_proof(commit: str) -> list[str]:
 def pipeline_proof(commit: str) -> list[str]:
     """Pipelines, beside torch's and beside their own formulas."""
     report = run_pipeline(PipelineBench(out=ROOT / "runs" / "proof-pipeline"))
-    return targets_of("pipeline", "braid bench pipeline", report, pipeline_verdicts(report), commit)
+    return targets_of(
+        "pipeline", "python -m benchmarks pipeline", report, pipeline_verdicts(report), commit
+    )
 
 
 def zero_proof(commit: str) -> list[str]:
     """Sharding, beside FSDP2 and beside its formulas, and saves behind a training."""
     report = run_zero(ZeroBench(out=ROOT / "runs" / "proof-zero"))
-    return targets_of("zero", "braid bench zero", report, zero_verdicts(report), commit)
+    return targets_of("zero", "python -m benchmarks zero", report, zero_verdicts(report), commit)
 
 
 def ps_proof(commit: str) -> list[str]:
     """A parameter server, beside sockets, torch's RPC and an all-reduce; a hundred servers are killed."""
     report = run_ps(PsBench(rounds=24, kills=100, out=ROOT / "runs" / "proof-ps"))
-    return targets_of("ps", "braid bench ps --kills 100", report, ps_verdicts(report), commit)
+    return targets_of(
+        "ps", "python -m benchmarks ps --kills 100", report, ps_verdicts(report), commit
+    )
 
 
 def tp_proof(commit: str) -> list[str]:
     """Tensor parallelism, beside transformers' own plan and torch's."""
     report = run_tp(TpBench(out=ROOT / "runs" / "proof-tp"))
-    return targets_of("tp", "braid bench tp", report, tp_verdicts(report), commit)
+    return targets_of("tp", "python -m benchmarks tp", report, tp_verdicts(report), commit)
 
 
 def targets_of(
@@ -340,7 +344,7 @@ def network_section(net: NetReport, model: ModelReport, commit: str) -> str:
     wires = [name for name in names if name != "braid"]
     heads = ["bytes", "Gloo ms", "% of link", "braid ms", "% of link", "times as fast", *wires]
     lines = [
-        f"Measured on {net.machine} (load before: {net.load:.1f} a core), torch {net.torch}, hosts as network namespaces on this one machine, by `make proof`, on commit {commit}; `sudo braid bench net` does the same.",
+        f"Measured on {net.machine} (load before: {net.load:.1f} a core), torch {net.torch}, hosts as network namespaces on this one machine, by `make proof`, on commit {commit}; `sudo python -m benchmarks net` does the same.",
         "",
         f"| network | {' | '.join(heads)} |",
         "|---|" + "--:|" * len(heads),
@@ -366,7 +370,7 @@ def network_section(net: NetReport, model: ModelReport, commit: str) -> str:
             "",
             *(f"* {target}" for target in targets(net)),
             "",
-            "The cost model beside what algorithms take (`sudo braid bench net --model`):",
+            "The cost model beside what algorithms take (`sudo python -m benchmarks model`):",
             "",
             *(f"* {line}" for line in verdicts(model)),
         ]

@@ -1,4 +1,4 @@
-"""One rank of `braid bench hooks`: the same training with several hooks, in turns.
+"""One rank of `hooks`: the same training with several hooks, in turns.
 
 Each hook has its own copy of the model, and all see the same batches, so that after the last round
 their losses can be compared, too. The task can be learned in that many steps: a function of a few

@@ -1,4 +1,4 @@
-"""One rank of `braid bench horovod`: small tensors, training steps and exchanges, in turns.
+"""One rank of `horovod`: small tensors, training steps and exchanges, in turns.
 
     small       200 tensors of 1 KiB: one all-reduce each through Gloo; by name, reduced together
     step        training of one model by our DistributedDataParallel, and by Horovod's optimizer
@@ -22,6 +22,7 @@ from torch import nn
 
 import braid.compat.horovod.torch as hvd
 from braid.cli.bench.harness.rounds import in_rounds
+from braid.cli.bench.workers.ddp import Case
 from braid.cli.bench.workers.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.compat.horovod.fusion import FusionState, Request
@@ -44,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         budget_s: Seconds for a case, about; at least 20 rounds are made.
     """
 
-    cases: tuple[tuple[str, int], ...]
+    cases: tuple[Case, ...]
     rounds: int
     budget_s: float
 
@@ -110,7 +111,7 @@ def main(plan: Plan) -> Figures | None:
     hvd.init()
     figures = Figures(
         small=_small(group, plan.rounds),
-        steps=[_step(group, model, batch, plan) for model, batch in plan.cases],
+        steps=[_step(group, case.model, case.batch, plan) for case in plan.cases],
         exchanges=[_exchange(group, count, plan.rounds) for count in (1, 25, 200)],
     )
     hvd.shutdown()

@@ -1,4 +1,4 @@
-"""A rank of `braid bench launch`: takes one step, then one rank is killed and the others notice.
+"""A rank of `launch`: takes one step, then one rank is killed and the others notice.
 
 All ranks are on one machine, whose clock they share, and print JSON lines.
 """

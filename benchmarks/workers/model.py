@@ -1,4 +1,4 @@
-"""One rank of `braid bench net --model`: messages and algorithms, timed in turns.
+"""One rank of `model`: messages and algorithms, timed in turns.
 
 The cost model never receives the times of algorithms. It receives those of messages, of a barrier,
 and of copies and additions in memory.

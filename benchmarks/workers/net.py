@@ -1,4 +1,4 @@
-"""One rank of `braid bench net`: all-reduce by Gloo, by braid and in fewer bytes, in turns.
+"""One rank of `net`: all-reduce by Gloo, by braid and in fewer bytes, in turns.
 
 Every repetition begins behind a barrier, lasts until the slowest rank is done, and is followed by
 one of the next library. So other load on the machine and its network affects all of them alike.

@@ -1,4 +1,4 @@
-"""One rank of `braid bench pipeline`: steps of one model by several engines, in turns.
+"""One rank of `pipeline`: steps of one model by several engines, in turns.
 
     compute      this rank's forwards and backwards alone, while the other ranks run theirs
     gloo         torch's pipelining over Gloo

@@ -1,4 +1,4 @@
-"""The models of `braid bench pipeline`, and their steps: braid's, torch's, and compute alone.
+"""The models of `pipeline`, and their steps: braid's, torch's, and compute alone.
 
 Blocks are residual: x + down(gelu(up(x))). The width decides what goes from stage to stage, the
 hidden width how much is computed.

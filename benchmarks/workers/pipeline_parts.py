@@ -1,4 +1,4 @@
-"""Further measurements of `braid bench pipeline`: live bytes, and steps over micro-batches."""
+"""Further measurements of `pipeline`: live bytes, and steps over micro-batches."""
 
 from __future__ import annotations
 

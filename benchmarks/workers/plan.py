@@ -1,4 +1,4 @@
-"""A rank of `braid bench plan`: a GPT on synchronous and asynchronous pipelines, in turns."""
+"""A rank of `plan`: a GPT on synchronous and asynchronous pipelines, in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan of `braid bench plan`, which its front and its processes share."""
+"""Plan of `plan`, which its front and its processes share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of `braid bench plan`: predicted steps beside measured ones, split by split.
+"""A rank of `plan`: predicted steps beside measured ones, split by split.
 
 The speed of a shared machine drifts by more than a prediction errs. So each profile and each step
 is measured between two runs of a block of the model, and counts in units of that.

@@ -1,4 +1,4 @@
-"""One rank of `braid bench ps`: measures one part, as the plan says."""
+"""One rank of `ps`: measures one part, as the plan says."""
 
 from __future__ import annotations
 

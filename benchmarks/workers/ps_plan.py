@@ -1,4 +1,4 @@
-"""Plan and figures of `braid bench ps`, which its front and its ranks share."""
+"""Plan and figures of `ps`, which its front and its ranks share."""
 
 from __future__ import annotations
 

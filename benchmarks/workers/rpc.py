@@ -1,4 +1,4 @@
-"""Two processes that call each other, by braid and by torch, for `braid bench rpc`.
+"""Two processes that call each other, by braid and by torch, for `rpc`.
 
     rank 0   caller: measures
     rank 1   callee

@@ -1,4 +1,4 @@
-"""One rank of the saves of `braid bench zero`: a checkpoint saved at once and behind a training.
+"""One rank of the saves of `zero`: a checkpoint saved at once and behind a training.
 
     at once    the training stands still until the checkpoint is complete
     behind     it stands still for a copy, and goes on while the copy is written

@@ -1,4 +1,4 @@
-"""One rank of `braid bench tp`: training steps of one model, divided by several engines, in turns.
+"""One rank of `tp`: training steps of one model, divided by several engines, in turns.
 
     alone           the whole model; all ranks compute at the same time
     transformers    transformers' own plan over Gloo; `transformers_braid` over the backend "braid"

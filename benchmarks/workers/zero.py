@@ -1,4 +1,4 @@
-"""One rank of `braid bench zero`: training steps of one model by several engines, in turns.
+"""One rank of `zero`: training steps of one model by several engines, in turns.
 
     alone        no communication; all ranks compute at the same time
     fsdp2        torch's fully_shard over Gloo, each layer a unit

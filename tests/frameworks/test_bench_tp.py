@@ -1,4 +1,4 @@
-"""`braid bench tp` measures all engines and judges the figures."""
+"""`python -m benchmarks tp` measures all engines and judges the figures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tp import CASES, TpBench, case_of, print_tp, run_tp, tp_verdicts
+from benchmarks.tp import CASES, TpBench, print_tp, run_tp, tp_verdicts
 from benchmarks.workers.tp import VARIANTS, Case
+from braid.cli.bench.harness.options import read_fields
 from braid.errors import ConfigError
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.proof]
@@ -28,9 +29,9 @@ def test_all_engines_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_wrong_options_are_all_named() -> None:
-    assert case_of("llama:128:4:2:64") == CASES[0]
+    assert read_fields(Case, "llama:128:4:2:64") == CASES[0]
     with pytest.raises(ConfigError, match=r"llama:128:4:2:64, got 'llama:128'"):
-        case_of("llama:128")
+        read_fields(Case, "llama:128")
     with pytest.raises(ConfigError) as raised:
         TpBench(ranks=3, cases=(Case("gpt", 12, 0, 1, 1),), rounds=0)
     text = str(raised.value)

@@ -40,12 +40,12 @@ class Scale(NamedTuple):
     bench: str
 
 
-TINY = Scale(2, 4, 20, "-n 2 --operations all_reduce --sizes-kib 1 --rounds 1")
+TINY = Scale(2, 4, 20, "-n 2 --operations all_reduce --sizes 1KiB --rounds 1")
 WHOLE = Scale(
     8,
     32,
     200,
-    "-n 4 8 16 --operations all_reduce all_gather --sizes-kib 1 256 16384 --rounds 3",
+    "-n 4 8 16 --operations all_reduce all_gather --sizes 1KiB 256KiB 16MiB --rounds 3",
 )
 
 

@@ -1,4 +1,4 @@
-"""`braid bench net`, `--model` and `braid probe` over several hosts, on namespaces of their own."""
+"""The benchmarks `net` and `model`, and `braid probe` over several hosts, on namespaces of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks import __main__ as benchmarks
 from benchmarks.model import ModelReport
 from benchmarks.net import NetReport
 from braid.cli import main
@@ -23,9 +24,9 @@ def namespaces() -> set[str]:
 def test_hosts_are_made_measured_and_removed(tmp_path, capsys):
     before = namespaces()
     options = (
-        "--rates-gbit 1 --ranks-per-host 1 --sizes-kib 1 4096 --wires bf16 --turns 1 --budget 0"
+        "--rates-gbit 1 --ranks-per-host 1 --sizes 1KiB 4MiB --wires bf16 --turns 1 --budget 0"
     )
-    assert main(["bench", "net", *options.split(), "--out", str(tmp_path)]) == 0
+    assert benchmarks.main(["net", *options.split(), "--out", str(tmp_path)]) == 0
     report = msgspec.json.decode((tmp_path / "net.json").read_bytes(), type=NetReport)
     assert [(str(case), [row.nbytes for row in case.rows]) for case in report.cases] == [
         ("2 hosts x 1 at 1 Gbit/s", [1024, 4 << 20])
@@ -38,7 +39,7 @@ def test_hosts_are_made_measured_and_removed(tmp_path, capsys):
 
 @pytest.mark.proof
 def test_every_algorithm_is_predicted_and_measured(tmp_path, capsys):
-    assert main(["bench", "net", "--model", "--turns", "1", "--out", str(tmp_path)]) == 0
+    assert benchmarks.main(["model", "--turns", "1", "--out", str(tmp_path)]) == 0
     report = msgspec.json.decode((tmp_path / "model.json").read_bytes(), type=ModelReport)
     names = {(one.time.operation, one.time.algorithm) for one in report.over_network}
     assert (len(names), len(report.over_network)) == (9, 45)

@@ -1,4 +1,4 @@
-"""What `braid bench horovod` says of its figures, and a thousand ranks in one process."""
+"""What `python -m benchmarks horovod` says of its figures, and a thousand ranks in one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from benchmarks.horovod import (
     many_ranks,
 )
 from benchmarks.workers.horovod import Exchange, Small, Step
+from braid.cli.bench.workers.ddp import Case
 from braid.errors import ConfigError
 
 
@@ -51,7 +52,9 @@ def test_each_promise_is_held_or_missed(report, words):
     assert [str(line).split()[0] for line in fusion_verdicts(report)] == words
 
 
-@pytest.mark.parametrize("wrong", [{"ranks": 1}, {"cases": (("x", 1),)}, {"cases": (("mlp", 0),)}])
+@pytest.mark.parametrize(
+    "wrong", [{"ranks": 1}, {"cases": (Case("x", 1),)}, {"cases": (Case("mlp", 0),)}]
+)
 def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(ConfigError):
         FusionBench(**wrong)

@@ -1,4 +1,4 @@
-"""What `braid bench hooks` says about its figures."""
+"""What `python -m benchmarks hooks` says about its figures."""
 
 from __future__ import annotations
 

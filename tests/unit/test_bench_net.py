@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks import lab, model, net
 from benchmarks.workers.model import AlgorithmTime
 from benchmarks.workers.net import Row, row_of
-from braid.cli.bench.harness import several
+from braid.cli.bench.harness import ranks
 from braid.cli.bench.probe import level_of
 from braid.cli.bench.workers.probe import Measured
 from braid.errors import ConfigError
@@ -93,12 +93,12 @@ def test_missing_commands_are_named(monkeypatch):
 
 def test_only_the_first_rank_is_heard():
     lines = ['[rank 0] {"a": 1}\n', '[rank 1] {"a": 2}\n', "[rank 0] words\n", "braid: 2 ranks\n"]
-    assert [several.figures_in(line) for line in lines] == ['{"a": 1}', "", "", ""]
+    assert [ranks.figures_in(line) for line in lines] == ['{"a": 1}', "", "", ""]
 
 
 def test_ranks_are_started_where_they_are_wanted(tmp_path):
-    where = several.Where(hosts="a:2", rsh="go {host}", inside=("at", "a"))
-    words = where.command("some.module", b"{}", tmp_path)
+    where = ranks.Where(hosts="a:2", rsh="go {host}", inside=("at", "a"))
+    words = where.command(("some.module", "{}"), tmp_path)
     assert words[:2] == ["at", "a"]
     assert " ".join(words).endswith(
         f"-m braid run -H a:2 --rsh go {{host}} --threads 1 --hang-report 0 --log-dir {tmp_path} -m some.module {{}}"

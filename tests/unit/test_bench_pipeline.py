@@ -1,4 +1,4 @@
-"""Verdicts, tables and pictures of `braid bench pipeline`, from figures that are made up."""
+"""Verdicts, tables and pictures of `python -m benchmarks pipeline`, from figures that are made up."""
 
 from __future__ import annotations
 

@@ -35,10 +35,6 @@ COUNTS = "counts references to memory"
 WRITES = "writes only"
 
 PLACES = {
-    "bench/workers/ps_failover.py _kill: multiprocessing.process.BaseProcess": BENCH,
-    "bench/workers/ps_failover.py _start: multiprocessing.process.BaseProcess": BENCH,
-    "bench/workers/ps_failover.py fail_over: multiprocessing.get_context": BENCH,
-    "bench/workers/ps_failover.py fail_over: multiprocessing.process.BaseProcess": BENCH,
     "checkpoint/torch_distributed.py _read_metadata.Restricted.find_class: pickle.UnpicklingError": "the refusal",
     "checkpoint/torch_distributed.py _read_metadata.Restricted: pickle.Unpickler": "who writes the file; read_model(format='dcp'), and it finds classes without code only",
     "comm/autograd/layer_costs.py LiveBytes.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,

@@ -14,6 +14,7 @@ from benchmarks import pipeline, zero
 from benchmarks.workers import pipeline as pipeline_worker
 from benchmarks.workers import zero as zero_worker
 from braid.cli.bench import comm, ddp
+from braid.cli.bench.harness.options import read_fields, read_size
 from braid.cli.bench.workers import ddp as ddp_worker
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
@@ -31,7 +32,12 @@ def quiet():
 def test_every_operation_is_measured_by_every_library(tmp_path, quiet, monkeypatch):
     monkeypatch.setattr(comm, "mpi_version", lambda: "")
     bench = comm.CommBench(
-        sizes_bytes=(1 << 10,), dtypes=("float32",), rounds=1, budget_s=0.001, out=tmp_path
+        sizes_bytes=(1 << 10,),
+        dtypes=("float32",),
+        rounds=1,
+        budget_s=0.001,
+        out=tmp_path,
+        plot=False,
     )
     report = comm.run_comm(bench, console=quiet)
     assert [row.operation for row in report.rows] == list(comm.OPERATIONS)
@@ -55,6 +61,7 @@ def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
         rounds=1,
         budget_s=0.001,
         out=tmp_path,
+        plot=False,
     )
     report = comm.run_comm(bench, console=quiet)
     with_mpi = {row.dtype: "mpi" in row.seconds for row in report.rows}
@@ -74,6 +81,13 @@ def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
 def test_benches_that_make_no_sense_are_refused(wrong, word):
     with pytest.raises(ConfigError, match=word):
         comm.CommBench(**wrong)
+
+
+def test_sizes_are_bytes_with_or_without_a_unit():
+    assert [read_size(text) for text in ("512", "16KiB", "4 MiB")] == [512, 16 << 10, 4 << 20]
+    for wrong in ("4GB", "KiB", "-1", "1.5MiB"):
+        with pytest.raises(ConfigError, match="expected a size"):
+            read_size(wrong)
 
 
 def test_the_largest_figures_are_shown_whole(capsys, tmp_path):
@@ -116,7 +130,7 @@ def test_every_wrapper_trains(tmp_path, quiet):
 @pytest.mark.proof
 def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
     bench = zero.ZeroBench(
-        cases=(zero.case_of("tiny:1"),),
+        cases=(zero_worker.Case("tiny", 1),),
         rounds=2,
         budget_s=1.0,
         save_mib=64,
@@ -146,7 +160,7 @@ def test_reports_of_sharding_are_judged_and_shown(tmp_path, capsys):
     live = zero_worker.Live(peak=120, slots=20, formula=100.0, sent=2.0)
     seconds = dict.fromkeys(zero_worker.VARIANTS, 0.1)
     row = zero_worker.Measured(
-        case=zero.case_of("gpt:4"),
+        case=zero_worker.Case("gpt", 4),
         num_params=10,
         ranks=2,
         step_s=seconds,
@@ -159,8 +173,8 @@ def test_reports_of_sharding_are_judged_and_shown(tmp_path, capsys):
     assert held == [False, *[True] * 6]
     zero.print_zero(report, tmp_path)
     assert "braid, stage 3" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="gpt:4"):
-        zero.case_of("gpt")
+    with pytest.raises(ConfigError, match="expected model:batch in place of 'gpt'"):
+        read_fields(zero_worker.Case, "gpt")
     with pytest.raises(ConfigError, match="there is no model rnn"):
         zero.ZeroBench(cases=(zero_worker.Case("rnn", 1),))
 

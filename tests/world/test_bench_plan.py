@@ -1,4 +1,4 @@
-"""`braid bench plan` measures what it says, at its smallest size."""
+"""`python -m benchmarks plan` measures what it says, at its smallest size."""
 
 from __future__ import annotations
 

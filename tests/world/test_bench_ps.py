@@ -1,4 +1,4 @@
-"""Each part of `braid bench ps` measures what it says, at its smallest size."""
+"""Each part of `python -m benchmarks ps` measures what it says, at its smallest size."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def answer(command: Callable[[], int], what: str = "done") -> int:
 
     Args:
         command: Returns the exit code.
-        what: What was not done if the command is wrong.
+        what: Word for what a wrong command has not done, `done` or `started`.
     """
     try:
         return command()
@@ -104,7 +104,8 @@ def _dispatch(given: list[str]) -> int:
             command = COMMANDS[name]
             if isinstance(command, BenchCommand):
                 bench = import_module(f"braid.cli.bench.{command.module}").BENCH
-                return bench.run(tyro.cli(bench.options, prog=prog, args=rest, config=TYRO_CONFIG))
+                options = tyro.cli(bench.options, prog=prog, args=rest, config=TYRO_CONFIG)
+                return int(bench.run(options))
             return tyro.cli(command, prog=prog, args=rest, config=TYRO_CONFIG)
     family, *rest = given or [""]
     asked = not rest or rest[0] in HELP_OPTIONS

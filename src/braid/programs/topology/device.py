@@ -3,8 +3,8 @@
     seconds of an operation = max(FLOPs / (peak * share), bytes / (bandwidth * share)) + constant
 
 The shares and the constant are an `Efficiency`. The default is fitted on 1,440 iterations of GPTs
-on 2 to 8 A100, which Megatron trained (`braid bench plan --only device`; vTrain's table); for other
-devices it is a guess, so predictions say "estimated".
+on 2 to 8 A100, which Megatron trained (`python -m benchmarks plan --only device`; vTrain's table);
+for other devices it is a guess, so predictions say "estimated".
 
 Source: S. Williams et al., Roofline, CACM 52 (2009); sheets of the vendor, as named beside each
 device: peaks are dense, with accumulation in float32.

@@ -1,4 +1,4 @@
-"""How options of benchmarks are written on the command line, where types do not say it."""
+"""Options of benchmarks as text of a command line, where types do not say it."""
 
 from __future__ import annotations
 
