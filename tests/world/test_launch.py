@@ -263,6 +263,17 @@ def test_a_spawned_function_prints_no_warning(tmp_path, console, monkeypatch):
     assert console.lines == [(0, 1, b"a 2")]
 
 
+def test_a_spawned_function_gets_its_struct(tmp_path, console, monkeypatch):
+    text = "import msgspec\nclass Size(msgspec.Struct):\n    width: int\n"
+    text += "def show(size: Size, other: dict):\n    print(size.width, other)\n"
+    (tmp_path / "job_of_mine_with_a_struct.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = __import__("job_of_mine_with_a_struct")
+    arguments = [module.Size(3), {"width": 4}]
+    spawn(module.show, 1, arguments, console=console, log_dir=str(tmp_path / "run"))
+    assert console.lines == [(0, 1, b"3 {'width': 4}")]
+
+
 def test_spawn_refuses_what_a_rank_cannot_find(tmp_path):
     with pytest.raises(ConfigError, match="to the top level of a module"):
         spawn(lambda: None, 2)

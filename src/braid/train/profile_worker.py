@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -106,7 +105,3 @@ def main(request: ProfileRequest) -> None:
     if group.rank == 0:
         profile.write(request.out)
     context.shutdown()
-
-
-if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=ProfileRequest))

@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,16 +14,15 @@ import torch
 
 from braid import __version__
 from braid.errors import ConfigError
-from braid.launch import JobSpec, QuietConsole, Supervisor
+from braid.launch import spawn
 from braid.plan.profiling import Curve, Profile, read_profile
+from braid.train import profile_worker, server_profile
 from braid.train.device import choose_device
 from braid.train.profile_worker import ProfileRequest
 from braid.train.server_profile import ServerRequest
 
 __all__ = ["cached_profile", "profile_together"]
 
-WORKER = "braid.train.profile_worker"
-SERVER_WORKER = "braid.train.server_profile"
 HOUR_S = 3600.0
 
 
@@ -46,14 +46,20 @@ def profile_together(
     """
     with tempfile.TemporaryDirectory(prefix="braid-profile-") as place:
         out = str(Path(place) / "profile.json")
-        _measure(WORKER, msgspec.structs.replace(request, out=out), num_ranks, place, threads)
+        _measure(
+            profile_worker.main,
+            msgspec.structs.replace(request, out=out),
+            num_ranks,
+            place,
+            threads,
+        )
         profile = read_profile(out)
         if not servers or num_ranks == 1 or profile.host is None:
             return profile
         curve_file = str(Path(place) / "servers.json")
         wanted = msgspec.structs.replace(request, out=curve_file)
         asked = ServerRequest(profile=wanted, servers=num_ranks)
-        _measure(SERVER_WORKER, asked, 2 * num_ranks + 1, place, threads)
+        _measure(server_profile.main, asked, 2 * num_ranks + 1, place, threads)
         curve = msgspec.json.decode(Path(curve_file).read_bytes(), type=Curve)
         collectives = {**profile.host.collectives, f"push_pull/{num_ranks}": curve}
         host = msgspec.structs.replace(profile.host, collectives=collectives)
@@ -61,18 +67,17 @@ def profile_together(
 
 
 def _measure(
-    worker: str, request: msgspec.Struct, num_ranks: int, place: str, threads: int | None
+    worker: Callable[..., None],
+    request: msgspec.Struct,
+    num_ranks: int,
+    place: str,
+    threads: int | None,
 ) -> None:
     """Run ranks that measure, to their end."""
-    job = JobSpec(
-        command=(worker, msgspec.json.encode(request).decode()),
-        kind="module",
-        num_ranks=num_ranks,
-        threads=threads,
-        log_dir=str(Path(place) / worker),
-        hang_report_s=0.0,
+    log_dir = str(Path(place) / worker.__module__)
+    outcome = spawn(
+        worker, num_ranks, (request,), threads=threads, log_dir=log_dir, hang_report_s=0.0
     )
-    outcome = Supervisor(QuietConsole()).run(job)
     if not outcome.ok:
         raise ConfigError(str(outcome))
 

@@ -8,7 +8,6 @@ backward. Half of the model's layers and all of them are two points of the curve
 from __future__ import annotations
 
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -79,7 +78,3 @@ def main(request: ServerRequest) -> None:
     if curve is not None:
         Path(request.profile.out).write_bytes(msgspec.json.encode(curve))
     context.shutdown()
-
-
-if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=ServerRequest))

@@ -41,7 +41,7 @@ def spawn(
     Args:
         fn: Function at the top level of an importable module.
         n: Number of ranks.
-        args: Arguments of the function, of types that JSON can represent.
+        args: Arguments of the function, of types that JSON can represent, or of `msgspec.Struct`.
         console: Console for output; kept in memory when None.
         **options: Further fields of `JobSpec`.
 
