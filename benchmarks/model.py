@@ -22,12 +22,13 @@ from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigure
 from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import Report, Verdict, measured_on, new_table, save, show
-from braid.cli.bench.harness.sizes import GBIT, KIB, MIB, size_text
+from braid.cli.bench.harness.sizes import GBIT, KIB, MIB
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
 from braid.programs.cost import hierarchical_s, program_s
 from braid.programs.schedule.collective import algorithm, program
+from braid.runtime.text import bytes_text
 
 __all__ = [
     "Held",
@@ -208,7 +209,7 @@ def model_table(report: ModelReport) -> Table:
     grid = new_table(title, ("", "algorithm"), [f"size {number + 1}" for number in range(5)])
     for place, held in ((report.network, report.over_network), (report.memory, report.in_memory)):
         sizes = sorted({one.time.nbytes for one in held})
-        grid.add_row(place, "", *map(size_text, sizes))
+        grid.add_row(place, "", *map(bytes_text, sizes))
         for pair in dict.fromkeys((one.time.operation, one.time.algorithm) for one in held):
             cells = {
                 one.time.nbytes: f"{_ms(one.predicted_s)} / {_ms(one.time.seconds)} "

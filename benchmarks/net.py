@@ -35,8 +35,9 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.cli.bench.harness.sizes import GBIT, KIB, MIB, size_text
+from braid.cli.bench.harness.sizes import GBIT, KIB, MIB
 from braid.launch import parse_hosts
+from braid.runtime.text import bytes_text
 
 __all__ = [
     "Case",
@@ -187,7 +188,7 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
 
             def on_line(text: str, case: Case = case, rows: list[Row] = rows) -> None:
                 rows.append(msgspec.json.decode(text, type=Row))
-                status.update(f"{case}: {size_text(rows[-1].nbytes)} done")
+                status.update(f"{case}: {bytes_text(rows[-1].nbytes)} done")
 
             log_dir = bench.out / f"run-{len(cases)}"
             plan = Plan(
@@ -248,18 +249,18 @@ def targets(report: NetReport) -> list[Target]:
         from_mib = [row for row in case.rows if row.nbytes >= MIB]
         above = [row for row in case.rows if row.nbytes > MIB]
         if shape[:2] == (2, 1):
-            all_targets += _worst(case, small, f"up to {size_text(SMALL_BYTES)}", 2.0)
+            all_targets += _worst(case, small, f"up to {bytes_text(SMALL_BYTES)}", 2.0)
         if shape == (2, 1, 1.0) and large:
             row = min(large, key=lambda row: case.share(row, "braid"))
-            what = f"{case}, payload, from {size_text(LARGE_BYTES)}"
+            what = f"{case}, payload, from {bytes_text(LARGE_BYTES)}"
             share = case.share(row, "braid")
-            all_targets.append(Target(what, 0.95, share, size_text(row.nbytes), "of the link"))
+            all_targets.append(Target(what, 0.95, share, bytes_text(row.nbytes), "of the link"))
         if shape == (2, 1, 10.0):
-            all_targets += _worst(case, large, f"from {size_text(LARGE_BYTES)}", 0.95)
+            all_targets += _worst(case, large, f"from {bytes_text(LARGE_BYTES)}", 0.95)
         if shape == (2, 2, 1.0):
-            all_targets += _worst(case, middle, f"up to {size_text(MIB)}", 1.4)
-            all_targets += _worst(case, above, f"above {size_text(MIB)}", 1.2)
-            all_targets += _worst(case, from_mib, f"from {size_text(MIB)}", 2.2, name="bf16")
+            all_targets += _worst(case, middle, f"up to {bytes_text(MIB)}", 1.4)
+            all_targets += _worst(case, above, f"above {bytes_text(MIB)}", 1.2)
+            all_targets += _worst(case, from_mib, f"from {bytes_text(MIB)}", 2.2, name="bf16")
     return all_targets
 
 
@@ -271,7 +272,7 @@ def _worst(
         return []
     row = min(rows, key=lambda row: row.ratio[name])
     what = f"{case}, {'all digits' if name == 'braid' else name}, {sizes}"
-    return [Target(what, floor, row.ratio[name], size_text(row.nbytes))]
+    return [Target(what, floor, row.ratio[name], bytes_text(row.nbytes))]
 
 
 def net_table(report: NetReport) -> Table:
@@ -288,7 +289,7 @@ def net_table(report: NetReport) -> Table:
     grid = new_table(title, ("network",), [*heads, *(f"{name} x" for name in names)])
     for case in report.cases:
         for number, row in enumerate(case.rows):
-            cells = [str(case) if not number else "", size_text(row.nbytes)]
+            cells = [str(case) if not number else "", bytes_text(row.nbytes)]
             for name in (BASE, "braid", *names):
                 known = name in row.seconds
                 if name not in names:

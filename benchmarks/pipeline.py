@@ -32,9 +32,10 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.cli.bench.harness.sizes import MIB, size_text
+from braid.cli.bench.harness.sizes import MIB
 from braid.errors import ConfigError
 from braid.programs.schedule.pipeline import SCHEDULES
+from braid.runtime.text import bytes_text
 
 __all__ = [
     "CASES",
@@ -297,7 +298,7 @@ def _case_table(machine: str, measured: list[Measured]) -> Table:
     grid.collapse_padding = True
     for row in measured:
         cells = [f"{row.case.model}, {row.case.schedule}, {row.case.num_microbatches}"]
-        cells += [size_text(row.boundary_bytes), f"{_bubble(row):.1%}"]
+        cells += [bytes_text(row.boundary_bytes), f"{_bubble(row):.1%}"]
         cells += [f"{row.step_s[name] * 1e3:.1f}" for name in ("compute", "gloo")]
         cells.append(f"{row.efficiency['gloo']:.0%}")
         for name in ("torch", "braid"):

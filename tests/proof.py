@@ -39,9 +39,9 @@ from braid.cli.bench.ddp import (
     share_text,
 )
 from braid.cli.bench.harness.report import Report, Verdict
-from braid.cli.bench.harness.sizes import size_text
 from braid.cli.bench.workers.comm import Row
 from braid.runtime.events import Recorder
+from braid.runtime.text import bytes_text
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures.md"
@@ -351,7 +351,7 @@ def network_section(net: NetReport, model: ModelReport, commit: str) -> str:
     ]
     for case in net.cases:
         for row in case.rows:
-            cells = [str(case), size_text(row.nbytes)]
+            cells = [str(case), bytes_text(row.nbytes)]
             for name in ("gloo", "braid"):
                 told = case.gbit_per_s and row.nbytes >= LARGE_BYTES
                 cells.append(f"{row.seconds[name] * 1e3:.2f}")
@@ -381,7 +381,7 @@ def comm_summary(report: CommReport) -> list[str]:
     """One row per operation: speed-ups at some sizes."""
     rows = {(row.operation, row.nbytes): row for row in report.rows}
     columns = [("Group", "braid"), ("registered", "registered"), ("torch.distributed", "torch")]
-    heads = [f"{head}, {size_text(size)}" for head, _ in columns for size in SHOWN]
+    heads = [f"{head}, {bytes_text(size)}" for head, _ in columns for size in SHOWN]
     lines = [f"| operation | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
     for name in dict.fromkeys(row.operation for row in report.rows):
         cells = []
@@ -416,7 +416,7 @@ def comm_page(report: CommReport, commit: str) -> str:
         "|---|--:|--:|" + "--:|--:|" * len(libraries),
     ]
     for row in report.rows:
-        size = size_text(row.nbytes) if row.nbytes else ""
+        size = bytes_text(row.nbytes) if row.nbytes else ""
         cells = [row.operation, size, f"{row.seconds['gloo'] * 1e6:,.0f}"]
         for name in libraries:
             known = name in row.seconds
@@ -451,12 +451,12 @@ def targets_missed(
 ) -> list[str]:
     rows: dict[tuple[str, int], Row] = {(row.operation, row.nbytes): row for row in comm.rows}
     missed = [
-        f"{name}, {size_text(size)}, {library}: {found:.1f} x Gloo, expected at least {floor}"
+        f"{name}, {bytes_text(size)}, {library}: {found:.1f} x Gloo, expected at least {floor}"
         for (name, size, library), floor in FLOORS.items()
         if (found := rows[name, size].ratio[library]) < floor
     ]
     missed += [
-        f"all_reduce, {size_text(size)}, {library}: {found:.2f} x MPI, expected at least {floor}"
+        f"all_reduce, {bytes_text(size)}, {library}: {found:.2f} x MPI, expected at least {floor}"
         for (size, library), floor in FLOORS_OVER_MPI.items()
         if comm.mpi and (found := rows["all_reduce", size].over_mpi[library]) < floor
     ]

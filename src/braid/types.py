@@ -12,7 +12,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["OpDesc", "TensorSpec", "first_few", "text_digest"]
+__all__ = ["OpDesc", "TensorSpec", "dtype_name", "first_few", "text_digest"]
+
+
+def dtype_name(dtype: object) -> str:
+    """Return torch's name of a dtype without the prefix, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 class TensorSpec(NamedTuple):

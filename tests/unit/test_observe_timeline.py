@@ -11,7 +11,7 @@ from braid.launch.observe.facts import facts
 from braid.launch.observe.intervals import Cover, Interval, lanes
 from braid.launch.observe.operations import Operation, bucket_waits, operations, percentile
 from braid.launch.observe.timeline import Shares, StepKey, read_timelines, shares
-from braid.launch.observe.units import (
+from braid.runtime.text import (
     bytes_text,
     count_text,
     duration_text,

@@ -9,13 +9,10 @@ from braid.comm.tensors.reduction import OPS, combine
 from braid.compat.horovod.fusion.coordinator import _impossible
 from braid.compat.horovod.fusion.request import Request
 from braid.programs.reductions import REDUCTIONS, refusal
+from braid.types import dtype_name
 
 DTYPES = sorted(
-    {
-        str(value).removeprefix("torch.")
-        for value in vars(torch).values()
-        if isinstance(value, torch.dtype)
-    }
+    {dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
 )
 
 

@@ -20,11 +20,11 @@ from braid.programs.schedule import (
     simulate,
     to_text,
 )
-from braid.programs.schedule.bars import time_text
 from braid.programs.schedule.collective import COLLECTIVE, algorithm, program
 from braid.programs.schedule.pipeline import gpipe, one_f_one_b
 from braid.programs.schedule.plot import lanes, table, to_svg, to_trace
 from braid.programs.topology import flat
+from braid.runtime.text import seconds_text
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -139,7 +139,7 @@ def test_an_svg_has_a_bar_for_everything_with_words_under_the_pointer() -> None:
     root = ET.fromstring(to_svg(done, 4))
     titles = [title.text for title in root.iter(f"{SVG}title")]
     assert len(titles) == len(done.intervals)
-    assert titles[0] == "send 0, 0, rank 1: 0 us to 6 s"
+    assert titles[0] == "send 0, 0, rank 1: 0 ns to 6 s"
     assert [text.text for text in root.iter(f"{SVG}text")] == [
         *("recv", "reduce", "send"),
         *("0", "10.5 s", "21 s", "31.5 s", "42 s"),
@@ -162,26 +162,26 @@ def test_all_bars_of_an_svg_are_inside_the_picture(done: Timeline) -> None:
 def test_names_with_signs_of_markup_are_escaped() -> None:
     odd = Timeline([Interval(0, 0.0, 1.0, Action("<F&>", 0, 0))], [1.0], {})
     root = ET.fromstring(to_svg(odd, 1))
-    assert [title.text for title in root.iter(f"{SVG}title")] == ["<F&> 0, 0: 0 us to 1 s"]
+    assert [title.text for title in root.iter(f"{SVG}title")] == ["<F&> 0, 0: 0 ns to 1 s"]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0, "0 us"),
-        (1.5e-8, "0.015 us"),
+        (0.0, "0 ns"),
+        (1.5e-8, "15 ns"),
         (15.12e-6, "15.1 us"),
         (2.3e-3, "2.3 ms"),
         (1.0, "1 s"),
         (41.96, "42 s"),
-        (12345.0, "12,345 s"),
+        (12345.0, "3 h 26 min"),
         (0.9996e-3, "1 ms"),
         (0.9996, "1 s"),
-        (999.6, "1,000 s"),
+        (999.6, "16 min 40 s"),
     ],
 )
 def test_times_are_written_with_three_digits_and_a_unit(seconds: float, text: str) -> None:
-    assert time_text(seconds) == text
+    assert seconds_text(seconds) == text
 
 
 # Trace events.

@@ -25,6 +25,7 @@ from braid.compat.horovod.fusion import (
     StateOptions,
 )
 from braid.errors import CommError, ConfigError, PeerLostError
+from braid.types import dtype_name
 from support.pool import RankDiedError
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -38,7 +39,7 @@ def engine(group: Group, **options: float) -> Fusion:
 
 
 def asked(name: str, kind: str, x: torch.Tensor, **fields: object) -> Request:
-    dtype = str(x.dtype).removeprefix("torch.")
+    dtype = dtype_name(x.dtype)
     return Request(name, kind, dtype, tuple(x.shape), x.element_size(), **fields)  # type: ignore[arg-type]
 
 

@@ -30,7 +30,7 @@ from braid.checkpoint.snapshot import own_name, owner_of
 from braid.checkpoint.tensor_file import DTYPES, hash_file, read_piece
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
-from braid.types import TensorSpec
+from braid.types import TensorSpec, dtype_name
 
 __all__ = [
     "Checkpoint",
@@ -46,7 +46,7 @@ __all__ = [
 LOG = logging.getLogger(__name__)
 
 MAX_ROWS = 10  # of the table of differences
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+NAMES = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 class Skipped(NamedTuple):

@@ -44,6 +44,7 @@ from braid.checkpoint.snapshot import Slice, Snapshot
 from braid.checkpoint.tensor_file import tensor_file_bytes, write_tensor_file
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from braid.types import dtype_name
 
 __all__ = ["REMEDY", "OnSaved", "Written", "publish", "save", "save_alone", "write_pieces"]
 
@@ -263,7 +264,7 @@ def write_pieces(
         return Written(problem + _other_run(home, exc, writer))
     entries: dict[str, TensorEntry] = {}
     for key, piece in zip(tensors, pieces, strict=True):
-        dtype = str(piece.tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(piece.tensor.dtype)
         box = Piece(name, key, piece.offset, tuple(piece.tensor.shape))
         before = entries[piece.name].pieces if piece.name in entries else ()
         entries[piece.name] = TensorEntry(piece.global_shape, dtype, (*before, box))

@@ -34,7 +34,7 @@ from braid.checkpoint.snapshot import OWN
 from braid.checkpoint.stored_state import generator_states, require_like, stored_optimizer
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError, message_of
-from braid.types import TensorSpec
+from braid.types import TensorSpec, dtype_name
 
 __all__ = [
     "TIED",
@@ -151,7 +151,7 @@ def restore_training(
     checkpoint.require_own(["model", *ROOTS] if optimizer is not None else ["model"])
     checkpoint.require(
         {
-            f"model/{name}": TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            f"model/{name}": TensorSpec(tuple(t.shape), dtype_name(t.dtype))
             for name, t in params.items()
         }
     )

@@ -11,7 +11,8 @@ from braid.plan.search.estimate import Estimate, StepTime
 from braid.plan.search.failures import Failures, time_to_solution
 from braid.plan.search.planner import Ranking
 from braid.plan.search.sensitivity import PART_NAMES
-from braid.programs.schedule.bars import COLOURS, Bar, draw, time_text
+from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.runtime.text import seconds_text
 
 __all__ = ["best_of_kinds", "comparison", "infeasible", "ranking_table"]
 
@@ -105,7 +106,7 @@ def comparison(ranking: Ranking) -> str:
     for lane, (kind, estimate) in enumerate(kinds.items()):
         start_s = 0.0
         for part, seconds in zip(StepTime._fields, estimate.time, strict=True):
-            title = f"{kind}, {estimate.split}: {PART_NAMES[part]} {time_text(seconds)}"
+            title = f"{kind}, {estimate.split}: {PART_NAMES[part]} {seconds_text(seconds)}"
             bars.append(Bar(lane, start_s, start_s + seconds, colours[part], title))
             start_s += seconds
     estimator = ranking.estimator

@@ -30,6 +30,7 @@ from braid.rpc.names import Names
 from braid.rpc.protocol.sparse_spec import SparseSpec
 from braid.runtime.message.tensors import as_buffers, from_buffers
 from braid.runtime.torch_internals import sparse_indices, sparse_values
+from braid.types import dtype_name
 
 __all__ = ["Codec", "Packed"]
 
@@ -219,7 +220,7 @@ class Codec:
         if kind is torch.Size:
             return self._extension(_SIZE, list(value))
         if kind is torch.dtype:
-            return self._extension(_DTYPE, str(value).removeprefix("torch."))
+            return self._extension(_DTYPE, dtype_name(value))
         if kind is torch.device:
             return self._extension(_DEVICE, str(value))
         if kind is torch.layout:

@@ -37,10 +37,10 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.cli.bench.harness.sizes import size_text
 from braid.cli.bench.workers.candidates import LIBRARIES
 from braid.cli.bench.workers.comm import Plan, Row, main
 from braid.errors import ConfigError
+from braid.runtime.text import bytes_text
 
 __all__ = [
     "BENCH",
@@ -268,7 +268,7 @@ def table(report: CommReport) -> Table:
     for row in report.rows:
         plain = one_dtype or not row.nbytes
         cells = [row.operation if plain else f"{row.operation} {row.dtype}", str(row.ranks)]
-        cells += [size_text(row.nbytes) if row.nbytes else "", f"{row.seconds['gloo'] * 1e6:,.0f}"]
+        cells += [bytes_text(row.nbytes) if row.nbytes else "", f"{row.seconds['gloo'] * 1e6:,.0f}"]
         for name in libraries:
             known = name in row.seconds
             cells.append(_short(row.seconds[name] * 1e6) if known else "")

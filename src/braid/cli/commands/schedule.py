@@ -194,7 +194,7 @@ def schedule_compare(
     from rich.table import Table
 
     from braid.programs.cost import compare
-    from braid.programs.schedule.bars import time_text
+    from braid.runtime.text import seconds_text
 
     if not sizes:
         msg = "--sizes lists no size: give at least one, such as 1Mi"
@@ -209,7 +209,9 @@ def schedule_compare(
         grid.add_column(size, justify="right", no_wrap=True)
     for name, estimates in comparison.estimates.items():
         marks = ["*" if comparison.is_best(name, i) else " " for i in range(len(sizes))]
-        cells = (f"{time_text(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True))
+        cells = (
+            f"{seconds_text(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True)
+        )
         grid.add_row(name, *cells)
     _wide_console().print(grid)
     for level in net.levels[1:]:
@@ -315,13 +317,13 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     import json
 
     from braid.programs.schedule import simulate
-    from braid.programs.schedule.bars import time_text
     from braid.programs.schedule.pipeline import measures_text, peak_activations
     from braid.programs.schedule.plot import lanes, to_svg, to_trace
+    from braid.runtime.text import seconds_text
 
     is_pipeline = _is_pipeline(program)  # whose sends wait for no receive
     timeline = simulate(program, costs, net, buffered=is_pipeline)
-    print(f"{program}: {time_text(timeline.seconds)}")
+    print(f"{program}: {seconds_text(timeline.seconds)}")
     for line in lanes(timeline, program.num_ranks):
         print(line)
     caption = measures_text(program, timeline) if is_pipeline else ""
@@ -340,12 +342,12 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
 
 def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
     from braid.programs.cost import simulate_rounds
-    from braid.programs.schedule.bars import time_text
+    from braid.runtime.text import seconds_text
 
     estimate = simulate_rounds(rounds, nbytes, net)
     print(
         f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} "
-        f"rounds: {time_text(estimate.seconds)}"
+        f"rounds: {seconds_text(estimate.seconds)}"
     )
     _print_bytes(estimate.level_bytes)
     return 0

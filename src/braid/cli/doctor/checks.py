@@ -22,6 +22,7 @@ from braid.cli.doctor.facts import (
     Threads,
     Versions,
 )
+from braid.runtime.text import bytes_text
 
 __all__ = [
     "Finding",
@@ -203,16 +204,16 @@ def check_threads(facts: Threads) -> Finding:
 
 def check_memory(facts: Memory) -> Finding:
     """Check the free memory: each rank is a process with its own torch."""
-    fact = f"{_size(facts.total)}, {_size(facts.available)} available, "
+    fact = f"{bytes_text(facts.total)}, {bytes_text(facts.available)} available, "
     fact += (
-        f"swap {_size(facts.swap_free)} free of {_size(facts.swap_total)}"
+        f"swap {bytes_text(facts.swap_free)} free of {bytes_text(facts.swap_total)}"
         if facts.swap_total
         else "no swap"
     )
     left = facts.available
     if facts.limit:
         left = min(left, max(0, facts.limit - facts.used))
-        fact += f", control group {_size(facts.used)} of {_size(facts.limit)}"
+        fact += f", control group {bytes_text(facts.used)} of {bytes_text(facts.limit)}"
     if left < NO_MEMORY:
         return problem(
             "memory",
@@ -221,7 +222,9 @@ def check_memory(facts: Memory) -> Finding:
         )
     if left < LITTLE_MEMORY:
         return note(
-            "memory", fact, f"each rank needs 0.3 GiB besides its model; {_size(left)} are left"
+            "memory",
+            fact,
+            f"each rank needs 0.3 GiB besides its model; {bytes_text(left)} are left",
         )
     return ok("memory", fact)
 
@@ -232,8 +235,8 @@ def check_shared_memory(facts: SharedMemory) -> Finding:
         fact = "no /dev/shm; braid itself does not need it, torch's DataLoader workers do"
         return note("shared memory", fact, "mount a tmpfs there, or use DataLoader(num_workers=0)")
     fact = (
-        f"{_size(facts.free)} free of {_size(facts.size)} in /dev/shm, where only tensors "
-        "that torch shares lie"
+        f"{bytes_text(facts.free)} free of {bytes_text(facts.size)} in /dev/shm, where only "
+        "tensors that torch shares lie"
     )
     if facts.free < LITTLE_SHM:
         return note(
@@ -319,7 +322,7 @@ def check_names(facts: Names) -> Finding:
 def check_limits(facts: Limits) -> Finding:
     """Check the resource limits: ranks have open descriptors for all their peers."""
     fact = f"open files {_count(facts.files)}, processes {_count(facts.processes)}, locked memory "
-    fact += "without limit" if facts.locked_bytes is None else _size(facts.locked_bytes)
+    fact += "without limit" if facts.locked_bytes is None else bytes_text(facts.locked_bytes)
     if facts.files is not None and facts.files < FEW_FILES:
         more = _count(facts.hard_files)
         return note(
@@ -395,10 +398,6 @@ def _tried(check: str, refused: str, good: str, advice: str) -> Finding:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.0f} MiB"
 
 
 def _count(limit: int | None) -> str:

@@ -46,6 +46,7 @@ from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
 from braid.runtime import seeding
 from braid.runtime.torch_internals import current_graph_task, version_of
+from braid.types import dtype_name
 
 __all__ = ["RecomputeError", "checkpoint"]
 
@@ -135,7 +136,7 @@ class _Note(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        name = str(self.dtype).removeprefix("torch.")
+        name = dtype_name(self.dtype)
         site = f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
         return f"{name}{list(self.shape)} on {self.device} at {site}"
 

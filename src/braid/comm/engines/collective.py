@@ -25,7 +25,7 @@ from braid.comm.tensors.copies import Copies
 from braid.comm.tensors.reduction import check_op
 from braid.errors import ConfigError
 from braid.runtime.events import NameTable, Recorder
-from braid.types import TensorSpec
+from braid.types import TensorSpec, dtype_name
 
 __all__ = ["Collective", "Describer"]
 
@@ -193,7 +193,7 @@ def _check_wire(c: Collective) -> None:
 def _text(c: Collective) -> str:
     if c.dtype is None:
         return f"{c.kind}()"
-    dtype = str(c.dtype).removeprefix("torch.")
+    dtype = dtype_name(c.dtype)
     if c.widths is not None:
         what = f"{dtype}[{' + '.join(map(str, c.widths))}]"
     elif c.shape is None:

@@ -31,6 +31,7 @@ from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine
 from braid.runtime.clock import Clock
+from braid.runtime.text import bytes_text
 from braid.runtime.transport import Steps, Wait, WaitAny
 
 __all__ = [
@@ -247,7 +248,9 @@ class Selection:
         primitives = list(zip(("copy", "add", "pull"), self.costs[1:4], strict=True))
         primitives += [("send", self.costs.send)] if self.costs.send else []
         for name, rates in primitives:
-            at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(nbytes)}" for nbytes, rate in rates)
+            at = ", ".join(
+                f"{1e-9 / rate:.1f} GB/s at {bytes_text(nbytes)}" for nbytes, rate in rates
+            )
             lines.append(f"  {name:<5} {at or 'not permitted by the host'}")
         for kind in _KINDS:
             bounds, names = self._table(kind)
@@ -257,7 +260,7 @@ class Selection:
                     (self._predicted_s(kind, other, bound), other) for other in self._names(kind)
                 )
                 estimates = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
-                parts.append(f"from {_size(bound)} {name} (there {estimates})")
+                parts.append(f"from {bytes_text(bound)} {name} (there {estimates})")
             lines.append(f"  {kind:<14} {', '.join(parts)}")
         return "\n".join(lines)
 
@@ -457,10 +460,3 @@ def _offered(nbytes: float) -> int:
     """Number of steps, with one to learn what is registered unless one chunk holds it all."""
     chunks = _chunks(nbytes)
     return chunks + (chunks > 1)
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:g} {unit}"
-    return f"{nbytes} B"

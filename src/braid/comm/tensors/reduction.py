@@ -15,6 +15,7 @@ import torch
 
 from braid.errors import ConfigError
 from braid.programs.reductions import refusal
+from braid.types import dtype_name
 
 __all__ = ["OPS", "check_op", "combine", "early_factor", "finish", "identity"]
 
@@ -42,7 +43,7 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op not in OPS:
         msg = f"there is no reduction {op!r}: choose one of {', '.join(OPS)}"
         raise ConfigError(msg)
-    if why := refusal(op, str(dtype).removeprefix("torch.")):
+    if why := refusal(op, dtype_name(dtype)):
         raise ConfigError(why)
 
 

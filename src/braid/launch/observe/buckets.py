@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from braid.launch.observe.averagings import averagings_of
 from braid.launch.observe.timeline import RankTimeline
-from braid.launch.observe.units import duration_text
+from braid.runtime.text import duration_text
 
 __all__ = ["Averaging", "LateBucket", "averagings", "late_buckets", "more_often_than"]
 

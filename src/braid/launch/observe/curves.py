@@ -12,9 +12,9 @@ from statistics import median
 from braid.launch.observe.figures import Chart, line_chart
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.timeline import StepKey, StepTime
-from braid.launch.observe.units import duration_text
 from braid.runtime.diagnose import rank_list
 from braid.runtime.metrics import MEASURED
+from braid.runtime.text import duration_text
 
 __all__ = ["charts", "rates", "step_durations"]
 

@@ -13,8 +13,8 @@ from statistics import median
 from braid.launch.observe.buckets import late_buckets
 from braid.launch.observe.operations import bucket_waits, operations
 from braid.launch.observe.timeline import RankTimeline, StepKey, StepTime
-from braid.launch.observe.units import bytes_text, duration_text, percent_text
 from braid.runtime.diagnose import rank_list
+from braid.runtime.text import bytes_text, duration_text, percent_text
 
 __all__ = ["by_step", "facts", "slowest_step"]
 

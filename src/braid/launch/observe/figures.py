@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from braid.launch.observe.intervals import Interval, lanes
 from braid.launch.observe.timeline import RankTimeline
-from braid.launch.observe.units import bytes_text, count_text, duration_text
+from braid.runtime.text import bytes_text, count_text, duration_text
 
 __all__ = [
     "Box",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from braid.launch.observe.curves import LOSSES, RATES, Steps, rates, step_durations
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.timeline import RankTimeline, shares
-from braid.launch.observe.units import bytes_text, count_text, duration_text, percent_text
+from braid.runtime.text import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["Figure", "glance"]
 

@@ -23,9 +23,9 @@ from braid.launch.observe.figures import Box, Lane, Picture, boxes_of, time_tick
 from braid.launch.observe.intervals import Cover
 from braid.launch.observe.passes import Pass, Passes, Timed, passes, schedule_name
 from braid.launch.observe.timeline import RankTimeline
-from braid.launch.observe.units import duration_text
 from braid.programs.schedule import Action, Costs, simulate
 from braid.programs.schedule.simulate import Route, Timeline
+from braid.runtime.text import duration_text
 
 __all__ = ["Division", "PipelineView", "StageRow", "pipeline_views"]
 

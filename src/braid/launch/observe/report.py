@@ -31,9 +31,9 @@ from braid.launch.observe.pipelines import PipelineView, pipeline_views
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.servers import ServerRow, servers
 from braid.launch.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
-from braid.launch.observe.units import bytes_text, count_text, duration_text, percent_text
 from braid.launch.observe.weight_versions import VersionRow, version_rows
 from braid.runtime.diagnose import error_block, render_block
+from braid.runtime.text import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["Story", "build_story", "page_template", "render_page", "this_machine"]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from braid.launch.observe.operations import percentile
 from braid.launch.observe.timeline import RankTimeline
-from braid.launch.observe.units import duration_text, percent_text
+from braid.runtime.text import duration_text, percent_text
 
 __all__ = ["ServerRow", "servers", "servers_text"]
 

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from braid.launch.observe.report import RankRow, Story
 from braid.launch.observe.servers import servers_text
-from braid.launch.observe.units import percent_text
 from braid.launch.observe.weight_versions import versions_text
+from braid.runtime.text import percent_text
 
 __all__ = ["print_summary"]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from braid.programs.schedule.bars import COLOURS, Bar, draw, time_text
+from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.runtime.text import seconds_text
 
 __all__ = ["bucket_picture"]
 
@@ -52,12 +53,12 @@ def _bars(
 ) -> Iterator[Bar]:
     before = 0.0
     for ready, number in sorted((row[lane], n) for n, row in enumerate(ready_s) if row[lane] > 0):
-        title = f"{name}, bucket {number}: full after {time_text(ready)}; {labels[number]}"
+        title = f"{name}, bucket {number}: full after {seconds_text(ready)}; {labels[number]}"
         colour, marked = COLOURS[number % len(COLOURS)], number == critical
         yield Bar(lane, before, ready, colour, title, str(number), marked=marked)
         before, last = ready, max(ready_s[number])
         if marked and last > ready:
-            waits = f"{name} waits {time_text(last - ready)}"
+            waits = f"{name} waits {seconds_text(last - ready)}"
             yield Bar(lane, ready, last, WAITING, waits, part="lower")
 
 
@@ -74,5 +75,5 @@ def _title(
     late_s = max(row) - min(row)
     return (
         f"averaging {step}: bucket {critical} ({labels[critical]}) is critical, "
-        f"rank {ranks[row.index(max(row))]} was behind by {time_text(late_s)}"
+        f"rank {ranks[row.index(max(row))]} was behind by {seconds_text(late_s)}"
     )

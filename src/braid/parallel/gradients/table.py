@@ -19,7 +19,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import MismatchError
-from braid.types import TensorSpec, text_digest
+from braid.types import TensorSpec, dtype_name, text_digest
 
 __all__ = ["ParamRecord", "ParamTable"]
 
@@ -148,7 +148,7 @@ class ParamTable:
 
 
 def _spec(param: nn.Parameter) -> TensorSpec:
-    dtype = str(param.dtype).removeprefix("torch.")
+    dtype = dtype_name(param.dtype)
     return TensorSpec(tuple(param.shape), dtype, param.requires_grad)
 
 

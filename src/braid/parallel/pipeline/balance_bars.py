@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from rich.cells import cell_len, set_cell_size
 
-from braid.programs.schedule.bars import time_text
+from braid.runtime.text import seconds_text
 
 __all__ = ["bars"]
 
@@ -68,7 +68,7 @@ def _bar(share: float) -> str:
 
 def _text(cost: float, unit: str) -> str:
     if unit == "s":
-        return time_text(cost)
+        return seconds_text(cost)
     for name in ("B", "KiB", "MiB"):
         if cost < KIB:
             return f"{cost:.0f} B" if name == "B" else f"{cost:.1f} {name}"

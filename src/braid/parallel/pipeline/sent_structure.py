@@ -33,6 +33,7 @@ from braid.comm.autograd.nested import TensorPlace, unflatten
 from braid.comm.tensors.plain_data import decode, encode
 from braid.errors import BraidError, CommError, ConfigError
 from braid.parallel.pipeline.memory_order import order_of, restored
+from braid.types import dtype_name
 
 __all__ = ["SentSpec", "SentStructure", "read_structure"]
 
@@ -69,7 +70,7 @@ class SentSpec(NamedTuple):
 
     def as_plain(self) -> list[Any]:
         """Return the description as plain data."""
-        return [list(self.shape), _name_of(self.dtype), *self[2:]]
+        return [list(self.shape), dtype_name(self.dtype), *self[2:]]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> SentSpec:
@@ -143,7 +144,7 @@ def _node(x: Any, where: str) -> list[Any]:  # noqa: C901, PLR0911, PLR0912 - on
     if kind is torch.Size:
         return [SIZE, list(x)]
     if kind is torch.dtype:
-        return [DTYPE, _name_of(x)]
+        return [DTYPE, dtype_name(x)]
     if kind is torch.device:
         return [DEVICE, str(x)]
     if kind is slice:
@@ -214,10 +215,6 @@ def _class(module: str, name: str) -> Any:
     for part in name.split("."):
         target = vars(target).get(part) if hasattr(target, "__dict__") else None
     return target if isinstance(target, type) else None
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

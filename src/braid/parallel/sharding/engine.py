@@ -51,7 +51,7 @@ from braid.parallel.sharding.units import (
 )
 from braid.programs.layout import Mesh
 from braid.runtime.torch_internals import own_parameters
-from braid.types import first_few
+from braid.types import dtype_name, first_few
 
 __all__ = ["Sharding", "sharding_of"]
 
@@ -317,7 +317,7 @@ class Sharding:
                     self.places,
                     stage=options.stage,
                     dtypes=options.dtypes_of(dtype),
-                    title=f"{spec.name or 'root'} ({str(dtype).removeprefix('torch.')})",
+                    title=f"{spec.name or 'root'} ({dtype_name(dtype)})",
                     whole=options.whole,
                 )
             )

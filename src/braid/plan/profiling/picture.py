@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from braid.plan.profiling.profile import Profile
-from braid.programs.schedule.bars import Bar, draw, time_text
+from braid.programs.schedule.bars import Bar, draw
+from braid.runtime.text import seconds_text
 
 __all__ = ["HEAT", "profile_picture"]
 
@@ -32,11 +33,11 @@ def profile_picture(profile: Profile, rows: int) -> str:
         colour = next(name for share, name in HEAT if totals[lane] >= share * slowest)
         start_s = 0.0
         for part, seconds in own.items():
-            title = f"{layer.name} ({layer.kind}): {part} {time_text(seconds)}"
+            title = f"{layer.name} ({layer.kind}): {part} {seconds_text(seconds)}"
             bars.append(Bar(lane, start_s, start_s + seconds, COLOURS[colour], title))
             start_s += seconds
     notes = [
-        f"{time_text(total)}, keeps {layer.saved_bytes.of(rows) / 1e6:.2f} MB, hands on "
+        f"{seconds_text(total)}, keeps {layer.saved_bytes.of(rows) / 1e6:.2f} MB, hands on "
         f"{layer.output_bytes.of(rows) / 1e6:.2f} MB, parameters {layer.param_bytes / 1e6:.2f} MB"
         for layer, total in zip(profile.layers, totals, strict=True)
     ]

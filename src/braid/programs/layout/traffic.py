@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from braid.errors import ConfigError
 from braid.programs.layout.mesh import Mesh
+from braid.runtime.text import bytes_text
 
 __all__ = ["OPERATIONS", "Traffic", "traffic_of", "usual_traffic"]
 
@@ -70,7 +71,7 @@ class Traffic:
         return self.nbytes * self.count
 
     def __str__(self) -> str:
-        return f"{self.operation} {self.count} x {_size(self.nbytes)}"
+        return f"{self.operation} {self.count} x {bytes_text(self.nbytes)}"
 
 
 def usual_traffic(mesh: Mesh) -> dict[str, Traffic]:
@@ -122,10 +123,3 @@ def traffic_of(mesh: Mesh, given: Mapping[str, float | Traffic] | None) -> dict[
 
 def _number(nbytes: float, usual: Traffic | None) -> Traffic:
     return Traffic(usual.operation if usual else "all_reduce", nbytes)
-
-
-def _size(nbytes: float) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes:.4g} bytes"

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-__all__ = ["COLOURS", "Bar", "draw", "time_text"]
+from braid.runtime.text import seconds_text
+
+__all__ = ["COLOURS", "Bar", "draw"]
 
 KILO = 1000
 # Paul Tol's bright scheme, which colour-blind people can read, too.
@@ -99,7 +101,7 @@ def draw(
     for tick in range(NUM_TICKS + 1):
         x = left + tick * width // NUM_TICKS
         parts.append(f'<path d="M{x} {TOP - 4}V{bottom}" stroke="#dddddd"/>')
-        at = time_text(total * tick / NUM_TICKS) if tick else "0"
+        at = seconds_text(total * tick / NUM_TICKS) if tick else "0"
         parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{at}</text>')
     for lane, name in enumerate(lanes):
         parts.append(f'<text x="4" y="{TOP + lane * LANE + 14}">{escape(name)}</text>')
@@ -111,15 +113,6 @@ def draw(
     for bar in bars:
         parts += _bar(bar, left, width / total)
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def time_text(seconds: float) -> str:
-    """Return three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`, `1,200 s`."""
-    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-        digits = f"{seconds / scale:.3g}"
-        if float(digits) < KILO:
-            return f"{digits} {unit}"
-    return f"{seconds:,.0f} s"
 
 
 def _margin(least: int, texts: Sequence[str]) -> int:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from braid.programs.schedule.bars import COLOURS, Bar, draw, time_text
+from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.programs.schedule.program import LOCAL, SEND, Action, Program
 from braid.programs.schedule.simulate import Interval, Timeline
+from braid.runtime.text import seconds_text
 from braid.runtime.trace_format import Event, complete
 
 __all__ = ["lanes", "table", "to_svg", "to_trace"]
@@ -160,5 +161,5 @@ def _describe(interval: Interval) -> str:
     more = f" and {interval.num_actions - 1} more" if interval.num_actions > 1 else ""
     return (
         f"{action.kind} {action.unit}, {action.index}{peer}{more}: "
-        f"{time_text(interval.start_s)} to {time_text(interval.end_s)}"
+        f"{seconds_text(interval.start_s)} to {seconds_text(interval.end_s)}"
     )

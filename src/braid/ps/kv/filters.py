@@ -29,6 +29,7 @@ from braid.errors import ConfigError
 from braid.ps.kv.messages import Coding, Compressed, FixedPointed, Head, Sparsified
 from braid.ps.kv.parcel import Parcel, compress, refuse_nonfinite
 from braid.runtime.message.tensors import bytes_of
+from braid.types import dtype_name
 
 __all__ = ["Compression", "Filter", "FixedPoint", "KeyCache", "TopK", "digest_of", "filter_of"]
 
@@ -139,7 +140,7 @@ class FixedPoint(Filter):
         rounds = torch.rand(vals.shape, generator=self._generator)
         fixed = vals.double().div_(scale).add_(rounds).floor_().clamp_(-steps, steps)
         parcel.tensors["vals"] = fixed.to(self._dtype)
-        parcel.heads.append(FixedPointed(scale, str(vals.dtype).removeprefix("torch.")))
+        parcel.heads.append(FixedPointed(scale, dtype_name(vals.dtype)))
 
     def coding(self) -> Coding | None:
         """See `Filter.coding`."""

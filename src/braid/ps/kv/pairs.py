@@ -22,6 +22,7 @@ import torch
 
 from braid.errors import ConfigError
 from braid.ps.storage.keys import to_signed
+from braid.types import dtype_name
 
 __all__ = ["KVPairs", "Keys", "Lens", "as_keys", "as_lens", "as_vals", "check_pairs", "offsets"]
 
@@ -66,7 +67,7 @@ class KVPairs:
 
     def __repr__(self) -> str:
         lens = "equal" if self.lens is None else "own"
-        dtype = str(self.vals.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.vals.dtype)
         return f"<KVPairs: {len(self)} keys, {self.vals.numel()} {dtype} of {lens} lengths>"
 
 
@@ -80,7 +81,7 @@ def as_keys(keys: Keys) -> torch.Tensor:
         array = keys if isinstance(keys, np.ndarray) else _array(keys)
         keys = torch.from_numpy(np.ascontiguousarray(array))
     if keys.dtype not in {torch.uint64, torch.int64} or keys.dim() != 1:
-        dtype = str(keys.dtype).removeprefix("torch.")
+        dtype = dtype_name(keys.dtype)
         msg = f"keys must be uint64 or int64 in one dim, got {dtype}{list(keys.shape)}"
         raise ConfigError(msg)
     keys = keys.detach().cpu().contiguous()
@@ -126,7 +127,7 @@ def as_lens(lens: Lens) -> torch.Tensor | None:
         return None
     tensor = lens if isinstance(lens, torch.Tensor) else torch.as_tensor(lens)
     if tensor.dtype not in LENGTHS or tensor.dim() != 1:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype_name(tensor.dtype)
         msg = f"lens must be int32 or int64 in one dim, got {dtype}{list(tensor.shape)}"
         raise ConfigError(msg)
     return tensor.detach().cpu().long().contiguous()

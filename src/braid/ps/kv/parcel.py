@@ -17,7 +17,7 @@ import torch
 from braid.errors import CommError, ConfigError
 from braid.ps.kv.messages import Compressed, FixedPointed, Head
 from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
-from braid.types import TensorSpec
+from braid.types import TensorSpec, dtype_name
 
 __all__ = ["MAX_BYTES", "Parcel"]
 
@@ -119,7 +119,7 @@ def dtype_of(name: str) -> torch.dtype:
 def compress(name: str, tensor: torch.Tensor, level: int) -> tuple[torch.Tensor, Head]:
     """Return the compressed bytes of a tensor, and how to undo that."""
     data = bytearray(zlib.compress(bytes_of(tensor), level))
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     return torch.frombuffer(data, dtype=torch.uint8), Compressed(name, dtype, tensor.numel())
 
 

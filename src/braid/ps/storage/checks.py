@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from braid.errors import ConfigError
+from braid.types import dtype_name
 
 __all__ = ["Expected", "check_floating", "check_names", "check_tensors", "described"]
 
@@ -34,7 +35,7 @@ class Expected(NamedTuple):
         return not (fits and same)
 
     def __str__(self) -> str:
-        dtype = "any dtype" if self.dtype is None else _short(self.dtype)
+        dtype = "any dtype" if self.dtype is None else dtype_name(self.dtype)
         shape = ", ".join("n" if length is None else str(length) for length in self.shape)
         return f"{dtype}[{shape}]"
 
@@ -42,7 +43,7 @@ class Expected(NamedTuple):
 def described(tensor: torch.Tensor) -> str:
     """Return dtype and shape of a tensor as text."""
     layout = "" if tensor.layout == torch.strided else f" ({tensor.layout})"
-    return f"{_short(tensor.dtype)}{list(tensor.shape)}{layout}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}{layout}"
 
 
 def check_tensors(
@@ -89,7 +90,7 @@ def check_floating(table: str, dtype: torch.dtype) -> None:
         ConfigError: It is not.
     """
     if not dtype.is_floating_point:
-        msg = f"table {table!r}: values must have a floating dtype, got {_short(dtype)}"
+        msg = f"table {table!r}: values must have a floating dtype, got {dtype_name(dtype)}"
         raise ConfigError(msg)
 
 
@@ -111,7 +112,3 @@ def check_names(table: str, state: Mapping[str, torch.Tensor], names: Sequence[s
             "the same kind of optimizer"
         )
         raise ConfigError(msg)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

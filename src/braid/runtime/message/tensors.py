@@ -25,12 +25,12 @@ from collections.abc import Sequence
 import torch
 
 from braid.errors import CommError, ConfigError
-from braid.types import TensorSpec
+from braid.types import TensorSpec, dtype_name
 
 __all__ = ["as_buffers", "bytes_of", "from_buffers", "memory_of"]
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES.values()}
+_NAMES = {dtype: dtype_name(dtype) for dtype in _DTYPES.values()}
 # numpy has these, and their bytes can be seen without a view of another dtype.
 _SIMPLE = frozenset(
     {

@@ -7,8 +7,9 @@ from typing import Annotated, TypeVar
 import msgspec
 import tyro
 
-from braid.cli.bench.harness.sizes import KIB, MIB, size_text
+from braid.cli.bench.harness.sizes import KIB, MIB
 from braid.errors import ConfigError
+from braid.runtime.text import bytes_text
 
 __all__ = ["Budget", "Ranks", "Size", "in_fields", "read_fields", "read_size"]
 
@@ -66,7 +67,7 @@ Size = Annotated[
         instance_from_str=lambda words: read_size(words[0]),
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [
-            size_text(value).replace(" ", "").removesuffix("B" * (value < KIB))
+            bytes_text(value).replace(" ", "").removesuffix("B" * (value < KIB))
         ],
     ),
 ]

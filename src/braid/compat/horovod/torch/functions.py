@@ -17,7 +17,7 @@ from braid.compat.horovod.torch.differentiable import allgather, broadcast_
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import broadcast_async_
 from braid.errors import ConfigError
-from braid.types import text_digest
+from braid.types import dtype_name, text_digest
 
 __all__ = [
     "allgather_object",
@@ -84,7 +84,7 @@ def broadcast_optimizer_state(
             _make_state(optimizer)
     tensors: list[torch.Tensor] = []
     outline = _outline(optimizer.state_dict(), tensors) if is_root else None
-    about = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors]
+    about = [(dtype_name(x.dtype), tuple(x.shape)) for x in tensors]
     outline, about = broadcast_object((outline, about), root_rank, "optimizer", process_set)
     if not is_root:
         tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in about]

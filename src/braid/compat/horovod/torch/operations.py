@@ -29,6 +29,7 @@ from braid.compat.horovod.torch.arguments import (
 from braid.compat.horovod.torch.handles import Pending, PendingSparse, synchronize
 from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op
 from braid.errors import ConfigError
+from braid.types import dtype_name
 
 __all__ = [
     "allgather_async",
@@ -56,7 +57,7 @@ def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Reques
     return Request(
         name,
         kind,
-        str(tensor.dtype).removeprefix("torch."),
+        dtype_name(tensor.dtype),
         tuple(tensor.shape),
         tensor.element_size(),
         device=str(tensor.device),

@@ -17,7 +17,7 @@ from torch import nn
 
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import own_modules, own_parameters
-from braid.types import first_few
+from braid.types import dtype_name, first_few
 
 __all__ = ["ParamSnapshot"]
 
@@ -99,4 +99,4 @@ class ParamSnapshot:
 
 
 def _spec(dtype: torch.dtype, device: torch.device) -> str:
-    return f"{str(dtype).removeprefix('torch.')} on {device}"
+    return f"{dtype_name(dtype)} on {device}"

@@ -25,6 +25,7 @@ from braid.parallel.data_parallel.hooks.powersgd import COMPRESSED, PowerSGDHook
 from braid.parallel.gradients import GradBucket, Hook, ParamTable
 from braid.parallel.gradients.grad_bucket import Steps
 from braid.parallel.gradients.process_groups import group_of
+from braid.types import dtype_name
 
 __all__ = ["NAMES", "CastHook", "bf16_hook", "fp16_hook", "hook_of"]
 
@@ -149,7 +150,7 @@ def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) ->
     fit = [record for record in dense if record.param.dtype in COMPRESSED]
     others = len(table.requires_grad) - len(fit)
     largest = max(fit, key=lambda record: record.param.numel(), default=None)
-    kinds = ", ".join(map(_short, COMPRESSED))
+    kinds = ", ".join(map(dtype_name, COMPRESSED))
     shown = "" if largest is None else f", the largest of which is {largest}"
     rest = f"; {others} more, sparse or of other dtypes, are never factored" if others else ""
     advice = "" if largest is None else "lower rank or rate, or "
@@ -159,7 +160,3 @@ def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) ->
         f"{shown}{rest}. Use other options: {advice}leave the hook out"
     )
     raise ConfigError(msg)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ import torch
 from braid.comm.autograd.nested import parts_of, rebuild
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.devices import DeviceLike, as_device
+from braid.types import dtype_name
 
 __all__ = ["gather"]
 
@@ -83,9 +84,7 @@ def _concatenate(
         raise ConfigError(msg)
     for index, other in enumerate(outputs):
         if other.dtype != first.dtype or _shape_without(other, dim) != _shape_without(first, dim):
-            specs = [
-                f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (first, other)
-            ]
+            specs = [f"{dtype_name(x.dtype)}{list(x.shape)}" for x in (first, other)]
             values = f"{specs[0]} on replica 0 and {specs[1]} on replica {index}"
             raise _differ(where, f"dtype and shape (up to dim {dim})", values)
     # to the host, torch would not wait for the end

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["bytes_text", "count_text", "duration_text", "number_text", "percent_text"]
+__all__ = [
+    "bytes_text",
+    "count_text",
+    "duration_text",
+    "number_text",
+    "percent_text",
+    "seconds_text",
+]
 
 
 def duration_text(duration_ns: float) -> str:
@@ -17,6 +24,11 @@ def duration_text(duration_ns: float) -> str:
         if duration_ns >= size * 0.9995:
             return f"{number_text(duration_ns / size)} {unit}"
     return f"{duration_ns:.0f} ns"
+
+
+def seconds_text(duration_s: float) -> str:
+    """Format a duration in seconds as `duration_text` does."""
+    return duration_text(duration_s * 1e9)
 
 
 def bytes_text(nbytes: float) -> str:
