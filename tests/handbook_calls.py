@@ -393,7 +393,7 @@ def serving_measured() -> str:
         for place, rate in enumerate(rates.values())
     ]
     text = draw([f"batches of up to {size}" for size in rates], bars, most, width=480)
-    return re.sub(r">[\d.,]+ ?(ms|s|us)?<", "><", text)
+    return re.sub(r">[\d.,]+ ?(h|min|s|ms|us|ns)?( \d+ (min|s))?<", "><", text)
 
 
 CALL_PICTURES = (
