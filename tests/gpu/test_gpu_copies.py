@@ -58,6 +58,19 @@ def test_every_collective_has_the_result_of_tensors_of_the_cpu(procs, device, si
     assert procs(size, _differences, device) == [[]] * size
 
 
+def _views(group: Group, device: str, size: int) -> list[str]:
+    z = torch.randn(size, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    x = z.to(device)
+    views = {"conjugated": (x.conj(), z.conj()), "negated": (x.conj().imag, z.conj().imag)}
+    found = {name: (group.all_gather(there), here) for name, (there, here) in views.items()}
+    return [name for name, (x, y) in found.items() if not torch.equal(x[:size].cpu(), y)]
+
+
+def test_views_that_are_conjugated_or_negated_are_sent_as_they_are_read(procs, device):
+    size = 1 << 20 if device == "cuda" else 64
+    assert procs(2, _views, device, size) == [[]] * 2
+
+
 def _after_a_long_kernel(group: Group, device: str, size: int) -> list[bool]:
     """Start a sum while the device still computes what is summed, and write after it."""
     a = torch.full((size, size), 1.0 / size, device=device)

@@ -26,44 +26,52 @@ pytestmark = pytest.mark.procs
 
 
 class Event:
-    """An event that a GPU passes after some seconds."""
+    """An event that a GPU passes after some seconds, or never because a kernel fails then."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, fails: bool) -> None:
         self._end = time.monotonic() + seconds
+        self._fails = fails
 
     def query(self) -> bool:
-        return time.monotonic() > self._end
+        is_over = time.monotonic() > self._end
+        if is_over and self._fails:
+            msg = "CUDA error: device-side assert triggered"
+            raise RuntimeError(msg)
+        return is_over
 
 
 class LateCopies(Copies):
     """Copies whose load takes some seconds on a GPU."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, fails: bool) -> None:
         super().__init__(frozenset({"cpu"}))
-        self._wait = DeviceWait(Event(seconds), "cuda:0")
+        self._waits = {torch.device("cuda", 0): DeviceWait(Event(seconds, fails), "cuda:0")}
 
     @property
     def needed(self) -> bool:
         return True
 
     def around(self, steps: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        yield self._wait
+        yield from copies._ends_of(self._waits)
         yield from steps
 
 
-def _sum(group: Group, seconds: float, steps_by: StepsBy, timeout_s: float) -> Any:
+def _sum(
+    group: Group, seconds: float, steps_by: StepsBy, timeout_s: float, fails: bool = False
+) -> Any:
     """Sum ranks, where the tensor of rank 1 comes after some seconds."""
     with Batch(group, lambda _: []) as batch:
         batch.all_reduce(torch.ones(3))
     (c,) = batch.collectives
-    c.copies = LateCopies(seconds if group.rank == 1 else 0.0)
+    is_late = group.rank == 1
+    c.copies = LateCopies(seconds if is_late else 0.0, fails and is_late)
     c.timeout_s = timeout_s
     group._describer.describe(c)
     work = group.engine.start(c, steps_by)
     early = work.done()
     try:
         work.wait()
-    except CommError as error:
+    except RuntimeError as error:
         return type(error), str(error)
     return early, c.outs[0].tolist()
 
@@ -79,6 +87,15 @@ def test_a_kernel_that_never_ends_is_named_on_all_ranks(procs):
     for kind, text in procs(2, _sum, math.inf, StepsBy.WAITER, 1.0):
         assert kind is CommTimeout
         assert "rank 1" in text
+
+
+@pytest.mark.parametrize("steps_by", list(StepsBy))
+def test_an_error_of_a_gpu_ends_the_operation_on_all_ranks(procs, steps_by):
+    first, second = procs(2, _sum, 0.3, steps_by, 60.0, True)
+    assert second == (RuntimeError, "CUDA error: device-side assert triggered")
+    assert first[0] is CommError
+    assert "rank 1" in first[1]
+    assert "device-side assert" in first[1]
 
 
 class Polled:

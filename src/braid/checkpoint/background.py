@@ -181,7 +181,8 @@ class BackgroundSaver:
         """
         pieces, devices = [], set()
         for piece in snapshot.pieces():
-            source = piece.tensor.detach()
+            # torch would conjugate or negate the copy on the CPU before the numbers have arrived
+            source = piece.tensor.detach().resolve_conj().resolve_neg()
             key = piece.name, piece.offset
             kept = self._copies.get(key)
             if kept is None or kept.shape != source.shape or kept.dtype != source.dtype:

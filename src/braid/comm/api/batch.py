@@ -121,7 +121,9 @@ def fuse(collectives: Sequence[Collective]) -> list[Collective]:
 def _fits(one: Collective, other: Collective) -> bool:
     """Return whether two small all-reduces differ in their shapes only."""
     alike = (one.dtype, one.op, one.wire) == (other.dtype, other.op, other.wire)
-    return alike and _fusible(one) and _fusible(other)
+    if not (alike and _fusible(one) and _fusible(other)):
+        return False
+    return one.outs[0].device == other.outs[0].device
 
 
 def _fusible(c: Collective) -> bool:

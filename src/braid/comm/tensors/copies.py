@@ -23,7 +23,8 @@ blocks for them: the steps yield a `DeviceWait`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TypeVar
 
@@ -37,6 +38,8 @@ __all__ = ["Copies"]
 
 Y = TypeVar("Y")
 Copy = Callable[[], object]
+
+_FIRST_USE = threading.Lock()  # else two threads may make a stream each, and wait on one only
 
 
 class Copies:
@@ -53,7 +56,7 @@ class Copies:
         self._device_types = device_types
         self._before: list[Copy] = []
         self._after: list[Copy] = []
-        self._devices: set[torch.device] = set()  # between which and the CPU is copied
+        self._devices: set[torch.device] = set()  # GPUs that tensors are copied from or to
 
     @property
     def needed(self) -> bool:
@@ -238,9 +241,14 @@ def _check_own_memory(x: torch.Tensor) -> None:
         raise ConfigError(msg)
 
 
-@cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of copies between a GPU and the CPU."""
+    """Return the stream of copies between a GPU and the CPU, the same one for all threads."""
+    with _FIRST_USE:
+        return _new_copy_stream(device)
+
+
+@cache
+def _new_copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -260,7 +268,8 @@ def _start_copy(target: torch.Tensor, source: torch.Tensor, device: torch.device
     """Queue a copy between a GPU and page-locked memory, and return the wait for its end."""
     stream = _copy_stream(device)
     with torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
+        # torch would conjugate or negate the target on the CPU before the numbers have arrived
+        target.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return DeviceWait(event, device)
@@ -271,14 +280,21 @@ def _in_turn(copies: Sequence[Copy]) -> Iterator[DeviceWait]:
     pending: dict[torch.device, DeviceWait] = {}
     for copy in copies:
         if not (isinstance(copy, partial) and copy.func is _start_copy):
-            yield from pending.values()
+            yield from _ends_of(pending)
             pending.clear()
             copy()
             continue
         wait = copy()
         assert isinstance(wait, DeviceWait)
         pending[wait.device] = wait  # the copies of a device end in their order
-    yield from pending.values()
+    yield from _ends_of(pending)
+
+
+def _ends_of(pending: Mapping[torch.device, DeviceWait]) -> Iterator[DeviceWait]:
+    """Yield the waits, and raise the error of a GPU after its wait."""
+    for wait in pending.values():
+        yield wait
+        wait.check()
 
 
 def _is_plain(x: torch.Tensor) -> bool:

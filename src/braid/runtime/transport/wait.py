@@ -97,8 +97,18 @@ class DeviceWait(NamedTuple):
     device: Any
 
     def is_completed(self) -> bool:
-        """Return whether the GPU has passed the event, as a work of torch does."""
-        return bool(self.event.query())
+        """Return whether the GPU has passed the event, or will never pass it after an error.
+
+        The error is raised by `check`, in the operation that waits: other threads look here, too.
+        """
+        try:
+            return bool(self.event.query())
+        except RuntimeError:
+            return True
+
+    def check(self) -> None:
+        """Raise the error of the GPU, if work queued before the event has failed."""
+        self.event.query()
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for the event, as for a work of torch.
