@@ -22,7 +22,7 @@ from braid.parallel.data_parallel import (
     SyncBatchNorm,
     bf16_hook,
 )
-from braid.parallel.gradients import grad_bucket
+from braid.parallel.gradients import Bucket, CheckedNumbers, grad_bucket
 
 LR = 0.1
 
@@ -417,6 +417,24 @@ def test_training_goes_on_after_gradients_that_were_not_finite(world, nonfinite)
     for moved, found in world(2, _steps_inside, nonfinite):
         assert moved == [True, False, True, True]
         assert_close(found, in_one_process(2, [[0], [2], [3]]))
+
+
+@pytest.mark.parametrize("nonfinite", ["ignore", "warn"])
+@pytest.mark.filterwarnings("ignore:gradients of:RuntimeWarning")
+def test_a_step_inside_backward_does_not_rely_on_late_checks(world, monkeypatch, nonfinite):
+    find, found = Bucket.find_nonfinite, {}
+
+    def find_late(bucket: Bucket, check: CheckedNumbers) -> list[int]:
+        """Imitate a bucket on a GPU."""
+        now = find(bucket, check)
+        if check != "late":
+            return now
+        found[id(bucket)], before = now, found.get(id(bucket), [])
+        return before
+
+    monkeypatch.setattr(Bucket, "find_nonfinite", find_late)
+    for moved, _ in world(2, _steps_inside, nonfinite):
+        assert moved == [True, False, True, True]
 
 
 def _thaws(group: Group) -> list[torch.Tensor]:

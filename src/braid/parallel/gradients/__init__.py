@@ -1,6 +1,6 @@
 """Parameters as data, and gradients in buckets, for engines that split training over ranks."""
 
-from braid.parallel.gradients.bucket import Bucket, FiniteCheck
+from braid.parallel.gradients.bucket import Bucket, CheckedNumbers
 from braid.parallel.gradients.bucket_layout import BucketLayout, Caps, plan_buckets
 from braid.parallel.gradients.buckets import Buckets
 from braid.parallel.gradients.flat import FlatBuffer, allocator
@@ -19,7 +19,7 @@ __all__ = [
     "BucketLayout",
     "Buckets",
     "Caps",
-    "FiniteCheck",
+    "CheckedNumbers",
     "FlatBuffer",
     "GradBucket",
     "GradientHooks",

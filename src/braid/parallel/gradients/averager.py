@@ -101,7 +101,10 @@ class Averager:
 
     def launch(self, bucket: Bucket) -> None:
         """Launch a bucket, and note gradients in the bucket that are not finite."""
-        self._nonfinite.update(bucket.find_nonfinite(self._options.finite_check))
+        check = self._options.finite_check
+        if check == "late" and self.listener.steps_in_backward:
+            check = "first"
+        self._nonfinite.update(bucket.find_nonfinite(check))
         self._times.bucket_is_ready(bucket.index)
         if not self.num_reductions:
             self.listener.on_first_launch(bucket)

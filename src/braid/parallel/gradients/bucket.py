@@ -33,7 +33,7 @@ __all__ = [
     "Awaited",
     "Bucket",
     "BucketOperation",
-    "FiniteCheck",
+    "CheckedNumbers",
     "MakeOperation",
     "all_reduce",
     "dropped_text",
@@ -68,7 +68,7 @@ class BucketOperation(Protocol):
         ...
 
 
-FiniteCheck = Literal["all", "first", "late"]
+CheckedNumbers = Literal["all", "first", "late"]
 MakeOperation = Callable[[Group, torch.Tensor, str | None], BucketOperation]
 
 
@@ -221,7 +221,7 @@ class Bucket:
         self._expected = dict(self.counts)
         self._is_learnt = True
 
-    def find_nonfinite(self, check: FiniteCheck) -> list[int]:
+    def find_nonfinite(self, check: CheckedNumbers) -> list[int]:
         """Return the positions whose gradients are NaN or infinite; `late`, in the launch before.
 
         Args:

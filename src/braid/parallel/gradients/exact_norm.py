@@ -34,6 +34,7 @@ BLOCK = 16  # elements
 LIMB_BITS = 22
 NUM_LIMBS = 3
 CHUNK = 1 << 17  # elements whose squares stay in the cache
+GPU_CHUNK = 1 << 24  # a GPU has no such cache; squares of more elements take too much memory
 
 
 def exact_norm(
@@ -154,7 +155,7 @@ def _largest(
 def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
     flat = piece.detach()
     flat = flat.view(-1) if flat.is_contiguous() else flat.reshape(-1)
-    return (flat,) if flat.is_cuda else torch.split(flat, CHUNK)  # a GPU has no such cache
+    return torch.split(flat, GPU_CHUNK if flat.is_cuda else CHUNK)
 
 
 def _blocks(x: torch.Tensor, norm_type: float) -> torch.Tensor:

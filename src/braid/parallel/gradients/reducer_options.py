@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from braid.comm import Work
 from braid.errors import ConfigError
-from braid.parallel.gradients.bucket import Bucket, FiniteCheck
+from braid.parallel.gradients.bucket import Bucket, CheckedNumbers
 from braid.parallel.gradients.bucket_layout import Caps
 from braid.parallel.gradients.status import Status
 from braid.parallel.gradients.table import ParamRecord
@@ -43,7 +43,7 @@ class ReducerOptions:
     static_graph: bool = False
     delayed: frozenset[str] = frozenset()
     delayed_after: str = ""
-    finite_check: FiniteCheck = "first"
+    finite_check: CheckedNumbers = "first"
 
     def __post_init__(self) -> None:
         steps = self.gradient_accumulation_steps
@@ -80,7 +80,14 @@ class Outcome:
 
 
 class ReducerListener:
-    """Learns of the averaging in a backward; each method does nothing by default."""
+    """Learns of the averaging in a backward; each method does nothing by default.
+
+    Attributes:
+        steps_in_backward: Whether `on_bucket_averaged` takes optimizer steps. They must not use
+            gradients that are not finite, so these are found in the same backward.
+    """
+
+    steps_in_backward = False
 
     def on_averaging_begins(self) -> None:
         """Called before anything is sent."""

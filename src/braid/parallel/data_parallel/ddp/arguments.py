@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from braid.errors import ConfigError
 from braid.parallel.data_parallel.finite import NonfiniteHandler
-from braid.parallel.gradients import Caps, FiniteCheck, Hook, ParamTable, ReducerOptions
+from braid.parallel.gradients import Caps, CheckedNumbers, Hook, ParamTable, ReducerOptions
 
 __all__ = [
     "WrapperSettings",
@@ -183,7 +183,7 @@ def arguments_in_common(
     return own | others
 
 
-def finite_check_of(nonfinite: object, *, check_all: bool) -> FiniteCheck:
+def finite_check_of(nonfinite: object, *, check_all: bool) -> CheckedNumbers:
     """Return the numbers to look at; a reaction that changes nothing may come one step late."""
     if check_all:
         return "all"

@@ -109,6 +109,7 @@ class AveragingListener(ReducerListener):
     def adopt_optimizers(self) -> None:
         """Take the steps of optimizers in backward that are on the parameters themselves."""
         self._has_adopted = adopt_optimizers(self.table) or self._has_adopted
+        self.steps_in_backward |= self._has_adopted
 
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
         """Take steps inside of backward from now on; see `DistributedDataParallel`.
@@ -123,6 +124,7 @@ class AveragingListener(ReducerListener):
             )
             raise ConfigError(msg)
         self._make_optimizer = make_optimizer
+        self.steps_in_backward = True
         for record in self.table.requires_grad:
             if not record.sparse:
                 self.optimizers[record.name] = make_optimizer([record.param])
