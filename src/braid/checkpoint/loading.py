@@ -2,7 +2,8 @@
 
 A checkpoint is verified before anything is used: manifest against its own digest, files against the
 manifest's. Tensors are then assembled from the pieces that overlap with the wanted box, so the
-number of ranks that wrote it does not matter. Ranks with parts of tensors cut each when it is read.
+number of ranks that wrote it does not matter. A rank that has parts of tensors cuts each tensor
+when it reads it.
 """
 
 from __future__ import annotations

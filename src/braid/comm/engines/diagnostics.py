@@ -69,7 +69,7 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
 def device_timeout_text(
     pages: ControlPages, operation: str, timeout_s: float, device: object
 ) -> str:
-    """Return the message of a CommTimeout of a rank whose GPU has not come to the copy."""
+    """Return the message of a CommTimeout for a copy that the GPU has not reached."""
     return (
         f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
         f"waits for work that was queued on {device} before: a kernel there has not ended. Look "

@@ -235,7 +235,7 @@ class Operation:
         return CommTimeout(text)
 
     def _note_device_wait(self) -> None:
-        """Record that the operation waits for a GPU, or does no more.
+        """Record that the operation waits for a GPU, or no longer does.
 
         Threads that sleep for it keep looking, since a GPU rings no bell.
         """

@@ -1,4 +1,4 @@
-"""The error of ranks that share a GPU, from NCCL's.
+"""Explains NCCL's error about ranks that share a GPU.
 
 NCCL refuses such ranks with the first collective, as an "invalid usage" with the PCI bus of the GPU
 in the last line of its text.

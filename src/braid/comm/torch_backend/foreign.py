@@ -37,7 +37,7 @@ _KINDS = dist.ProcessGroup.BackendType
 
 
 class ExplainedGroup:
-    """Process group of torch with braid's error where ranks share a GPU.
+    """Process group of torch that raises braid's error if ranks share a GPU.
 
     Args:
         group: The process group.

@@ -302,7 +302,7 @@ class Residency:
     def _free_passed(self, place: int) -> None:
         """Free the units that backward has passed before it reached a place in the order.
 
-        Autograd takes the nodes of later forwards first, so that it has done with these units.
+        Autograd runs the nodes of later forwards first, so these units are finished.
         """
         for unit in self.units[1:]:
             is_passed = unit.in_backward and self._places.get(id(unit), -1) > place
