@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -139,6 +140,72 @@ def test_models_of_all_kinds_have_the_bits_of_one_process(world, name, options, 
         optimizer.step()
         optimizer.zero_grad()
     for found in world(2, _train, base, num_forwards, options):
+        assert differing(found, values(model)) == []
+
+
+class Skipped(nn.Module):
+    """A unit with a second layer that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(8, 8), linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mode: str) -> torch.Tensor:
+        if mode == "same":
+            return x
+        x = torch.tanh(self.first(x))
+        return x if mode == "part" else x + self.second(x)
+
+
+class Skipping(nn.Module):
+    """Units that ranks call alike, and use as they like; one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(seeded(Skipped()) for _ in range(8))
+        self.inner = nn.ModuleList(seeded(Skipped()) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+        for index in (0, 1, 2, 3, 1, 4, 5, 6, 7):
+            mode = rng.choice(["whole", "whole", "part", "dropped", "same"])
+            y = self.layers[index](x, mode)
+            x = x if mode == "dropped" else y
+        for layer in self.inner:
+            x = layer(x, rng.choice(["whole", "part"]))
+        return x * self.scale
+
+
+def _loss_of_skipping(model: nn.Module, seed: int, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * rank + step))
+    loss: torch.Tensor = model(x, random.Random(f"{seed} {rank} {step}")).square().mean()
+    return loss
+
+
+def _skips(group: Group, base: nn.Module, seed: int, options: dict[str, Any]) -> Any:
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    engine = Sharding(model, group, ShardingOptions(**options))
+    attach(engine, optimizer)
+    for step in range(3):
+        _loss_of_skipping(model, seed, group.rank, step).backward()
+        optimizer.step()
+        engine.zero_grad()
+    with engine.gathered():
+        return values(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"stage": 2}], ids=str)
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_units_that_some_ranks_leave_out_stop_no_rank(world, seed, options):
+    base = Skipping()
+    model = copy.deepcopy(base)
+    optimizer = ADAMW(model.parameters())
+    for step in range(3):
+        accumulate(model, [partial(_loss_of_skipping, model, seed, r, step) for r in range(3)])
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in world(3, _skips, base, seed, options):
         assert differing(found, values(model)) == []
 
 

@@ -124,11 +124,17 @@ class Sharding:
             for spec, own in zip(specs, flats, strict=True)
         ]
         self._gradients = self._make_gradients()
-        self._reducer = ShardReducer(self._gradients, self.places.groups, self._on_backward_ended)
+        self._reducer = ShardReducer(
+            self._gradients,
+            self.places.groups,
+            self._before_backward_ends,
+            self._on_backward_ended,
+        )
         self._residency = Residency(
             self._units,
             self._reducer.backward_begins,
             self._before_forward,
+            lambda unit: self._reducer.complete(unit.flats),
             keeps_last=self.options.reshard_after_forward is None,
         )
         policy = self.options.offload
@@ -415,8 +421,11 @@ class Sharding:
         """
         refuse_copy("a sharded model")
 
+    def _before_backward_ends(self) -> None:
+        self._residency.reach_rest()
+
     def _on_backward_ended(self) -> None:
-        self._residency.free_all()
+        self._residency.end_backward()
 
     def __repr__(self) -> str:
         numel = sum(flat.numel for flat in self._flats)

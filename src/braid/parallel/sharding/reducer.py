@@ -35,7 +35,8 @@ class ShardReducer(GradientListener):
         gradients: Gradients of all flat vectors that can have some.
         groups: Groups that together are all ranks that average, for the exchange of who had which
             gradients.
-        on_end: Called when a backward has ended.
+        before_end: Called when autograd has computed all gradients of a backward.
+        on_end: Called when a backward has ended, and its sums.
 
     Attributes:
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
@@ -46,11 +47,13 @@ class ShardReducer(GradientListener):
         self,
         gradients: Sequence[FlatGradients],
         groups: Sequence[Group],
+        before_end: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self.synchronizes = True
         self.order = list(gradients)
         self._gradients = list(gradients)
+        self._before_end = before_end
         self._on_end = on_end
         leaves = [(g, i) for g in gradients for i in range(len(g.flat.leaves))]
         self._owner = [g for g, _ in leaves]
@@ -130,7 +133,7 @@ class ShardReducer(GradientListener):
         for gradients in self._gradients:
             gradients.reset()
             self._missing[id(gradients)] = 0
-        self._backward_ended()
+        self._end()
 
     @property
     def is_in_backward(self) -> bool:
@@ -138,7 +141,7 @@ class ShardReducer(GradientListener):
         return self._is_in_backward
 
     def complete(self, flats: Sequence[FlatShard]) -> None:
-        """Expect no further gradients of these vectors in a backward that has been abandoned."""
+        """Expect no further gradients of these vectors in this backward."""
         for gradients in self._gradients:
             if gradients.flat in flats:
                 self._missing[id(gradients)] = 0
@@ -182,6 +185,10 @@ class ShardReducer(GradientListener):
         self._has[first : first + len(has)] = torch.tensor(has, dtype=torch.uint8)
 
     def _backward_ended(self) -> None:
+        self._before_end()
+        self._end()
+
+    def _end(self) -> None:
         self._is_in_backward = False
         lost = self._finish_sums() if self._sums else []
         self._on_end()

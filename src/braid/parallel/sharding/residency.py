@@ -12,8 +12,9 @@ While a unit computes, the next one is on its way, if its slot is free. The orde
 last forward; it is a guess and need not hold. What backward needs and nobody has gathered, such as
 parameters of a unit that was freed too early, is gathered when it is needed.
 
-All ranks gather and free at the same points. So nothing here may depend on which gradients a rank
-gets: a rank whose batch leaves a layer out would start fewer gathers than the others, which wait.
+All ranks gather in one order. The loss of a rank may leave a unit out, and the other ranks would
+wait for its part. So a rank gathers all units that backward passes, in the order of `unit_calls`,
+and starts the sums of units that get no further gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from braid.parallel.gradients.autograd_grad import is_in_backward
 from braid.parallel.gradients.optimizer_in_place import refuse_copy
 from braid.parallel.sharding.flat_shard import FlatShard
 from braid.parallel.sharding.saved_params import SavedParams
+from braid.parallel.sharding.unit_calls import ForwardCalls, UnitCall
 
 __all__ = ["CALL", "Residency", "Unit"]
 
@@ -59,6 +61,8 @@ class Unit:
         num_forwards: Number of forward passes under way.
         num_pushed: Number of them that replace what autograd saves.
         in_backward: Whether a backward has reached the unit's outputs.
+        reached_at: Forward and begin of the call that backward has reached last.
+        is_complete: Whether the unit gets no further gradients in this backward.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Unit:
         self.num_forwards = 0
         self.num_pushed = 0
         self.in_backward = False
+        self.reached_at = (-1, -1)
+        self.is_complete = False
 
     @property
     def is_whole(self) -> bool:
@@ -101,6 +107,7 @@ class Residency:
         units: All units; the first one is the root.
         on_backward: Called when a backward reaches the outputs of a unit.
         reset: Called when a forward of the root begins.
+        on_complete: Called with a unit that gets no further gradients in this backward.
         keeps_last: Whether the unit that came last in the last forward is kept for backward.
 
     Attributes:
@@ -113,6 +120,7 @@ class Residency:
         units: Sequence[Unit],
         on_backward: Callable[[], None],
         reset: Callable[[], None],
+        on_complete: Callable[[Unit], None],
         *,
         keeps_last: bool = False,
     ) -> None:
@@ -122,6 +130,7 @@ class Residency:
         self._earlier_order: list[Unit] = []
         self._reset = reset
         self._on_backward = on_backward
+        self._on_complete = on_complete
         self._unit_of = {id(flat): unit for unit in units for flat in unit.flats}
         self._slots = list({id(f.slot): f.slot for u in units for f in u.flats if f.slot}.values())
         self._ranges = [
@@ -129,7 +138,9 @@ class Residency:
             for slot in self._slots
             for x in [slot.tensor]
         ]
-        self._places: dict[int, int] = {}  # of units in the order, the last one of each
+        self._calls: ForwardCalls[Unit] = ForwardCalls()
+        self._reached: list[ForwardCalls[Unit]] = []  # forwards that this backward has reached
+        self._num_forwards = 0  # since the last backward
         self._saved = SavedParams(self._find, self._restore)
         self._aside: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -163,9 +174,13 @@ class Residency:
         self._num_pinned = 0
         for unit in self.units:
             unit.num_forwards = 0
-            unit.in_backward = False
+            unit.in_backward = unit.is_complete = False
+            unit.reached_at = (-1, -1)
             self.free(unit)
         self._aside.clear()
+        for forward in self._reached if not self._is_by_parts else ():
+            forward.reset()  # a graph that is kept has another backward
+        self._reached.clear()
 
     def free(self, unit: Unit) -> None:
         """Free the parameters of a unit."""
@@ -221,7 +236,9 @@ class Residency:
         self._make_whole(unit)
         if not again:
             if not is_root:
-                self._places[id(unit)] = len(self.order)
+                if self._is_by_parts and self._calls.of(unit):  # of the next micro-batch
+                    self._calls = ForwardCalls(self._calls.number + 1)
+                self._calls.begin(unit)
                 self.order.append(unit)
             self._prefetch(self._next_in_forward(unit))
         if self._slots:
@@ -242,7 +259,8 @@ class Residency:
             for flat in unit.flats:
                 flat.refresh()
         self._earlier_order, self.order = self.order, []
-        self._places = {}
+        self._calls = ForwardCalls(self._calls.number + 1)
+        self._num_forwards += torch.is_grad_enabled()
 
     def _after_forward(self, unit: Unit, _module: nn.Module, _args: Any, output: Any) -> Any:
         if unit.num_pushed:
@@ -255,12 +273,18 @@ class Residency:
         if not unit.num_forwards:  # an exception has ended it before it began
             return
         unit.num_forwards -= 1
+        forward = self._calls
+        call = None if is_in_backward() else forward.finish(unit)
         if unit.num_forwards or unit.in_backward:
             return
         outputs = [x for x in tensors_in(output) if x.requires_grad and not x.is_leaf]
         for x in outputs if torch.is_grad_enabled() else ():
-            x.register_hook(lambda _grad: self._before_backward(unit))  # type: ignore[no-untyped-call]
-        if not outputs or (unit.frees_after_forward and not self._comes_last(unit)):
+            x.register_hook(lambda _grad: self._before_backward(unit, forward, call))  # type: ignore[no-untyped-call]
+        has_graph = bool(outputs)
+        if call is not None and torch.is_grad_enabled():
+            # a rank may return its inputs, which need no gradient, where others compute
+            has_graph = call.has_graph = has_graph or any(f.requires_grad for f in unit.flats)
+        if not has_graph or (unit.frees_after_forward and not self._comes_last(unit)):
             self.free(unit)
         elif not self._num_pinned:
             for flat in unit.flats:
@@ -285,43 +309,103 @@ class Residency:
 
     # Backward
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(
+        self, unit: Unit, forward: ForwardCalls[Unit], call: UnitCall[Unit] | None
+    ) -> None:
+        """Gather a unit with a gradient at its outputs, and all units before it in backward.
+
+        Args:
+            unit: The unit.
+            forward: Forward of the outputs.
+            call: Call of the outputs; None for the root, or if a checkpoint computes again.
+        """
         self._on_backward()
-        if unit.in_backward and unit.is_whole:
+        if (unit.in_backward and unit.is_whole) if call is None else call.is_reached:
             return
         if self._slots and torch.is_grad_enabled():
             raise ConfigError(NO_GRAPH)
-        unit.in_backward = True
-        place = self._places.get(id(unit), len(self.order))
-        self._free_passed(place)
-        self._make_whole(unit)
-        before = self.order[place - 1] if place else None
-        if before is not None and self._places[id(before)] == place - 1:  # of the same forward
-            self._prefetch(before)
+        if call is None and (calls := forward.of(unit)):
+            call = calls[-1]
+        if forward not in self._reached:
+            self._reached.append(forward)
+        self._reach_all([later for later in self._reached if later.number > forward.number])
+        if call is None:
+            unit.in_backward = True
+            self._make_whole(unit)
+            self._prefetch(forward.calls[-1].unit if forward.calls else None)
+            return
+        for missing in forward.unreached(call):
+            self._reach(forward, missing)
+        self._reach(forward, call)
 
-    def _free_passed(self, place: int) -> None:
-        """Free the units that backward has passed before it reached a place in the order.
+    def _reach_all(self, forwards: Sequence[ForwardCalls[Unit]]) -> None:
+        """Gather what backward has left out of forwards, the last forward first."""
+        for forward in sorted(forwards, key=lambda forward: -forward.number):
+            for missing in forward.unreached():
+                self._reach(forward, missing)
+
+    def _reach(self, forward: ForwardCalls[Unit], call: UnitCall[Unit]) -> None:
+        """Gather a unit for backward, and the one before; free those that backward has passed."""
+        unit = call.unit
+        call.is_reached = unit.in_backward = True
+        unit.reached_at = forward.number, call.begin
+        self._free_passed((forward.number, call.end))
+        self._make_whole(unit)
+        before = forward.before(call)
+        self._prefetch(None if before is None else before.unit)
+
+    def _free_passed(self, place: tuple[int, int]) -> None:
+        """Free the units that backward has passed before it reached a place.
 
         Autograd runs the nodes of later forwards first, so these units are finished.
         """
         for unit in self.units[1:]:
-            is_passed = unit.in_backward and self._places.get(id(unit), -1) > place
-            if is_passed and not unit.is_in_use:
+            if unit.in_backward and unit.reached_at >= place and not unit.is_in_use:
                 self.free(unit)
+                if not unit.is_complete and self._is_certain(unit):
+                    unit.is_complete = True
+                    self._on_complete(unit)
+
+    def _is_certain(self, unit: Unit) -> bool:
+        """Return whether backward has passed all calls of a unit."""
+        is_only = self._num_forwards == 1 and not self._is_by_parts
+        return is_only and all(c.has_graph and c.is_reached for c in self._calls.of(unit))
+
+    def reach_rest(self) -> None:
+        """Gather what other ranks gather in the rest of a backward that has no more nodes here.
+
+        Not for engines that run parts: other parts of the forward have backwards of their own.
+        """
+        if self._is_by_parts:
+            return
+        is_only = self._num_forwards == 1
+        forwards = self._reached or ([self._calls] if is_only else [])
+        with torch.no_grad():
+            self._reach_all(forwards)
+
+    def end_backward(self) -> None:
+        """Free all units after a backward."""
+        self.free_all()
+        self._num_forwards = 0
 
     def shadow_backward(self) -> Iterator[Unit]:
         """Gather what the other ranks gather in the rest of a backward that has ended here.
 
         Yields:
-            Units in the order of backward, each while its parameters are whole.
+            Units in the order of backward, those that are gathered while they are whole.
         """
-        for unit in [self.units[0], *dict.fromkeys(reversed(self.order))]:
-            if not unit.in_backward:
-                with torch.no_grad():
-                    self._before_backward(unit)
-            yield unit
-            if unit is not self.units[0]:
-                self.free(unit)
+        forward, root = self._calls, self.units[0]
+        with torch.no_grad():
+            self._before_backward(root, forward, None)
+        yield root
+        for unit in dict.fromkeys(reversed(self.order)):
+            if unit.in_backward:
+                yield unit
+        for call in forward.unreached():
+            with torch.no_grad():
+                self._reach(forward, call)
+            yield call.unit
+        self._num_forwards = 0
 
     def _find(self, address: int) -> FlatShard | None:
         """Return the vector that lies at an address, if it is to be freed."""
