@@ -98,7 +98,8 @@ class DistributedDataParallel(TorchNames, CopyableWrapper):
         nonfinite: Reaction to NaN and infinity in gradients: "ignore", "warn" (once), "raise",
             "skip" (leave all gradients None), or a function called with a `NonFinite` on all ranks.
             Choose "ignore" with a `torch.amp.GradScaler`, which looks itself. For parameters on a
-            GPU a warning comes, and counts, one step late, so that no step waits for the GPU.
+            GPU a warning comes, and counts, one step late, so that no step waits for the GPU; not
+            with steps inside of backward.
         check_all: Look for NaN and infinity in every number, not in one of each gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
         hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2"
