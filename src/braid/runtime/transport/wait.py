@@ -54,7 +54,7 @@ NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
 YIELD_NS = 1_000_000
 SLEEP_MS = 50
-EVENT_POLL_S = 5e-5
+EVENT_POLL_S = 5e-5  # of a thread that waits for a GPU; short beside a copy
 SLOTLESS_SLEEP_MS = 2  # of a thread that found no doorbell free: nobody can ring it
 DEVICE_SLEEP_MS = 1  # while a GPU is awaited, which rings no bell
 
