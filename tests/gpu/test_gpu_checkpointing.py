@@ -37,7 +37,8 @@ def test_recomputed_layers_draw_the_same_numbers(device, autocast):
         assert torch.equal(a, b)
 
 
-def _peak(device: str, *, again: bool) -> int:
+def _peak(device: str, *, again: bool) -> tuple[int, int, int]:
+    """Return the peak bytes of a step, those of a block's inputs, and the number of blocks."""
     blocks = [block.to(device) for block in layers(device)[1:-1]]
     width = next(blocks[0].parameters()).shape[-1]
     x = torch.zeros(*tokens(device, 0).shape, width, device=device, requires_grad=True)
@@ -54,13 +55,21 @@ def _peak(device: str, *, again: bool) -> int:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         train()
-        return torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - before
+        return peak, x.nbytes, len(blocks)
     with PeakBytes() as noted:
         train()
-    return int(noted.live.peak_bytes)
+    return int(noted.live.peak_bytes), x.nbytes, len(blocks)
 
 
 def test_memory_falls_to_inputs_and_one_block(device, figures):
-    whole, recomputed = _peak(device, again=False), _peak(device, again=True)
-    figures(whole_mb=round(whole / 1e6, 2), recomputed_mb=round(recomputed / 1e6, 2))
+    whole, inputs, num_blocks = _peak(device, again=False)
+    recomputed, *_ = _peak(device, again=True)
+    formula = (num_blocks - 1) * inputs + whole / num_blocks
+    figures(
+        whole_mb=round(whole / 1e6, 2),
+        recomputed_mb=round(recomputed / 1e6, 2),
+        formula_mb=round(formula / 1e6, 2),
+    )
     assert recomputed < whole
+    assert 0.5 < recomputed / formula < 2.5  # the block that computes again holds gradients, too

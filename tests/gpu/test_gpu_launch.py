@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 BEGIN = """
-import sys, time, torch, braid
+import os, sys, time, torch, braid
 group = braid.init()
 device = sys.argv[1]
 x = torch.ones(4, device=device)
+print("local rank", os.environ["LOCAL_RANK"], "of", group.rank, flush=True)
 print("sum", group.all_reduce(x).sum().item(), flush=True)
 """
 TOO_LARGE = f"""{BEGIN}
@@ -51,6 +52,7 @@ def run(
     done = braid(tmp_path, "run", "-n", "2", *options, "--log-dir", "run", str(script), device)
     print(done.stdout, done.stderr, sep="\n")
     assert "sum 8.0" in done.stdout
+    assert all(f"local rank {rank} of {rank}" in done.stdout for rank in (0, 1))
     return done
 
 
@@ -84,7 +86,7 @@ def test_a_rank_that_reads_outside_of_its_memory_is_the_cause(tmp_path, device):
 @pytest.mark.launcher
 def test_a_kernel_that_does_not_end_makes_its_rank_the_missing_one(tmp_path, device):
     done = run(tmp_path, device, SPINNING, "--hang-report", "2", "--timeout", "25")
-    reason = "is at train.py:9" if device == "cpu" else "waits for its GPU in all_reduce"
+    reason = "is at train.py:10" if device == "cpu" else "waits for its GPU in all_reduce"
     assert done.returncode == (
         0 if device == "cpu" else 124
     )  # the kernel takes longer than the run may

@@ -82,6 +82,11 @@ def test_the_command_trains_and_resumes_on_the_device(tmp_path, text, device, fi
     out = braid("--steps", "8", "--resume", "auto")
     assert "resumed  run/checkpoints/step-00000006, step 6" in out
     assert "last bits may differ" not in out
+    page = tmp_path / "report.html"
+    words[:] = ["report", "run", "--out", str(page)]
+    braid()
+    assert f"on {name} in bf16" in page.read_text()
+    assert ("largest memory on a GPU" in page.read_text()) == (device == "cuda")
     reports = _reports(str(tmp_path / "run"))
     start = next(report for report in reports if report["kind"] == "start")
     steps = [report for report in reports if report["kind"] == "step"]
