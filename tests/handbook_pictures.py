@@ -27,7 +27,7 @@ from braid.programs.schedule.collective.vocabulary import (
 from braid.programs.schedule.pipeline import one_f_one_b
 from braid.programs.schedule.simulate import Timeline
 from braid.programs.topology import DEVICES, Cluster, Level, flat
-from braid.runtime.store.store_state import Missing, MultiGet, Request, Set, StoreState, Wait
+from braid.runtime.store.store_state import Missing, MultiGet, Request, Set, StoreState, StoreWait
 from braid.train.models import described
 from handbook_actors import lag_of_actors
 from handbook_backwards import BACKWARDS
@@ -238,8 +238,12 @@ def two_meetings() -> str:
     }
     left: list[list[Request]] = []
     for rank in range(NUM_RANKS):
-        first = [Set(f"names/{rank}", b""), Wait(everybody["names"]), MultiGet(everybody["names"])]
-        second = [Set(f"mapped/{rank}", b""), Wait(everybody["mapped"])]
+        first = [
+            Set(f"names/{rank}", b""),
+            StoreWait(everybody["names"]),
+            MultiGet(everybody["names"]),
+        ]
+        second = [Set(f"mapped/{rank}", b""), StoreWait(everybody["mapped"])]
         left.append(first if rank == KILLED else first + second)
     arrivals = [(int((ms + TRIP_MS) * 1e6), rank) for rank, ms in enumerate(COMES_MS)]
     trip_ns, deadline_ns = int(TRIP_MS * 1e6), int(DEADLINE_MS * 1e6)
@@ -259,7 +263,7 @@ def two_meetings() -> str:
             begin_ns, request = sent[rank]
             end_ns = now_ns + trip_ns
             missing = isinstance(delivery.reply, Missing)
-            kind = type(request).__name__
+            kind = type(request).__name__.removeprefix("Store")
             colour = STORE_COLOURS["missing" if missing else kind]
             label = (
                 f"missing: {', '.join(delivery.reply.keys)}"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from braid.errors import CommError, ConfigError
 from braid.runtime.rendezvous import (
     ControlClient,
-    Failed,
     JobEnvironment,
     Left,
+    RankFailed,
     RankLost,
     Saved,
     Stop,
@@ -168,14 +168,15 @@ def test_from_os_reads_this_process(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "message", [Failed("ValueError", "x", "train.py:1"), Saved(3, "ckpt/3", sha256_ok=True), Left()]
+    "message",
+    [RankFailed("ValueError", "x", "train.py:1"), Saved(3, "ckpt/3", sha256_ok=True), Left()],
 )
 def test_messages_of_ranks_survive_the_wire(message):
     assert decode_from_rank(encode(message)) == message
 
 
 def test_a_long_traceback_fits_into_a_frame_and_keeps_its_end():
-    meta = encode(Failed("ValueError", "\u0000" * 100_000, "x", "\u1234" * 100_000 + "the end"))
+    meta = encode(RankFailed("ValueError", "\u0000" * 100_000, "x", "\u1234" * 100_000 + "the end"))
     assert (len(meta) < 64 << 10, decode_from_rank(meta).traceback[-7:]) == (True, "the end")
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.runtime.wire import Established, Handshake, Identity, Refused, Secret, Send
+from braid.runtime.wire import Established, Handshake, Identity, Refused, Secret, SendBytes
 from braid.runtime.wire.handshake import FRAME_BYTES, MAGIC
 
 SECRET = Secret(bytes(range(32)))
@@ -30,7 +30,7 @@ def converse(one, other):
     while inbox:
         side, instructions = inbox.pop(0)
         for instruction in instructions:
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendBytes):
                 peer = other if side is one else one
                 if peer.needs:
                     inbox.append((peer, peer.feed(instruction.data)))
@@ -59,7 +59,7 @@ def test_frames_may_arrive_in_any_pieces(sizes):
         if rest:
             found += other.feed(rest[:size])
             rest = rest[size:]
-    assert [type(instruction) for instruction in found] == [Send]
+    assert [type(instruction) for instruction in found] == [SendBytes]
 
 
 def test_a_wrong_secret_is_refused_by_both():
@@ -144,7 +144,7 @@ def test_any_bytes_are_waited_for_or_refused(data):
     for side in (client(), server()):
         side.start()
         for instruction in side.feed(MAGIC + b"\0\x02" + data[: FRAME_BYTES - 10]):
-            assert isinstance(instruction, (Send, Refused))
+            assert isinstance(instruction, (SendBytes, Refused))
 
 
 @pytest.mark.parametrize(

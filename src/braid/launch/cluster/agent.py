@@ -57,7 +57,7 @@ from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import JobSpec, check_command
 from braid.launch.process.processes import SignalInbox, end_descendants, subreaper
 from braid.runtime.clock import Clock, MonotonicClock
-from braid.runtime.message import Message, PeerLost, PipeVan, Stream
+from braid.runtime.message import FrameStream, Message, PeerLost, PipeVan
 from braid.runtime.rendezvous.interfaces import interfaces, machine
 from braid.runtime.wire import Secret
 
@@ -91,7 +91,7 @@ class JoinRequest(NamedTuple):
 
 
 def serve(
-    stream: Stream,
+    stream: FrameStream,
     *,
     join_request: JoinRequest | None = None,
     clock: Clock | None = None,
@@ -124,7 +124,7 @@ class _Agent:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: FrameStream,
         inbox: SignalInbox,
         join_request: JoinRequest | None,
         clock: Clock | None,

@@ -21,8 +21,15 @@ from braid.launch.cluster.reachability import Attempt, Endpoint
 from braid.runtime.clock import Clock
 from braid.runtime.diagnose import why_unreachable
 from braid.runtime.rendezvous.interfaces import Interface
-from braid.runtime.wire import Address, Established, Handshake, Identity, Listener, Secret
-from braid.runtime.wire import Send as SendBytes
+from braid.runtime.wire import (
+    Address,
+    Established,
+    Handshake,
+    Identity,
+    Listener,
+    Secret,
+    SendBytes,
+)
 
 __all__ = ["ProbeListener", "Prober"]
 

@@ -19,7 +19,7 @@ from braid.launch.process.processes import Change
 from braid.launch.supervise.supervisor_state import RankFacts
 from braid.runtime.clock import Clock
 from braid.runtime.diagnose import ParsedError, RankEnd, RankView, final_error, parse_error
-from braid.runtime.rendezvous import Exiting, Failed, FromLauncher, FromRank
+from braid.runtime.rendezvous import Exiting, FromLauncher, FromRank, RankFailed
 from braid.runtime.rendezvous.control import decode_from_rank, encode
 from braid.runtime.wire import SocketConnection
 
@@ -69,7 +69,7 @@ class Rank(ABC):
         self.has_joined = False
         self.left_ns: int | None = None
         self.missed: tuple[int, ...] = ()
-        self.failure: Failed | None = None
+        self.failure: RankFailed | None = None
         self.exiting: Exiting | None = None
         self.end: RankEnd | None = None
         self._control: SocketConnection | None = None

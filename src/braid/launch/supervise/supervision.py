@@ -64,13 +64,13 @@ from braid.runtime.diagnose import (
 from braid.runtime.metrics import MetricsFiles
 from braid.runtime.rendezvous import (
     Exiting,
-    Failed,
     FromRank,
-    Hello,
     JobEnvironment,
     Left,
     Loaded,
     Logged,
+    RankFailed,
+    RankHello,
     Saved,
 )
 from braid.runtime.rendezvous.control import CONTROL_ROLE
@@ -359,7 +359,7 @@ class _Run:
                 connection.close()
 
     def _on_message(self, process: Rank, message: FromRank) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, RankHello):
             process.has_joined = True
         elif isinstance(message, Left):
             process.has_joined = False  # the rank no longer dumps its stack
@@ -373,7 +373,7 @@ class _Run:
             self._resume = message.resume
         elif isinstance(message, Logged):
             self._keep(partial(self._metrics.append, process.rank, message.row))
-        elif isinstance(message, Failed):
+        elif isinstance(message, RankFailed):
             process.failure = message
             self._on_failure(process, exit_code=1)
         elif isinstance(message, Exiting):

@@ -38,8 +38,8 @@ from braid.runtime.diagnose.block import rank_list, render_block
 from braid.runtime.diagnose.hang_causes import (
     ADVICE,
     Blocked,
-    Case,
     Cause,
+    HangCase,
     cause_of,
     deadlock,
     format_seconds,
@@ -147,7 +147,7 @@ def find_hang(
     elif missing and _computes(involved, [by_rank[rank] for rank in missing if rank in by_rank]):
         return None  # a function that computes is no hang, however long it does
     cases = [
-        Case(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
+        HangCase(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
         for rank in sorted(missing)
         if rank in by_rank
     ]
@@ -287,7 +287,7 @@ def _waiting_rows(
     return (*shown[:MAX_ROWS], *([(tuple(rest), "in other operations")] if rest else []))
 
 
-def _missing_row(case: Case) -> str:
+def _missing_row(case: HangCase) -> str:
     """Describe a missing rank: its place and process on one line, its last event on another."""
     view, thread = case.view, case.thread
     parts = [f"rank {view.rank} (pid {view.pid})"]
@@ -322,7 +322,7 @@ def _of_process(process: Process) -> str:
     return ", ".join(parts)
 
 
-def _causes(cases: Sequence[Case]) -> tuple[Cause, ...]:
+def _causes(cases: Sequence[HangCase]) -> tuple[Cause, ...]:
     """Return the causes, with one entry for all ranks that have the same cause."""
     merged: dict[tuple[str, str, str], Cause] = {}
     for case in cases:

@@ -31,7 +31,7 @@ from braid.runtime.diagnose.block import rank_list
 from braid.runtime.diagnose.hang_stack import Thread
 from braid.runtime.diagnose.hang_view import RankView, SpanView
 
-__all__ = ["Blocked", "Case", "Cause", "cause_of", "deadlock", "format_seconds"]
+__all__ = ["Blocked", "Cause", "HangCase", "cause_of", "deadlock", "format_seconds"]
 
 SWAPPED_SHARE = 0.1  # share of memory in swap, below which something else makes a rank slow
 FAULTS_PER_S = 50  # at which a disk does little else
@@ -78,7 +78,7 @@ class Cause(NamedTuple):
         return f"{subject}{self.text}\n-> {self.advice}"
 
 
-class Case(NamedTuple):
+class HangCase(NamedTuple):
     """A missing rank, and the ranks that wait.
 
     Attributes:
@@ -99,7 +99,7 @@ class Case(NamedTuple):
         return self.now_ns - self.waiting[0].operation.t_ns
 
 
-def cause_of(case: Case) -> Cause:
+def cause_of(case: HangCase) -> Cause:
     """Return the likeliest cause for a missing rank."""
     for kind, fits in _TABLE:
         text = fits(case)
@@ -195,15 +195,15 @@ ADVICE: Mapping[str, str] = {
 }
 
 
-def _left(case: Case) -> str:
+def _left(case: HangCase) -> str:
     return f"is gone: it {case.view.ended}" if case.view.ended else ""
 
 
-def _stopped(case: Case) -> str:
+def _stopped(case: HangCase) -> str:
     return "is stopped (state T)" if case.view.process.stopped else ""
 
 
-def _swapped(case: Case) -> str:
+def _swapped(case: HangCase) -> str:
     process = case.view.process
     memory = process.swapped_bytes + process.resident_bytes
     faults = process.major_faults_per_s
@@ -212,12 +212,12 @@ def _swapped(case: Case) -> str:
     return f"is swapped out: {process.swapped_bytes / 1e6:,.0f} MB, {faults:.0f} major faults/s"
 
 
-def _io(case: Case) -> str:
+def _io(case: HangCase) -> str:
     where = f" at {case.thread.place}" if case.thread.place else ""
     return f"is blocked in the kernel (state D){where}" if case.view.process.state == "D" else ""
 
 
-def _device(case: Case) -> str:
+def _device(case: HangCase) -> str:
     view = case.view
     if not view.waits_for_device:
         return ""
@@ -228,7 +228,7 @@ def _device(case: Case) -> str:
     )
 
 
-def _data(case: Case) -> str:
+def _data(case: HangCase) -> str:
     phases = case.view.phases
     inside = bool(phases) and phases[-1].startswith(DATA_PHASES)
     if not (inside or case.thread.loads_data):
@@ -240,7 +240,7 @@ def _data(case: Case) -> str:
     return f"waits for its data{steps}{f'; it {slow}' if slow else ''}"
 
 
-def _batches(case: Case) -> str:
+def _batches(case: HangCase) -> str:
     view = case.view
     ahead = next((b.view for b in case.waiting if b.view.in_step), None)
     if ahead is not None and not view.phases and _has_ended_before(view, ahead):
@@ -248,7 +248,7 @@ def _batches(case: Case) -> str:
     return "is at the end of its program" if case.thread.is_leaving else ""
 
 
-def _slow(case: Case) -> str:
+def _slow(case: HangCase) -> str:
     first = case.waiting[0]
     own_ns = case.view.own_work_ns(first.operation)
     others_ns = median(b.view.own_work_ns(first.operation) for b in case.waiting)
@@ -260,7 +260,7 @@ def _slow(case: Case) -> str:
     )
 
 
-def _busy(case: Case) -> str:
+def _busy(case: HangCase) -> str:
     share = case.view.process.cpu_share or 0.0
     if share < (RUNNABLE_CORES if case.view.process.state == "R" else BUSY_CORES):
         return ""
@@ -268,16 +268,16 @@ def _busy(case: Case) -> str:
     return f"computes{where} (cpu {100 * share:.0f} %) and has not come back"
 
 
-def _phase(case: Case) -> str:
+def _phase(case: HangCase) -> str:
     phases = case.view.phases
     return f"is still in {phases[-1]}" if phases else ""
 
 
-def _unseen(case: Case) -> str:
+def _unseen(case: HangCase) -> str:
     return "" if case.thread.frames else "is missing, and gives no stack"
 
 
-def _elsewhere(case: Case) -> str:
+def _elsewhere(case: HangCase) -> str:
     place = case.thread.place
     if not place:
         return f"is in {case.thread.frames[0].call}, called by no line of the program"
@@ -286,7 +286,7 @@ def _elsewhere(case: Case) -> str:
     return f"is at {place}: in a call that has not returned (it may hold the interpreter's lock)"
 
 
-_TABLE: tuple[tuple[str, Callable[[Case], str]], ...] = (
+_TABLE: tuple[tuple[str, Callable[[HangCase], str]], ...] = (
     ("left", _left),
     ("stopped", _stopped),
     ("swapped", _swapped),

@@ -29,7 +29,7 @@ from braid.runtime.diagnose.tracebacks import (
 )
 
 __all__ = [
-    "Frame",
+    "StackFrame",
     "Thread",
     "main_thread",
     "parse_threads",
@@ -53,7 +53,7 @@ LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
 SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """One line of a stack."""
 
     file: str
@@ -92,7 +92,7 @@ class Thread(NamedTuple):
     """
 
     current: bool
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
     @property
     def waits_for_peers(self) -> bool:
@@ -152,7 +152,7 @@ class Thread(NamedTuple):
 def parse_threads(text: str) -> tuple[Thread, ...]:
     """Parse the threads of a stack dump; accepts any text, cut anywhere."""
     threads: list[Thread] = []
-    frames: list[Frame] = []
+    frames: list[StackFrame] = []
     current: bool | None = None
     for line in [*text.splitlines(), "Thread end (most recent call first):"]:
         header, frame = STACK_HEADER.match(line), FRAME.match(line)
@@ -161,11 +161,11 @@ def parse_threads(text: str) -> tuple[Thread, ...]:
                 threads.append(Thread(current, tuple(frames)))
             current, frames = header["current"] is not None, []
         elif frame is not None and current is not None:
-            frames.append(Frame(frame["file"], int(frame["line"][:9]), frame["name"] or ""))
+            frames.append(StackFrame(frame["file"], int(frame["line"][:9]), frame["name"] or ""))
     return tuple(threads)
 
 
-def _receives_signals(frames: Sequence[Frame]) -> bool:
+def _receives_signals(frames: Sequence[StackFrame]) -> bool:
     """Whether the frames are those of braid's thread that only receives the signal."""
     return any(frame.function == SIGNAL_RECEIVER for frame in frames)
 
@@ -180,7 +180,7 @@ def serving_thread(threads: Sequence[Thread]) -> Thread | None:
     return next((t for t in threads if any(map(_is_callee, t.frames)) and t.place), None)
 
 
-def _is_callee(frame: Frame) -> bool:
+def _is_callee(frame: StackFrame) -> bool:
     return frame.file.startswith(BRAID_ROOT) and frame.file.endswith(CALLEE)
 
 

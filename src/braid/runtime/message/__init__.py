@@ -22,13 +22,14 @@ from braid.runtime.message.van import Van
 from braid.runtime.message.vans.local_van import LocalNetwork, LocalVan
 from braid.runtime.message.vans.pipe_van import PipeStream, PipeVan
 from braid.runtime.message.vans.socket_van import SocketVan
-from braid.runtime.message.vans.stream import Stream
+from braid.runtime.message.vans.stream import FrameStream
 
 __all__ = [
     "NUM_PRIORITIES",
     "Allocate",
     "Delivery",
     "Failed",
+    "FrameStream",
     "Handler",
     "LocalNetwork",
     "LocalVan",
@@ -41,7 +42,6 @@ __all__ = [
     "Sending",
     "Service",
     "SocketVan",
-    "Stream",
     "Van",
     "VanConfig",
     "VanStatistics",

@@ -55,7 +55,7 @@ class Reply(NamedTuple):
 Handler: TypeAlias = Callable[[Delivery], Message | Reply | None]
 
 
-class _Call:
+class _OpenRequest:
     """A request whose answer has not come."""
 
     def __init__(self, to: str) -> None:
@@ -77,7 +77,7 @@ class _Call:
         return self.losses.get(self.sending.life, "")
 
 
-class _Memory:
+class _CallerMemory:
     """The requests of one life of a caller, and the answers."""
 
     def __init__(self, incarnation: int) -> None:
@@ -115,8 +115,8 @@ class Service:
         self._num_remembered = num_remembered
         self._changed = threading.Condition()
         self._is_receiving = False
-        self._calls: dict[int, _Call] = {}
-        self._memories: dict[str, _Memory] = {}
+        self._calls: dict[int, _OpenRequest] = {}
+        self._memories: dict[str, _CallerMemory] = {}
         self._thread: threading.Thread | None = None
 
     @property
@@ -157,7 +157,7 @@ class Service:
         seconds = 300.0 if timeout_s is None else timeout_s
         deadline_ns = self._van.clock.now_ns() + round(seconds * 1e9)
         number = message_id or self._van.new_id()
-        call = _Call(to)
+        call = _OpenRequest(to)
         with self._changed:
             self._calls[number] = call
         try:
@@ -246,7 +246,7 @@ class Service:
         except StaleError:  # the van is closed
             return
 
-    def _answered(self, call: _Call, deadline_ns: int, retry_s: float | None) -> bool:
+    def _answered(self, call: _OpenRequest, deadline_ns: int, retry_s: float | None) -> bool:
         """Wait for the answer, but not longer than until the next repetition."""
         until_ns = deadline_ns
         if retry_s is not None:
@@ -313,7 +313,7 @@ class Service:
         with self._changed:
             memory = self._memories.get(delivery.sender)
             if memory is None or memory.incarnation != delivery.incarnation:
-                memory = self._memories[delivery.sender] = _Memory(delivery.incarnation)
+                memory = self._memories[delivery.sender] = _CallerMemory(delivery.incarnation)
             is_new = delivery.id not in memory.answers
             if is_new:
                 memory.answers[delivery.id] = (

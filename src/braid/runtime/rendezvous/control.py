@@ -7,7 +7,7 @@ Idea: a few small messages over one authenticated connection per rank. The launc
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
 is not an error here: the kernel kills the ranks of a dead launcher.
 
-    rank -> launcher   Hello  Saved  Loaded  Logged  Failed  Exiting  Left
+    rank -> launcher   RankHello  Saved  Loaded  Logged  RankFailed  Exiting  Left
     launcher -> rank   RankLost  Stop
 """
 
@@ -24,13 +24,13 @@ __all__ = [
     "CONTROL_ROLE",
     "ControlClient",
     "Exiting",
-    "Failed",
     "FromLauncher",
     "FromRank",
-    "Hello",
     "Left",
     "Loaded",
     "Logged",
+    "RankFailed",
+    "RankHello",
     "RankLost",
     "Saved",
     "Stop",
@@ -42,7 +42,7 @@ CONTROL_ROLE = "control"
 MAX_TEXT = 16 << 10  # characters of one text; as escaped UTF-8 it fits into the meta of a frame
 
 
-class Hello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True):
+class RankHello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True):
     """The rank is up and handles SIGUSR1 by dumping its stacks."""
 
     pid: int
@@ -76,7 +76,7 @@ class Logged(msgspec.Struct, tag_field="kind", tag="logged", frozen=True):
     row: dict[str, int | float | None]
 
 
-class Failed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
+class RankFailed(msgspec.Struct, tag_field="kind", tag="failed", frozen=True):
     """An exception is about to end the rank."""
 
     type: str
@@ -133,7 +133,7 @@ class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
     reason: str
 
 
-FromRank: TypeAlias = Hello | Saved | Loaded | Logged | Failed | Exiting | Left
+FromRank: TypeAlias = RankHello | Saved | Loaded | Logged | RankFailed | Exiting | Left
 FromLauncher: TypeAlias = RankLost | Stop
 
 _FROM_RANK = msgspec.json.Decoder(FromRank)

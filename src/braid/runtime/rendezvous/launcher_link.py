@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable
 
 from braid.runtime.events import EventRing, Recorder
-from braid.runtime.rendezvous.control import ControlClient, Hello, Left
+from braid.runtime.rendezvous.control import ControlClient, Left, RankHello
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.runtime.rendezvous.stack_thread import StackThread
 from braid.runtime.store import STORE_ROLE
@@ -61,7 +61,7 @@ class LauncherLink:
         """Report that the process takes part in the job; once for all users."""
         self._num_here += 1
         if self._num_here == 1:
-            self.control.send(Hello(self._pid))
+            self.control.send(RankHello(self._pid))
 
     def leave(self, missed: Iterable[int] = ()) -> None:
         """Report that the process takes no further part, once no user does; see `Left`."""

@@ -26,7 +26,7 @@ from braid.runtime.events import Recorder
 from braid.runtime.rendezvous.control import (
     ControlClient,
     Exiting,
-    Failed,
+    RankFailed,
     RankLost,
     Stop,
 )
@@ -192,7 +192,7 @@ class Membership:
         if self.transport.forked:
             return "", False
         if self.control is not None:
-            self.control.send(Failed(**_described(exc, trace)))
+            self.control.send(RankFailed(**_described(exc, trace)))
         elif self._survivor is not None and is_new:
             parsed = parse_error(_described(exc, trace)["traceback"])
             return self._survivor.last_words(parsed) if parsed is not None else ("", False)

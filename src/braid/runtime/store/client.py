@@ -18,7 +18,7 @@ import threading
 from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.store.interface import RequestStore
-from braid.runtime.store.protocol import Call, pack, unpack_result
+from braid.runtime.store.protocol import StoreCall, pack, unpack_result
 from braid.runtime.store.store_state import Reply, Request
 from braid.runtime.wire import DEFAULT_TIMEOUT_S, Connection
 
@@ -74,7 +74,7 @@ class StoreClient(RequestStore):
         number = next(self._numbers)
         timeout_ns = max(0, round(timeout_s * 1e9))
         deadline_ns = self._now_ns() + timeout_ns + round(_ANSWER_LIMIT_S * 1e9)
-        meta, buffers = pack(Call(number, timeout_ns, request))
+        meta, buffers = pack(StoreCall(number, timeout_ns, request))
         with self._arrived:
             self._pending.add(number)
         try:

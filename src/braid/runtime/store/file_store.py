@@ -5,9 +5,9 @@ operation, or wait for the lock of the dead one. Torch's FileStore has one recor
 checksum, and no answer to a torn tail.
 
 Idea: the file is a log of the requests that change something, each with length and checksum. The
-content of the store is that of a `Table` after replaying the log, so all processes that have read
-as far see the same. Changes are made under an exclusive `flock`, which the kernel releases when a
-process is killed; its torn last record is cut off by the next writer.
+content of the store is that of a `StoreTable` after replaying the log, so all processes that have
+read as far see the same. Changes are made under an exclusive `flock`, which the kernel releases
+when a process is killed; its torn last record is cut off by the next writer.
 
     "BRAIDKV1" | length u32 | crc32 u32 | request (msgpack) | length u32 | crc32 u32 | request | ...
 
@@ -41,7 +41,7 @@ from braid.runtime.store.store_state import (
     Reply,
     Request,
     Set,
-    Table,
+    StoreTable,
 )
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
@@ -84,7 +84,7 @@ class FileStore(RequestStore):
         super().__init__(default_timeout_s)
         self._path = Path(path)
         self._clock = clock or MonotonicClock()
-        self._table = Table()
+        self._table = StoreTable()
         self._read_to = 0  # the end of the last whole record in the table
         self._thread_lock = threading.Lock()  # flock does not tell threads of one descriptor apart
         try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.store.interface import RequestStore
-from braid.runtime.store.store_state import Delivery, Reply, Request, StoreState
+from braid.runtime.store.store_state import AddressedReply, Reply, Request, StoreState
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
 __all__ = ["HashStore"]
@@ -54,7 +54,7 @@ class HashStore(RequestStore):
             assert reply is not None
             return reply
 
-    def _file(self, deliveries: Iterable[Delivery]) -> None:
+    def _file(self, deliveries: Iterable[AddressedReply]) -> None:
         for delivery in deliveries:
             self._replies[delivery.client] = delivery.reply
         if self._replies:

@@ -18,7 +18,6 @@ from typing import Protocol, cast
 from braid.errors import CommTimeout, ConfigError
 from braid.runtime.store.store_state import (
     Add,
-    Answer,
     Append,
     Check,
     CompareSet,
@@ -31,8 +30,9 @@ from braid.runtime.store.store_state import (
     Reply,
     Request,
     Set,
+    StoreAnswer,
+    StoreWait,
     Value,
-    Wait,
 )
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
@@ -139,7 +139,7 @@ class RequestStore(ABC):
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Wait until all `keys` are set."""
-        self._value(Wait(_keys(keys)), timeout_s)
+        self._value(StoreWait(_keys(keys)), timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all `keys` are set now."""
@@ -168,7 +168,7 @@ class RequestStore(ABC):
     def _value(self, request: Request, timeout_s: float | None = None) -> Value:
         timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
         reply = self._ask(request, timeout_s)
-        if isinstance(reply, Answer):
+        if isinstance(reply, StoreAnswer):
             return reply.value
         if isinstance(reply, Missing):
             raise missing_keys_error(reply.keys, timeout_s, repr(self))

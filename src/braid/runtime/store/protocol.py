@@ -11,13 +11,21 @@ from braid.errors import CommError
 from braid.runtime.store.store_state import Reply, Request
 from braid.runtime.wire import Frame, FrameLimits
 
-__all__ = ["STORE_LIMITS", "STORE_ROLE", "Call", "Result", "pack", "unpack_call", "unpack_result"]
+__all__ = [
+    "STORE_LIMITS",
+    "STORE_ROLE",
+    "StoreCall",
+    "StoreResult",
+    "pack",
+    "unpack_call",
+    "unpack_result",
+]
 
 STORE_ROLE = "store"
 STORE_LIMITS = FrameLimits(max_buffers=1, max_frame_bytes=256 << 20)
 
 
-class Call(msgspec.Struct, array_like=True, frozen=True):
+class StoreCall(msgspec.Struct, array_like=True, frozen=True):
     """A request of a client.
 
     Attributes:
@@ -31,24 +39,24 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
     request: Request
 
 
-class Result(msgspec.Struct, array_like=True, frozen=True):
+class StoreResult(msgspec.Struct, array_like=True, frozen=True):
     """The reply to the call of the same number."""
 
     number: int
     reply: Reply
 
 
-_CALLS = msgspec.msgpack.Decoder(Call)
-_RESULTS = msgspec.msgpack.Decoder(Result)
+_CALLS = msgspec.msgpack.Decoder(StoreCall)
+_RESULTS = msgspec.msgpack.Decoder(StoreResult)
 
 
-def pack(message: Call | Result) -> tuple[bytes, list[bytes]]:
+def pack(message: StoreCall | StoreResult) -> tuple[bytes, list[bytes]]:
     """Return meta and buffers of the frame that carries `message`."""
     body = msgspec.msgpack.encode(message)
     return (body, []) if len(body) <= STORE_LIMITS.max_meta_bytes else (b"", [body])
 
 
-def unpack_call(frame: Frame) -> Call:
+def unpack_call(frame: Frame) -> StoreCall:
     """Return the call in `frame`; CommError when there is none."""
     try:
         return _CALLS.decode(_body(frame))
@@ -60,7 +68,7 @@ def unpack_call(frame: Frame) -> Call:
         raise CommError(msg) from exc
 
 
-def unpack_result(frame: Frame) -> Result:
+def unpack_result(frame: Frame) -> StoreResult:
     """Return the result in `frame`; CommError when there is none."""
     try:
         return _RESULTS.decode(_body(frame))

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 from braid.errors import CommError, ConfigError, StaleError
 from braid.runtime.clock import Clock, MonotonicClock
-from braid.runtime.store.protocol import STORE_LIMITS, STORE_ROLE, Result, pack, unpack_call
-from braid.runtime.store.store_state import Delivery, Refusal, StoreState
+from braid.runtime.store.protocol import STORE_LIMITS, STORE_ROLE, StoreResult, pack, unpack_call
+from braid.runtime.store.store_state import AddressedReply, Refusal, StoreState
 from braid.runtime.wire import Identity, Listener, Secret, SocketConnection
 
 __all__ = ["StoreServer"]
@@ -224,16 +224,16 @@ class StoreServer:
         except CommError:
             self._drop(client)
 
-    def _deliver(self, deliveries: Iterable[Delivery]) -> None:
+    def _deliver(self, deliveries: Iterable[AddressedReply]) -> None:
         for client, number, reply in deliveries:
             connection = self._clients.get(client)
             if connection is None:
                 continue
             try:
                 try:
-                    queued_bytes = connection.post(*pack(Result(number, reply)))
+                    queued_bytes = connection.post(*pack(StoreResult(number, reply)))
                 except ConfigError as exc:  # the values have grown beyond what a frame may hold
-                    queued_bytes = connection.post(*pack(Result(number, Refusal(str(exc)))))
+                    queued_bytes = connection.post(*pack(StoreResult(number, Refusal(str(exc)))))
                 self._select(client, connection, queued_bytes)
             except CommError:
                 self._drop(client)

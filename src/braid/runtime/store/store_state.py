@@ -4,10 +4,11 @@ Problem: ranks need a place to meet before they can communicate. Blocking operat
 that another rank has yet to set) and deadlines are where such services go wrong, and where they are
 hardest to test.
 
-Idea: `Table` holds the keys and applies one request at a time. `StoreState` adds waiting: a request
+Idea: `StoreTable` holds the keys and applies one request at a time. `StoreState` adds waiting: a
+    request
 for missing keys waits inside the state until they are set or its deadline passes. Neither knows
 sockets, threads or clocks. The server passes the time in, `HashStore` shares one among threads,
-`FileStore` replays a log of requests through a `Table`.
+`FileStore` replays a log of requests through a `StoreTable`.
 
     request                    keys set                  keys missing
     Set, MultiSet              -> None                   creates them
@@ -15,7 +16,7 @@ sockets, threads or clocks. The server passes the time in, `HashStore` shares on
     Add                        -> new number             counts from 0
     CompareSet                 sets if equal             sets if `expected` is empty -> value after,
                                -> value after            else -> `expected`
-    Get, MultiGet, Wait        -> value, values, None    waits; at its deadline -> Missing
+    Get, MultiGet, StoreWait   -> value, values, None    waits; at its deadline -> Missing
     Check                      -> True                   -> False
     Delete                     -> True                   -> False
     NumKeys                    -> number of keys
@@ -34,12 +35,11 @@ import msgspec
 
 __all__ = [
     "Add",
-    "Answer",
+    "AddressedReply",
     "Append",
     "Check",
     "CompareSet",
     "Delete",
-    "Delivery",
     "Get",
     "Missing",
     "MultiGet",
@@ -49,10 +49,11 @@ __all__ = [
     "Reply",
     "Request",
     "Set",
+    "StoreAnswer",
     "StoreState",
-    "Table",
+    "StoreTable",
+    "StoreWait",
     "Value",
-    "Wait",
 ]
 
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
@@ -89,7 +90,7 @@ class CompareSet(msgspec.Struct, tag="cas", array_like=True, frozen=True):
     desired: bytes
 
 
-class Wait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
+class StoreWait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
     """Wait until all `keys` are set."""
 
     keys: list[str]
@@ -131,11 +132,21 @@ class Append(msgspec.Struct, tag="append", array_like=True, frozen=True):
 
 
 Request: TypeAlias = (
-    Set | Get | Add | CompareSet | Wait | Check | Delete | NumKeys | MultiGet | MultiSet | Append
+    Set
+    | Get
+    | Add
+    | CompareSet
+    | StoreWait
+    | Check
+    | Delete
+    | NumKeys
+    | MultiGet
+    | MultiSet
+    | Append
 )
 
 
-class Answer(msgspec.Struct, tag="ok", array_like=True, frozen=True):
+class StoreAnswer(msgspec.Struct, tag="ok", array_like=True, frozen=True):
     """Reply to a request that was executed."""
 
     value: Value
@@ -153,10 +164,10 @@ class Refusal(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     reason: str
 
 
-Reply: TypeAlias = Answer | Missing | Refusal
+Reply: TypeAlias = StoreAnswer | Missing | Refusal
 
 
-class Table:
+class StoreTable:
     """Keys and values, and the effect of each request. Deterministic."""
 
     def __init__(self) -> None:
@@ -166,7 +177,7 @@ class Table:
         """Return the keys that `request` has to wait for, in its order."""
         if isinstance(request, Get):
             return [] if request.key in self.values else [request.key]
-        if isinstance(request, (Wait, MultiGet)):
+        if isinstance(request, (StoreWait, MultiGet)):
             return [key for key in dict.fromkeys(request.keys) if key not in self.values]
         return []
 
@@ -198,7 +209,7 @@ class Table:
                 result = self._compare_set(request)
             case Add():
                 return self._add(request)
-        return Answer(result)
+        return StoreAnswer(result)
 
     def _compare_set(self, request: CompareSet) -> bytes:
         current = self.values.get(request.key)
@@ -217,10 +228,10 @@ class Table:
         if total not in _INT64:
             return Refusal(f"the sum {total} in key {request.key!r} does not fit into 64 bits")
         self.values[request.key] = str(total).encode()
-        return Answer(total)
+        return StoreAnswer(total)
 
 
-class Delivery(NamedTuple):
+class AddressedReply(NamedTuple):
     """A reply and its address.
 
     Attributes:
@@ -245,10 +256,10 @@ class _Waiting(NamedTuple):
 
 
 class StoreState:
-    """A `Table` whose clients may wait."""
+    """A `StoreTable` whose clients may wait."""
 
     def __init__(self) -> None:
-        self._table = Table()
+        self._table = StoreTable()
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._by_key: dict[str, set[tuple[int, int]]] = {}  # requests that wait for a key
         self._deadlines: list[_Waiting] = []  # a heap; entries that no longer wait are skipped
@@ -266,7 +277,7 @@ class StoreState:
 
     def request(
         self, client: int, number: int, request: Request, *, now_ns: int, timeout_ns: int
-    ) -> list[Delivery]:
+    ) -> list[AddressedReply]:
         """Execute or keep `request`; returns all replies that are due, also those to other clients.
 
         Args:
@@ -278,7 +289,7 @@ class StoreState:
         """
         if (client, number) in self._waiting:
             reason = f"request {number} of this client is still waiting: number requests anew"
-            return [Delivery(client, number, Refusal(reason))]
+            return [AddressedReply(client, number, Refusal(reason))]
         reply = self._table.apply(request)
         if isinstance(reply, Missing) and timeout_ns > 0:
             self._order += 1
@@ -287,13 +298,13 @@ class StoreState:
             heapq.heappush(self._deadlines, waiting)
             self._await(waiting, reply.keys)
             return []
-        due = [Delivery(client, number, reply)]
+        due = [AddressedReply(client, number, reply)]
         if self._by_key:
             for key in _written_keys(request):
                 due += self._wake(key)
         return due
 
-    def expire(self, now_ns: int) -> list[Delivery]:
+    def expire(self, now_ns: int) -> list[AddressedReply]:
         """Return the replies to requests whose deadline has passed."""
         due = []
         while self._deadlines and self._deadlines[0].deadline_ns <= now_ns:
@@ -301,7 +312,7 @@ class StoreState:
             if self._waits(waiting):
                 absent = self._table.missing(waiting.request)
                 self._drop(waiting)
-                due.append(Delivery(waiting.client, waiting.number, Missing(absent)))
+                due.append(AddressedReply(waiting.client, waiting.number, Missing(absent)))
         return due
 
     def next_deadline_ns(self) -> int | None:
@@ -322,7 +333,7 @@ class StoreState:
         for key in keys:
             self._by_key.setdefault(key, set()).add((waiting.client, waiting.number))
 
-    def _wake(self, key: str) -> list[Delivery]:
+    def _wake(self, key: str) -> list[AddressedReply]:
         """Answer the requests for which `key` was the last missing one."""
         due = []
         names = self._by_key.get(key, set())
@@ -330,7 +341,7 @@ class StoreState:
             reply = self._table.apply(waiting.request)
             if not isinstance(reply, Missing):
                 self._drop(waiting)
-                due.append(Delivery(waiting.client, waiting.number, reply))
+                due.append(AddressedReply(waiting.client, waiting.number, reply))
         return due
 
     def _drop(self, waiting: _Waiting) -> None:
@@ -355,4 +366,4 @@ def _written_keys(request: Request) -> list[str]:
 def _awaited_keys(request: Request) -> list[str]:
     if isinstance(request, Get):
         return [request.key]
-    return request.keys if isinstance(request, (Wait, MultiGet)) else []
+    return request.keys if isinstance(request, (StoreWait, MultiGet)) else []

@@ -52,7 +52,7 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-class _Socket(Protocol):
+class _OpenSocket(Protocol):
     """An open connection; its number is negative once it is closed."""
 
     def fileno(self) -> int:
@@ -114,7 +114,7 @@ class MemoryTransport:
         self._fence = threading.Lock()
         self.forked = False  # whether this is a child of the process that made it
         self.closed = False
-        self._sockets: tuple[_Socket, ...] = ()
+        self._sockets: tuple[_OpenSocket, ...] = ()
         _TRANSPORTS.add(self)
         self._on_close = on_close
         health.on_loss(bells.ring_own)
@@ -190,7 +190,7 @@ class MemoryTransport:
         """Return `fds`, and none once the transport is closed: others may have their numbers."""
         return [] if self.closed else self.fds()
 
-    def keep_from_children(self, sockets: Iterable[_Socket]) -> None:
+    def keep_from_children(self, sockets: Iterable[_OpenSocket]) -> None:
         """Let forked children lose `sockets` of this rank together with the transport's own."""
         self._sockets = (*self._sockets, *sockets)
 

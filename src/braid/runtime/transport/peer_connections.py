@@ -30,7 +30,7 @@ from braid.runtime.transport.reachability import own_address_towards, probe
 from braid.runtime.wire import Address, Identity, Listener, Secret, SocketConnection, local_address
 from braid.runtime.wire import connect as dial
 
-__all__ = ["LOST_AFTER_S", "Call", "Network", "call_all"]
+__all__ = ["LOST_AFTER_S", "Network", "PeerConnection", "call_all"]
 
 ROLE = "memory"
 ANSWER_S = 30.0  # for a rank that has published its address
@@ -56,7 +56,7 @@ class Network(NamedTuple):
     one_host: bool = False
 
 
-class Call(NamedTuple):
+class PeerConnection(NamedTuple):
     """A connection to one peer, after the handshake.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Endpoint(NamedTuple):
 
 def call_all(
     meeting: Meeting, hosts: tuple[int, ...], secret: Secret | None, network: Network
-) -> dict[int, Call]:
+) -> dict[int, PeerConnection]:
     """Connect to all ranks of other hosts.
 
     Args:
@@ -151,7 +151,7 @@ def call_all(
     if over_network:
         for connection in calls.values():
             connection.end_if_silent(LOST_AFTER_S)
-    return {r: Call(ends[r].pid, ends[r].host, over_network, calls[r]) for r in remote}
+    return {r: PeerConnection(ends[r].pid, ends[r].host, over_network, calls[r]) for r in remote}
 
 
 def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> list[str]:

@@ -19,7 +19,7 @@ from braid.runtime.wire.handshake import (
     Handshake,
     Identity,
     Refused,
-    Send,
+    SendBytes,
 )
 from braid.runtime.wire.listener import Listener, connect
 from braid.runtime.wire.secret import SECRET_BYTES, Secret
@@ -43,7 +43,7 @@ __all__ = [
     "Listener",
     "Refused",
     "Secret",
-    "Send",
+    "SendBytes",
     "SocketConnection",
     "Unsent",
     "connect",

@@ -16,15 +16,15 @@ one of them does, both ends derive a key for each direction from the same bytes 
               <----  ANSWER  version, run, role, rank, epoch, nonce_s, HMAC("server", HELLO, ANSWER)
       PROOF   HMAC("client", HELLO, ANSWER)                ---->
 
-    side    state    event                          instructions                    next
-    client  START    start()                        Send(HELLO)                     ANSWER
-    server  START    start()                        -                               HELLO
-    server  HELLO    HELLO of this run              Send(ANSWER)                    PROOF
-    client  ANSWER   ANSWER of this run, signed     Send(PROOF), Established(peer)  DONE
-    server  PROOF    PROOF, signed                  Established(peer)               DONE
-    any     any      REFUSAL                        Refused                         DONE
-    any     any      first bytes not braid's        Refused                         DONE
-    any     any      anything else                  Send(REFUSAL), Refused          DONE
+    side    state    event                          instructions                         next
+    client  START    start()                        SendBytes(HELLO)                     ANSWER
+    server  START    start()                        -                                    HELLO
+    server  HELLO    HELLO of this run              SendBytes(ANSWER)                    PROOF
+    client  ANSWER   ANSWER of this run, signed     SendBytes(PROOF), Established(peer)  DONE
+    server  PROOF    PROOF, signed                  Established(peer)                    DONE
+    any     any      REFUSAL                        Refused                              DONE
+    any     any      first bytes not braid's        Refused                              DONE
+    any     any      anything else                  SendBytes(REFUSAL), Refused          DONE
 
 A replayed PROOF fails because nonce_s is new; a reflected HELLO is of the wrong kind, and a
 reflected signature has the wrong label. The epoch is proven here and judged by the caller: only he
@@ -54,7 +54,7 @@ __all__ = [
     "Identity",
     "Instruction",
     "Refused",
-    "Send",
+    "SendBytes",
 ]
 
 PROTOCOL_VERSION = 2
@@ -95,7 +95,7 @@ class Identity(NamedTuple):
         return f"{who} ({self.role}, run {self.run_id}, epoch {self.epoch})"
 
 
-class Send(NamedTuple):
+class SendBytes(NamedTuple):
     """Instruction: write `data` to the peer."""
 
     data: bytes
@@ -119,7 +119,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-Instruction: TypeAlias = Send | Established | Refused
+Instruction: TypeAlias = SendBytes | Established | Refused
 
 
 class _Kind(IntEnum):
@@ -234,7 +234,7 @@ class Handshake:
         self._state = _State.ANSWER
         frame = self._frame(_Kind.HELLO)
         self._hello = frame[:_SIGNED_BYTES]
-        return [Send(frame)]
+        return [SendBytes(frame)]
 
     def feed(self, data: bytes) -> list[Instruction]:
         """Process `data`, at most `needs` bytes from the peer; returns instructions."""
@@ -307,11 +307,11 @@ class Handshake:
             if not self._signed_by("server", fields.signature):
                 return self._refuse(_Code.PROOF, self._no_proof())
             self._state = _State.DONE
-            return [Send(self._frame(_Kind.PROOF, "client")), self._established(self._peer)]
+            return [SendBytes(self._frame(_Kind.PROOF, "client")), self._established(self._peer)]
         self._hello = signed
         self._answer = self._frame(_Kind.ANSWER)[:_SIGNED_BYTES]
         self._state = _State.PROOF
-        return [Send(self._frame(_Kind.ANSWER, "server"))]
+        return [SendBytes(self._frame(_Kind.ANSWER, "server"))]
 
     def _proof_received(self, fields: _Fields) -> list[Instruction]:
         assert self._peer is not None
@@ -344,7 +344,7 @@ class Handshake:
         refused = Refused(reason)
         if code is None:
             return [refused]
-        return [Send(self._frame(_Kind.REFUSAL, code=code)), refused]
+        return [SendBytes(self._frame(_Kind.REFUSAL, code=code)), refused]
 
     def _frame(self, kind: _Kind, sign_as: Side | None = None, code: int = 0) -> bytes:
         signature = b""

@@ -36,7 +36,7 @@ from braid.runtime.wire.handshake import (
     Handshake,
     Identity,
     Refused,
-    Send,
+    SendBytes,
 )
 from braid.runtime.wire.secret import Secret
 
@@ -298,7 +298,7 @@ class Listener:
                     return
                 self._silent.discard(half.sock.fileno())
                 for instruction in half.handshake.feed(data):
-                    if isinstance(instruction, Send):
+                    if isinstance(instruction, SendBytes):
                         # One small frame on a fresh socket: all of it fits, or it is broken.
                         half.sock.send(instruction.data)
                     elif isinstance(instruction, Established):
@@ -417,7 +417,7 @@ def _prove(
     established: Established | None = None
     while True:
         for instruction in instructions:
-            if isinstance(instruction, Send):
+            if isinstance(instruction, SendBytes):
                 sock.sendall(instruction.data)
             elif isinstance(instruction, Refused):
                 msg = f"handshake with {address} failed: {instruction.reason}"

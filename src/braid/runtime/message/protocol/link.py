@@ -13,7 +13,7 @@ from braid.runtime.message.protocol.inbox import Peer
 from braid.runtime.message.protocol.send_queue import Outbox
 from braid.runtime.message.protocol.vocabulary import VanConfig
 
-__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Link", "Read"]
+__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanLink"]
 
 HALF_CLOSED_S = 1.0  # a peer that accepts nothing more is read until it is silent for so long
 
@@ -40,7 +40,7 @@ Instruction: TypeAlias = Carry | Close | Read
 
 
 @dataclass(slots=True, eq=False)
-class Link:
+class VanLink:
     """A connection to a peer.
 
     Attributes:

@@ -45,7 +45,14 @@ from braid.errors import CommError, ConfigError, PeerLostError, StaleError
 from braid.runtime.message.protocol.assembly import Arrived, Inflow
 from braid.runtime.message.protocol.heads import Beat, Bye, Hello
 from braid.runtime.message.protocol.inbox import Inbox, Peer
-from braid.runtime.message.protocol.link import HALF_CLOSED_S, Carry, Close, Instruction, Link, Read
+from braid.runtime.message.protocol.link import (
+    HALF_CLOSED_S,
+    Carry,
+    Close,
+    Instruction,
+    Read,
+    VanLink,
+)
 from braid.runtime.message.protocol.memory_pool import MemoryPool
 from braid.runtime.message.protocol.schema import Message, PeerLost, Schema
 from braid.runtime.message.protocol.send_queue import Outbox, OutFrame, Outgoing
@@ -95,7 +102,7 @@ class VanState:
         self._schema = schema
         self._detects_silence = detects_silence
         self.allocators: dict[type[Message], Allocate] = {}
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, VanLink] = {}
         self._peers: dict[str, Peer] = {}
         self._lost: dict[str, str] = {}  # how the link of a lost peer ended
         self.inbox = Inbox(config)
@@ -130,7 +137,7 @@ class VanState:
         config, counts = self.config, self._count(name)
         outbox = Outbox(name, config, counts)
         inflow = Inflow(name, self._schema, config.max_message_bytes, self.allocators, self._pool)
-        link = self._links[number] = Link(
+        link = self._links[number] = VanLink(
             number, name, outbox, inflow, config, counts, now_ns, now_ns
         )
         if known:
@@ -381,7 +388,7 @@ class VanState:
 
     # -- inside
 
-    def _open_link(self, peer: Peer) -> Link | None:
+    def _open_link(self, peer: Peer) -> VanLink | None:
         """Return the link on which messages to a peer leave, None if it accepts none."""
         for number in peer.links:
             if not (link := self._links[number]).half_closed:
@@ -395,7 +402,7 @@ class VanState:
             return ""
         return self._links[peer.links[0]].half_closed
 
-    def _send_control(self, link: Link, head: Beat | Bye) -> None:
+    def _send_control(self, link: VanLink, head: Beat | Bye) -> None:
         link.outbox.send_control(head)
         self.instructions.append(Carry(link.number))
 
@@ -404,7 +411,7 @@ class VanState:
         self._lost.pop(peer.name, None)
         self.inbox.begin_life(peer.name)
 
-    def _on_hello(self, link: Link, hello: Hello) -> None:
+    def _on_hello(self, link: VanLink, hello: Hello) -> None:
         """Process the first frame of a link, which says which life of the peer this is."""
         if link.peer is not None:  # known before its Hello
             link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
@@ -425,7 +432,7 @@ class VanState:
         peer.links.append(link.number)
         link.peer = peer
 
-    def _on_message(self, link: Link, event: Arrived) -> None:
+    def _on_message(self, link: VanLink, event: Arrived) -> None:
         head, peer = event.head, link.peer
         if peer is None:  # an earlier life; Inflow accepts no message before Hello
             return
@@ -478,7 +485,7 @@ class VanState:
         notice = Delivery(peer.name, lost, incarnation=peer.incarnation, epoch=peer.epoch)
         self.inbox.put_notice(peer, notice)
 
-    def _forget(self, link: Link, error: PeerLostError) -> None:
+    def _forget(self, link: VanLink, error: PeerLostError) -> None:
         del self._links[link.number]
         link.outbox.fail(error)
         self.instructions.append(Close(link.number))

@@ -18,7 +18,7 @@ from braid.runtime.clock import Clock
 from braid.runtime.message.protocol.schema import Schema
 from braid.runtime.message.protocol.van_state import HALF_CLOSED_S
 from braid.runtime.message.protocol.vocabulary import VanConfig, split_node
-from braid.runtime.message.vans.stream import Stream
+from braid.runtime.message.vans.stream import FrameStream
 from braid.runtime.message.vans.stream_van import FRAME_LIMITS, StreamVan
 from braid.runtime.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
 
@@ -26,7 +26,7 @@ __all__ = ["PipeStream", "PipeVan"]
 
 
 class PipeStream:
-    """Frames over a descriptor to read and one to write; a `Stream`.
+    """Frames over a descriptor to read and one to write; a `FrameStream`.
 
     Args:
         reader: Readable end of a pipe; owned and closed by this object, and made non-blocking.
@@ -164,7 +164,7 @@ class PipeVan(StreamVan):
     ) -> None:
         super().__init__(node, schema, epoch=epoch, config=config, clock=clock)
 
-    def attach(self, peer: str, stream: Stream) -> None:
+    def attach(self, peer: str, stream: FrameStream) -> None:
         """Make a link of a stream; its other end must be a van of the same schema.
 
         If a peer of that name accepts nothing more, its last messages are received first, for a

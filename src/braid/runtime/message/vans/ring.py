@@ -50,7 +50,7 @@ _NAME = "braid-van"
 _OFFER = struct.Struct(f"<qq{_TOKEN_BYTES}s")  # process, descriptor, token
 
 
-class _Ring:
+class _MappedRing:
     """The mapped file of a ring, and the position after the last frame.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Ring:
         return np.frombuffer(self._map, np.uint8, nbytes, _HEAD_BYTES + place)
 
 
-class SendRing(_Ring):
+class SendRing(_MappedRing):
     """The end that writes.
 
     Raises:
@@ -136,7 +136,7 @@ class SendRing(_Ring):
         return True
 
 
-class ReceiveRing(_Ring):
+class ReceiveRing(_MappedRing):
     """The end that reads.
 
     Args:

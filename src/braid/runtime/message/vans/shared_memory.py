@@ -47,7 +47,7 @@ def has_rings() -> bool:
 
 
 class SharedStream:
-    """A `Stream` over a connection, with a ring for each direction where both ends can.
+    """A `FrameStream` over a connection, with a ring for each direction where both ends can.
 
     Args:
         connection: Connection after its handshake; owned and closed by this object.

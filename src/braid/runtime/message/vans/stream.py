@@ -7,10 +7,10 @@ from typing import Protocol
 
 from braid.runtime.wire import Allocate, Buffer, Frame
 
-__all__ = ["Stream"]
+__all__ = ["FrameStream"]
 
 
-class Stream(Protocol):
+class FrameStream(Protocol):
     """A stream of frames that never blocks: a `SocketConnection`, or a `PipeStream`."""
 
     @property

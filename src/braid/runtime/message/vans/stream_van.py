@@ -38,7 +38,7 @@ from braid.runtime.message.protocol.vocabulary import MAX_CHUNK_BYTES, VanConfig
 from braid.runtime.message.van import Van
 from braid.runtime.message.vans.poll_turns import PollTurns
 from braid.runtime.message.vans.poller import READABLE, WRITABLE, Looking, Poller
-from braid.runtime.message.vans.stream import Stream
+from braid.runtime.message.vans.stream import FrameStream
 from braid.runtime.wire import (
     Allocate,
     FrameLimits,
@@ -70,7 +70,7 @@ class _Wire:
         is_reading: Whether that is reading and nothing else.
     """
 
-    stream: Stream
+    stream: FrameStream
     reader: int
     writer: int
     allocate: Allocate
@@ -159,7 +159,7 @@ class StreamVan(Van):
             self._turns.end(hand_over=self._signal is not None)
         return True
 
-    def _stream(self, connection: SocketConnection) -> Stream:
+    def _stream(self, connection: SocketConnection) -> FrameStream:
         """Return the stream of a connection that the listener has accepted."""
         return connection
 
@@ -196,7 +196,7 @@ class StreamVan(Van):
             f"the van of {self.node} belongs to the parent of this process: open a new one"
         )
 
-    def _adopt(self, stream: Stream, peer: str, *, known: bool = False) -> int:
+    def _adopt(self, stream: FrameStream, peer: str, *, known: bool = False) -> int:
         """Make a link of a stream whose other end is proven to be `peer`; with the guard held."""
         if self._ended:
             stream.close()
