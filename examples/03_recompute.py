@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from braid.comm.autograd import (
-    LiveBytes,
+    LiveTensors,
     RecomputePlan,
     by_budget,
     checkpoint_sequential,
@@ -30,7 +30,7 @@ class Block(nn.Module):
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
-        self.live = LiveBytes()
+        self.live = LiveTensors()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102 - torch's
         inner = self.live.register(torch.tanh(self.up(x)))
@@ -64,7 +64,7 @@ def main() -> None:
     seconds = dict.fromkeys(plans, float("inf"))
     for _ in range(8):  # in turn, since machines have moods
         for name, plan in plans.items():
-            live = LiveBytes()
+            live = LiveTensors()
             for block in model:
                 block.live = live
             seconds[name] = min(seconds[name], seconds_of_step(model, plan, x))

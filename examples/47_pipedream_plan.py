@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from braid.plan.pipedream import Level, ProfiledGraph, ProfiledNode, partition, states_of
+from braid.plan.pipedream import MachineLevel, ProfiledGraph, ProfiledNode, partition, states_of
 
 BANDWIDTH, MACHINES = 1e9, 4  # bytes per second between two machines
 MS, MB = 1e-3, 1e6
@@ -60,13 +60,13 @@ def main() -> None:
     for members, handed in zip(states.members, states.handed_on, strict=True):
         print(f"up to {''.join(sorted(members)):5} hands on {' '.join(handed)}")
     for recurrence in ("paper", "released"):
-        done = partition(states, [Level(MACHINES, BANDWIDTH)], recurrence=recurrence)
+        done = partition(states, [MachineLevel(MACHINES, BANDWIDTH)], recurrence=recurrence)
         stages = ", ".join(f"{''.join(sorted(s.nodes))} x{s.replicas}" for s in done.stages)
         print(
             f"{recurrence:8} {stages}: {done.seconds / MS:.2f} ms, {done.one_machine_s / MS:.0f} "
             f"on one machine, {done.data_parallel_s / MS:.2f} data parallel"
         )
-    assert partition(states, [Level(MACHINES, BANDWIDTH)]).seconds == best_of_all(states)
+    assert partition(states, [MachineLevel(MACHINES, BANDWIDTH)]).seconds == best_of_all(states)
     print("the paper's program gives the least time of all pipelines, bit by bit")
 
 

@@ -19,7 +19,7 @@ from braid.parallel.tensor_parallel.insertion.explain import to_svg
 from braid.parallel.tensor_parallel.insertion.pairing import pair
 from braid.parallel.tensor_parallel.insertion.records import Options, Row, Scheme
 from braid.programs.layout import Layout, Mesh, place
-from braid.programs.layout.placement import AxisCost
+from braid.programs.layout.placement import PlacedAxis
 from braid.programs.schedule.bars import COLOURS
 from braid.programs.topology import Cluster, Level
 
@@ -170,7 +170,7 @@ def _ranks(top: int, mesh: Mesh, axis: str) -> list[str]:
     return drawn
 
 
-def _spread(cost: AxisCost) -> str:
+def _spread(cost: PlacedAxis) -> str:
     return f"{' x '.join(cost.spread)}: {cost.traffic.operation}, {cost.seconds * 1e3:.4g} ms"
 
 

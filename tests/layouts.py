@@ -6,7 +6,7 @@ import math
 
 from hypothesis import strategies as st
 
-from braid.comm.redistribute.axis_moves import Prices, State, possible_moves
+from braid.comm.redistribute.axis_moves import AxisState, Prices, possible_moves
 from braid.programs.layout import Layout, Mesh
 
 MESHES = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(
@@ -46,7 +46,7 @@ def inferred_seconds(shape, itemsize, source, target, costs):
     Source: Redistribution of MindSpore's auto-parallel (InferRedistribution: InferSplitByAxis, InferPermuteByAxis,
     InferConcatByAxis), on layouts over one device matrix.
     """
-    state, seconds = State(source.dims, source.partial), 0.0
+    state, seconds = AxisState(source.dims, source.partial), 0.0
     prices = Prices(shape, itemsize, source.mesh.axes, costs)
     while wanted := _inferred(state, target):
         moves = possible_moves(state, list(source.mesh.axes), target.partial)

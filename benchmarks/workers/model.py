@@ -24,7 +24,7 @@ from braid.cli.bench.workers.probe import (
     stand,
 )
 from braid.comm import Group
-from braid.comm.engines.selection import STEP_BYTES, Costs, predicted_s
+from braid.comm.engines.selection import STEP_BYTES, PrimitiveCosts, predicted_s
 from braid.context import init, shutdown
 from braid.errors import ConfigError
 
@@ -98,7 +98,7 @@ class MemoryFigures(msgspec.Struct, kw_only=True):
     """Figures of ranks that share memory: times of algorithms and the selection's predictions."""
 
     ranks: int
-    costs: Costs
+    costs: PrimitiveCosts
     times: list[AlgorithmTime]
     predicted_s: list[float]
 
@@ -165,7 +165,7 @@ def _in_memory(group: Group, plan: Plan) -> MemoryFigures:
     )
 
 
-def _costs(group: Group) -> Costs:
+def _costs(group: Group) -> PrimitiveCosts:
     selection = getattr(group.engine, "selection", None)
     if selection is None:
         msg = (
@@ -173,7 +173,7 @@ def _costs(group: Group) -> Costs:
             "run it on ranks of one host"
         )
         raise ConfigError(msg)
-    costs: Costs = selection.costs
+    costs: PrimitiveCosts = selection.costs
     return costs
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.workers.pipeline_models import Compute, Job, cut, job_of
 from braid.comm import Group
-from braid.comm.autograd import LiveBytes
+from braid.comm.autograd import LiveTensors
 from braid.parallel.pipeline import Pipeline
 from braid.programs.schedule import Action, Costs, Program, simulate
 from braid.programs.schedule.pipeline import SCHEDULES, most_held, stage_ranks, with_recompute
@@ -133,7 +133,7 @@ def _peak(job: Job, run: Callable[[], object]) -> int:
     """Return the most bytes of activations that are alive at a time in `run`."""
     params = [p for block in job.blocks for p in block.parameters()]
     outside = {x.untyped_storage().data_ptr() for x in (job.batch, job.target, *params)}
-    live = LiveBytes()
+    live = LiveTensors()
 
     def register(x: torch.Tensor) -> torch.Tensor:
         if x.untyped_storage().data_ptr() not in outside:

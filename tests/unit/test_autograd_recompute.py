@@ -16,7 +16,7 @@ from torch import nn
 
 from braid.comm.autograd import (
     LayerCost,
-    LiveBytes,
+    LiveTensors,
     RecomputeError,
     RecomputePlan,
     Segment,
@@ -91,7 +91,7 @@ def test_a_chain_has_the_same_bits_whatever_is_recomputed(plan):
     ("num_layers", "num_segments"), [(16, 4), (9, 3), (12, 1), (10, 4), (6, 6)]
 )
 def test_peak_and_calls_are_those_of_the_formula(num_layers, num_segments):
-    live = LiveBytes()
+    live = LiveTensors()
     layers = [Counted(seed=seed) for seed in range(num_layers)]
     x = _randn(4, 8)
     plan = equal_segments(num_layers, num_segments)
@@ -117,7 +117,7 @@ def test_measured_costs_predict_the_peak_of_any_plan():
             super().__init__()
             self.up = nn.Linear(8, width, dtype=torch.float64)
             self.down = nn.Linear(width, 8, dtype=torch.float64)
-            self.live: LiveBytes | None = None
+            self.live: LiveTensors | None = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             register = self.live.register if self.live else lambda t: t
@@ -132,7 +132,7 @@ def test_measured_costs_predict_the_peak_of_any_plan():
         LayerCost(4 * (w + 8) * 8, 4 * 8 * 8, 0.0) for w in (16, 40, 8, 24)
     ]  # the clock stood still
     for plan in (equal_segments(4, 1), equal_segments(4, 2), equal_segments(4, 4)):
-        live = LiveBytes()
+        live = LiveTensors()
         for layer in model:
             layer.live = live
         checkpoint_sequential(model, plan, x, early_stop=False).sum().backward()
@@ -148,7 +148,7 @@ def test_nothing_inside_is_kept_until_backward():
         kept.append(weakref.ref(storage))
         return inner.sin().cos()
 
-    live = LiveBytes()
+    live = LiveTensors()
     y = checkpoint(live.register_results(body), _randn(3).requires_grad_())
     assert live.count() == y.nbytes
     del y
@@ -242,7 +242,7 @@ def test_autocast_is_as_it_was():
 
 
 def test_nested_checkpoints_keep_only_the_outer_arguments():
-    live = LiveBytes()
+    live = LiveTensors()
     layers = [Counted(seed=seed) for seed in range(8)]
     watched = [live.register_results(layer) for layer in layers]
     x = _randn(4, 8)

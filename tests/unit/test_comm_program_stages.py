@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from braid.comm.algorithms.program_stages import Stage, stages
+from braid.comm.algorithms.program_stages import ProgramStage, stages
 from braid.errors import ConfigError
 from braid.programs.schedule.collective import algorithm, program
 
@@ -22,7 +22,7 @@ def test_blocks_beside_each_other_travel_as_one_slice():
 
 def test_a_buffer_without_elements_sends_nothing():
     found = stages(program(algorithm("ring", "all_reduce", 3)), 0, 0)
-    assert found == (Stage((), (), ()),) * 4
+    assert found == (ProgramStage((), (), ()),) * 4
 
 
 def test_blocks_of_all_to_all_must_be_equal():

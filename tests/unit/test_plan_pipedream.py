@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.plan.pipedream import (
-    Level,
+    MachineLevel,
     MemoryLimit,
     ProfiledGraph,
     ProfiledNode,
@@ -58,7 +58,7 @@ def test_the_released_program_gives_the_published_times(
 ):
     done = partition(
         states_of(profile(name)),
-        [Level(machines, bandwidth)],
+        [MachineLevel(machines, bandwidth)],
         recurrence="released",
         straight=straight,
     )
@@ -68,7 +68,7 @@ def test_the_released_program_gives_the_published_times(
 
 def test_the_released_program_cuts_vgg16_where_it_was_published():
     states = states_of(profile("vgg16"))
-    done = partition(states, [Level(8, 1e9)], recurrence="released")
+    done = partition(states, [MachineLevel(8, 1e9)], recurrence="released")
     assert [(s.first, s.end) for s in done.stages] == [(0, 24), (24, 40)]
     assert frozenset().union(*(stage.nodes for stage in done.stages)) == states.members[-1]
 
@@ -127,7 +127,7 @@ def every_pipeline(states, machines, bandwidth):
 def test_no_pipeline_of_a_row_is_faster_than_the_papers_program_says(layers, machines):
     seconds, outputs, params = (list(column) for column in zip(*layers, strict=True))
     states = states_of(chain(seconds, outputs, params))
-    done = partition(states, [Level(machines, 2.0)])
+    done = partition(states, [MachineLevel(machines, 2.0)])
     assert done.seconds == pytest.approx(every_pipeline(states, machines, 2.0))
     assert done.seconds <= done.data_parallel_s
     assert sum(stage.replicas for stage in done.stages) == machines
@@ -168,7 +168,7 @@ def best_of_levels(states, first, last, levels):
 @given(layers=ROWS, inner=st.integers(1, 3), outer=st.integers(1, 3))
 def test_levels_of_machines_are_divided_as_well_as_can_be(layers, inner, outer):
     states = states_of(chain(*(list(column) for column in zip(*layers, strict=True))))
-    levels = [Level(inner, 20.0), Level(outer, 2.0)]
+    levels = [MachineLevel(inner, 20.0), MachineLevel(outer, 2.0)]
     done = partition(states, levels)
     expected = best_of_levels(states, 0, len(states.compute_s) - 1, levels)
     assert done.seconds == pytest.approx(expected)
@@ -213,11 +213,11 @@ def test_every_stage_fits_into_memory_and_no_other_pipeline_that_does_is_faster(
                     best = min(best, max(times))
     if math.isinf(best):
         with pytest.raises(ConfigError, match="fits into"):
-            partition(states, [Level(machines, 2.0)], memory=memory)
+            partition(states, [MachineLevel(machines, 2.0)], memory=memory)
     else:
-        assert partition(states, [Level(machines, 2.0)], memory=memory).seconds == pytest.approx(
-            best
-        )
+        assert partition(
+            states, [MachineLevel(machines, 2.0)], memory=memory
+        ).seconds == pytest.approx(best)
 
 
 def test_the_text_comes_back_as_it_was():
@@ -259,15 +259,15 @@ def test_what_cannot_be_divided_is_refused():
         states_of(only_input)
     states = states_of(parse_graph(LINE))
     with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
-        partition(states, [Level(2, 1e9)], straight=True)
+        partition(states, [MachineLevel(2, 1e9)], straight=True)
     with pytest.raises(ConfigError, match="a straight pipeline of 2 stages needs as many states"):
-        partition(states, [Level(2, 1e9)], straight=True, memory=MemoryLimit(1e15))
+        partition(states, [MachineLevel(2, 1e9)], straight=True, memory=MemoryLimit(1e15))
     with pytest.raises(
         ConfigError, match=r"machines >= 1 and a bandwidth on each level, got \[\(0, "
     ):
-        partition(states, [Level(0, 1e9)])
+        partition(states, [MachineLevel(0, 1e9)])
     free = chain([0, 0], [0, 0], [0, 0])
-    assert partition(states_of(free), [Level(3, 1e9)]).seconds == 0
+    assert partition(states_of(free), [MachineLevel(3, 1e9)]).seconds == 0
 
 
 def test_the_command_shows_the_stages_and_writes_them(tmp_path, capsys):

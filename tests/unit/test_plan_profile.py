@@ -12,7 +12,7 @@ from torch import nn
 
 from braid.cli import main
 from braid.errors import ConfigError
-from braid.plan.pipedream import Level, PipeDreamPlan, parse_graph, partition, states_of
+from braid.plan.pipedream import MachineLevel, PipeDreamPlan, parse_graph, partition, states_of
 from braid.plan.plan_file import read_plan
 from braid.plan.profiling import PerRows, profile_layers, read_profile
 from braid.plan.profiling.picture import profile_picture
@@ -150,7 +150,9 @@ def test_the_commands_make_a_plan_that_training_reads(tmp_path, capsys):
     read = read_plan(plan)
     assert read.replicas == (1, 1)
     assert sum(read.balance) == 4
-    done = partition(states_of(read_profile(profile).as_graph(8)), [Level(2, 1e9)], straight=True)
+    done = partition(
+        states_of(read_profile(profile).as_graph(8)), [MachineLevel(2, 1e9)], straight=True
+    )
     assert read == PipeDreamPlan.of(done, "tiny")
     assert "braid train --model tiny --plan" in capsys.readouterr().out
     assert main(["train", "--plan", plan, "--model", "mini"]) == 2

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.plan.costs import Axis, LayerCost, Origin
+from braid.plan.costs import Axis, MicrobatchCost, Origin
 from braid.plan.described import DescribedMachines
 from braid.plan.exports import exports
 from braid.plan.pipedream import PipeDreamPlan
@@ -59,14 +59,14 @@ class Layers:
     model = "layers"
     tensor_sizes = (1,)
 
-    def __init__(self, costs: Sequence[LayerCost]) -> None:
+    def __init__(self, costs: Sequence[MicrobatchCost]) -> None:
         self._costs = costs
 
     @property
     def num_layers(self) -> int:
         return len(self._costs)
 
-    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
         del tensor
         return [
             c._replace(
@@ -81,7 +81,7 @@ class Layers:
 
 
 def even(count: int) -> Layers:
-    return Layers([LayerCost(1e-3, 1e-3, 1e-3, 4e6, 1e3, 1e6, (i,)) for i in range(count)])
+    return Layers([MicrobatchCost(1e-3, 1e-3, 1e-3, 4e6, 1e3, 1e6, (i,)) for i in range(count)])
 
 
 def machines(
@@ -130,7 +130,7 @@ def test_every_split_has_a_valid_program_and_uses_all_ranks() -> None:
 def test_the_best_split_is_no_slower_than_any_balance_of_its_pipeline(
     seconds: list[float], p: int
 ) -> None:
-    model = Layers([LayerCost(s, s, s, 1.0, 1.0, 1.0, (i,)) for i, s in enumerate(seconds)])
+    model = Layers([MicrobatchCost(s, s, s, 1.0, 1.0, 1.0, (i,)) for i, s in enumerate(seconds)])
     estimator = Estimator(model, machines(p), Training(4))
     sizes, stages = estimator.stages(Split(pp=p, microbatches=4))
     assert sum(sizes) == len(seconds)
@@ -157,7 +157,7 @@ def test_what_fits_is_within_the_limit_and_nothing_is_faster_than_the_first(
 ) -> None:
     model = Layers(
         [
-            LayerCost(s, s, s, saved, saved / 10, params, (i,))
+            MicrobatchCost(s, s, s, saved, saved / 10, params, (i,))
             for i, (s, saved, params) in enumerate(layers)
         ]
     )
@@ -283,7 +283,7 @@ def test_a_memory_that_is_too_small_is_explained_and_said_to_flip() -> None:
 
 
 def test_slow_links_make_a_pipeline_better_than_replicas() -> None:
-    model = Layers([LayerCost(1e-3, 1e-3, 1e-3, 1.0, 1e3, 1e7, (i,)) for i in range(8)])
+    model = Layers([MicrobatchCost(1e-3, 1e-3, 1e-3, 1.0, 1e3, 1e7, (i,)) for i in range(8)])
     ranking = find_splits(model, machines(2, bytes_per_s=1e11), Training(16))
     assert ranking.best.split.dp == 2
     changes = {flip.change: flip.estimate.split for flip in flips(ranking)}

@@ -234,7 +234,7 @@ def _kept(group: Group) -> list[str]:
     """Cases whose graph keeps the input alive."""
     found = []
     for name, case in CASES.items():
-        live = autograd.LiveBytes()
+        live = autograd.LiveTensors()
         x = live.register(_input(group.rank) * 1)
         y = case.apply(group, x)
         del x

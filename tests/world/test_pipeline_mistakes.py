@@ -20,7 +20,7 @@ from braid.errors import CommError, ConfigError, PeerLostError
 from braid.parallel.pipeline import DevicePipeline, Pipeline
 from braid.parallel.pipeline.skip import pop, skippable, stash
 from braid.parallel.tensor_parallel import parallelize
-from braid.programs.schedule.pipeline import Work, gpipe, looped, pipeline_program
+from braid.programs.schedule.pipeline import StageWork, gpipe, looped, pipeline_program
 
 WIDTH = 4
 mse = functional.mse_loss
@@ -133,8 +133,8 @@ def swapped(num_ranks: int, num_microbatches: int) -> Any:
     """GPipe whose forwards run last micro-batch first, except in the first stage."""
     order = list(range(num_microbatches))
     work = [
-        [Work("F", rank, i) for i in (order if not rank else reversed(order))]
-        + [Work("B", rank, i) for i in order]
+        [StageWork("F", rank, i) for i in (order if not rank else reversed(order))]
+        + [StageWork("B", rank, i) for i in order]
         for rank in range(num_ranks)
     ]
     return pipeline_program("swapped", work, looped(num_ranks), num_microbatches)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
-__all__ = ["Axis", "LayerCost", "Machines", "ModelCosts", "Origin"]
+__all__ = ["Axis", "Machines", "MicrobatchCost", "ModelCosts", "Origin"]
 
 Origin = Literal["measured", "estimated"]
 
 
-class LayerCost(NamedTuple):
+class MicrobatchCost(NamedTuple):
     """Costs of one layer for a micro-batch, on one of the ranks that share the layer.
 
     Attributes:
@@ -69,7 +69,7 @@ class ModelCosts(Protocol):
         """Numbers of ranks over which the layers can be divided; 1 among them."""
         ...
 
-    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
         """Return the costs of all layers for a micro-batch of `rows`, on one of `tensor` ranks."""
         ...
 

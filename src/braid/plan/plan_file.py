@@ -16,7 +16,7 @@ import msgspec
 from braid.errors import ConfigError
 from braid.plan.costs import Origin
 from braid.plan.pipedream import PipeDreamPlan
-from braid.plan.search.estimate import Estimate, Estimator, Memory, StepTime
+from braid.plan.search.estimate import Estimator, MemoryEstimate, SplitEstimate, StepTimeEstimate
 from braid.plan.search.rescoring import action_s, program_of
 from braid.plan.search.split import Split
 from braid.programs.layout import Mesh
@@ -35,8 +35,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         seconds: Seconds of a step.
-        parts: Its parts, as `StepTime` has them.
-        memory: Bytes of the rank that holds most, as `Memory` has them.
+        parts: Its parts, as `StepTimeEstimate` has them.
+        memory: Bytes of the rank that holds most, as `MemoryEstimate` has them.
         actions: Seconds of each action of a pipeline, by its kind and stage, such as F0.
         level_bytes: Bytes of a step over a link of each level of the cluster.
         layers: Whether times of layers were measured or are estimated.
@@ -100,7 +100,7 @@ class Plan(
     predicted: Prediction | None = None
 
     @classmethod
-    def of(cls, estimator: Estimator, estimate: Estimate, *, context: int = 0) -> Plan:
+    def of(cls, estimator: Estimator, estimate: SplitEstimate, *, context: int = 0) -> Plan:
         """Return the plan of a split."""
         split = estimate.split
         return cls(
@@ -222,7 +222,7 @@ def _problems(plan: Plan) -> Iterator[str]:
             f"{plan.microbatches} micro-batches"
         )
     if plan.predicted is not None:
-        for name, part in (("parts", StepTime), ("memory", Memory)):
+        for name, part in (("parts", StepTimeEstimate), ("memory", MemoryEstimate)):
             unknown = set(getattr(plan.predicted, name)) - set(part._fields)
             if unknown:
                 yield f"predicted.{name} has {', '.join(sorted(unknown))}, which is no part of it"

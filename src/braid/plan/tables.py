@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.box import SIMPLE
 from rich.table import Table
 
-from braid.plan.search.estimate import Estimate, StepTime
+from braid.plan.search.estimate import SplitEstimate, StepTimeEstimate
 from braid.plan.search.failures import Failures, time_to_solution
 from braid.plan.search.planner import Ranking
 from braid.plan.search.sensitivity import PART_NAMES
@@ -71,7 +71,7 @@ def ranking_table(
 def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
     """Yield lines on splits that need more memory than there is, the fastest of them first."""
     limit = ranking.estimator.machines.memory_bytes
-    kinds: dict[tuple[int, int, int], Estimate] = {}
+    kinds: dict[tuple[int, int, int], SplitEstimate] = {}
     for estimate in sorted(ranking.too_large, key=lambda e: e.seconds):
         split = estimate.split
         kinds.setdefault((split.pp, split.dp, split.tp), estimate)
@@ -84,9 +84,9 @@ def infeasible(ranking: Ranking, count: int = 3) -> Iterator[str]:
         )
 
 
-def best_of_kinds(ranking: Ranking) -> dict[str, Estimate]:
+def best_of_kinds(ranking: Ranking) -> dict[str, SplitEstimate]:
     """Return the fastest split that fits of each kind, by name."""
-    kinds: dict[str, Estimate] = {}
+    kinds: dict[str, SplitEstimate] = {}
     for estimate in ranking.fitting:
         split = estimate.split
         axes = [name for name in ("pp", "dp", "tp") if getattr(split, name) > 1]
@@ -101,11 +101,11 @@ def best_of_kinds(ranking: Ranking) -> dict[str, Estimate]:
 def comparison(ranking: Ranking) -> str:
     """Draw the fastest split of each kind as SVG: parts of its step, and its memory."""
     kinds = best_of_kinds(ranking)
-    colours = dict(zip(StepTime._fields, COLOURS, strict=True))
+    colours = dict(zip(StepTimeEstimate._fields, COLOURS, strict=True))
     bars = []
     for lane, (kind, estimate) in enumerate(kinds.items()):
         start_s = 0.0
-        for part, seconds in zip(StepTime._fields, estimate.time, strict=True):
+        for part, seconds in zip(StepTimeEstimate._fields, estimate.time, strict=True):
             title = f"{kind}, {estimate.split}: {PART_NAMES[part]} {seconds_text(seconds)}"
             bars.append(Bar(lane, start_s, start_s + seconds, colours[part], title))
             start_s += seconds

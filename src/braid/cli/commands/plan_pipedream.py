@@ -53,7 +53,7 @@ def plan_pipedream(
 
     from braid.errors import ConfigError
     from braid.plan.pipedream import (
-        Level,
+        MachineLevel,
         MemoryLimit,
         PipeDreamPlan,
         format_graph,
@@ -73,7 +73,7 @@ def plan_pipedream(
         raise ConfigError(msg)
     for file in filter(None, (plan, out)):
         check_place(file)
-    levels = [Level(*level) for level in zip(machines, bandwidth, strict=True)]
+    levels = [MachineLevel(*level) for level in zip(machines, bandwidth, strict=True)]
     limit = MemoryLimit(bytes_in(memory), optimizer_states) if memory else None
     graph, model = _graph_of(profile, rows)
     if plan and not model:

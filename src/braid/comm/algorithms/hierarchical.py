@@ -83,7 +83,7 @@ def hierarchical(
         residuals: Residuals of the last start of a persistent request; updated in place.
     """
     # no member ends before all have compared descriptions: each waits for sums of all members
-    run = _Run(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
+    run = _AllReduceRun(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
     yield from run.window.open()
     for turn in range(len(run.chunks) + run.last_turn):
         yield from run.stage(turn)
@@ -190,7 +190,7 @@ class _SlotLayout(NamedTuple):
         return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
 
 
-class _Run:
+class _AllReduceRun:
     """One all-reduce under way. Each method is a phase, for the chunk whose turn it is."""
 
     def __init__(

@@ -27,10 +27,10 @@ from braid.errors import ConfigError
 from braid.programs.schedule import Action, Program, match, messages
 from braid.programs.schedule.program import LOCAL, batches
 
-__all__ = ["Move", "Stage", "apply_move", "stages"]
+__all__ = ["ProgramMove", "ProgramStage", "apply_move", "stages"]
 
 
-class Move(NamedTuple):
+class ProgramMove(NamedTuple):
     """A message, or a copy inside of the buffer.
 
     Attributes:
@@ -55,7 +55,7 @@ class Move(NamedTuple):
         return sum(part.stop - part.start for part in self.parts)
 
 
-class Stage(NamedTuple):
+class ProgramStage(NamedTuple):
     """The messages and copies of one rank in one turn.
 
     Attributes:
@@ -64,12 +64,12 @@ class Stage(NamedTuple):
         copies: Copies inside of the buffer; they read what was there before the stage.
     """
 
-    sends: tuple[Move, ...]
-    receives: tuple[Move, ...]
-    copies: tuple[Move, ...]
+    sends: tuple[ProgramMove, ...]
+    receives: tuple[ProgramMove, ...]
+    copies: tuple[ProgramMove, ...]
 
 
-def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
+def stages(program: Program, rank: int, numel: int) -> tuple[ProgramStage, ...]:
     """Return the stages of `rank` on a buffer; messages without elements are left out.
 
     Args:
@@ -89,13 +89,13 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
         )
         raise ConfigError(msg)
     bounds = [numel * i // blocks for i in range(blocks + 1)]
-    out: dict[int, list[Move]] = defaultdict(list)
-    into: dict[int, list[Move]] = defaultdict(list)
+    out: dict[int, list[ProgramMove]] = defaultdict(list)
+    into: dict[int, list[ProgramMove]] = defaultdict(list)
     places: dict[int, int] = defaultdict(int)  # of the next message of each source
     for message in sorted(messages(program, match(program)), key=lambda m: m.posted):
         parts = _slices(message.sends, bounds)
         turn, place = message.posted, places[message.source]
-        move = Move(message.target, parts, turn=turn, place=place)
+        move = ProgramMove(message.target, parts, turn=turn, place=place)
         places[message.source] += move.numel
         if message.source == rank:
             out[message.posted].append(move)
@@ -111,11 +111,11 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
         receives = tuple(move for move in into[number] if move.numel)
         local = [actions[i] for i in positions if program.vocabulary.role(actions[i]) == LOCAL]
         copies = tuple(_copy(action, bounds) for action in local)
-        result.append(Stage(sends, receives, copies))
+        result.append(ProgramStage(sends, receives, copies))
     return tuple(result)
 
 
-def apply_move(x: torch.Tensor, move: Move, data: torch.Tensor, op: str) -> None:
+def apply_move(x: torch.Tensor, move: ProgramMove, data: torch.Tensor, op: str) -> None:
     """Add or copy received or copied data to its place in `x`."""
     start = 0
     for part in move.parts:
@@ -140,7 +140,7 @@ def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ..
     return tuple(part for part in slices if part.start < part.stop) or (slice(0, 0),)
 
 
-def _copy(action: Action, bounds: Sequence[int]) -> Move:
+def _copy(action: Action, bounds: Sequence[int]) -> ProgramMove:
     to = slice(bounds[action.unit], bounds[action.unit + 1])
     source = slice(bounds[action.edge], bounds[action.edge + 1])
-    return Move(-1, (to,), sources=(source,))
+    return ProgramMove(-1, (to,), sources=(source,))

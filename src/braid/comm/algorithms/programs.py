@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from braid.comm.algorithms.program_stages import Move, Stage, apply_move, stages
+from braid.comm.algorithms.program_stages import ProgramMove, ProgramStage, apply_move, stages
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.window import LINE_BYTES, Window
 from braid.comm.tensors.reduction import finish
@@ -30,7 +30,7 @@ from braid.runtime.transport import Steps
 __all__ = [
     "PIECE_BYTES",
     "PROGRAMS",
-    "Part",
+    "ProgramPart",
     "Programs",
     "check_equal_parts",
     "names_for",
@@ -44,7 +44,7 @@ OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter
 WHOLE = ("all_reduce", "broadcast", "reduce")  # no rank's part is its own: they can be cut anywhere
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """One rank's part of a program on a buffer of one length.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part(NamedTuple):
         numel: Number of elements sent by the rank that sends most.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ProgramStage, ...]
     num_turns: int
     numel: int
 
@@ -70,9 +70,9 @@ class Programs:
         self._rank = rank
         self._size = size
         self._programs: dict[tuple[str, str, int], Program] = {}
-        self._parts: dict[tuple[str, str, int, int], Part] = {}
+        self._parts: dict[tuple[str, str, int, int], ProgramPart] = {}
 
-    def part(self, name: str, operation: str, root: int, numel: int) -> Part:
+    def part(self, name: str, operation: str, root: int, numel: int) -> ProgramPart:
         """Return this rank's part of an algorithm of the catalogue."""
         key = (name, operation, root, numel)
         part = self._parts.get(key)
@@ -83,7 +83,7 @@ class Programs:
             every = [stages(written, rank, numel) for rank in range(self._size)]
             turns = max(len(list(batches(written, rank))) for rank in range(self._size))
             most = max(sum(move.numel for s in own for move in s.sends) for own in every)
-            part = self._parts[key] = Part(every[self._rank], turns, most)
+            part = self._parts[key] = ProgramPart(every[self._rank], turns, most)
         return part
 
     def program(self, name: str, operation: str, root: int) -> Program:
@@ -175,12 +175,12 @@ def _pieces(x: torch.Tensor, rows: int) -> list[_Piece]:
     return [_Piece(part.reshape(-1), part) for part in parts]
 
 
-def _carry_out(ch: Channel, part: Part, x: torch.Tensor, op: str) -> Steps:
+def _carry_out(ch: Channel, part: ProgramPart, x: torch.Tensor, op: str) -> Steps:
     window = Window(ch, max(LINE_BYTES, part.numel * x.element_size()))
     yield from window.open()
     first = ch.value + 1
     for number in range(part.num_turns):
-        stage = part.stages[number] if number < len(part.stages) else Stage((), (), ())
+        stage = part.stages[number] if number < len(part.stages) else ProgramStage((), (), ())
         copied = [torch.cat([x[s] for s in move.sources]) for move in stage.copies]
         _send(window, ch.rank, stage.sends, x)
         for move in stage.receives:
@@ -191,7 +191,7 @@ def _carry_out(ch: Channel, part: Part, x: torch.Tensor, op: str) -> Steps:
     yield from window.close()
 
 
-def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> None:
+def _send(window: Window, rank: int, sends: Sequence[ProgramMove], x: torch.Tensor) -> None:
     """Write messages into this rank's window and take the step in which they go."""
     if not sends:
         window.publish(())
@@ -208,7 +208,7 @@ def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> 
     window.publish(list(parts), low, max(end for _, end in parts.values()), list(parts.values()))
 
 
-def _row(window: Window, member: int, move: Move, dtype: torch.dtype) -> torch.Tensor:
+def _row(window: Window, member: int, move: ProgramMove, dtype: torch.dtype) -> torch.Tensor:
     """Return where a message lies in its sender's window.
 
     It may begin anywhere; a line begins at a multiple of 64 bytes.

@@ -190,7 +190,7 @@ class Objects:
         return decode(raw, allow_pickle=allow_pickle)
 
 
-class _Packed(NamedTuple):
+class _PackedObject(NamedTuple):
     """Encoded object of a member, or the reason why it cannot be sent.
 
     Attributes:
@@ -208,15 +208,17 @@ class _Packed(NamedTuple):
             raise self.error
 
 
-def _packed(obj: object, path: str = "", *, allow_pickle: bool) -> _Packed:
+def _packed(obj: object, path: str = "", *, allow_pickle: bool) -> _PackedObject:
     """The object, or why it cannot be sent."""
     try:
-        return _Packed(_padded(encode(obj, path, allow_pickle=allow_pickle)), None)
+        return _PackedObject(_padded(encode(obj, path, allow_pickle=allow_pickle)), None)
     except ConfigError as exc:
         return _refused(exc)
 
 
-def _packed_parts(objs: Sequence[object] | None, size: int, *, allow_pickle: bool) -> list[_Packed]:
+def _packed_parts(
+    objs: Sequence[object] | None, size: int, *, allow_pickle: bool
+) -> list[_PackedObject]:
     """One object for each member, or for each the reason why one cannot be sent."""
     if not isinstance(objs, Sequence) or len(objs) != size:
         given = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
@@ -227,8 +229,10 @@ def _packed_parts(objs: Sequence[object] | None, size: int, *, allow_pickle: boo
     return parts if bad is None else [bad] * size
 
 
-def _refused(error: ConfigError) -> _Packed:
-    return _Packed(_padded(bytes([FAILED]) + str(error).encode(errors="backslashreplace")), error)
+def _refused(error: ConfigError) -> _PackedObject:
+    return _PackedObject(
+        _padded(bytes([FAILED]) + str(error).encode(errors="backslashreplace")), error
+    )
 
 
 def _padded(raw: bytes) -> torch.Tensor:

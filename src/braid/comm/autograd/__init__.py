@@ -7,7 +7,7 @@ from braid.comm.autograd.conjugate import (
     split_forward_all_gather_backward,
 )
 from braid.comm.autograd.dependency import depend, fork, join
-from braid.comm.autograd.layer_costs import LiveBytes, measure
+from braid.comm.autograd.layer_costs import LiveTensors, measure
 from braid.comm.autograd.messages import exchange, recv, send
 from braid.comm.autograd.parts import all_gather, all_to_all, reduce_scatter
 from braid.comm.autograd.phony import phony
@@ -33,7 +33,7 @@ __all__ = [
     "CPU_STREAM",
     "CPUStream",
     "LayerCost",
-    "LiveBytes",
+    "LiveTensors",
     "RecomputeError",
     "RecomputePlan",
     "Segment",

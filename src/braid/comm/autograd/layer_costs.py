@@ -19,7 +19,7 @@ from braid.comm.autograd.streams import current_stream, synchronize
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.torch_internals import TorchDispatchMode, pytree, storage_id
 
-__all__ = ["LiveBytes", "PeakBytes", "bytes_of", "measure", "seconds_of"]
+__all__ = ["LiveTensors", "PeakBytes", "bytes_of", "measure", "seconds_of"]
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ def measure(
     return costs
 
 
-class LiveBytes:
+class LiveTensors:
     """Counts the memory of tensors as long as anything, such as autograd, refers to it.
 
     Attributes:
@@ -114,7 +114,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = LiveBytes()
+        self.live = LiveTensors()
         for x in known:
             self.live.register(x)
 

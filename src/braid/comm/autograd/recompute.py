@@ -108,7 +108,9 @@ def checkpoint(
         generators = generators_of(tensors) if preserve_rng_state else []
     else:
         generators = list(preserve_rng_state)
-    call = _Call(function, tree, tensors, RngAndAutocast(generators), around, early_stop=early_stop)
+    call = _CheckpointedCall(
+        function, tree, tensors, RngAndAutocast(generators), around, early_stop=early_stop
+    )
     with saved_tensors_hooks(call.save, call.load), call.around(again=False):
         result = function(*args, **kwargs)
     call.complete = True
@@ -155,7 +157,7 @@ class _Keep(torch.autograd.Function):
         raise AssertionError
 
 
-class _Call:
+class _CheckpointedCall:
     """One checkpointed call. The graph's saved tensors own it, by way of the hooks."""
 
     def __init__(

@@ -18,12 +18,12 @@ from collections import deque
 from typing import NamedTuple
 
 from braid.comm.channel.channel import LINE_WORDS, Channel
-from braid.comm.channel.window_pool import Windows
+from braid.comm.channel.window_pool import WindowPool
 from braid.errors import StaleError
 from braid.runtime.transport import Block, DeviceWait, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
-__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "RetiredPages", "State"]
+__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "MemberState", "RetiredPages"]
 
 PAGE_LINES = 64
 NUM_RESTING = 16  # first pages that rest before the oldest serves another group
@@ -36,7 +36,7 @@ _STATE, _VALUE, _REASON = 5, 6, 7
 HEALTHY, DISAGREED, ABANDONED, CLOSED = 0, 1, 2, 3
 
 
-class State(NamedTuple):
+class MemberState(NamedTuple):
     """Whether a member still takes part, and if not, why.
 
     Attributes:
@@ -115,7 +115,7 @@ class ControlPages:
         self.size = len(ranks)
         self.end_reason = ""  # why this rank takes no further part
         self.abort_reason = ""  # why the program has given the group up, whatever stopped it before
-        self.windows = Windows(transport.arena)
+        self.windows = WindowPool(transport.arena)
         self.pinned: list[
             object
         ] = []  # of failed operations, whose tensors peers may still write to
@@ -232,13 +232,13 @@ class ControlPages:
             return wait.is_completed()
         return self.channel(wait.channel).counter(wait.peer) >= wait.value
 
-    def state(self, member: int) -> State:
+    def state(self, member: int) -> MemberState:
         """Return whether a member still takes part, and if not, why."""
         words = self._directories[member]
         code = words[_STATE] - self._healthy[member]
         if not 0 <= code < 1 << GENERATION_SHIFT:  # the page serves another group
-            return State(CLOSED, 0, 0, 0)
-        return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
+            return MemberState(CLOSED, 0, 0, 0)
+        return MemberState(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
 
     def ended_member(self) -> int | None:
         """Return a member that takes no further part, this rank included; None while all do."""

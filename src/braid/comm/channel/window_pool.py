@@ -17,7 +17,7 @@ from typing import NamedTuple
 from braid.runtime.transport import Block
 from braid.runtime.transport.arena import Arena
 
-__all__ = ["Windows"]
+__all__ = ["WindowPool"]
 
 KEPT = 4  # unread windows kept although they are too small for what is asked for
 
@@ -29,7 +29,7 @@ class _Returned(NamedTuple):
     free: Callable[[], bool]
 
 
-class Windows:
+class WindowPool:
     """The windows of one group on one rank.
 
     Args:

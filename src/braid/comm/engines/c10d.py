@@ -28,8 +28,8 @@ from torch.distributed import distributed_c10d
 
 from braid.comm.engines.c10d_steps import TorchSteps, steps_of
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.diagnostics import Asked, mismatch_table
-from braid.comm.engines.engine import Capabilities, Statistics
+from braid.comm.engines.diagnostics import MemberOperation, mismatch_table
+from braid.comm.engines.engine import Capabilities, GroupStatistics
 from braid.comm.engines.shared_gpus import shared_gpu_error
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.copies import Copies
@@ -98,7 +98,7 @@ class C10dEngine:
         checked: bool = False,
     ) -> None:
         self.device_types = device_types
-        self.statistics = Statistics()
+        self.statistics = GroupStatistics()
         self.ranks = ranks
         self.rank = ranks.index(context.rank)
         self.size = len(ranks)
@@ -239,7 +239,7 @@ class C10dEngine:
         if reason:
             rank, text = next(iter(reason.items()))
             return CommError(f"stopped because rank {rank} abandoned the group: {text}")
-        asked = [Asked(r, text, "") for r, text in self._last_asked().items()]
+        asked = [MemberOperation(r, text, "") for r, text in self._last_asked().items()]
         if len({a.text for a in asked}) > 1:
             return MismatchError(mismatch_table(asked, step=self._sequence))
         text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
@@ -271,7 +271,10 @@ class C10dEngine:
             raise self._late(c, exc.ranks) from None
         texts = [value.decode() for value in values]
         if len(set(texts)) > 1:
-            asked = [Asked(rank, text, "") for rank, text in zip(self.ranks, texts, strict=True)]
+            asked = [
+                MemberOperation(rank, text, "")
+                for rank, text in zip(self.ranks, texts, strict=True)
+            ]
             error = MismatchError(mismatch_table(asked, step=self._sequence))
             self._end_reason = str(error)
             raise error
@@ -283,7 +286,9 @@ class C10dEngine:
                 raise CommError(msg)
 
     def _late(self, c: Collective, missing: Sequence[int]) -> CommTimeout:
-        asked = [Asked(rank, text, "") for rank, text in sorted(self._last_asked().items())]
+        asked = [
+            MemberOperation(rank, text, "") for rank, text in sorted(self._last_asked().items())
+        ]
         table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
         return CommTimeout(
             f"{c.text} did not end within {c.timeout_s:g} s: no word from ranks {missing}\n{table}"

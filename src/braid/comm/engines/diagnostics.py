@@ -14,10 +14,10 @@ from typing import NamedTuple
 from braid.comm.channel.channel import Channel, Entry
 from braid.comm.channel.control_pages import ControlPages
 
-__all__ = ["Asked", "asked", "device_timeout_text", "mismatch_table", "timeout_text"]
+__all__ = ["MemberOperation", "asked", "device_timeout_text", "mismatch_table", "timeout_text"]
 
 
-class Asked(NamedTuple):
+class MemberOperation(NamedTuple):
     """Description of the operation that one member asked for.
 
     Attributes:
@@ -31,19 +31,20 @@ class Asked(NamedTuple):
     site: str
 
 
-def asked(pages: ControlPages, member: int, entry: Entry) -> Asked:
+def asked(pages: ControlPages, member: int, entry: Entry) -> MemberOperation:
     """Read a member's line."""
-    return Asked(
+    return MemberOperation(
         pages.ranks[member],
         pages.text_of(member, entry.digest) if entry.digest else "",
         pages.text_of(member, entry.site) if entry.site else "",
     )
 
 
-def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
+def mismatch_table(answers: Sequence[MemberOperation], *, step: int) -> str:
     """The message of a MismatchError: rank -> operation, the odd ones marked.
 
-    >>> print(mismatch_table([Asked(0, "barrier(x)", ""), Asked(1, "broadcast(x)", "")], step=3))
+    >>> calls = [MemberOperation(0, "barrier(x)", ""), MemberOperation(1, "broadcast(x)", "")]
+    >>> print(mismatch_table(calls, step=3))
     ranks asked for different operations (step 3 of this channel):
       rank 0  barrier(x)
       rank 1  broadcast(x)

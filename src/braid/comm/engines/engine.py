@@ -17,7 +17,7 @@ from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import StepsBy, Work
 from braid.errors import ConfigError
 
-__all__ = ["Capabilities", "Engine", "EngineRequest", "Statistics"]
+__all__ = ["Capabilities", "Engine", "EngineRequest", "GroupStatistics"]
 
 
 class Capabilities(NamedTuple):
@@ -70,7 +70,7 @@ class Capabilities(NamedTuple):
 
 
 @dataclass(slots=True)
-class Statistics:
+class GroupStatistics:
     """Counters of what a group has done on this rank.
 
     Attributes:
@@ -112,7 +112,7 @@ class Engine(Protocol):
     """A way of carrying out the collectives of one group."""
 
     device_types: frozenset[str]
-    statistics: Statistics
+    statistics: GroupStatistics
 
     @property
     def capabilities(self) -> Capabilities:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 import torch
 
 from braid.comm.channel.channel import Channel, Disagreement
-from braid.comm.channel.control_pages import ABANDONED, CLOSED, DISAGREED, ControlPages, State
+from braid.comm.channel.control_pages import ABANDONED, CLOSED, DISAGREED, ControlPages, MemberState
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.diagnostics import (
     asked,
@@ -22,7 +22,7 @@ from braid.comm.engines.diagnostics import (
     mismatch_table,
     timeout_text,
 )
-from braid.comm.engines.engine import Statistics
+from braid.comm.engines.engine import GroupStatistics
 from braid.errors import (
     BraidError,
     CommError,
@@ -86,7 +86,7 @@ class Operation:
         pages: ControlPages,
         channel: Channel,
         events: Recorder,
-        statistics: Statistics,
+        statistics: GroupStatistics,
         collective: Collective,
         steps: OperationSteps,
     ) -> None:
@@ -267,7 +267,7 @@ class Operation:
         states = [self.pages.state(member) for member in self.channel.peers]
         return any(state.code == ABANDONED and state.value for state in states)
 
-    def _abandoned(self, member: int, state: State) -> BraidError:
+    def _abandoned(self, member: int, state: MemberState) -> BraidError:
         """Return the error to raise when a member has stopped the group."""
         for other in self.channel.peers:  # who tells of a loss says more
             state_there = self.pages.state(other)

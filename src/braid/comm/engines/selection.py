@@ -38,7 +38,7 @@ __all__ = [
     "DEFAULT_COSTS",
     "DEFAULT_NETWORK_COSTS",
     "NUM_SYNCS",
-    "Costs",
+    "PrimitiveCosts",
     "Selection",
     "measure",
     "predicted_s",
@@ -58,7 +58,7 @@ LEAST_RATE = (
 Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
 
 
-class Costs(NamedTuple):
+class PrimitiveCosts(NamedTuple):
     """Costs of the primitives on this machine.
 
     Attributes:
@@ -82,7 +82,7 @@ class Costs(NamedTuple):
 
 
 # of a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
-DEFAULT_COSTS = Costs(
+DEFAULT_COSTS = PrimitiveCosts(
     3e-6,
     ((64 << 10, 0.03e-9), (512 << 10, 0.04e-9), (4 << 20, 0.09e-9)),
     ((64 << 10, 0.04e-9), (512 << 10, 0.05e-9), (4 << 20, 0.12e-9)),
@@ -93,7 +93,12 @@ DEFAULT_NETWORK_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 
 
 
 def predicted_s(
-    kind: str, algorithm: str, nbytes: int, size: int, costs: Costs, nodes: NodeMap | None = None
+    kind: str,
+    algorithm: str,
+    nbytes: int,
+    size: int,
+    costs: PrimitiveCosts,
+    nodes: NodeMap | None = None,
 ) -> float:
     """Return the seconds that an algorithm takes.
 
@@ -220,7 +225,7 @@ class Selection:
 
     def __init__(
         self,
-        costs: Costs,
+        costs: PrimitiveCosts,
         size: int,
         *,
         may_pull: bool,
@@ -307,7 +312,12 @@ class Selection:
 
 
 def measure(
-    ch: Channel, clock: Clock, *, may_pull: bool, nodes: NodeMap | None = None, results: list[Costs]
+    ch: Channel,
+    clock: Clock,
+    *,
+    may_pull: bool,
+    nodes: NodeMap | None = None,
+    results: list[PrimitiveCosts],
 ) -> Steps:
     """Measure the primitives on all ranks together and append rank 0's figures to `found`.
 
@@ -367,7 +377,7 @@ def measure(
     )
     sends = () if ch.shares else tuple(zip(SENT_BYTES, figures[1 + 3 * n :], strict=True))
     pulls = pulls if remote is not None else ()
-    results.append(Costs(figures[0], copies, adds, pulls, measured=True, send=sends))
+    results.append(PrimitiveCosts(figures[0], copies, adds, pulls, measured=True, send=sends))
 
 
 def _sent(

@@ -23,14 +23,14 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.control_pages import ABANDONED, CLOSED, ControlPages
 from braid.comm.engines.by_program import by_program
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.engine import Capabilities, Statistics
+from braid.comm.engines.engine import Capabilities, GroupStatistics
 from braid.comm.engines.operation import Operation, OperationSteps
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.selection import (
     DEFAULT_COSTS,
     DEFAULT_NETWORK_COSTS,
     NUM_SYNCS,
-    Costs,
+    PrimitiveCosts,
     Selection,
     measure,
 )
@@ -68,7 +68,7 @@ class SharedMemoryEngine:
         progress: Progress,
         events: Recorder,
         *,
-        costs: dict[bool, Costs] | None = None,
+        costs: dict[bool, PrimitiveCosts] | None = None,
         in_order: bool = False,
         owns_progress: bool = False,
     ) -> None:
@@ -81,7 +81,7 @@ class SharedMemoryEngine:
         self.in_order = in_order
         self._costs = {} if costs is None else costs
         self.selection = self._select()
-        self.statistics = Statistics()
+        self.statistics = GroupStatistics()
         self.events = events
         self._owns_progress = owns_progress
         self._collectives = pages.channel(0)
@@ -116,7 +116,7 @@ class SharedMemoryEngine:
         """
         if self.pages.size == 1:
             return
-        outputs: list[Costs] = []
+        outputs: list[PrimitiveCosts] = []
         steps = measure(
             self._collectives,
             self.transport.clock,

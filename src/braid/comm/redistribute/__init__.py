@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from braid.comm.redistribute.collectives import carry_out, move, redistribute
 from braid.comm.redistribute.planner import plan
-from braid.comm.redistribute.steps import AxisCost, Plan, Step
+from braid.comm.redistribute.steps import AxisCost, RedistributionPlan, RedistributionStep
 
-__all__ = ["AxisCost", "Plan", "Step", "carry_out", "move", "plan", "redistribute"]
+__all__ = [
+    "AxisCost",
+    "RedistributionPlan",
+    "RedistributionStep",
+    "carry_out",
+    "move",
+    "plan",
+    "redistribute",
+]

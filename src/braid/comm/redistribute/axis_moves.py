@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 from braid.comm.redistribute.steps import AxisCost
 
-__all__ = ["Dims", "Move", "Prices", "State", "possible_moves"]
+__all__ = ["AxisMove", "AxisState", "Dims", "Prices", "possible_moves"]
 
 Dims = tuple[tuple[str, ...], ...]
 FACTORS = {"slice": 0, "all_gather": 1, "all_to_all": 1, "reduce_scatter": 1, "all_reduce": 2}
 """Times that (p-1)/p l bytes are received."""
 
 
-class State(NamedTuple):
+class AxisState(NamedTuple):
     """Layout without its mesh.
 
     Attributes:
@@ -42,7 +42,7 @@ class State(NamedTuple):
     partial: tuple[str, ...]
 
 
-class Move(NamedTuple):
+class AxisMove(NamedTuple):
     """Change of one axis.
 
     Attributes:
@@ -57,12 +57,12 @@ class Move(NamedTuple):
     axis: str
     source_dim: int | None
     target_dim: int | None
-    after: State
+    after: AxisState
 
 
 def possible_moves(
-    state: State, axes: Sequence[str], kept_partial: Sequence[str]
-) -> Iterator[Move]:
+    state: AxisState, axes: Sequence[str], kept_partial: Sequence[str]
+) -> Iterator[AxisMove]:
     """Yield each move that may follow a state.
 
     Args:
@@ -75,21 +75,23 @@ def possible_moves(
     for axis in axes:
         if axis not in used:
             for j in range(len(dims)):
-                yield Move("slice", axis, None, j, State(_pushed(dims, j, axis), partial))
+                yield AxisMove("slice", axis, None, j, AxisState(_pushed(dims, j, axis), partial))
     for i, split in enumerate(dims):
         if split:
             axis, whole = split[-1], (*dims[:i], split[:-1], *dims[i + 1 :])
-            yield Move("all_gather", axis, i, None, State(whole, partial))
+            yield AxisMove("all_gather", axis, i, None, AxisState(whole, partial))
             for j in range(len(dims)):
                 if j != i:
-                    yield Move("all_to_all", axis, i, j, State(_pushed(whole, j, axis), partial))
+                    yield AxisMove(
+                        "all_to_all", axis, i, j, AxisState(_pushed(whole, j, axis), partial)
+                    )
     unsummed = [axis for axis in partial if axis not in kept_partial]
     if unsummed:
         axis = unsummed[-1]
         rest = tuple(other for other in partial if other != axis)
-        yield Move("all_reduce", axis, None, None, State(dims, rest))
+        yield AxisMove("all_reduce", axis, None, None, AxisState(dims, rest))
         for j in range(len(dims)):
-            yield Move("reduce_scatter", axis, None, j, State(_pushed(dims, j, axis), rest))
+            yield AxisMove("reduce_scatter", axis, None, j, AxisState(_pushed(dims, j, axis), rest))
 
 
 class Prices:
@@ -115,7 +117,7 @@ class Prices:
         self._costs = costs
         self._local: dict[Dims, int] = {}
 
-    def price(self, before: State, move: Move) -> tuple[int, float]:
+    def price(self, before: AxisState, move: AxisMove) -> tuple[int, float]:
         """Return the bytes that the first rank receives, and the estimated seconds."""
         factor = FACTORS[move.kind]
         if not factor:

@@ -10,7 +10,7 @@ import torch
 from braid.comm import Group
 from braid.comm.redistribute.exchange import Exchange, intersection, relative
 from braid.comm.redistribute.planner import plan
-from braid.comm.redistribute.steps import AxisCost, Plan, Step
+from braid.comm.redistribute.steps import AxisCost, RedistributionPlan, RedistributionStep
 from braid.errors import ConfigError
 from braid.programs.layout import Box, Layout
 
@@ -57,11 +57,11 @@ def redistribute(
     return carry_out(steps, x, groups)
 
 
-def carry_out(steps: Plan, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+def carry_out(steps: RedistributionPlan, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return this rank's part after the steps of a plan; see `redistribute`.
 
     Args:
-        steps: Plan, the same on all ranks.
+        steps: The plan, the same on all ranks.
         x: This rank's part in the source layout.
         groups: Function that returns the group of an axis.
 
@@ -92,7 +92,12 @@ def carry_out(steps: Plan, x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def _after_step(
-    x: torch.Tensor, shape: Sequence[int], layout: Layout, step: Step, rank: int, group: Group
+    x: torch.Tensor,
+    shape: Sequence[int],
+    layout: Layout,
+    step: RedistributionStep,
+    rank: int,
+    group: Group,
 ) -> torch.Tensor:
     """Return this rank's part after one step; parts of all peers follow from the layouts."""
     peers = layout.mesh.peers(step.axis, rank)

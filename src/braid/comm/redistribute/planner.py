@@ -18,8 +18,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-from braid.comm.redistribute.axis_moves import Move, Prices, State, possible_moves
-from braid.comm.redistribute.steps import AxisCost, Plan, Step
+from braid.comm.redistribute.axis_moves import AxisMove, AxisState, Prices, possible_moves
+from braid.comm.redistribute.steps import AxisCost, RedistributionPlan, RedistributionStep
 from braid.errors import ConfigError
 from braid.programs.layout import Layout
 
@@ -34,7 +34,7 @@ def plan(
     source: Layout,
     target: Layout,
     costs: Mapping[str, AxisCost] | None = None,
-) -> Plan:
+) -> RedistributionPlan:
     """Return the cheapest steps from one layout to another on the same mesh.
 
     Axes of one rank are left out of the steps.
@@ -64,7 +64,7 @@ def plan(
     prices = Prices(shape, itemsize, source.mesh.axes, priced)
     path = _shortest(first, last, axes, prices)
     steps = tuple(
-        Step(
+        RedistributionStep(
             move.kind,
             move.axis,
             move.source_dim,
@@ -74,14 +74,16 @@ def plan(
         )
         for before, move in zip([first, *(move.after for move in path)], path, strict=False)
     )
-    return Plan(tuple(shape), itemsize, source, target, steps)
+    return RedistributionPlan(tuple(shape), itemsize, source, target, steps)
 
 
-def _shortest(first: State, last: State, axes: Sequence[str], prices: Prices) -> list[Move]:
+def _shortest(
+    first: AxisState, last: AxisState, axes: Sequence[str], prices: Prices
+) -> list[AxisMove]:
     order = count()
-    queue: list[tuple[float, int, int, State]] = [(0.0, 0, next(order), first)]
-    reached: dict[State, tuple[float, int]] = {first: (0.0, 0)}
-    previous: dict[State, tuple[State, Move]] = {}
+    queue: list[tuple[float, int, int, AxisState]] = [(0.0, 0, next(order), first)]
+    reached: dict[AxisState, tuple[float, int]] = {first: (0.0, 0)}
+    previous: dict[AxisState, tuple[AxisState, AxisMove]] = {}
     while queue:
         seconds, length, _, state = heapq.heappop(queue)
         if state == last:
@@ -101,11 +103,11 @@ def _shortest(first: State, last: State, axes: Sequence[str], prices: Prices) ->
     return path[::-1]
 
 
-def _state(layout: Layout) -> State:
+def _state(layout: Layout) -> AxisState:
     """Return the state of a layout without axes of one rank, which change nothing."""
     sizes = layout.mesh.axes
     split = (tuple(axis for axis in axes if sizes[axis] > 1) for axes in layout.dims)
-    return State(tuple(split), tuple(axis for axis in layout.partial if sizes[axis] > 1))
+    return AxisState(tuple(split), tuple(axis for axis in layout.partial if sizes[axis] > 1))
 
 
 def _check(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from braid.errors import ConfigError
 from braid.programs.layout import Layout
 
-__all__ = ["AxisCost", "Plan", "Step"]
+__all__ = ["AxisCost", "RedistributionPlan", "RedistributionStep"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class AxisCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RedistributionStep:
     """One collective, or one slice.
 
     Attributes:
@@ -57,7 +57,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RedistributionPlan:
     """Steps between two layouts.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
     itemsize: int
     source: Layout
     target: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[RedistributionStep, ...]
 
     @property
     def seconds(self) -> float:
@@ -103,7 +103,7 @@ class Plan:
         return "\n".join(_line(row, widths) for row in rows)
 
 
-def _dims(step: Step) -> str:
+def _dims(step: RedistributionStep) -> str:
     match step.source_dim, step.target_dim:
         case None, None:
             return ""

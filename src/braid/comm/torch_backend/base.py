@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from braid.comm import Group, StepsBy, Work
 from braid.comm.engines.work import Works
 from braid.comm.torch_backend.backward import inside_backward
-from braid.comm.torch_backend.buckets import Buckets
+from braid.comm.torch_backend.buckets import BucketStorages
 from braid.comm.torch_backend.foreign import ExplainedGroup, Foreign
 from braid.comm.torch_backend.futures import WorkFuture
 from braid.comm.torch_backend.shapes import flat_outputs
@@ -80,7 +80,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._now: Any = group.starting()
         self._later: Any = group.starting(steps_by=StepsBy.WAITER)
         self._shared_world: Any = shared_world
-        self._buckets: Any = Buckets(group)
+        self._buckets: Any = BucketStorages(group)
         self._foreign = foreign
         self._store = store
         self._shared_worlds = shared_worlds

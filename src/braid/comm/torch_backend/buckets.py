@@ -23,13 +23,13 @@ import torch
 from braid.comm import Group
 from braid.errors import CommError
 
-__all__ = ["Buckets"]
+__all__ = ["BucketStorages"]
 
 BUCKET_BYTES = 64 << 10  # from here copies cost more than the rest of an all-reduce
 NUM_REMEMBERED = 1024  # storages that have been reduced once; the oldest are forgotten
 
 
-class Buckets:
+class BucketStorages:
     """Storages that are reduced again and again.
 
     Args:

@@ -13,7 +13,7 @@ from braid.comm.torch_backend.base import c10d
 from braid.comm.torch_backend.collectives import Collectives
 from braid.comm.torch_backend.foreign import Foreign
 from braid.comm.torch_backend.shapes import in_shared_memory, tensors_of
-from braid.comm.torch_backend.shared_world import Meeting, SharedWorlds
+from braid.comm.torch_backend.shared_world import GroupRendezvous, SharedWorlds
 from braid.comm.torch_backend.work import FinishedWork, PendingWork, seconds
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import backend_options, end_coalescing, start_coalescing
@@ -39,7 +39,7 @@ class BraidProcessGroup(Collectives):
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         # braid needs a deadline; torch's unset one means its own default
         timeout_s = seconds(options.timeout) or c10d.default_pg_timeout.total_seconds()
-        meeting = Meeting(options.store, ranks, options.group_rank, timeout_s)
+        meeting = GroupRendezvous(options.store, ranks, options.group_rank, timeout_s)
         shared_world, group = shared_worlds.open(meeting)
         return cls(shared_world, group, Foreign(options, ranks), options.store, shared_worlds)
 

@@ -39,7 +39,7 @@ from braid.runtime.rendezvous.rank import claim, join
 from braid.runtime.store import PrefixStore, Store
 from braid.runtime.store.torch_store import TorchStore
 
-__all__ = ["Meeting", "SharedWorld", "SharedWorlds"]
+__all__ = ["GroupRendezvous", "SharedWorld", "SharedWorlds"]
 
 
 class _Owner(Protocol):
@@ -50,7 +50,7 @@ class _Owner(Protocol):
         ...
 
 
-class Meeting(NamedTuple):
+class GroupRendezvous(NamedTuple):
     """Rendezvous of the members of a group.
 
     Attributes:
@@ -107,7 +107,7 @@ class SharedWorld:
         """Groups that are in use."""
         return self._groups
 
-    def select(self, meeting: Meeting) -> Group:
+    def select(self, meeting: GroupRendezvous) -> Group:
         """Return a new group of ranks of this world; called by its members only."""
         ranks = [self.ranks.index(rank) for rank in meeting.ranks]
         key = "_".join(map(str, ranks))
@@ -160,7 +160,7 @@ class SharedWorlds:
         self.program: Group | None = None
         self._shared_worlds: dict[tuple[int, ...], SharedWorld] = {}
 
-    def open(self, meeting: Meeting) -> tuple[SharedWorld, Group]:
+    def open(self, meeting: GroupRendezvous) -> tuple[SharedWorld, Group]:
         """Return the shared world and a new group of the ranks in `meeting`; collective among them.
 
         Raises:
@@ -209,7 +209,7 @@ class _LauncherJob:
 class _StoreMeeting:
     """Ranks that met through torch's store, without a launcher of ours."""
 
-    def __init__(self, meeting: Meeting, store: Store) -> None:
+    def __init__(self, meeting: GroupRendezvous, store: Store) -> None:
         secret, network = network_of_program()
         context, self._transport = join(
             store,
@@ -236,7 +236,7 @@ class _StoreMeeting:
         self._transport.close()
 
 
-def _new_shared_world(meeting: Meeting, program: Group | None) -> SharedWorld:
+def _new_shared_world(meeting: GroupRendezvous, program: Group | None) -> SharedWorld:
     size = len(meeting.ranks)
     store: Store = TorchStore(meeting.store, meeting.timeout_s)
     joining = claim(PrefixStore("braid", store), meeting.rank)

@@ -92,7 +92,7 @@ class FinishedWork(TorchWork):
         return future
 
 
-class Owner(Protocol):
+class WorkOwner(Protocol):
     """The process group of a work.
 
     Attributes:
@@ -120,7 +120,7 @@ class PendingWork(TorchWork):
         self,
         started: Started,
         outputs: list[Any],
-        owner: Owner,
+        owner: WorkOwner,
         source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from braid.launch.observe.timeline import RankTimeline
 from braid.programs.schedule import Action, Program, validate
 from braid.programs.schedule.files import schedule_named
 from braid.programs.schedule.known import RULES
-from braid.programs.schedule.pipeline import LOOPED, TRAINING, Work, pipeline_program
+from braid.programs.schedule.pipeline import LOOPED, TRAINING, StageWork, pipeline_program
 from braid.programs.schedule.pipeline.vocabulary import TRAIN
 
 __all__ = ["WORK", "Pass", "Passes", "Timed", "passes", "schedule_name"]
@@ -206,7 +206,7 @@ def _pipelines(runs: Mapping[int, Sequence[Sequence[Timed]]]) -> list[tuple[int,
 
 def _program(actions: Sequence[Sequence[Timed]]) -> Program | None:
     """Return the program of a training pass; None for other passes."""
-    work = [[Work(*action[:3]) for action in own if action.is_work] for own in actions]
+    work = [[StageWork(*action[:3]) for action in own if action.is_work] for own in actions]
     if not any(item.kind in BACKWARD for own in work for item in own):
         return None
     homes = {item.stage: rank for rank, own in enumerate(work) for item in own}

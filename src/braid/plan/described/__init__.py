@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from braid.plan.described.machines import DescribedMachines
 from braid.plan.described.model import DescribedModel
-from braid.plan.described.operations import LayerOperations, Operation, count_operations
+from braid.plan.described.operations import DescribedOperation, LayerOperations, count_operations
 
 __all__ = [
     "DescribedMachines",
     "DescribedModel",
+    "DescribedOperation",
     "LayerOperations",
-    "Operation",
     "count_operations",
 ]

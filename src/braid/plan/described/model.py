@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from braid.plan.costs import LayerCost, Origin
-from braid.plan.described.operations import LayerOperations, Operation
+from braid.plan.costs import MicrobatchCost, Origin
+from braid.plan.described.operations import DescribedOperation, LayerOperations
 from braid.programs.topology import Device
 
 __all__ = ["DescribedModel"]
@@ -54,8 +54,8 @@ class DescribedModel:
         """Numbers of ranks over which the layers can be divided."""
         return sorted(self._operations)
 
-    def _layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
-        made: dict[object, LayerCost] = {}
+    def _layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
+        made: dict[object, MicrobatchCost] = {}
         costs = []
         for layer in self._operations[tensor]:
             alike = layer._replace(name="", params=())
@@ -64,7 +64,7 @@ class DescribedModel:
             costs.append(made[alike]._replace(params=layer.params))
         return costs
 
-    def _layer(self, layer: LayerOperations, rows: int) -> LayerCost:
+    def _layer(self, layer: LayerOperations, rows: int) -> MicrobatchCost:
         forward_s = input_s = weight_s = 0.0
         for operation in layer.operations:
             seconds = self._seconds(operation, rows)
@@ -76,7 +76,7 @@ class DescribedModel:
                 input_s += 2 * seconds
             else:
                 input_s += self._seconds(operation, rows, READ_AGAIN)
-        return LayerCost(
+        return MicrobatchCost(
             forward_s,
             input_s,
             weight_s,
@@ -90,7 +90,7 @@ class DescribedModel:
             max((op.nbytes.of(rows) for op in layer.operations), default=0.0),
         )
 
-    def _seconds(self, operation: Operation, rows: int, times: float = 1.0) -> float:
+    def _seconds(self, operation: DescribedOperation, rows: int, times: float = 1.0) -> float:
         compute_s = operation.flops.of(rows) / self._peak
         memory_s = times * operation.nbytes.of(rows) / self._bytes_per_s
         return max(compute_s, memory_s) + self._constant_s

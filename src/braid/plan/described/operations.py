@@ -34,13 +34,13 @@ from braid.runtime.torch_internals import (
     without_modes,
 )
 
-__all__ = ["LayerOperations", "Operation", "count_operations"]
+__all__ = ["DescribedOperation", "LayerOperations", "count_operations"]
 
 ROWS = (2, 3)  # a batch of one row lies in memory otherwise
 FREE = ("empty", "detach", "_unsafe_view")  # operators without work, besides views
 
 
-class Operation(NamedTuple):
+class DescribedOperation(NamedTuple):
     """One operation of a forward.
 
     Attributes:
@@ -60,7 +60,7 @@ class LayerOperations(NamedTuple):
     """Operations of a layer in a forward; for the rest see `LayerCost`."""
 
     name: str
-    operations: tuple[Operation, ...]
+    operations: tuple[DescribedOperation, ...]
     saved_bytes: PerRows
     output_bytes: PerRows
     param_bytes: float
@@ -194,7 +194,7 @@ class _Kernels(TorchFunctionMode):
         if (kwargs or {}).get("is_causal"):
             flops /= 2
         with _paused():
-            output: torch.Tensor = _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+            output: torch.Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
         nbytes = sum(t.nbytes for t in (query, key, value, output))
         self._operations.append(("attention", flops, nbytes, False))
         return output
@@ -207,7 +207,7 @@ def _paused() -> Iterator[None]:
         yield
 
 
-class _Attention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     """Attention as a kernel that keeps its inputs and its output for backward."""
 
     @staticmethod
@@ -234,7 +234,7 @@ def _layer(
     return LayerOperations(
         name,
         tuple(
-            Operation(op, _line(a, c), _line(b, d), has_weight)
+            DescribedOperation(op, _line(a, c), _line(b, d), has_weight)
             for (op, a, b, has_weight), (_, c, d, _) in zip(
                 few.operations, many.operations, strict=True
             )

@@ -12,7 +12,7 @@ from braid.plan.pipedream.graph_text import (
 from braid.plan.pipedream.memory import MemoryLimit
 from braid.plan.pipedream.plan_file import PipeDreamPlan
 from braid.plan.pipedream.recurrences import (
-    Level,
+    MachineLevel,
     Partition,
     Recurrence,
     StagePlan,
@@ -20,7 +20,7 @@ from braid.plan.pipedream.recurrences import (
 )
 
 __all__ = [
-    "Level",
+    "MachineLevel",
     "MemoryLimit",
     "Partition",
     "PipeDreamPlan",

@@ -32,13 +32,13 @@ from braid.errors import ConfigError
 from braid.plan.pipedream.antichains import States
 from braid.plan.pipedream.memory import MemoryLimit
 
-__all__ = ["Level", "Partition", "Recurrence", "StagePlan", "partition"]
+__all__ = ["MachineLevel", "Partition", "Recurrence", "StagePlan", "partition"]
 
 Recurrence = Literal["paper", "released"]
 Floats = NDArray[np.float64]
 
 
-class Level(NamedTuple):
+class MachineLevel(NamedTuple):
     """Machines that are joined alike.
 
     Attributes:
@@ -84,7 +84,7 @@ class Partition(NamedTuple):
 
 def partition(
     states: States,
-    levels: Sequence[Level],
+    levels: Sequence[MachineLevel],
     *,
     recurrence: Recurrence = "paper",
     straight: bool = False,
@@ -185,7 +185,7 @@ class _Solved:
         self,
         states: States,
         spans: _Spans,
-        level: Level,
+        level: MachineLevel,
         recurrence: Recurrence,
         *,
         inner: int,
@@ -258,7 +258,7 @@ class _Solved:
         compute_s: Floats,
         params: Floats,
         machines: int,
-        level: Level,
+        level: MachineLevel,
         recurrence: Recurrence,
         inner: int = 1,
     ) -> Floats:

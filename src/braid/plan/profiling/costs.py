@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from braid.errors import ConfigError
-from braid.plan.costs import Axis, LayerCost, Origin
+from braid.plan.costs import Axis, MicrobatchCost, Origin
 from braid.plan.profiling.profile import Curve, HostProfile, LayerProfile, Profile
 
 __all__ = ["MeasuredMachines", "MeasuredModel"]
@@ -23,7 +23,7 @@ class MeasuredModel:
     def __init__(self, profile: Profile) -> None:
         self.model = profile.model
         self._layers: dict[int, tuple[LayerProfile, ...]] = {1: profile.layers, **profile.shared}
-        self._costs: dict[tuple[int, int], Sequence[LayerCost]] = {}
+        self._costs: dict[tuple[int, int], Sequence[MicrobatchCost]] = {}
 
     @property
     def num_layers(self) -> int:
@@ -35,7 +35,7 @@ class MeasuredModel:
         """Numbers of ranks over which the layers were divided."""
         return sorted(self._layers)
 
-    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
         """See `ModelCosts`."""
         key = rows, tensor
         if key not in self._costs:
@@ -43,8 +43,8 @@ class MeasuredModel:
         return self._costs[key]
 
 
-def _cost(layer: LayerProfile, rows: int) -> LayerCost:
-    return LayerCost(
+def _cost(layer: LayerProfile, rows: int) -> MicrobatchCost:
+    return MicrobatchCost(
         layer.forward_s.of(rows),
         layer.input_grad_s.of(rows),
         layer.weight_grad_s.of(rows),

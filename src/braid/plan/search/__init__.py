@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from braid.plan.search.estimate import Estimate, Estimator, Memory, StepTime, Training
+from braid.plan.search.estimate import (
+    Estimator,
+    MemoryEstimate,
+    SplitEstimate,
+    StepTimeEstimate,
+    Training,
+)
 from braid.plan.search.failures import Failures, Solution, time_to_solution
 from braid.plan.search.planner import Ranking, find_splits
 from braid.plan.search.rescoring import action_s, program_of, rescore, timeline_of
@@ -11,15 +17,15 @@ from braid.plan.search.split import Split, splits
 
 __all__ = [
     "PART_NAMES",
-    "Estimate",
     "Estimator",
     "Failures",
     "Flip",
-    "Memory",
+    "MemoryEstimate",
     "Ranking",
     "Solution",
     "Split",
-    "StepTime",
+    "SplitEstimate",
+    "StepTimeEstimate",
     "Training",
     "action_s",
     "find_splits",

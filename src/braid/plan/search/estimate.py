@@ -20,11 +20,18 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from braid.parallel.pipeline import block_partition
-from braid.plan.costs import Axis, LayerCost, Machines, ModelCosts
+from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts
 from braid.plan.search.split import Split, held, homes
 from braid.programs.topology import DTYPES
 
-__all__ = ["Estimate", "Estimator", "Memory", "StageCost", "StepTime", "Training"]
+__all__ = [
+    "Estimator",
+    "MemoryEstimate",
+    "SplitEstimate",
+    "StageCost",
+    "StepTimeEstimate",
+    "Training",
+]
 
 
 GATHERED = 3  # stage of ZeRO at which parameters are in parts
@@ -49,7 +56,7 @@ class Training(NamedTuple):
         return DTYPES[self.dtype]
 
 
-class StepTime(NamedTuple):
+class StepTimeEstimate(NamedTuple):
     """Parts of the seconds of a step.
 
     Attributes:
@@ -76,7 +83,7 @@ class StepTime(NamedTuple):
         return math.fsum(self)
 
 
-class Memory(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes on the rank that holds most."""
 
     parameters: float
@@ -122,7 +129,7 @@ class StageCost(NamedTuple):
         return self.forward_s + self.input_s + self.weight_s
 
 
-class Estimate(NamedTuple):
+class SplitEstimate(NamedTuple):
     """Predicted time and memory of a split.
 
     Attributes:
@@ -136,8 +143,8 @@ class Estimate(NamedTuple):
 
     split: Split
     balance: tuple[int, ...]
-    time: StepTime
-    memory: Memory
+    time: StepTimeEstimate
+    memory: MemoryEstimate
     busiest: int = 0
     simulated: bool = False
 
@@ -183,10 +190,10 @@ class Estimator:
             self._stages[key] = tuple(sizes), made
         return self._stages[key]
 
-    def estimate(self, split: Split) -> Estimate:
+    def estimate(self, split: Split) -> SplitEstimate:
         """Return time and memory by closed forms."""
         sizes, stages = self.stages(split)
-        return Estimate(
+        return SplitEstimate(
             split,
             sizes,
             self.time(split),
@@ -194,7 +201,7 @@ class Estimator:
             max(range(len(stages)), key=lambda s: stages[s].seconds),
         )
 
-    def time(self, split: Split) -> StepTime:
+    def time(self, split: Split) -> StepTimeEstimate:
         """Return the parts of a step's time by closed forms."""
         m, machines, stages = split.microbatches, self.machines, self.stages(split)[1]
         action_s = machines.action_s if split.pp > 1 or m > 1 else 0.0
@@ -209,7 +216,7 @@ class Estimator:
             # an asynchronous pipeline neither fills nor runs dry
             hops = m if split.versions else split.num_stages - 1 + (m - 1) * per_rank
             message_s = 2 * hops * machines.message_s(_stages_axis(split), nbytes)
-        time = StepTime(
+        time = StepTimeEstimate(
             m * (busy.seconds - busy.tensor_s),
             0.0 if split.versions else sum(_fill(split, own) for own in work),
             m * busy.tensor_s,
@@ -218,7 +225,7 @@ class Estimator:
         mean_s = m * (busy.seconds + sum(own.seconds for own in work)) / split.pp
         return self.with_step(split, self.on_cores(time, mean_s), busy.backward_s)
 
-    def on_cores(self, time: StepTime, mean_s: float) -> StepTime:
+    def on_cores(self, time: StepTimeEstimate, mean_s: float) -> StepTimeEstimate:
         """Return the time where ranks share cores: a rank that waits leaves them to the others.
 
         Args:
@@ -231,10 +238,12 @@ class Estimator:
         least_s = max(mean_s, time.seconds / shared)
         work_s = min(least_s, time.seconds)
         scale = min(1.0, work_s / (time.seconds - time.bubble_s))
-        parts = StepTime(*(scale * part for part in time))._replace(bubble_s=0.0)
+        parts = StepTimeEstimate(*(scale * part for part in time))._replace(bubble_s=0.0)
         return parts._replace(bubble_s=work_s - parts.seconds)
 
-    def with_step(self, split: Split, time: StepTime, backward_s: float) -> StepTime:
+    def with_step(
+        self, split: Split, time: StepTimeEstimate, backward_s: float
+    ) -> StepTimeEstimate:
         """Return the time with that of gradients, of parameters in parts, and of the optimizer.
 
         Args:
@@ -272,14 +281,14 @@ class Estimator:
             ranks[rank].append(stage)
         return ranks
 
-    def _tensor_s(self, cost: LayerCost, tensor: int) -> float:
+    def _tensor_s(self, cost: MicrobatchCost, tensor: int) -> float:
         """Return the seconds of the all-reduces of a forward."""
         if tensor == 1 or not cost.reduces:
             return 0.0
         nbytes = cost.reduced_bytes / cost.reduces
         return cost.reduces * self.machines.collective_s("all_reduce", Axis(tensor, 1), nbytes)
 
-    def memory(self, split: Split) -> Memory:
+    def memory(self, split: Split) -> MemoryEstimate:
         """Return the memory of the rank that holds most."""
         training, ranks = self.training, self.by_rank(split)
         # forwards are as far ahead of backwards as with 1F1B, however many are between two steps
@@ -304,7 +313,7 @@ class Estimator:
                 # each rank's share grows while activations are used up
                 gradients = max(0.0, params / over - activations)
             memories.append(
-                Memory(
+                MemoryEstimate(
                     params * (1 + copies) / (over if split.shard == GATHERED else 1),
                     gradients,
                     states / (over if split.shard else 1),
@@ -392,7 +401,7 @@ def _fill(split: Split, work: _Work) -> float:
     }.get(name, f + i + w)
 
 
-def _stage(costs: Sequence[LayerCost], tensor: Sequence[float]) -> StageCost:
+def _stage(costs: Sequence[MicrobatchCost], tensor: Sequence[float]) -> StageCost:
     params: dict[object, float] = {}
     for number, cost in enumerate(costs):  # layers of one stage share what is tied
         share = cost.param_bytes

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from braid.errors import ConfigError
 from braid.plan.costs import Machines, ModelCosts
-from braid.plan.search.estimate import Estimate, Estimator, Training
+from braid.plan.search.estimate import Estimator, SplitEstimate, Training
 from braid.plan.search.rescoring import rescore
 from braid.plan.search.split import splits
 from braid.programs.schedule.pipeline import TRAINING
@@ -34,12 +34,12 @@ class Ranking(NamedTuple):
         estimator: Estimator of all of them.
     """
 
-    fitting: list[Estimate]
-    too_large: list[Estimate]
+    fitting: list[SplitEstimate]
+    too_large: list[SplitEstimate]
     estimator: Estimator
 
     @property
-    def best(self) -> Estimate:
+    def best(self) -> SplitEstimate:
         """Fastest split that fits.
 
         Raises:
@@ -116,7 +116,7 @@ def find_splits(
     return Ranking([*first[:1], *rest], too_large, estimator)
 
 
-def _rank(estimate: Estimate) -> tuple[float, int, float]:
+def _rank(estimate: SplitEstimate) -> tuple[float, int, float]:
     """Return the key of the order: by time; simpler splits first, where times are alike."""
     split = estimate.split
     parts = [split.pp > 1, split.tp > 1, split.recompute != "never"]

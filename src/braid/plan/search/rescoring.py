@@ -8,7 +8,7 @@ each message. What follows the program (gradients, optimizer) is added as in the
 from __future__ import annotations
 
 from braid.plan.costs import Axis
-from braid.plan.search.estimate import Estimate, Estimator, StepTime
+from braid.plan.search.estimate import Estimator, SplitEstimate, StepTimeEstimate
 from braid.plan.search.split import Split
 from braid.programs.schedule import Action, Costs, Program, Timeline, simulate
 from braid.programs.schedule.files import schedule_named
@@ -84,7 +84,7 @@ def timeline_of(estimator: Estimator, split: Split, num_steps: int = NUM_STEPS) 
     return simulate(program, Costs(nbytes, seconds), network, buffered=True)
 
 
-def rescore(estimator: Estimator, estimate: Estimate) -> Estimate:
+def rescore(estimator: Estimator, estimate: SplitEstimate) -> SplitEstimate:
     """Return the estimate with the simulated time of its program, unless that is very long."""
     split = estimate.split
     num_steps = 2 * NUM_STEPS if split.versions else 1
@@ -101,13 +101,13 @@ def rescore(estimator: Estimator, estimate: Estimate) -> Estimate:
     tensor_s = times * split.microbatches * sum(stage.tensor_s for stage in own[busiest])
     waited_s = timeline.seconds - work_s[busiest]
     message_s = min(waited_s, estimate.time.message_s)
-    time = StepTime(work_s[busiest] - tensor_s, waited_s - message_s, tensor_s, message_s)
+    time = StepTimeEstimate(work_s[busiest] - tensor_s, waited_s - message_s, tensor_s, message_s)
     time = estimator.on_cores(time, sum(work_s) / split.pp)
     backward_s = sum(stage.input_s + stage.weight_s for stage in own[busiest])
     return estimate._replace(time=estimator.with_step(split, time, backward_s), simulated=True)
 
 
-def _rescore_asynchronous(estimator: Estimator, estimate: Estimate) -> Estimate:
+def _rescore_asynchronous(estimator: Estimator, estimate: SplitEstimate) -> SplitEstimate:
     """Return the estimate with the time of a step between two others: no bubble at either end."""
     split, other_s = estimate.split, estimator.machines.step_s
     shorter, longer = (timeline_of(estimator, split, n * NUM_STEPS) for n in (1, 2))
@@ -116,7 +116,7 @@ def _rescore_asynchronous(estimator: Estimator, estimate: Estimate) -> Estimate:
     work_s = [(more - less) / NUM_STEPS for more, less in both]
     waited_s = max(0.0, seconds - max(work_s))
     message_s = min(waited_s, estimate.time.message_s)
-    time = StepTime(max(work_s), waited_s - message_s, message_s=message_s)
+    time = StepTimeEstimate(max(work_s), waited_s - message_s, message_s=message_s)
     time = estimator.on_cores(time, sum(work_s) / split.pp)
     stage = estimator.stages(split)[1][estimate.busiest]
     optimizer_s = min(time.compute_s, estimator.machines.optimizer_s(stage.param_bytes))

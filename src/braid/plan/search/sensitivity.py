@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from braid.plan.costs import Axis, LayerCost, Machines, ModelCosts, Origin
-from braid.plan.search.estimate import Estimate, Estimator, StepTime
+from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts, Origin
+from braid.plan.search.estimate import Estimator, SplitEstimate, StepTimeEstimate
 from braid.plan.search.planner import Ranking
 
 __all__ = ["PART_NAMES", "Flip", "flips", "reasons"]
@@ -38,7 +38,7 @@ class Flip(NamedTuple):
     """
 
     change: str
-    estimate: Estimate
+    estimate: SplitEstimate
 
 
 def reasons(ranking: Ranking) -> list[str]:
@@ -63,7 +63,7 @@ def reasons(ranking: Ranking) -> list[str]:
         )
     other = next((e for e in ranking.fitting[1:] if _family(e) != _family(best)), None)
     if other is not None:
-        parts: Sequence[str] = StepTime._fields
+        parts: Sequence[str] = StepTimeEstimate._fields
         worst = max(parts, key=lambda part: getattr(other.time, part) - getattr(time, part))
         more = getattr(other.time, worst) - getattr(time, worst)
         lines.append(
@@ -100,7 +100,7 @@ def flips(ranking: Ranking) -> Iterator[Flip]:
                     break
 
 
-def _family(estimate: Estimate) -> tuple[int, int, int, str]:
+def _family(estimate: SplitEstimate) -> tuple[int, int, int, str]:
     split = estimate.split
     return split.pp, split.dp, split.tp, split.strategy or split.versions
 
@@ -119,7 +119,7 @@ class _ScaledModel:
         self.model, self.origin = model.model, model.origin
         self.num_layers, self.tensor_sizes = model.num_layers, model.tensor_sizes
 
-    def layers(self, rows: int, tensor: int) -> Sequence[LayerCost]:
+    def layers(self, rows: int, tensor: int) -> Sequence[MicrobatchCost]:
         x = self._factor
         return [
             c._replace(forward_s=x * c.forward_s, input_s=x * c.input_s, weight_s=x * c.weight_s)

@@ -44,7 +44,7 @@ from braid.programs.layout.mesh import Mesh
 from braid.programs.layout.traffic import Traffic, traffic_of
 from braid.programs.topology import Cluster
 
-__all__ = ["Arrangement", "AxisCost", "Placement", "place"]
+__all__ = ["Arrangement", "MeshPlacement", "PlacedAxis", "place"]
 
 MOST_AXES = 7  # of several ranks, which have 5,040 orders
 SAME = 1e-9  # relative difference of sums of floats in another order
@@ -53,7 +53,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class AxisCost:
+class PlacedAxis:
     """One axis in one order.
 
     Attributes:
@@ -80,7 +80,7 @@ class Arrangement:
     """
 
     mesh: Mesh
-    axes: Mapping[str, AxisCost]
+    axes: Mapping[str, PlacedAxis]
 
     @property
     def seconds(self) -> float:
@@ -89,7 +89,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class MeshPlacement:
     """The best order of the axes, with the worst one beside it.
 
     Attributes:
@@ -154,7 +154,7 @@ class Placement:
 
 def place(
     mesh: Mesh, cluster: Cluster, traffic: Mapping[str, float | Traffic] | None = None
-) -> Placement:
+) -> MeshPlacement:
     """Order the axes of a mesh so that a step's collectives take the least time on a cluster.
 
     Between orders of equal time, axes with more bytes have the closer ranks, and else the order of
@@ -203,13 +203,13 @@ def place(
     def arrangement(order: Sequence[str]) -> Arrangement:
         narrow = [axis for axis in mesh.axes if axis not in order]
         outward = [*narrow, *reversed(order)]
-        costs = {axis: AxisCost(flows[axis], 1, {}, 0.0) for axis in outward}
+        costs = {axis: PlacedAxis(flows[axis], 1, {}, 0.0) for axis in outward}
         for axis, stride in _strides(mesh, order):
             spread = _spread(cluster, mesh.size, mesh.axes[axis], stride)
-            costs[axis] = AxisCost(flows[axis], stride, spread, seconds[axis, stride])
+            costs[axis] = PlacedAxis(flows[axis], stride, spread, seconds[axis, stride])
         return Arrangement(Mesh({axis: mesh.axes[axis] for axis in outward}), costs)
 
-    return Placement(cluster, arrangement(best[1]), arrangement(worst[1]))
+    return MeshPlacement(cluster, arrangement(best[1]), arrangement(worst[1]))
 
 
 def _strides(mesh: Mesh, order: Sequence[str]) -> Iterator[tuple[str, int]]:
@@ -281,7 +281,7 @@ def _spread(cluster: Cluster, num_ranks: int, size: int, stride: int) -> dict[st
     return spread
 
 
-def _cells(cost: AxisCost) -> tuple[str, str]:
+def _cells(cost: PlacedAxis) -> tuple[str, str]:
     spread = " x ".join(f"{count} ({level})" for level, count in cost.spread.items())
     return spread or "-", _ms(cost.seconds)
 

@@ -2,7 +2,14 @@
 
 from braid.programs.schedule.matching import match, messages, order
 from braid.programs.schedule.program import Action, Header, Kind, Program, Vocabulary
-from braid.programs.schedule.simulate import Costs, Interval, Network, Route, Timeline, simulate
+from braid.programs.schedule.simulate import (
+    Costs,
+    Interval,
+    NetworkModel,
+    Route,
+    Timeline,
+    simulate,
+)
 from braid.programs.schedule.text import from_text, to_text
 from braid.programs.schedule.validate import Rules, validate
 from braid.programs.schedule.violation import Violation
@@ -13,7 +20,7 @@ __all__ = [
     "Header",
     "Interval",
     "Kind",
-    "Network",
+    "NetworkModel",
     "Program",
     "Route",
     "Rules",

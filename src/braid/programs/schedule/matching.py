@@ -152,10 +152,10 @@ def order(
         buffered: Whether a send ends without its receive.
         sequential: Whether a rank posts its actions one by one, also those posted together.
     """
-    return _Run(program, matching, buffered=buffered, sequential=sequential).run()
+    return _ProgramRun(program, matching, buffered=buffered, sequential=sequential).run()
 
 
-class _Run:
+class _ProgramRun:
     def __init__(
         self, program: Program, matching: Matching, *, buffered: bool, sequential: bool
     ) -> None:

@@ -29,7 +29,7 @@ from braid.errors import ConfigError
 from braid.programs.schedule.matching import Message, match, messages
 from braid.programs.schedule.program import SEND, Action, Program, batches
 
-__all__ = ["Costs", "Interval", "Network", "Route", "Timeline", "simulate"]
+__all__ = ["Costs", "Interval", "NetworkModel", "Route", "Timeline", "simulate"]
 
 BOTH = 2  # ends of a message
 OPEN = 1e3  # factor on the rate of a link while its bucket has tokens
@@ -52,7 +52,7 @@ class Route(NamedTuple):
     bytes_per_s: float = float("inf")
 
 
-class Network(Protocol):
+class NetworkModel(Protocol):
     """Network that messages travel over."""
 
     @property
@@ -123,7 +123,7 @@ class Timeline(NamedTuple):
 
 
 def simulate(
-    program: Program, costs: Costs, network: Network, *, buffered: bool = False
+    program: Program, costs: Costs, network: NetworkModel, *, buffered: bool = False
 ) -> Timeline:
     """Execute `program` in simulated time.
 
@@ -140,7 +140,7 @@ def simulate(
     return _Simulation(program, costs, network, buffered=buffered).run()
 
 
-class _Message:
+class _SimulatedMessage:
     """Sends of one rank in one round that another rank receives in one round."""
 
     __slots__ = (
@@ -168,7 +168,9 @@ class _Message:
 
 
 class _Simulation:
-    def __init__(self, program: Program, costs: Costs, network: Network, *, buffered: bool) -> None:
+    def __init__(
+        self, program: Program, costs: Costs, network: NetworkModel, *, buffered: bool
+    ) -> None:
         self._program = program
         self._costs = costs
         self._network = network
@@ -180,7 +182,7 @@ class _Simulation:
         self._open = [0] * program.num_ranks  # its messages and work that have not ended
         self._work_s = [0.0] * program.num_ranks  # work after its messages have arrived
         self._messages = self._all_messages()
-        self._flows: dict[_Message, None] = {}  # under way, in order
+        self._flows: dict[_SimulatedMessage, None] = {}  # under way, in order
         self._on_link: Counter[int] = Counter()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -270,7 +272,7 @@ class _Simulation:
         self._intervals.append(interval)
         self._at_time(interval.end_s, lambda: self._next_batch(rank))
 
-    def _all_messages(self) -> dict[tuple[int, int], list[_Message]]:
+    def _all_messages(self) -> dict[tuple[int, int], list[_SimulatedMessage]]:
         """Return the messages by (rank, number of the batch) of either end."""
         program, matching = self._program, match(self._program)
         if matching.alone:
@@ -278,16 +280,16 @@ class _Simulation:
             what = program.vocabulary.describe(program.ranks[rank][position])
             msg = f"the {what} of rank {rank} has no partner: validate the program first"
             raise ConfigError(msg)
-        by_batch: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        by_batch: dict[tuple[int, int], list[_SimulatedMessage]] = defaultdict(list)
         for pair in messages(program, matching):
             nbytes = sum(self._costs.nbytes(pair.source, action) for action in pair.sends)
             _check_cost(nbytes, "bytes")
-            message = _Message(pair, nbytes)
+            message = _SimulatedMessage(pair, nbytes)
             by_batch[pair.source, pair.posted].append(message)
             by_batch[pair.target, pair.awaited].append(message)
         return by_batch
 
-    def _post(self, message: _Message, *, is_send: bool) -> None:
+    def _post(self, message: _SimulatedMessage, *, is_send: bool) -> None:
         message.posted += 1
         begins = is_send if self._buffered else message.posted == BOTH
         if begins:
@@ -295,7 +297,7 @@ class _Simulation:
         if not (message.has_arrived or (is_send and self._buffered)):
             self._open[message.ranks[0 if is_send else 1]] += 1
 
-    def _begin(self, message: _Message) -> None:
+    def _begin(self, message: _SimulatedMessage) -> None:
         route = self._network.route(*message.ranks, message.nbytes)
         message.links, message.left, message.max_rate = (
             route.links,
@@ -307,14 +309,14 @@ class _Simulation:
             self._link_bytes[link] += message.nbytes
         self._at_time(self._now + route.latency_s, lambda: self._flow(message))
 
-    def _flow(self, message: _Message) -> None:
+    def _flow(self, message: _SimulatedMessage) -> None:
         if not message.nbytes or not message.links:
             self._arrive(message)
             return
         self._flows[message] = None
         self._on_link.update(message.links)
 
-    def _arrive(self, message: _Message) -> None:
+    def _arrive(self, message: _SimulatedMessage) -> None:
         if message in self._flows:
             del self._flows[message]
             self._on_link.subtract(message.links)
@@ -346,7 +348,7 @@ class _Buckets:
     def is_open(self, link: int) -> bool:
         return link in self._tokens and link not in self._dry
 
-    def empty_in_s(self, flows: Iterable[_Message]) -> float:
+    def empty_in_s(self, flows: Iterable[_SimulatedMessage]) -> float:
         """Return the seconds until the next bucket is empty."""
         drains = ((link, -rate) for link, rate in self._fill_rates(flows).items() if rate < 0)
         return min(
@@ -354,7 +356,7 @@ class _Buckets:
             default=float("inf"),
         )
 
-    def pass_s(self, seconds: float, flows: Iterable[_Message]) -> None:
+    def pass_s(self, seconds: float, flows: Iterable[_SimulatedMessage]) -> None:
         """Advance the time by `seconds` in which `flows` are under way."""
         if not self._sizes or not seconds:
             return
@@ -368,7 +370,7 @@ class _Buckets:
                 self._tokens[link] = 0.0
                 self._dry.add(link)
 
-    def _fill_rates(self, flows: Iterable[_Message]) -> dict[int, float]:
+    def _fill_rates(self, flows: Iterable[_SimulatedMessage]) -> dict[int, float]:
         """Return the tokens per second that come into the buckets of links in use."""
         rates: dict[int, float] = {}
         for flow in flows if self._sizes else ():

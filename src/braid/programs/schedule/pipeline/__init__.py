@@ -13,7 +13,13 @@ from braid.programs.schedule.pipeline.asynchronous import (
 )
 from braid.programs.schedule.pipeline.controllable import v_half, v_min
 from braid.programs.schedule.pipeline.interleaved import breadth_first, interleaved
-from braid.programs.schedule.pipeline.linear import Work, looped, most_held, pipeline_program, vee
+from braid.programs.schedule.pipeline.linear import (
+    StageWork,
+    looped,
+    most_held,
+    pipeline_program,
+    vee,
+)
 from braid.programs.schedule.pipeline.list_schedule import StageCosts, list_schedule
 from braid.programs.schedule.pipeline.measures import bubble, measures_text, peak_activations
 from braid.programs.schedule.pipeline.named import (
@@ -50,8 +56,8 @@ __all__ = [
     "TRAINING",
     "Schedule",
     "StageCosts",
+    "StageWork",
     "VersionRule",
-    "Work",
     "asynchronous",
     "breadth_first",
     "bubble",

@@ -31,7 +31,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 from braid.errors import ConfigError
-from braid.programs.schedule.pipeline.linear import Work, check_size, pipeline_program
+from braid.programs.schedule.pipeline.linear import StageWork, check_size, pipeline_program
 from braid.programs.schedule.pipeline.versions import ASYNCHRONOUS
 from braid.programs.schedule.program import Action, Program
 
@@ -90,7 +90,7 @@ def asynchronous(
     _check(replicas, versions, every)
     ahead = [(sum(replicas[stage:]) - 1) // own for stage, own in enumerate(replicas)]
     entry: dict[int, int] = {}  # version of stage 0 for each micro-batch
-    work: list[list[Work]] = []
+    work: list[list[StageWork]] = []
     for stage, ranks in enumerate(placement):
         num_steps = -(-num_microbatches // (len(ranks) * every))
         for replica in range(len(ranks)):
@@ -103,15 +103,15 @@ def asynchronous(
                     version[i] = _version(versions, i, steps, entry, every * len(ranks))
                     if not stage:
                         entry[i] = steps
-                    own.append(Work("F", stage, i, version[i]))
+                    own.append(StageWork("F", stage, i, version[i]))
                 if position >= 0:
                     i = mine[position]
-                    own.append(Work("B", stage, i, version[i]))
+                    own.append(StageWork("B", stage, i, version[i]))
                     if (position + 1) % every == 0 or position + 1 == len(mine):
                         steps += 1
-                        own.append(Work("STEP", stage, i, steps))
+                        own.append(StageWork("STEP", stage, i, steps))
             if steps < num_steps:  # a last round in which others have micro-batches
-                own.append(Work("STEP", stage, num_microbatches - 1, steps + 1))
+                own.append(StageWork("STEP", stage, num_microbatches - 1, steps + 1))
             work.append(own)
     name = "pipedream" if versions == "stash" else f"pipedream_{versions}"
     return pipeline_program(name, work, placement, num_microbatches, vocabulary=ASYNCHRONOUS)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from braid.programs.schedule.pipeline.linear import Work, check_size, pipeline_program, vee
+from braid.programs.schedule.pipeline.linear import StageWork, check_size, pipeline_program, vee
 from braid.programs.schedule.pipeline.list_schedule import StageCosts, listed_work
 from braid.programs.schedule.program import Program
 
@@ -82,7 +82,7 @@ def _program(
     return pipeline_program(name, work, placement, num_microbatches)
 
 
-def _orders(block: _Block, num_ranks: int, num_microbatches: int) -> list[list[Work]]:
+def _orders(block: _Block, num_ranks: int, num_microbatches: int) -> list[list[StageWork]]:
     """Return forwards and backwards to inputs of each rank, in the order of repeated blocks."""
     last = 2 * num_ranks - 1
     down, up = block.down * (num_ranks - 1) + 1, block.up * (num_ranks - 1) + 1
@@ -100,7 +100,7 @@ def _orders(block: _Block, num_ranks: int, num_microbatches: int) -> list[list[W
         }
         assert len({start % PERIOD for start in starts.values()}) == len(starts)
         timed = [
-            (start + PERIOD * i, Work(kind, stage, i))
+            (start + PERIOD * i, StageWork(kind, stage, i))
             for (kind, stage), start in starts.items()
             for i in range(num_microbatches)
         ]
@@ -108,11 +108,11 @@ def _orders(block: _Block, num_ranks: int, num_microbatches: int) -> list[list[W
     return orders
 
 
-def _filled(orders: list[list[Work]], limit: int) -> tuple[float, list[list[Work]]]:
+def _filled(orders: list[list[StageWork]], limit: int) -> tuple[float, list[list[StageWork]]]:
     """Return the steps and the work of each rank: its order, with W where it would wait."""
     last = 2 * len(orders) - 1
-    work: list[list[Work]] = [[] for _ in orders]
-    waiting: list[list[Work]] = [[] for _ in orders]  # W whose I has been done
+    work: list[list[StageWork]] = [[] for _ in orders]
+    waiting: list[list[StageWork]] = [[] for _ in orders]  # W whose I has been done
     held, position = [0] * len(orders), [0] * len(orders)
     done: dict[tuple[str, int, int], int] = {}  # step after each work
     step = 0
@@ -135,7 +135,7 @@ def _filled(orders: list[list[Work]], limit: int) -> tuple[float, list[list[Work
 
 
 def _can(
-    item: Work, last: int, done: dict[tuple[str, int, int], int], step: int, *, has_room: bool
+    item: StageWork, last: int, done: dict[tuple[str, int, int], int], step: int, *, has_room: bool
 ) -> bool:
     """Return whether F or I can begin in a step."""
     kind, stage, i = item[:3]

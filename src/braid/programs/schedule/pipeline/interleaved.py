@@ -15,7 +15,7 @@ Efficient large-scale language model training on GPU clusters, SC 2021, section 
 
 from __future__ import annotations
 
-from braid.programs.schedule.pipeline.linear import Work, check_size, looped, pipeline_program
+from braid.programs.schedule.pipeline.linear import StageWork, check_size, looped, pipeline_program
 from braid.programs.schedule.program import Program
 
 __all__ = ["breadth_first", "interleaved"]
@@ -27,8 +27,10 @@ def breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int = 2) ->
     work = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * num_chunks, num_ranks)
-        own = [Work("F", stage, i) for stage in stages for i in range(num_microbatches)]
-        own += [Work("B", stage, i) for stage in reversed(stages) for i in range(num_microbatches)]
+        own = [StageWork("F", stage, i) for stage in stages for i in range(num_microbatches)]
+        own += [
+            StageWork("B", stage, i) for stage in reversed(stages) for i in range(num_microbatches)
+        ]
         work.append(own)
     placement = looped(num_ranks, num_chunks)
     return pipeline_program("breadth_first", work, placement, num_microbatches)
@@ -48,8 +50,8 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
     back = [(chunk, i) for group in rounds for chunk in reversed(chunks) for i in group]
     work = []
     for rank in range(num_ranks):
-        forwards = [Work("F", chunk * num_ranks + rank, i) for chunk, i in turns]
-        backwards = [Work("B", chunk * num_ranks + rank, i) for chunk, i in back]
+        forwards = [StageWork("F", chunk * num_ranks + rank, i) for chunk, i in turns]
+        backwards = [StageWork("B", chunk * num_ranks + rank, i) for chunk, i in back]
         ahead = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
         own = _in_turns(forwards, backwards, min(ahead, len(forwards)))
         work.append([item for item in own if item.microbatch < num_microbatches])
@@ -57,7 +59,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> P
     return pipeline_program("interleaved", work, placement, num_microbatches)
 
 
-def _in_turns(forwards: list[Work], backwards: list[Work], ahead: int) -> list[Work]:
+def _in_turns(forwards: list[StageWork], backwards: list[StageWork], ahead: int) -> list[StageWork]:
     """Return `ahead` forwards, then forwards and backwards in turns, then the other backwards."""
     own = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):

@@ -1,10 +1,10 @@
 """Pipelines of a chain of stages: where stages live, and messages between them.
 
-A generator writes down who computes what, in order (`Work`). The rest follows: an output goes to
-the rank of the next stage right after it is made, and a gradient to the rank of the previous one.
-Messages from one rank to another arrive in the order in which they are sent, so receives are put in
-this order, too, each before the first work that needs it or a later one. A receive that stands
-before another therefore waits for nothing that the other would not wait for as well.
+A generator writes down who computes what, in order (`StageWork`). The rest follows: an output goes
+to the rank of the next stage right after it is made, and a gradient to the rank of the previous
+one. Messages from one rank to another arrive in the order in which they are sent, so receives are
+put in this order, too, each before the first work that needs it or a later one. A receive that
+stands before another therefore waits for nothing that the other would not wait for as well.
 
     looped, 2 ranks, 4 stages     rank 0: stages 0, 2     rank 1: stages 1, 3
     vee                           rank 0: stages 0, 3     rank 1: stages 1, 2
@@ -20,14 +20,14 @@ from braid.errors import ConfigError
 from braid.programs.schedule.pipeline.vocabulary import PIPELINE, TRAIN
 from braid.programs.schedule.program import Action, Header, Program, Vocabulary
 
-__all__ = ["Work", "check_size", "looped", "most_held", "pipeline_program", "vee"]
+__all__ = ["StageWork", "check_size", "looped", "most_held", "pipeline_program", "vee"]
 
 
 # rank of each stage, or ranks that take turns with its micro-batches
 Placement: TypeAlias = Sequence[int | tuple[int, ...]]
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """Work of a rank: `F`, `B`, `I` or `W` of a stage on a micro-batch, or its `STEP`.
 
     Attributes:
@@ -68,7 +68,7 @@ def check_size(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> No
 
 def pipeline_program(
     name: str,
-    work: Sequence[Sequence[Work]],
+    work: Sequence[Sequence[StageWork]],
     placement: Placement,
     num_microbatches: int,
     *,
@@ -120,7 +120,7 @@ def most_held(program: Program) -> list[int]:
     return held_most
 
 
-def _sends(item: Work, rank: int, placement: Placement) -> Iterable[Action]:
+def _sends(item: StageWork, rank: int, placement: Placement) -> Iterable[Action]:
     """Return the message that follows from work, if the neighbouring stage is on another rank."""
     stage, i = item.stage, item.microbatch
     kind, neighbour = ("send_f", stage + 1) if item.kind == "F" else ("send_b", stage - 1)
@@ -131,7 +131,7 @@ def _sends(item: Work, rank: int, placement: Placement) -> Iterable[Action]:
 
 
 def _with_messages(
-    items: Sequence[Work],
+    items: Sequence[StageWork],
     rank: int,
     placement: Placement,
     sends: dict[tuple[int, int], list[Action]],
@@ -156,7 +156,7 @@ def _with_messages(
     return actions
 
 
-def _needed(item: Work, num_stages: int) -> Action | None:
+def _needed(item: StageWork, num_stages: int) -> Action | None:
     """Return the send, without its target, that brings what work needs."""
     if item.kind == "F" and item.stage:
         return Action("send_f", item.stage - 1, item.microbatch)

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.programs.schedule.pipeline.linear import Work, check_size, pipeline_program
+from braid.programs.schedule.pipeline.linear import StageWork, check_size, pipeline_program
 from braid.programs.schedule.program import Program
 
 __all__ = ["StageCosts", "list_schedule", "listed_work"]
@@ -94,7 +94,7 @@ def listed_work(
     num_microbatches: int,
     limits: Sequence[int],
     costs: Sequence[StageCosts],
-) -> tuple[float, list[list[Work]]]:
+) -> tuple[float, list[list[StageWork]]]:
     """Return the seconds and the work of each rank of the fastest list schedule within limits.
 
     Args:
@@ -143,7 +143,7 @@ class _ListSchedule:
         self._held = [0] * num_ranks
         self._free_s = [0.0] * num_ranks
         self._events = [0.0]
-        self.work: list[list[Work]] = [[] for _ in range(num_ranks)]
+        self.work: list[list[StageWork]] = [[] for _ in range(num_ranks)]
         self.was_short = False  # whether a forward did not start because of the reserve
 
     def run(self) -> float:
@@ -162,21 +162,21 @@ class _ListSchedule:
         assert not left  # the reserve excludes deadlocks
         return max(self._free_s)
 
-    def _possible(self, stage: int, now_s: float) -> list[tuple[int, int, int, Work]]:
+    def _possible(self, stage: int, now_s: float) -> list[tuple[int, int, int, StageWork]]:
         """Return work of a stage that can begin now, with its urgency before it."""
         rank, possible = self._placement[stage], []
         i = self._next["I"][stage]
         if self._has("F", stage, i, now_s) and (
             stage == self._last or self._has("I", stage + 1, i, now_s, of=stage)
         ):
-            possible.append((0, i, -stage, Work("I", stage, i)))
+            possible.append((0, i, -stage, StageWork("I", stage, i)))
         f = self._next["F"][stage]
         is_there = stage == 0 or self._has("F", stage - 1, f, now_s, of=stage)
         if f < self._num_microbatches and is_there and self._may_hold(rank, stage, f):
-            possible.append((1, -stage, f, Work("F", stage, f)))
+            possible.append((1, -stage, f, StageWork("F", stage, f)))
         w = self._next["W"][stage]
         if self._has("I", stage, w, now_s):
-            possible.append((2, w, stage, Work("W", stage, w)))
+            possible.append((2, w, stage, StageWork("W", stage, w)))
         return possible
 
     def _may_hold(self, rank: int, stage: int, f: int) -> bool:
@@ -204,7 +204,7 @@ class _ListSchedule:
         apart = of is not None and self._placement[of] != self._placement[stage]
         return done_s + (self._costs[stage].message_s if apart else 0.0) <= now_s
 
-    def _do(self, rank: int, item: Work, now_s: float) -> None:
+    def _do(self, rank: int, item: StageWork, now_s: float) -> None:
         costs = self._costs[item.stage]
         seconds = {"F": costs.forward_s, "I": costs.input_s, "W": costs.weight_s}[item.kind]
         end_s = now_s + seconds

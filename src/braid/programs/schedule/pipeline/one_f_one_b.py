@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from braid.programs.schedule.pipeline.linear import (
     Placement,
-    Work,
+    StageWork,
     check_size,
     looped,
     pipeline_program,
@@ -39,10 +39,10 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Program:
     work = []
     for stage in range(num_stages):
         ahead = min(num_stages - stage - 1, num_microbatches)
-        own = [Work("F", stage, i) for i in range(ahead)]
+        own = [StageWork("F", stage, i) for i in range(ahead)]
         for i in range(num_microbatches - ahead):
-            own += [Work("F", stage, ahead + i), Work("B", stage, i)]
-        own += [Work("B", stage, i) for i in range(num_microbatches - ahead, num_microbatches)]
+            own += [StageWork("F", stage, ahead + i), StageWork("B", stage, i)]
+        own += [StageWork("B", stage, i) for i in range(num_microbatches - ahead, num_microbatches)]
         work.append(own)
     return pipeline_program("1f1b", work, looped(num_stages), num_microbatches)
 
@@ -51,7 +51,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Program:
     """Make a GPipe program: all forwards, then all backwards."""
     check_size(num_stages, num_microbatches)
     work = [
-        [Work(kind, stage, i) for kind in "FB" for i in range(num_microbatches)]
+        [StageWork(kind, stage, i) for kind in "FB" for i in range(num_microbatches)]
         for stage in range(num_stages)
     ]
     return pipeline_program("gpipe", work, looped(num_stages), num_microbatches)
@@ -71,7 +71,7 @@ def forward_only(
     placement = looped(num_ranks) if placement is None else placement
     work = [
         [
-            Work("F", stage, i)
+            StageWork("F", stage, i)
             for stage in range(len(placement))
             for i in range(num_microbatches)
             if rank_of(placement, stage, i) == rank

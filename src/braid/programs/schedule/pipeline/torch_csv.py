@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.programs.schedule.pipeline.linear import Work, pipeline_program
+from braid.programs.schedule.pipeline.linear import StageWork, pipeline_program
 from braid.programs.schedule.pipeline.vocabulary import (
     PIPELINE,
     PIPELINE_RULES,
@@ -97,14 +97,14 @@ def from_csv(text: str, name: str = "csv") -> Program:
     return program
 
 
-def _parsed(row: str, number: int) -> Iterator[tuple[Work, _Cell]]:
+def _parsed(row: str, number: int) -> Iterator[tuple[StageWork, _Cell]]:
     for column, raw in enumerate(row.split(","), 1):
         cell = _Cell(number, column, raw.strip())
         overlapped = _OVERLAPPED.fullmatch(cell.text)
         for part in overlapped[1].split(";") if overlapped else [cell.text]:
             match = _WORK.fullmatch(part.strip())
             if match:
-                yield Work(match[2], int(match[1]), int(match[3])), cell
+                yield StageWork(match[2], int(match[1]), int(match[3])), cell
             elif _NO_WORK.fullmatch(part.strip()):
                 msg = (
                     f"{cell} is no work: messages and reductions are added here. Write the file "
@@ -119,7 +119,7 @@ def _parsed(row: str, number: int) -> Iterator[tuple[Work, _Cell]]:
                 raise ConfigError(msg)
 
 
-def _without_messages(name: str, work: Sequence[Sequence[Work]]) -> Program:
+def _without_messages(name: str, work: Sequence[Sequence[StageWork]]) -> Program:
     stages = max(item.stage for own in work for item in own) + 1
     microbatches = max(item.microbatch for own in work for item in own) + 1
     ranks = tuple(tuple(Action(*item) for item in own) for own in work)
@@ -127,7 +127,9 @@ def _without_messages(name: str, work: Sequence[Sequence[Work]]) -> Program:
 
 
 def _check(
-    violations: Sequence[Violation], program: Program, cells: Sequence[Sequence[tuple[Work, _Cell]]]
+    violations: Sequence[Violation],
+    program: Program,
+    cells: Sequence[Sequence[tuple[StageWork, _Cell]]],
 ) -> None:
     """Raise ConfigError with the places of violations in the file."""
     if not violations:
@@ -142,7 +144,7 @@ def _check(
 
 
 def _place(
-    violation: Violation, program: Program, cells: Sequence[Sequence[tuple[Work, _Cell]]]
+    violation: Violation, program: Program, cells: Sequence[Sequence[tuple[StageWork, _Cell]]]
 ) -> str:
     if violation.rank < 0:
         return "file"

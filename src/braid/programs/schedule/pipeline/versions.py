@@ -31,7 +31,7 @@ ASYNCHRONOUS = Vocabulary(
 )
 
 
-class _Rank:
+class _RankVersions:
     """Steps and versions of a rank up to an action."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def _check_rank(
     steps: dict[int, set[int]],
 ) -> Iterator[Violation]:
     """Yield what is wrong on a rank; add what it does to `done` and `steps`."""
-    header, own = program.header, _Rank()
+    header, own = program.header, _RankVersions()
     for position, action in enumerate(actions):
         key = (action.kind, action.unit, action.index)
         if not (action.unit < header.num_units and action.index < header.num_indices):

@@ -13,7 +13,13 @@ Source: P. Qi et al., Zero bubble pipeline parallelism, ICLR 2024.
 
 from __future__ import annotations
 
-from braid.programs.schedule.pipeline.linear import Work, check_size, looped, pipeline_program, vee
+from braid.programs.schedule.pipeline.linear import (
+    StageWork,
+    check_size,
+    looped,
+    pipeline_program,
+    vee,
+)
 from braid.programs.schedule.pipeline.list_schedule import list_schedule
 from braid.programs.schedule.program import Program
 
@@ -26,15 +32,15 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Program:
     work = []
     for rank in range(num_stages):
         ahead = min(num_stages - rank - 1, num_microbatches)
-        own = [Work("F", rank, i) for i in range(ahead)]
+        own = [StageWork("F", rank, i) for i in range(ahead)]
         for i in range(num_microbatches):
             if ahead + i < num_microbatches:
-                own.append(Work("F", rank, ahead + i))
-            own.append(Work("I", rank, i))
+                own.append(StageWork("F", rank, ahead + i))
+            own.append(StageWork("I", rank, i))
             if i >= rank:
-                own.append(Work("W", rank, i - rank))
+                own.append(StageWork("W", rank, i - rank))
         late = max(0, num_microbatches - rank)
-        own += [Work("W", rank, i) for i in range(late, num_microbatches)]
+        own += [StageWork("W", rank, i) for i in range(late, num_microbatches)]
         work.append(own)
     return pipeline_program("zb_h1", work, looped(num_stages), num_microbatches)
 
