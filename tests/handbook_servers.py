@@ -186,11 +186,11 @@ COLOUR_OF = {
     "Push": COLOURS[0],
     "Pull": COLOURS[4],
     "Update": COLOURS[2],
-    "Confirmed": COLOURS[3],
+    "RecordsConfirmed": COLOURS[3],
     "Here": COLOURS[1],
-    "Join": COLOURS[5],
+    "NodeJoin": COLOURS[5],
     "Installed": COLOURS[6],
-    "State": COLOURS[5],
+    "ShardSnapshot": COLOURS[5],
 }
 ANSWERS = {"Accepted": "Push", "Pulled": "Pull", "Elsewhere": "Here"}
 
@@ -362,7 +362,7 @@ def who_is_here() -> str:
     run.run()
     nodes = ["scheduler", "server:0", "server:1", "worker:0", "worker:1"]
     messages = wire.messages()
-    begin_s = min(each.sent_s for each in messages if each.kind == "Join")
+    begin_s = min(each.sent_s for each in messages if each.kind == "NodeJoin")
     return _arrows(nodes, messages, (begin_s - 2e-4, begin_s + 4e-3))
 
 

@@ -17,7 +17,11 @@ from braid.parallel.tensor_parallel.insertion.capture import capture
 from braid.parallel.tensor_parallel.insertion.divided import insert
 from braid.parallel.tensor_parallel.insertion.explain import to_svg
 from braid.parallel.tensor_parallel.insertion.pairing import pair
-from braid.parallel.tensor_parallel.insertion.records import Options, Row, Scheme
+from braid.parallel.tensor_parallel.insertion.records import (
+    ExplanationRow,
+    InsertionOptions,
+    Scheme,
+)
 from braid.programs.layout import Layout, Mesh, place
 from braid.programs.layout.placement import PlacedAxis
 from braid.programs.schedule.bars import COLOURS
@@ -118,10 +122,10 @@ def megatron_layer() -> str:
     return to_svg(rows_of(model, x, RANKS))
 
 
-def rows_of(model: nn.Module, x: torch.Tensor, ranks: int) -> list[Row]:
+def rows_of(model: nn.Module, x: torch.Tensor, ranks: int) -> list[ExplanationRow]:
     """Values and collectives of a model that is divided by its graph, without its ranks."""
     captured = capture(model, (x,), {}, {})
-    mesh, options = Mesh({AXIS: ranks}), Options()
+    mesh, options = Mesh({AXIS: ranks}), InsertionOptions()
     layouts, _ = pair(captured.module.graph, mesh, AXIS, options)
     return insert(captured, Scheme(mesh, layouts, options, {})).rows
 
@@ -194,7 +198,7 @@ def one_gather() -> str:
         model, x = TwoProducts(), torch.empty(64, 64, requires_grad=True)
     captured, strategies = capture(model, (x,), {}, {}), strategies_in(model, None)
     mesh, _ = annotated(captured.module.graph, strategies, RANKS)
-    scheme = Scheme(mesh, {}, Options(gather_outputs=False), strategies)
+    scheme = Scheme(mesh, {}, InsertionOptions(gather_outputs=False), strategies)
     rows = insert(captured, scheme).rows
     gap, left, top = 66, 10, 46
     parts = []

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from braid.comm.formats import BF16, FLOAT16, FLOAT32, Int8, TopK, WireFormat, by_name
+from braid.comm.formats import BF16, FLOAT16, FLOAT32, Int8, TopKFormat, WireFormat, by_name
 from braid.errors import CommError, ConfigError
 
 MAX = torch.finfo(torch.float32).max
@@ -155,7 +155,7 @@ def test_sparse_messages_are_read_only_if_their_indices_ascend_within_the_tensor
         and all(0 <= i < 16 for i in indices)
         and indices == sorted(set(indices))
     )
-    form, out = TopK(0.5), torch.zeros(16)
+    form, out = TopKFormat(0.5), torch.zeros(16)
     read = form.add if add else form.decode
     if good:
         read(words.view(torch.uint8), out)
@@ -283,7 +283,7 @@ def test_equal_generators_round_alike():
 
 @given(values=st.lists(ORDINARY, min_size=1, max_size=200), ratio=st.floats(0.001, 1))
 def test_no_number_left_out_is_larger_than_one_that_is_sent(values, ratio):
-    x, form = torch.tensor(values), TopK(ratio)
+    x, form = torch.tensor(values), TopKFormat(ratio)
     out = arrived(form, x)
     kept = out != 0
     assert alike(out[kept], x[kept])
@@ -304,7 +304,7 @@ def test_no_number_left_out_is_larger_than_one_that_is_sent(values, ratio):
     ids=["normal", "heavy tails", "ramp", "all alike", "one column"],
 )
 def test_a_threshold_from_a_sample_sends_about_as_much_as_it_may(x):
-    kept = arrived(TopK(0.01), x).count_nonzero()
+    kept = arrived(TopKFormat(0.01), x).count_nonzero()
     possible = min(3000, int(x.count_nonzero()))
     # 655 of the sample are above the threshold: four standard deviations are 16 %
     assert 0.84 * possible <= int(kept) <= 3000
@@ -312,7 +312,7 @@ def test_a_threshold_from_a_sample_sends_about_as_much_as_it_may(x):
 
 def test_more_nan_than_may_be_sent_fill_the_message():
     x = torch.full((100,), torch.nan)
-    assert arrived(TopK(0.1), x).isnan().sum() == 10
+    assert arrived(TopKFormat(0.1), x).isnan().sum() == 10
 
 
 def test_names_give_formats_that_say_the_same_name():
@@ -349,6 +349,6 @@ def test_bytes_are_as_documented():
     assert bytes(sent(FLOAT32, torch.tensor([1.0]))) == bytes.fromhex("0000803f")
     assert bytes(sent(BF16, torch.tensor([1.0]))) == bytes.fromhex("803f")
     assert bytes(sent(Int8(), torch.tensor([127.0, -2.0]))) == bytes.fromhex("0000803f 7ffe")
-    assert bytes(sent(TopK(0.5), torch.tensor([0.5, 0.0, 0.0, -1.0]))) == bytes.fromhex(
+    assert bytes(sent(TopKFormat(0.5), torch.tensor([0.5, 0.0, 0.0, -1.0]))) == bytes.fromhex(
         "02000000 00000000 03000000 0000003f 000080bf"
     )

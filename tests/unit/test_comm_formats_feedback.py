@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm.formats import ErrorFeedback, Int8, TopK, WireFormat, by_name
+from braid.comm.formats import ErrorFeedback, Int8, TopKFormat, WireFormat, by_name
 from braid.errors import ConfigError
 
 lossy = pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def distance_after_training(*, with_feedback: bool) -> float:
     pull[:2] = 50.0
     target[:2] = 0.0
     feedbacks = [ErrorFeedback(200) if with_feedback else None for _ in range(2)]
-    form, x = TopK(0.01), torch.zeros(200)
+    form, x = TopKFormat(0.01), torch.zeros(200)
     for _ in range(1500):
         arrived = torch.zeros(200)
         for sign, feedback in zip((1, -1), feedbacks, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
-from braid.parallel.gradients import Outcome, ParamTable, RankState, Status
+from braid.parallel.gradients import AveragingOutcome, ParamTable, RankState, Status
 
 RECORDS = ParamTable.of(nn.Linear(2, 3)).records  # weight and bias
 
@@ -25,7 +25,7 @@ def outcome(*, forwards=(0, 0, 0), states=(RankState.ACTIVE,) * 3, present=(3, 3
         num_weighted=0,
         num_buffers_used=0,
     )
-    return Outcome(88, status, RECORDS)
+    return AveragingOutcome(88, status, RECORDS)
 
 
 def once_warnings(ranks=(4, 5, 6), *, is_speaker=True, names_unused=True):
@@ -98,7 +98,7 @@ def test_a_great_many_names_and_ranks_are_cut_short():
         num_weighted=0,
         num_buffers_used=0,
     )
-    unused, ahead = said(once_warnings(tuple(range(size))), Outcome(1, status, records))
+    unused, ahead = said(once_warnings(tuple(range(size))), AveragingOutcome(1, status, records))
     assert "12 parameters" in unused
     assert "and 4 more" in unused
     assert "1 on ranks 0, 2, 4, 6, 8, 10, 12, 14 and 7 more" in ahead

@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 
 from braid.errors import ConfigError
-from braid.parallel.gradients.backward_state import ACTIONS, Action, BackwardState, Event, Phase
+from braid.parallel.gradients.backward_state import (
+    ACTIONS,
+    BackwardEnd,
+    BackwardPhase,
+    BackwardState,
+    ReducerAction,
+)
 from braid.parallel.gradients.bucket_layout import BucketLayout
 from braid.parallel.gradients.reducer_options import ReducerOptions
 from braid.parallel.gradients.reducer_policy import ReducerPolicy
 from braid.parallel.gradients.status import RankState, Status
 
 
-def state_in(phase: Phase, *, has_gradient: bool = True) -> BackwardState:
+def state_in(phase: BackwardPhase, *, has_gradient: bool = True) -> BackwardState:
     state = BackwardState()
     state.begin(phase)
     state.has_gradient = has_gradient
@@ -23,37 +29,39 @@ def state_in(phase: Phase, *, has_gradient: bool = True) -> BackwardState:
 def test_each_end_of_a_backward_leads_to_idle_and_its_action(phase, event):
     state = state_in(phase)
     action = state.end(event)
-    assert (action, state.phase) == (ACTIONS[phase, event], Phase.IDLE)
-    counts = action in {Action.ACCUMULATE, Action.REPORT_LATER}
+    assert (action, state.phase) == (ACTIONS[phase, event], BackwardPhase.IDLE)
+    counts = action in {ReducerAction.ACCUMULATE, ReducerAction.REPORT_LATER}
     assert state.num_accumulated == counts
-    assert state.failed == (action is Action.REPORT_LATER)
+    assert state.failed == (action is ReducerAction.REPORT_LATER)
 
 
 def test_every_phase_but_idle_has_an_action_for_every_event():
-    assert set(ACTIONS) == {(p, e) for p in Phase for e in Event if p is not Phase.IDLE}
+    assert set(ACTIONS) == {
+        (p, e) for p in BackwardPhase for e in BackwardEnd if p is not BackwardPhase.IDLE
+    }
 
 
 def test_a_backward_without_gradients_leads_to_nothing():
-    state = state_in(Phase.AVERAGING, has_gradient=False)
-    assert state.end(Event.END) is Action.NOTHING
+    state = state_in(BackwardPhase.AVERAGING, has_gradient=False)
+    assert state.end(BackwardEnd.END) is ReducerAction.NOTHING
     assert state.num_accumulated == 0
 
 
 def test_weights_of_backwards_add_up_until_the_average():
     state = BackwardState()
     for weight in (2.0, 3.0):
-        state.begin(Phase.LOCAL)
+        state.begin(BackwardPhase.LOCAL)
         state.has_gradient = True
         state.add_weight(weight)
         state.add_weight(weight)
-        state.end(Event.END)
+        state.end(BackwardEnd.END)
     assert (state.loss_weight, state.num_accumulated) == (5.0, 2)
     state.averaged()
     assert (state.loss_weight, state.num_accumulated, state.is_weighted) == (1.0, 0, False)
 
 
 def test_a_backward_of_two_weights_is_refused():
-    state = state_in(Phase.LOCAL)
+    state = state_in(BackwardPhase.LOCAL)
     state.add_weight(2.0)
     with pytest.raises(ConfigError, match=r"loss weights 2\.0 and None"):
         state.add_weight(None)
@@ -68,10 +76,10 @@ def test_every_kth_backward_averages_and_any_that_is_asked_to():
     for _ in range(3):
         phases.append(policy.next_phase(state, synchronizes=True))
         state.num_accumulated += 1
-    assert phases == [Phase.LOCAL, Phase.LOCAL, Phase.AVERAGING]
-    assert policy.next_phase(state, synchronizes=False) is Phase.LOCAL
+    assert phases == [BackwardPhase.LOCAL, BackwardPhase.LOCAL, BackwardPhase.AVERAGING]
+    assert policy.next_phase(state, synchronizes=False) is BackwardPhase.LOCAL
     early = BackwardState(averages_next=True)
-    assert policy.next_phase(early, synchronizes=True) is Phase.AVERAGING
+    assert policy.next_phase(early, synchronizes=True) is BackwardPhase.AVERAGING
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.ps.protocol.scheduler_state import Release, SchedulerState
+from braid.ps.protocol.scheduler_state import ReleaseNodes, SchedulerState
 
 BEFORE, AFTER = "before a snapshot", "after a snapshot"
 MEMBERS = frozenset({"worker:0", "worker:1", "worker:2"})
@@ -25,7 +25,7 @@ class Scheduled:
 
     def obey(self, instructions):
         for each in instructions:
-            if isinstance(each, Release):
+            if isinstance(each, ReleaseNodes):
                 self.waiting -= {int(node.partition(":")[2]) for node, _ in each.requests}
 
     def come(self, worker: int, name: str, step: int = -1) -> None:

@@ -13,11 +13,11 @@ from braid.errors import CommError, ConfigError
 from braid.ps import kv
 from braid.ps.kv.filters import digest_of
 from braid.ps.kv.groups import ALL, NUM_KEYS, id_of, key_ranges, members_of, node_of
-from braid.ps.kv.layout import Layout
+from braid.ps.kv.layout import KeyLayout
 from braid.ps.kv.pairs import as_keys
 from braid.ps.kv.parcel import Parcel
-from braid.ps.kv.protocol.executed import Executed, Progress, Stream
-from braid.ps.kv.protocol.members_state import MembersState, Publish, Refuse, Release
+from braid.ps.kv.protocol.executed import Executed, RequestProgress, RequestStream
+from braid.ps.kv.protocol.members_state import MembersState, PublishMembers, Refuse, ReleaseTickets
 from braid.ps.kv.store import SumStore
 
 ANY_KEYS = st.lists(st.integers(0, NUM_KEYS - 1), unique=True, max_size=40).map(sorted)
@@ -63,7 +63,7 @@ def test_each_key_has_one_server_and_stays_sorted(numbers, servers, slicer):
 def test_values_are_gathered_and_scattered_by_their_lengths(lens, data):
     total = sum(lens)
     vals = torch.arange(total)
-    layout = Layout(len(lens), total, torch.tensor(lens))
+    layout = KeyLayout(len(lens), total, torch.tensor(lens))
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(lens), max_size=len(lens))))
     groups = vals.split(lens)
     out = torch.full([total], -1)
@@ -188,29 +188,32 @@ def test_filters_refuse_options_that_cannot_be(make):
 
 
 def test_a_request_is_new_once_and_forgotten_when_its_answer_was_seen():
-    executed, stream = Executed(), Stream("worker:0", 1, 0, 0)
-    assert executed.begin(stream, 0, 0) is Progress.NEW
-    assert executed.begin(stream, 0, 0) is Progress.UNDER_WAY
+    executed, stream = Executed(), RequestStream("worker:0", 1, 0, 0)
+    assert executed.begin(stream, 0, 0) is RequestProgress.NEW
+    assert executed.begin(stream, 0, 0) is RequestProgress.UNDER_WAY
     assert executed.finish(stream, 0, "a")
     assert not executed.finish(stream, 0, "b")
     assert executed.begin(stream, 0, 0) == "a"
-    assert executed.begin(stream, 2, 0) is Progress.NEW
-    assert executed.begin(stream, 1, 1) is Progress.NEW
+    assert executed.begin(stream, 2, 0) is RequestProgress.NEW
+    assert executed.begin(stream, 1, 1) is RequestProgress.NEW
     assert executed.num_remembered == 2
-    assert executed.begin(stream, 0, 0) is Progress.OVER
+    assert executed.begin(stream, 0, 0) is RequestProgress.OVER
     executed.cancel(stream, 1)
-    assert executed.begin(stream, 1, 1) is Progress.NEW
+    assert executed.begin(stream, 1, 1) is RequestProgress.NEW
 
 
 def test_streams_of_different_customers_and_lives_do_not_meet():
     executed = Executed()
     streams = [
-        Stream(f"worker:{n}", 1, app, c) for n in range(200) for app in range(2) for c in range(2)
+        RequestStream(f"worker:{n}", 1, app, c)
+        for n in range(200)
+        for app in range(2)
+        for c in range(2)
     ]
-    assert all(executed.begin(each, 0, 0) is Progress.NEW for each in streams)
-    later = Stream("worker:0", 2, 0, 0)
-    assert executed.begin(later, 0, 0) is Progress.NEW
-    assert executed.begin(streams[0], 5, 0) is Progress.OVER, "of a life that is over"
+    assert all(executed.begin(each, 0, 0) is RequestProgress.NEW for each in streams)
+    later = RequestStream("worker:0", 2, 0, 0)
+    assert executed.begin(later, 0, 0) is RequestProgress.NEW
+    assert executed.begin(streams[0], 5, 0) is RequestProgress.OVER, "of a life that is over"
     assert executed.num_remembered == len(streams) - 4 + 1
     assert executed.finish(streams[0], 0, "nobody waits for it")
 
@@ -223,7 +226,7 @@ def _complete() -> MembersState[str]:
     assert state.joins("server:0", 1, "a") == []
     assert state.joins("worker:0", 1, "b") == []
     assert state.missing == ["worker:1"]
-    assert state.joins("worker:1", 1, "c") == [Publish(("server:0", "worker:0", "worker:1"))]
+    assert state.joins("worker:1", 1, "c") == [PublishMembers(("server:0", "worker:0", "worker:1"))]
     return state
 
 
@@ -231,15 +234,15 @@ def test_barriers_open_when_all_have_come_and_never_for_the_lost():
     state = _complete()
     assert state.enters("worker:0", 0, 4, "first") == []
     assert state.enters("worker:0", 1, 4, "other") == []
-    assert state.enters("worker:1", 0, 4, "second") == [Release(("first", "second"))]
+    assert state.enters("worker:1", 0, 4, "second") == [ReleaseTickets(("first", "second"))]
     assert state.waiting() == ["barrier of group 4 lacks worker:1"]
     refused, published = state.loses("worker:1", "killed")
     assert refused == Refuse(
         ("other",), "the barrier of group 4 cannot open: worker:1 is lost (killed)"
     )
-    assert isinstance(published, Publish)
+    assert isinstance(published, PublishMembers)
     assert isinstance(state.enters("worker:0", 0, 4, "late")[0], Refuse)
-    assert state.enters("server:0", 0, 2, "alone") == [Release(("alone",))]
+    assert state.enters("server:0", 0, 2, "alone") == [ReleaseTickets(("alone",))]
     with pytest.raises(CommError, match="worker:0 is no member of group 2"):
         state.enters("worker:0", 0, 2, "")
     assert not state.is_over
@@ -251,7 +254,7 @@ def test_barriers_open_when_all_have_come_and_never_for_the_lost():
 def test_a_node_comes_back_and_another_process_cannot_be_it():
     state = _complete()
     state.loses("worker:0", "cut off")
-    assert state.joins("worker:0", 1, "b") == [Publish(("server:0", "worker:0", "worker:1"))]
+    assert state.joins("worker:0", 1, "b") == [PublishMembers(("server:0", "worker:0", "worker:1"))]
     assert state.lost == {}
     with pytest.raises(CommError, match="worker:0 is here already"):
         state.joins("worker:0", 2, "b")

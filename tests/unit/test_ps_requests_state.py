@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from braid.ps.protocol.requests_state import Done, RequestsState, Send
+from braid.ps.protocol.requests_state import Done, RequestsState, SendParts
 
 
 def test_a_part_that_has_moved_is_asked_for_again_where_the_next_route_says():
     requests = RequestsState()
-    assert requests.begin(1, [0], lambda _: "server:0") == [Send(1, "server:0", (0,))]
+    assert requests.begin(1, [0], lambda _: "server:0") == [SendParts(1, "server:0", (0,))]
     assert requests.moved(1, "server:0", [0]) == []
     # the part has come back meanwhile, and the route in between was missed
-    assert requests.rerouted() == [Send(1, "server:0", (0,))]
+    assert requests.rerouted() == [SendParts(1, "server:0", (0,))]
     assert requests.rerouted() == []
     assert requests.answered(1, [0]) == [Done(1)]
 
@@ -20,7 +20,7 @@ def test_a_part_whose_node_was_lost_is_asked_for_elsewhere_or_when_the_node_is_b
     requests = RequestsState()
     requests.begin(1, [0, 1], where.get)
     requests.lost("server:0")
-    assert requests.linked("server:0") == [Send(1, "server:0", (0,))]
+    assert requests.linked("server:0") == [SendParts(1, "server:0", (0,))]
     requests.lost("server:0")
     where[0] = "server:1"
-    assert requests.rerouted() == [Send(1, "server:1", (0,))]
+    assert requests.rerouted() == [SendParts(1, "server:1", (0,))]

@@ -8,15 +8,15 @@ from braid.errors import CommError
 from braid.ps import BSP, Consistency
 from braid.ps.protocol.instructions import (
     Accept,
-    Answer,
+    AnswerPull,
     Apply,
-    Drop,
+    DropPushes,
     Keep,
     Merge,
     Moved,
     View,
 )
-from braid.ps.protocol.progress import Progress, Record, Rules
+from braid.ps.protocol.progress import ConsistencySchedule, ShardProgress, ShardRecord
 from braid.ps.protocol.shard_state import ShardState
 
 
@@ -30,14 +30,14 @@ def test_a_clock_is_one_record_in_the_order_of_workers():
     state = head(2)
     assert state.push(1, 0, ("worker:1", 1)) == [Keep(1, 0)]
     assert state.pull(1, 1, ("worker:1", 2)) == []
-    record = Record(number=1, pushes=((0, 0), (1, 0)), scale=0.5, completed=1)
+    record = ShardRecord(number=1, pushes=((0, 0), (1, 0)), scale=0.5, completed=1)
     assert state.push(0, 0, ("worker:0", 1)) == [
         Keep(0, 0),
         Merge(record),
         Apply(record),
         Accept(("worker:0", 1)),
         Accept(("worker:1", 1)),
-        Answer(("worker:1", 2)),
+        AnswerPull(("worker:1", 2)),
     ]
     assert state.push(0, 0, ("worker:0", 9)) == [Accept(("worker:0", 9))]
 
@@ -57,7 +57,7 @@ def test_a_worker_that_left_stands_for_no_other():
     assert state.push(0, 0, ("worker:0", 1)) == [Keep(0, 0)]
     done = state.push(1, 0, ("worker:1", 1))
     assert done[1] == Merge(
-        Record(number=1, pushes=((0, 0), (1, 0), (2, 0)), scale=1 / 3, completed=1)
+        ShardRecord(number=1, pushes=((0, 0), (1, 0), (2, 0)), scale=1 / 3, completed=1)
     )
 
 
@@ -74,7 +74,7 @@ def test_who_leaves_the_chain_sends_all_to_the_new_head():
     state = head(2, (0, 1))
     state.push(0, 0, ("worker:0", 1))
     done = state.configure(View(1, (1,), {}, {0: 0, 1: 0}))
-    assert done[-1] == Drop(((0, 0),))
+    assert done[-1] == DropPushes(((0, 0),))
     assert [each.request for each in done[:-1]] == [("worker:0", 1)]
     assert state.push(1, 0, ("worker:1", 1))[0].request == ("worker:1", 1)
 
@@ -84,7 +84,7 @@ def test_a_head_that_missed_its_removal_and_joins_again_accepts_nothing_of_befor
     state.push(0, 0, ("worker:0", 1))  # record 1 waits to be confirmed
     done = state.configure(View(5, (1, 0), {0: 5}, {0: 0}))
     assert done == [Moved(("worker:0", 1))]
-    progress = Progress(Rules.always(BSP), number=1)
+    progress = ShardProgress(ConsistencySchedule.always(BSP), number=1)
     assert not any(isinstance(each, Accept) for each in state.install(progress, 5))
     assert state.configure(View(6, (0,), {}, {0: 0})) == []
     assert state.push(0, 0, ("worker:0", 2))[0] == Keep(0, 0)
@@ -117,5 +117,5 @@ def test_a_change_that_is_sent_again_is_accepted_though_a_later_one_has_come():
             state.push(worker, clock, (f"worker:{worker}", 2 * clock + 1))
     assert state.change(1098, None, 1 / 1099, ("worker:1", 9)) == [Accept(("worker:1", 9))]
     assert len(state.applied.rates) == 1000, "old ones are forgotten"
-    late = Record(number=0, pushes=((0, 1097), (1, 1098)))
+    late = ShardRecord(number=0, pushes=((0, 1097), (1, 1098)))
     assert state.applied.rate(late) == 1 / 1098

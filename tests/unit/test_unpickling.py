@@ -37,8 +37,8 @@ WRITES = "writes only"
 PLACES = {
     "checkpoint/torch_distributed.py _read_metadata.Restricted.find_class: pickle.UnpicklingError": "the refusal",
     "checkpoint/torch_distributed.py _read_metadata.Restricted: pickle.Unpickler": "who writes the file; read_model(format='dcp'), and it finds classes without code only",
-    "comm/autograd/layer_costs.py LiveBytes.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
-    "comm/autograd/layer_costs.py LiveBytes.register: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
+    "comm/autograd/layer_costs.py LiveTensors.__init__: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
+    "comm/autograd/layer_costs.py LiveTensors.register: torch.multiprocessing.reductions.StorageWeakRef": COUNTS,
     "comm/tensors/plain_data.py _pickled: pickle.dumps": WRITES,
     "comm/tensors/plain_data.py decode: pickle.loads": "ranks of the job; allow_pickle=True of an object collective on this rank, for Horovod's front BRAID_HOROVOD_ALLOW_PICKLE=1",
     "compat/horovod/launcher/function_rank.py _packed: pickle.dumps": WRITES,

@@ -111,9 +111,9 @@ def test_plain_forms_copy_and_direct_forms_do_not():
             seen.append(build) or original(nodes, build, **own)
         )
         worker.wait(worker.push(keys, vals, copy=False))
-        from braid.ps.kv.app import Header
+        from braid.ps.kv.app import RequestHeader
 
-        _, buffers = seen[0](Header(0, 0, 0, 0, 0))
+        _, buffers = seen[0](RequestHeader(0, 0, 0, 0, 0))
         addresses = [np.frombuffer(each, dtype=np.uint8).ctypes.data for each in buffers]
         assert addresses == [keys.data_ptr(), vals.data_ptr()]
 

@@ -19,10 +19,10 @@ from functools import partial
 from typing import TypeAlias
 
 from braid.errors import CommError, CommTimeout, PeerLostError
-from braid.ps.messages import Answer, Elsewhere, Refused, Repeat
+from braid.ps.messages import Answer, Elsewhere, Repeat, RequestRefused
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import Directory
-from braid.ps.protocol.requests_state import Done, Failed, RequestsState, Route, Send
+from braid.ps.protocol.requests_state import Done, PartsLost, RequestsState, Route, SendParts
 from braid.runtime.message import Delivery, Message
 from braid.runtime.wire import Buffer
 
@@ -230,14 +230,14 @@ class Customer:
         nodes = sorted({node or "nobody" for node in asked.values()})
         return f"{len(asked)} parts of request {timestamp} are unanswered by {', '.join(nodes)}"
 
-    def _act(self, instructions: Sequence[Send | Done | Failed]) -> None:
+    def _act(self, instructions: Sequence[SendParts | Done | PartsLost]) -> None:
         for each in instructions:
             match each:
-                case Send(timestamp, node, parts):
+                case SendParts(timestamp, node, parts):
                     self._send(timestamp, node, parts)
                 case Done(timestamp):
                     self._finish(timestamp)
-                case Failed(timestamp, parts):
+                case PartsLost(timestamp, parts):
                     text = self._postoffice.failure or self._why_lost(parts)
                     self._finish(timestamp, PeerLostError(text))
 
@@ -285,7 +285,7 @@ class Customer:
 
     def _answer(self, timestamp: int, delivery: Delivery) -> None:
         message = delivery.message
-        if isinstance(message, Refused):
+        if isinstance(message, RequestRefused):
             self._finish(timestamp, CommError(f"{delivery.sender} refuses: {message.text}"))
         elif isinstance(message, Elsewhere):
             self._act(self._state.moved(timestamp, delivery.sender, message.parts))

@@ -7,7 +7,7 @@ import msgspec
 from braid.errors import ConfigError
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.directory import Directory
-from braid.ps.protocol.progress import Record
+from braid.ps.protocol.progress import ShardRecord
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
@@ -17,8 +17,6 @@ __all__ = [
     "Answer",
     "Barrier",
     "Called",
-    "Change",
-    "Confirmed",
     "Dealt",
     "Drain",
     "Elsewhere",
@@ -27,18 +25,20 @@ __all__ = [
     "Failure",
     "Here",
     "Installed",
-    "Join",
     "Leave",
     "Loads",
     "NextData",
+    "NodeJoin",
     "Pull",
     "Pulled",
     "Push",
-    "Refused",
+    "RecordsConfirmed",
     "Released",
     "Repeat",
-    "State",
+    "RequestRefused",
+    "ShardSnapshot",
     "StopAt",
+    "TableChange",
     "Update",
     "check_type",
 ]
@@ -79,7 +79,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     clocks: bool = False
 
 
-class Change(msgspec.Struct, tag="change", frozen=True):
+class TableChange(msgspec.Struct, tag="change", frozen=True):
     """Another consistency or learning rate from a clock on."""
 
     epoch: int
@@ -133,7 +133,7 @@ class Explained(Answer, tag="explained", frozen=True):
     lines: list[str]
 
 
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class RequestRefused(msgspec.Struct, tag="refused", frozen=True):
     """A request that makes no sense to the server, which lives on."""
 
     text: str
@@ -145,11 +145,11 @@ class Update(msgspec.Struct, tag="update", frozen=True):
     epoch: int
     table: str
     shard: int
-    record: Record
+    record: ShardRecord
     specs: list[TensorSpec]
 
 
-class Confirmed(msgspec.Struct, tag="confirmed", frozen=True):
+class RecordsConfirmed(msgspec.Struct, tag="confirmed", frozen=True):
     """All servers from this one on have the records up to `number`."""
 
     epoch: int
@@ -158,7 +158,7 @@ class Confirmed(msgspec.Struct, tag="confirmed", frozen=True):
     number: int
 
 
-class State(msgspec.Struct, tag="state", frozen=True):
+class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
     """The whole state of a shard for a successor that joins."""
 
     since: int
@@ -175,7 +175,7 @@ class State(msgspec.Struct, tag="state", frozen=True):
     specs: list[TensorSpec]
 
 
-class Join(msgspec.Struct, tag="join", frozen=True):
+class NodeJoin(msgspec.Struct, tag="join", frozen=True):
     """A node is here; the address at which others can call it, and a worker's first clock.
 
     A worker that was a member already sends the epoch of its directory: it may have been removed
@@ -270,10 +270,10 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
 
 
 SCHEMA = Schema(
-    *(Push, Pull, Change, Accepted, Pulled, Elsewhere, Refused, Explain, Explained),
-    *(Update, Confirmed, State),
+    *(Push, Pull, TableChange, Accepted, Pulled, Elsewhere, RequestRefused, Explain, Explained),
+    *(Update, RecordsConfirmed, ShardSnapshot),
     *(
-        Join,
+        NodeJoin,
         Called,
         Here,
         Leave,

@@ -53,7 +53,7 @@ PARTITION_BYTES = 4 << 20
 ParamGroup: TypeAlias = "tuple[list[nn.Parameter], Rule | MakeOptimizer]"
 
 
-class _Partition:
+class _ParamPartition:
     """Some parameters, which lie in one table.
 
     Args:
@@ -191,7 +191,7 @@ class ParameterServer(nn.Module):
         self._node = node
         self._cross_barrier = cross_barrier
         self._accumulates = False
-        self._partitions: list[_Partition] = []
+        self._partitions: list[_ParamPartition] = []
         partitions = _divided(module, groups, partition_bytes)
         if not partitions:
             msg = f"{type(module).__name__} has no parameter that requires a gradient"
@@ -288,7 +288,7 @@ class ParameterServer(nn.Module):
         """Take in a partition on a worker."""
         optimizer = make(list(params)) if callable(make) else None
         priority = min(len(self._partitions), NUM_PRIORITIES - 1)
-        partition = _Partition(table, params, flat, optimizer, priority)
+        partition = _ParamPartition(table, params, flat, optimizer, priority)
         if optimizer is None and params[0].device.type == "cpu":
             for param, view in zip(params, flat.views, strict=True):
                 param.data = view
@@ -306,7 +306,9 @@ class ParameterServer(nn.Module):
 
 
 def _ready(
-    server: weakref.ref[ParameterServer], partition: weakref.ref[_Partition], param: nn.Parameter
+    server: weakref.ref[ParameterServer],
+    partition: weakref.ref[_ParamPartition],
+    param: nn.Parameter,
 ) -> None:
     """Record a gradient, unless it accumulates.
 

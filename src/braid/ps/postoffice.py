@@ -31,9 +31,9 @@ from braid.ps.messages import (
     Explained,
     Failure,
     Here,
-    Join,
     Leave,
-    Refused,
+    NodeJoin,
+    RequestRefused,
     StopAt,
 )
 from braid.ps.protocol.directory import Directory
@@ -103,7 +103,7 @@ class Postoffice:
         self.tables: dict[str, tuple[str, int]] = {}  # form and checksum, for the scheduler
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
-        self._announced = 0  # number of the last Join that the scheduler has not answered
+        self._announced = 0  # number of the last NodeJoin that the scheduler has not answered
         self._broken: dict[str, int] = {}  # when to try again
         self._refused: set[str] = set()  # nodes at whose address no process listens
         self._resent_ns = van.clock.now_ns()
@@ -199,7 +199,7 @@ class Postoffice:
         self.van.connect(SCHEDULER, self._scheduler, timeout_s=within_s)
         self.announce()
         try:
-            with self.waits.ask(Join(""), [SCHEDULER], 0):
+            with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
                 self.wait_until(
                     lambda: self.directory is not None or self.failure or SCHEDULER in self._broken,
                     timeout_s,
@@ -216,7 +216,7 @@ class Postoffice:
         self.expect_no_more([self._announced])
         self.expect(number, self._welcomed)
         self._announced = number
-        join = Join(self.van.address, self._start, self.tables, self.epoch)
+        join = NodeJoin(self.van.address, self._start, self.tables, self.epoch)
         self.send(SCHEDULER, join, message_id=number)
 
     def raise_failure(self) -> None:
@@ -452,7 +452,7 @@ class Postoffice:
         self._announced = 0
         if isinstance(delivery.message, Here):
             self._learn(delivery)
-        elif isinstance(delivery.message, Refused):
+        elif isinstance(delivery.message, RequestRefused):
             self.failure = self.failure or delivery.message.text
 
     def _stop(self, delivery: Delivery) -> None:

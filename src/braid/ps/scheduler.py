@@ -23,25 +23,25 @@ from braid.ps.messages import (
     Failure,
     Here,
     Installed,
-    Join,
     Leave,
     Loads,
     NextData,
-    Refused,
+    NodeJoin,
     Released,
+    RequestRefused,
     StopAt,
 )
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.data_state import Issue
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.scheduler_state import (
-    Call,
-    Fail,
+    CallSpare,
+    FailRun,
     Instruction,
-    Publish,
-    Release,
+    PublishDirectory,
+    ReleaseNodes,
     SchedulerState,
-    Stop,
+    StopWorkers,
 )
 from braid.ps.roles import SPARE, server_node, worker_node
 from braid.runtime.message import Delivery, PeerLost, split_node
@@ -91,7 +91,7 @@ class Scheduler:
         self._had_workers = state.directory is not None
         self._num_handled = 0
         postoffice.directory = state.directory
-        handled = (Join, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
+        handled = (NodeJoin, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
         postoffice.register(
             dict.fromkeys(handled, self._handle),
             on_resend=self._publish,
@@ -134,13 +134,13 @@ class Scheduler:
             self._act(self._decide(delivery))
             if self._state.failure:
                 self._postoffice.send(delivery.sender, Failure(self._state.failure))
-            if isinstance(delivery.message, Join) and self._state.directory is not None:
+            if isinstance(delivery.message, NodeJoin) and self._state.directory is not None:
                 here = Here(self._state.directory)
                 self._postoffice.send(delivery.sender, here, answers=delivery.id)
         except StaleError as exc:
             self._postoffice.send(delivery.sender, Failure(str(exc), is_removed=True))
         except BraidError as exc:
-            self._postoffice.send(delivery.sender, Refused(str(exc)), answers=delivery.id)
+            self._postoffice.send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
 
     def _decide(  # noqa: C901, PLR0911 - one for each message
         self, delivery: Delivery
@@ -151,7 +151,7 @@ class Scheduler:
         if role == "worker" and not isinstance(delivery.message, PeerLost | Leave):
             state.check_worker(number, life)
         match delivery.message:
-            case Join(address, start, tables, epoch):
+            case NodeJoin(address, start, tables, epoch):
                 if differs := state.check_tables(delivery.sender, tables):
                     return differs
                 if is_server:
@@ -183,20 +183,20 @@ class Scheduler:
     def _act(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
             match each:
-                case Publish():
+                case PublishDirectory():
                     self._publish()
-                case Call(spare, worker):
+                case CallSpare(spare, worker):
                     self._postoffice.send(f"{SPARE}:{spare}", Called(worker))
-                case Stop(clock):
+                case StopWorkers(clock):
                     for node in self._postoffice.van.peers:
                         self._postoffice.send(node, StopAt(clock))
-                case Release(requests):
+                case ReleaseNodes(requests):
                     for node, request in requests:
                         self._postoffice.send(node, Released((0,)), answers=request)
                 case Issue((node, request), shard):
                     dealt = Dealt((0,), -1 if shard is None else shard)
                     self._postoffice.send(node, dealt, answers=request)
-                case Fail(text):
+                case FailRun(text):
                     for node in self._postoffice.van.peers:
                         self._postoffice.send(node, Failure(text))
 
@@ -209,7 +209,7 @@ class Scheduler:
             self._postoffice.directory = directory
             self._write(directory)
         if self._state.failure:
-            self._act([Fail(self._state.failure)])
+            self._act([FailRun(self._state.failure)])
         nodes = [*map(server_node, directory.servers), *map(worker_node, directory.workers)]
         for node in dict.fromkeys([*nodes, *self._postoffice.van.peers]):
             if self._postoffice.van.is_connected(node):

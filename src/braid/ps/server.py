@@ -1,7 +1,7 @@
 """A server: carries out what the states of its shards decide, on tensors and a van.
 
-    Push, Pull, Change ──> ShardState of each shard ──> Accepted, Pulled, Elsewhere   to workers
-    Update, Confirmed, State ──────┘            └─────> Update, Confirmed, State      in the chain
+    to workers     Push, Pull, TableChange ──> ShardState ──> Accepted, Pulled, Elsewhere
+    in the chain   Update, RecordsConfirmed, ShardSnapshot, both in and out
 
 A request concerns several shards; each answer contains those that could be answered at that moment.
 Messages of a later epoch than this server's wait until it has that directory.
@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from braid.errors import BraidError, CommError
 from braid.ps.messages import (
     Accepted,
-    Change,
-    Confirmed,
     Drain,
     Elsewhere,
     Failure,
@@ -25,15 +23,17 @@ from braid.ps.messages import (
     Pull,
     Pulled,
     Push,
-    Refused,
-    State,
+    RecordsConfirmed,
+    RequestRefused,
+    ShardSnapshot,
+    TableChange,
     Update,
 )
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import NUM_VIRTUAL, Directory
 from braid.ps.protocol.instructions import (
     Accept,
-    Answer,
+    AnswerPull,
     Confirm,
     Install,
     Instruction,
@@ -41,10 +41,10 @@ from braid.ps.protocol.instructions import (
     SendOn,
     View,
 )
-from braid.ps.protocol.progress import Progress, Rules
+from braid.ps.protocol.progress import ConsistencySchedule, ShardProgress
 from braid.ps.protocol.shard_state import ShardState
 from braid.ps.roles import SCHEDULER, server_node, worker_node
-from braid.ps.shard import Shard
+from braid.ps.shard import TableShard
 from braid.ps.storage import State as StoredState
 from braid.ps.storage import Tensors
 from braid.ps.tables import TableSpec
@@ -100,7 +100,7 @@ class Server:
         self._postoffice = postoffice
         self._number = number
         self._tables: dict[str, TableSpec] = {}
-        self._shards: dict[tuple[str, int], Shard] = {}
+        self._shards: dict[tuple[str, int], TableShard] = {}
         self._asked: dict[Asker, _Asked] = {}
         self._ready: set[Asker] = set()
         self._deferred: list[Delivery] = []
@@ -113,7 +113,9 @@ class Server:
         self._alone_ns: int | None = None  # since when nobody is connected
         self.is_drained = False
         postoffice.register(
-            dict.fromkeys((Push, Pull, Change, Update, Confirmed, State), self.handle),
+            dict.fromkeys(
+                (Push, Pull, TableChange, Update, RecordsConfirmed, ShardSnapshot), self.handle
+            ),
             on_directory=self._configure,
             on_resend=self._resend,
             on_linked=self._linked,
@@ -130,10 +132,12 @@ class Server:
             if states is not None:
                 storage.load(states[number])
             virtual = table.virtual(number)
-            self._shards[table.name, number] = Shard(table.name, number, virtual, state, storage)
+            self._shards[table.name, number] = TableShard(
+                table.name, number, virtual, state, storage
+            )
 
     @property
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[TableShard]:
         """The shards, with and without state."""
         return list(self._shards.values())
 
@@ -161,7 +165,7 @@ class Server:
         if epoch > self._epoch:
             self._deferred.append(delivery)
             return
-        if isinstance(delivery.message, Push | Pull | Change) and self._refuses(delivery):
+        if isinstance(delivery.message, Push | Pull | TableChange) and self._refuses(delivery):
             return
         try:
             self._dispatch(delivery)
@@ -169,7 +173,7 @@ class Server:
             asker = delivery.sender, delivery.id
             self._asked.pop(asker, None)
             self._ready.discard(asker)  # some of its shards may have had an answer
-            self._send(delivery.sender, Refused(str(exc)), answers=delivery.id)
+            self._send(delivery.sender, RequestRefused(str(exc)), answers=delivery.id)
         self._answer_ready()
 
     def _refuses(self, delivery: Delivery) -> bool:
@@ -199,7 +203,7 @@ class Server:
             case Push() | Pull():
                 self._ask(delivery, message)
                 self._record_pushes(message.table, message.shards)
-            case Change():
+            case TableChange():
                 shards = [self._shard(message.table, number) for number in message.shards]
                 if message.lr is not None:
                     for shard in shards:
@@ -218,11 +222,11 @@ class Server:
                 shard = self._shard(message.table, message.shard)
                 sums = tuple(from_buffers(message.specs, delivery.buffers))
                 self._act(shard, shard.follow(message.record, sums, message.epoch))
-            case Confirmed():
+            case RecordsConfirmed():
                 shard = self._shard(message.table, message.shard)
                 done = shard.state.confirm(message.number, message.epoch)
                 self._act(shard, shard.carry_out(done))
-            case State():
+            case ShardSnapshot():
                 self._install(message, from_buffers(message.specs, delivery.buffers))
 
     def _ask(self, delivery: Delivery, message: Push | Pull) -> None:
@@ -347,7 +351,7 @@ class Server:
 
     # -- instructions
 
-    def _act(self, shard: Shard, instructions: Sequence[Instruction]) -> None:
+    def _act(self, shard: TableShard, instructions: Sequence[Instruction]) -> None:
         state = shard.state
         for each in instructions:
             match each:
@@ -358,17 +362,19 @@ class Server:
                     )
                     self._send_to(state.successor, update, buffers)
                 case Confirm(number):
-                    confirmed = Confirmed(state.view.epoch, shard.table, shard.number, number)
+                    confirmed = RecordsConfirmed(
+                        state.view.epoch, shard.table, shard.number, number
+                    )
                     self._send_to(state.predecessor, confirmed)
                 case Install(server):
                     self._send_state(shard, server)
-                case Accept(asker) | Answer(asker) | Moved(asker):
+                case Accept(asker) | AnswerPull(asker) | Moved(asker):
                     self._resolve(shard, each, asker)
                 case _:
                     msg = f"{each} is for values"
                     raise AssertionError(msg)
 
-    def _resolve(self, shard: Shard, how: Instruction, asker: Asker) -> None:
+    def _resolve(self, shard: TableShard, how: Instruction, asker: Asker) -> None:
         """Let a shard of a request be answered with the next message to who asks."""
         asked = self._asked.get(asker)
         if asked is None or shard.number not in asked.queries:
@@ -424,11 +430,11 @@ class Server:
                 was_parked=asked.was_parked,
             )
 
-    def _send_state(self, shard: Shard, server: int) -> None:
+    def _send_state(self, shard: TableShard, server: int) -> None:
         """Send a whole shard to a server that joins its chain."""
         state, progress = shard.storage.export(), shard.state.applied
         specs, buffers = as_buffers(list(state.values()))
-        message = State(
+        message = ShardSnapshot(
             since=shard.state.view.joining[server],
             table=shard.table,
             shard=shard.number,
@@ -444,14 +450,14 @@ class Server:
         )
         self._send_to(server, message, buffers)
 
-    def _install(self, message: State, tensors: Sequence[object]) -> None:
+    def _install(self, message: ShardSnapshot, tensors: Sequence[object]) -> None:
         shard = self._shard(message.table, message.shard)
         state = shard.state
         if state.is_installed or state.view.joining.get(self._number) != message.since:
             return
         shard.storage.load(dict(zip(message.names, tensors, strict=True)))  # type: ignore[arg-type]
-        progress = Progress(
-            Rules(list(message.begins), list(message.values)),
+        progress = ShardProgress(
+            ConsistencySchedule(list(message.begins), list(message.values)),
             message.number,
             dict(message.clocks),
             message.completed,
@@ -479,7 +485,7 @@ class Server:
     def _epoch(self) -> int:
         return self._postoffice.epoch
 
-    def _shard(self, table: str, number: int) -> Shard:
+    def _shard(self, table: str, number: int) -> TableShard:
         if table not in self._tables:
             known = ", ".join(sorted(self._tables)) or "none"
             msg = f"there is no table {table!r}; the server has {known}"

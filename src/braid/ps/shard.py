@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 
 from braid.ps.protocol.instructions import (
     Apply,
-    Drop,
+    DropPushes,
     Instruction,
     Keep,
     Merge,
 )
-from braid.ps.protocol.progress import Record
+from braid.ps.protocol.progress import ShardRecord
 from braid.ps.protocol.shard_state import ShardState
 from braid.ps.storage import SparseStorage, Storage, Tensors
 
-__all__ = ["Shard"]
+__all__ = ["TableShard"]
 
 
 @dataclass
-class Shard:
+class TableShard:
     """A shard, its values, and what is under way.
 
     Attributes:
@@ -66,7 +66,7 @@ class Shard:
             match each:
                 case Keep(worker, clock):
                     self.kept[worker, clock] = value
-                case Drop(pushes):
+                case DropPushes(pushes):
                     for push in pushes:
                         self.kept.pop(push, None)
                 case Merge(record):
@@ -88,13 +88,13 @@ class Shard:
         self._pulled[worker] = version, values if compensates else ()
         return values, version
 
-    def follow(self, record: Record, sums: Tensors, epoch: int) -> list[Instruction]:
+    def follow(self, record: ShardRecord, sums: Tensors, epoch: int) -> list[Instruction]:
         """Take a record of the predecessor."""
         if self.state.follows(epoch) and record.number > self.state.applied.number:
             self.sums[record.number] = sums
         return self.carry_out(self.state.record(record, epoch))
 
-    def _apply(self, record: Record) -> None:
+    def _apply(self, record: ShardRecord) -> None:
         """Let the optimizer step with the sum of a record, at the learning rate of its clock."""
         sums = self.sums[record.number]
         if not sums:
@@ -105,7 +105,7 @@ class Shard:
             self._lr = lr
         self.storage.apply(sums)
 
-    def _merged(self, record: Record) -> Tensors:
+    def _merged(self, record: ShardRecord) -> Tensors:
         """Return the sum of a record's pushes, in their order."""
         values = []
         for worker, clock in record.pushes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from braid.errors import ConfigError
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.messages import Change, Pull, Pulled, check_type
+from braid.ps.messages import Pull, Pulled, TableChange, check_type
 from braid.ps.tables import TableSpec
 from braid.runtime.message import Delivery
 
@@ -147,7 +147,7 @@ class Table:
         check_type("a learning rate is a number", 0.0 if lr is None else lr, (int, float))
         check_type("a consistency is a ps.Consistency", consistency or BSP, Consistency)
 
-        def build(parts: tuple[int, ...]) -> tuple[Change, Sequence[memoryview]]:
-            return Change(self.epoch, self.name, parts, clock, consistency, lr), ()
+        def build(parts: tuple[int, ...]) -> tuple[TableChange, Sequence[memoryview]]:
+            return TableChange(self.epoch, self.name, parts, clock, consistency, lr), ()
 
         return self._request(range(self.num_shards), build)

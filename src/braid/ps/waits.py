@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
-from braid.ps.messages import Barrier, Change, Join, NextData, Pull, Push
+from braid.ps.messages import Barrier, NextData, NodeJoin, Pull, Push, TableChange
 from braid.runtime.clock import Clock
 from braid.runtime.events import Recorder, Span
 from braid.runtime.message import Message
@@ -105,13 +105,13 @@ def _described(message: Message | None, number: int) -> tuple[str, int]:
             return f"push(table {table!r}", clock
         case Pull(table=table, clock=clock):
             return f"pull(table {table!r}", clock
-        case Change(table=table, clock=clock):
+        case TableChange(table=table, clock=clock):
             return f"change(table {table!r}", clock
         case Barrier(name=name):
             return f"barrier({name!r}", number
         case NextData(name=name):
             return f"samples({name!r}", number
-        case Join():
+        case NodeJoin():
             return "join(all servers and workers", number
         case _:
             return "request(", number

@@ -9,7 +9,7 @@ from braid.comm.formats.feedback import ErrorFeedback
 from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32, FloatFormat
 from braid.comm.formats.integers import Int8
 from braid.comm.formats.low_rank import LowRank
-from braid.comm.formats.sparse import TopK
+from braid.comm.formats.sparse import TopKFormat
 from braid.comm.formats.wire_format import WireFormat
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "FloatFormat",
     "Int8",
     "LowRank",
-    "TopK",
+    "TopKFormat",
     "WireFormat",
     "by_name",
 ]

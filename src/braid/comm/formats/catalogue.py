@@ -6,7 +6,7 @@ import torch
 
 from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32
 from braid.comm.formats.integers import Int8
-from braid.comm.formats.sparse import TopK
+from braid.comm.formats.sparse import TopKFormat
 from braid.comm.formats.wire_format import WireFormat
 from braid.errors import ConfigError
 
@@ -34,7 +34,7 @@ def by_name(name: str, *, generator: torch.Generator | None = None) -> WireForma
         return Int8(stochastic=True, generator=generator)
     kind, _, option = name.partition(":")
     if kind == "topk":
-        return TopK(_ratio(name, option))
+        return TopKFormat(_ratio(name, option))
     hint = ""
     if kind.startswith(("rank", "powersgd")):
         hint = "; low rank takes two all-reduces and is no format of one message: see LowRank"

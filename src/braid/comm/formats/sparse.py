@@ -31,7 +31,7 @@ import torch
 from braid.comm.formats.wire_format import CHUNK, check_length, chunks, numbers, room, same_device
 from braid.errors import CommError, ConfigError
 
-__all__ = ["TopK"]
+__all__ = ["TopKFormat"]
 
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16  # numbers
 REACHING = 64  # of the sample that shall reach the threshold: the count is off by 13 % then
@@ -43,7 +43,7 @@ SMALLEST = 2.0**-149  # a threshold above zero keeps zeros back
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopKFormat:
     """The numbers of largest magnitude, at most `ratio` of all.
 
     A number that is sent has no error; one that is not is its own error, and no larger in magnitude

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Block", "block_of"]
+__all__ = ["AttentionBlock", "block_of"]
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries and keys that meet, as slices of what the two ranks have.
 
     Attributes:
@@ -36,7 +36,9 @@ class Block(NamedTuple):
     is_causal: bool = False
 
 
-def block_of(rank: int, source: int, length: int, *, causal: bool, balanced: bool) -> Block | None:
+def block_of(
+    rank: int, source: int, length: int, *, causal: bool, balanced: bool
+) -> AttentionBlock | None:
     """Return the block in which a rank's queries meet the keys of rank `source`.
 
     Args:
@@ -51,9 +53,9 @@ def block_of(rank: int, source: int, length: int, *, causal: bool, balanced: boo
     """
     everything, half = slice(0, length), length // 2
     if not causal or rank == source:
-        return Block(everything, everything, is_causal=causal)
+        return AttentionBlock(everything, everything, is_causal=causal)
     if not balanced:
-        return Block(everything, everything) if source < rank else None
+        return AttentionBlock(everything, everything) if source < rank else None
     if source < rank:
-        return Block(everything, slice(0, half))
-    return Block(slice(half, length), everything)
+        return AttentionBlock(everything, slice(0, half))
+    return AttentionBlock(slice(half, length), everything)

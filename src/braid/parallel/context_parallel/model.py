@@ -127,7 +127,7 @@ class ContextParallel:
         self._group = group
         self._inputs = inputs
         self._signature = inspect.signature(model.forward)
-        self._modes: list[_Attention] = []
+        self._modes: list[_AttentionMode] = []
         self._attention = attention
         self._num_calls = 0
         self._adapter = Transformers(model, group) if is_transformers(model) else None
@@ -168,7 +168,7 @@ class ContextParallel:
 
     def _enter(self, _module: nn.Module, _args: object) -> None:
         if not self._modes:
-            mode = _Attention(self)
+            mode = _AttentionMode(self)
             mode.__enter__()  # type: ignore[no-untyped-call]
             self._modes.append(mode)
         else:
@@ -253,7 +253,7 @@ class ContextParallel:
         return self._attention(self._group, query, key, value, causal=is_causal, scale=scale)
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionMode(TorchFunctionMode):
     """Replaces scaled_dot_product_attention and leaves other functions alone."""
 
     def __init__(self, owner: ContextParallel) -> None:

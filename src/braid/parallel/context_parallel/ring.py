@@ -36,7 +36,7 @@ import torch
 from braid.comm import Group
 from braid.comm.autograd.phony import phony
 from braid.parallel.context_parallel.arguments import as_autocast, check_attention
-from braid.parallel.context_parallel.blocks import Block, block_of
+from braid.parallel.context_parallel.blocks import AttentionBlock, block_of
 from braid.parallel.context_parallel.kernels import HALF, Kernel, kernel_for, merge
 from braid.parallel.context_parallel.travel import GRADIENTS, Arriving, Pair, pass_on, travelling
 from braid.programs.cost import Cost
@@ -97,7 +97,7 @@ class _Options(NamedTuple):
     balanced: bool
     scale: float
 
-    def block(self, step: int, length: int) -> Block | None:
+    def block(self, step: int, length: int) -> AttentionBlock | None:
         """Return the block of a step; None where everything is masked."""
         rank = self.group.rank
         source = (rank - step) % self.group.size

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from braid.errors import BraidError, ConfigError
-from braid.parallel.gradients import Outcome, RankState
+from braid.parallel.gradients import AveragingOutcome, RankState
 from braid.types import first_few
 
 __all__ = [
@@ -90,7 +90,9 @@ def nonfinite_handler(
     return known_handlers[choice]
 
 
-def handle_nonfinite(outcome: Outcome, ranks: tuple[int, ...], handler: NonfiniteHandler) -> None:
+def handle_nonfinite(
+    outcome: AveragingOutcome, ranks: tuple[int, ...], handler: NonfiniteHandler
+) -> None:
     """Call `handler` if gradients of some rank are not finite.
 
     Args:

@@ -9,12 +9,17 @@ from braid.parallel.gradients.gradient_hooks import GradientHooks
 from braid.parallel.gradients.hook_schedule import StateHook
 from braid.parallel.gradients.missing_gradients import fill_missing_gradients
 from braid.parallel.gradients.reducer import GradientReducer
-from braid.parallel.gradients.reducer_options import Outcome, ReducerListener, ReducerOptions
+from braid.parallel.gradients.reducer_options import (
+    AveragingOutcome,
+    ReducerListener,
+    ReducerOptions,
+)
 from braid.parallel.gradients.reducer_policy import ReducerPolicy
 from braid.parallel.gradients.status import RankState, Status, StatusLayout
 from braid.parallel.gradients.table import ParamRecord, ParamTable
 
 __all__ = [
+    "AveragingOutcome",
     "Bucket",
     "BucketLayout",
     "Buckets",
@@ -25,7 +30,6 @@ __all__ = [
     "GradientHooks",
     "GradientReducer",
     "Hook",
-    "Outcome",
     "ParamRecord",
     "ParamTable",
     "RankState",

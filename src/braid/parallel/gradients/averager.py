@@ -26,7 +26,11 @@ from braid.parallel.gradients.disagreements import (
 )
 from braid.parallel.gradients.grad_view import averaged_with_graph
 from braid.parallel.gradients.hook_schedule import StateHook
-from braid.parallel.gradients.reducer_options import Outcome, ReducerListener, ReducerOptions
+from braid.parallel.gradients.reducer_options import (
+    AveragingOutcome,
+    ReducerListener,
+    ReducerOptions,
+)
 from braid.parallel.gradients.reducer_policy import ReducerPolicy
 from braid.parallel.gradients.sparse import average_sparse
 from braid.parallel.gradients.status import RankState, Status
@@ -239,7 +243,7 @@ class Averager:
         if differing is not None:
             raise MismatchError(differing)
         self._state.buffers_used = False
-        self.listener.on_averaged(Outcome(self.num_reductions, status, self._records))
+        self.listener.on_averaged(AveragingOutcome(self.num_reductions, status, self._records))
         if raised is not None:
             raise raised
 

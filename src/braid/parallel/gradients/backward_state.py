@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 from braid.errors import ConfigError
 
-__all__ = ["Action", "BackwardState", "Event", "Phase"]
+__all__ = ["BackwardEnd", "BackwardPhase", "BackwardState", "ReducerAction"]
 
 
-class Phase(enum.Enum):
+class BackwardPhase(enum.Enum):
     """Kind of the backward that is under way."""
 
     IDLE = enum.auto()
@@ -34,14 +34,14 @@ class Phase(enum.Enum):
     AVERAGING = enum.auto()
 
 
-class Event(enum.Enum):
+class BackwardEnd(enum.Enum):
     """Ends of a backward."""
 
     END = enum.auto()
     ABANDON = enum.auto()
 
 
-class Action(enum.Enum):
+class ReducerAction(enum.Enum):
     """Reactions of a reducer to the end of a backward."""
 
     NOTHING = enum.auto()
@@ -53,12 +53,12 @@ class Action(enum.Enum):
 
 
 ACTIONS = {
-    (Phase.LOCAL, Event.END): Action.ACCUMULATE,
-    (Phase.NESTED, Event.END): Action.KEEP,
-    (Phase.AVERAGING, Event.END): Action.AVERAGE,
-    (Phase.LOCAL, Event.ABANDON): Action.REPORT_LATER,
-    (Phase.NESTED, Event.ABANDON): Action.REPORT_LATER,
-    (Phase.AVERAGING, Event.ABANDON): Action.REPORT,
+    (BackwardPhase.LOCAL, BackwardEnd.END): ReducerAction.ACCUMULATE,
+    (BackwardPhase.NESTED, BackwardEnd.END): ReducerAction.KEEP,
+    (BackwardPhase.AVERAGING, BackwardEnd.END): ReducerAction.AVERAGE,
+    (BackwardPhase.LOCAL, BackwardEnd.ABANDON): ReducerAction.REPORT_LATER,
+    (BackwardPhase.NESTED, BackwardEnd.ABANDON): ReducerAction.REPORT_LATER,
+    (BackwardPhase.AVERAGING, BackwardEnd.ABANDON): ReducerAction.REPORT,
 }
 
 
@@ -80,7 +80,7 @@ class BackwardState:
         is_weighted: Whether the program has set a weight of one of them.
     """
 
-    phase: Phase = Phase.IDLE
+    phase: BackwardPhase = BackwardPhase.IDLE
     has_gradient: bool = False
     num_accumulated: int = 0
     averages_next: bool = False
@@ -97,26 +97,26 @@ class BackwardState:
         """Weight of this rank in the average."""
         return self.total_weight if self.is_weighted else 1.0
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: BackwardPhase) -> None:
         """Begin a backward of this kind."""
         self.phase = phase
         self.has_gradient = False
         self.weights.clear()
 
-    def end(self, event: Event) -> Action:
+    def end(self, event: BackwardEnd) -> ReducerAction:
         """End the present backward; return what follows."""
         action = ACTIONS[self.phase, event]
-        self.phase = Phase.IDLE
-        if event is Event.END:
+        self.phase = BackwardPhase.IDLE
+        if event is BackwardEnd.END:
             if not self.has_gradient:
-                return Action.NOTHING
+                return ReducerAction.NOTHING
             weight = next(iter(self.weights), None)
             if weight is not None:
                 self.total_weight += weight
                 self.is_weighted = True
-        if action in {Action.ACCUMULATE, Action.REPORT_LATER}:
+        if action in {ReducerAction.ACCUMULATE, ReducerAction.REPORT_LATER}:
             self.num_accumulated += 1
-        self.failed |= action is Action.REPORT_LATER
+        self.failed |= action is ReducerAction.REPORT_LATER
         return action
 
     def add_weight(self, weight: float | None) -> None:

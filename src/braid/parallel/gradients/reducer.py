@@ -39,7 +39,12 @@ from braid.parallel.gradients.autograd_grad import (
     refuse_grad,
 )
 from braid.parallel.gradients.averager import Averager
-from braid.parallel.gradients.backward_state import Action, BackwardState, Event, Phase
+from braid.parallel.gradients.backward_state import (
+    BackwardEnd,
+    BackwardPhase,
+    BackwardState,
+    ReducerAction,
+)
 from braid.parallel.gradients.bucket_times import BucketTimes
 from braid.parallel.gradients.buckets import Buckets
 from braid.parallel.gradients.gradient_hooks import ForwardPass, GradientHooks, GradientListener
@@ -122,7 +127,7 @@ class GradientReducer(GradientListener):
     @property
     def is_in_backward(self) -> bool:
         """Whether a backward through the model is under way in this thread."""
-        return self._state.phase is not Phase.IDLE and is_in_backward()
+        return self._state.phase is not BackwardPhase.IDLE and is_in_backward()
 
     @property
     def buckets(self) -> Buckets:
@@ -172,7 +177,7 @@ class GradientReducer(GradientListener):
         if self._hook is not None:
             msg = "a communication hook has been registered before: a model takes one"
             raise ConfigError(msg)
-        if self._state.phase is not Phase.IDLE:
+        if self._state.phase is not BackwardPhase.IDLE:
             msg = "a backward is under way: register communication hooks between two steps"
             raise ConfigError(msg)
         self._hook = hook
@@ -196,7 +201,7 @@ class GradientReducer(GradientListener):
         Raises:
             ConfigError: Gradients have been averaged, or a backward is under way.
         """
-        if self.num_reductions or self._state.phase is not Phase.IDLE:
+        if self.num_reductions or self._state.phase is not BackwardPhase.IDLE:
             msg = (
                 f"static_graph was set after {self.num_reductions} averagings: pass "
                 "static_graph=True to the constructor, or set it before the first backward"
@@ -220,7 +225,7 @@ class GradientReducer(GradientListener):
         """
         if is_in_backward():  # a forward that is computed again
             return
-        if self._state.phase is not Phase.IDLE:
+        if self._state.phase is not BackwardPhase.IDLE:
             self._abandon_backward()
         if self._state.num_accumulated and all(r.param.grad is None for r in self._records):
             self.restart()
@@ -293,7 +298,7 @@ class GradientReducer(GradientListener):
 
     def on_output(self, forward: ForwardPass, /) -> None:
         """Begin a backward that has reached an output of `forward`."""
-        if self._state.phase is Phase.IDLE:
+        if self._state.phase is BackwardPhase.IDLE:
             self._backward_begins()
         self._close_forward(forward)
         self._state.add_weight(forward.weight)
@@ -301,7 +306,7 @@ class GradientReducer(GradientListener):
     def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
         """Return a part of a gradient times the loss weight of its forward."""
         state = self._state
-        if state.phase is Phase.IDLE:
+        if state.phase is BackwardPhase.IDLE:
             if self._registers_outputs:
                 if is_returned(self._records[position].param):
                     return None
@@ -309,7 +314,7 @@ class GradientReducer(GradientListener):
             elif self.synchronizes:
                 is_inner = is_nested()
                 self.needs_average |= is_inner
-                self._backward_begins(Phase.NESTED if is_inner else None)
+                self._backward_begins(BackwardPhase.NESTED if is_inner else None)
             else:
                 return None
         if not state.weights:  # a parameter that the loss uses itself, or behind a hidden output
@@ -320,13 +325,13 @@ class GradientReducer(GradientListener):
     def on_gradient(self, position: int, /) -> None:
         """Move a gradient into its bucket, and launch the bucket when it is complete."""
         state = self._state
-        if state.phase is Phase.IDLE:
+        if state.phase is BackwardPhase.IDLE:
             self._backward_begins()
         if not state.has_gradient:
             state.has_gradient = True
-            if state.phase is Phase.AVERAGING:
+            if state.phase is BackwardPhase.AVERAGING:
                 self._listener.on_averaging_begins()
-        if state.phase is not Phase.AVERAGING:
+        if state.phase is not BackwardPhase.AVERAGING:
             return
         if not self.is_set_up:
             self._set_up()
@@ -346,7 +351,7 @@ class GradientReducer(GradientListener):
         if position == buckets.trigger:
             averager.launch_delayed()
 
-    def _backward_begins(self, phase: Phase | None = None) -> None:
+    def _backward_begins(self, phase: BackwardPhase | None = None) -> None:
         state = self._state
         state.begin(phase or self._policy.next_phase(state, synchronizes=self.synchronizes))
         at_end_of_backward(self._backward_ended)
@@ -358,15 +363,15 @@ class GradientReducer(GradientListener):
         forward.open = None
 
     def _backward_ended(self) -> None:
-        if self._state.phase is Phase.AVERAGING and self.is_set_up:
+        if self._state.phase is BackwardPhase.AVERAGING and self.is_set_up:
             try:
                 self._averager.buckets.check_gradients()
             except ConfigError as error:
                 raise self._failed(error) from None
-        action = self._state.end(Event.END)
-        if action is Action.NOTHING:
+        action = self._state.end(BackwardEnd.END)
+        if action is ReducerAction.NOTHING:
             refuse_grad(self._records)
-        elif action is Action.AVERAGE:
+        elif action is ReducerAction.AVERAGE:
             self.finish()
         elif self.synchronizes:
             self._local_steps.remember(self._records)
@@ -376,7 +381,7 @@ class GradientReducer(GradientListener):
     def _abandon_backward(self) -> None:
         """Report a backward that an exception has ended, so that other ranks can end theirs."""
         is_announced = self._state.has_gradient
-        if self._state.end(Event.ABANDON) is not Action.REPORT:
+        if self._state.end(BackwardEnd.ABANDON) is not ReducerAction.REPORT:
             return
         if not is_announced:
             self._listener.on_averaging_begins()

@@ -12,7 +12,7 @@ from braid.parallel.gradients.bucket_layout import Caps
 from braid.parallel.gradients.status import Status
 from braid.parallel.gradients.table import ParamRecord
 
-__all__ = ["Outcome", "ReducerListener", "ReducerOptions"]
+__all__ = ["AveragingOutcome", "ReducerListener", "ReducerOptions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class ReducerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AveragingOutcome:
     """Outcome of an averaging; equal on all ranks.
 
     Attributes:
@@ -107,5 +107,5 @@ class ReducerListener:
             is_usable: False if some gradient is not finite, or an earlier call has raised.
         """
 
-    def on_averaged(self, outcome: Outcome) -> None:
+    def on_averaged(self, outcome: AveragingOutcome) -> None:
         """Called after each averaging, before gradients are used."""

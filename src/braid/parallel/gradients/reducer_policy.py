@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from braid.parallel.gradients.backward_state import BackwardState, Phase
+from braid.parallel.gradients.backward_state import BackwardPhase, BackwardState
 from braid.parallel.gradients.bucket_layout import BucketLayout
 from braid.parallel.gradients.reducer_options import ReducerOptions
 from braid.parallel.gradients.status import RankState, Status
@@ -21,7 +21,7 @@ class ReducerPolicy(NamedTuple):
 
     options: ReducerOptions
 
-    def next_phase(self, state: BackwardState, *, synchronizes: bool) -> Phase:
+    def next_phase(self, state: BackwardState, *, synchronizes: bool) -> BackwardPhase:
         """Return the kind of the backward that begins next.
 
         Args:
@@ -29,7 +29,11 @@ class ReducerPolicy(NamedTuple):
             synchronizes: False while the program keeps gradients local.
         """
         last = state.num_accumulated + 1 >= self.options.gradient_accumulation_steps
-        return Phase.AVERAGING if synchronizes and (last or state.averages_next) else Phase.LOCAL
+        return (
+            BackwardPhase.AVERAGING
+            if synchronizes and (last or state.averages_next)
+            else BackwardPhase.LOCAL
+        )
 
     def launches_early(self, layout: BucketLayout, *, is_learnt: bool) -> bool:
         """Return whether a bucket is launched as soon as all of its gradients are ready.

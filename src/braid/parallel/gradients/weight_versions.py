@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-__all__ = ["WeightVersions", "Weights"]
+__all__ = ["WeightVersion", "WeightVersions"]
 
 
-class Weights:
+class WeightVersion:
     """One version of the weights of some modules.
 
     Args:
@@ -69,7 +69,7 @@ class WeightVersions:
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         self._params = list(dict.fromkeys(params))
-        self._versions: dict[int, Weights] = {}
+        self._versions: dict[int, WeightVersion] = {}
         self._uses: Counter[int] = Counter()
         self._newest = 0
         self._gradients: list[int] = []  # versions of those that no step has used
@@ -92,7 +92,7 @@ class WeightVersions:
         self._newest = 0
         self._add()
 
-    def use(self, version: int) -> Weights:
+    def use(self, version: int) -> WeightVersion:
         """Return a version for a forward; its `add_gradients` ends the use."""
         return self._versions[version]
 
@@ -125,7 +125,7 @@ class WeightVersions:
         version = self._newest
         # of `data`, whose changes autograd does not count: memory is never changed while in use
         tensors = {p: p.data.requires_grad_(p.requires_grad) for p in self._params}
-        self._versions[version] = Weights(tensors, lambda: self._end(version))
+        self._versions[version] = WeightVersion(tensors, lambda: self._end(version))
         self.most_live = max(self.most_live, len(self._versions))
 
     def _end(self, version: int) -> None:

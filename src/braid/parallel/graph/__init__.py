@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from braid.parallel.graph.captured import ByMode, CapturedGraph, Modes, Node, Scaled
+from braid.parallel.graph.captured import ByMode, CapturedGraph, GraphNode, Modes, Scaled
 from braid.parallel.graph.eager_capture import capture
 from braid.parallel.graph.parts import part_of
-from braid.parallel.graph.segment import Segment, segments, share_modules
+from braid.parallel.graph.segment import GraphSegment, segments, share_modules
 
 __all__ = [
     "ByMode",
     "CapturedGraph",
+    "GraphNode",
+    "GraphSegment",
     "Modes",
-    "Node",
     "Scaled",
-    "Segment",
     "capture",
     "part_of",
     "segments",

@@ -28,7 +28,7 @@ from torch import nn
 
 from braid.errors import ConfigError
 
-__all__ = ["BatchDevice", "ByMode", "CapturedGraph", "Modes", "Node", "Scaled"]
+__all__ = ["BatchDevice", "ByMode", "CapturedGraph", "GraphNode", "Modes", "Scaled"]
 
 
 class Scaled(NamedTuple):
@@ -71,7 +71,7 @@ class Modes(NamedTuple):
             yield
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """One call.
 
     Attributes:
@@ -133,7 +133,7 @@ class CapturedGraph:
         rows_of: Input whose dim 0 is the rows.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     modules: Mapping[str, nn.Module]
     tensors: Mapping[int, torch.Tensor]
     names: Mapping[int, str]
@@ -236,7 +236,7 @@ class CapturedGraph:
                 labels.append(node.name if number == 1 else f"{node.name} call {number}")
         return tuple(labels)
 
-    def _num_params(self, node: Node) -> int:
+    def _num_params(self, node: GraphNode) -> int:
         return sum(p.numel() for p in self.modules[str(node.target)].parameters())
 
     def __str__(self) -> str:

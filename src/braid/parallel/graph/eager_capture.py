@@ -30,7 +30,7 @@ from braid.comm.autograd.rng_and_autocast import generators_of
 from braid.errors import ConfigError
 from braid.parallel.graph.autograd_functions import functions_seen
 from braid.parallel.graph.captured import CapturedGraph
-from braid.parallel.graph.recorder import Recorder
+from braid.parallel.graph.recorder import CallRecorder
 from braid.parallel.graph.variables import check_rows, with_devices, with_modes, with_rows
 from braid.runtime.torch_internals import (
     backward_hooks,
@@ -99,16 +99,16 @@ def _first_rows(x: torch.Tensor, rows: int, count: int) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
+class _CapturedRun:
     graph: CapturedGraph
     lines: dict[int, str]
 
 
-def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
+def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _CapturedRun:
     _, inputs = flatten((args, kwargs))
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # so that models that switch it off are seen
-        recorder = Recorder(model, inputs)
+        recorder = CallRecorder(model, inputs)
         atoms = list(_atoms(model))
         for name, module in atoms:
             stack.enter_context(_recorded(recorder, name, module))
@@ -133,7 +133,7 @@ def _run_recorded(model: nn.Module, args: Any, kwargs: Any) -> _Run:
         results=results,
         is_training=model.training,
     )
-    return _Run(graph, recorder.lines)
+    return _CapturedRun(graph, recorder.lines)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def _buffers_kept(model: nn.Module, inside: set[nn.Module]) -> Iterator[None]:
         raise ConfigError(msg)
 
 
-def _check_tensors(one: _Run, other: _Run) -> None:
+def _check_tensors(one: _CapturedRun, other: _CapturedRun) -> None:
     """Refuse tensors that are made anew in each run by something that is not recorded."""
     tensors, others = one.graph.tensors, other.graph.tensors
     for value in tensors.keys() - one.graph.names.keys():
@@ -193,7 +193,7 @@ def kept_as_it_was(model: nn.Module, tensors: list[torch.Tensor]) -> Iterator[No
 
 
 @contextmanager
-def _recorded(recorder: Recorder, name: str, module: nn.Module) -> Iterator[None]:
+def _recorded(recorder: CallRecorder, name: str, module: nn.Module) -> Iterator[None]:
     """Let calls of a module be recorded, with its hooks inside of them."""
     call = partial(recorder.call_module, name, module, call_with_hooks(module))
     with call_replaced(module, call):

@@ -19,14 +19,14 @@ from torch.utils import checkpoint
 from braid.comm.autograd.nested import flatten, map_tensors
 from braid.errors import ConfigError
 from braid.parallel.graph.autograd_functions import FunctionMode
-from braid.parallel.graph.captured import Modes, Node
+from braid.parallel.graph.captured import GraphNode, Modes
 from braid.parallel.graph.refused import RANDOM, check_function, is_sized_by_data, line
 from braid.runtime.torch_internals import storage_id, version_of
 
-__all__ = ["Applied", "Recorder"]
+__all__ = ["Applied", "CallRecorder"]
 
 
-class Recorder(FunctionMode):
+class CallRecorder(FunctionMode):
     """Records the calls of one run.
 
     Args:
@@ -43,7 +43,7 @@ class Recorder(FunctionMode):
 
     def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
         self.modules: dict[str, nn.Module] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         self.names: dict[int, str] = {}
@@ -185,7 +185,7 @@ class Recorder(FunctionMode):
         checkpointed = _is_checkpointed(self.modules.get(str(target)))
         modes = _modes_since(self._modes, checkpointed=checkpointed)
         self.nodes.append(
-            Node(
+            GraphNode(
                 kind, target, tree, inputs, result_tree, outputs,
                 line(), writes, modes, checkpointed,
             )

@@ -28,7 +28,7 @@ from torch import nn
 from braid.comm.autograd import checkpoint
 from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import ConfigError
-from braid.parallel.graph.captured import CapturedGraph, Node, check_cuts
+from braid.parallel.graph.captured import CapturedGraph, GraphNode, check_cuts
 from braid.parallel.graph.parts import Owner, add_module, add_tensor, owner_at
 from braid.parallel.graph.skips import Namespace, SkipKey, current_skips
 from braid.parallel.graph.variables import Situation, resolved
@@ -39,14 +39,14 @@ from braid.runtime.torch_internals import (
     transient_buffers,
 )
 
-__all__ = ["Segment", "segments", "share_modules"]
+__all__ = ["GraphSegment", "segments", "share_modules"]
 
 Around = Callable[[str], AbstractContextManager[None]]
 
 
 def segments(
     graph: CapturedGraph, num_parts: int, cuts: Sequence[int] | None = None
-) -> list[Segment]:
+) -> list[GraphSegment]:
     """Cut a captured model into modules in a row.
 
     Args:
@@ -60,10 +60,10 @@ def segments(
     cuts = graph.cuts(num_parts) if cuts is None else list(cuts)
     check_cuts(graph, cuts)
     namespace = Namespace()
-    return [Segment(graph, cuts, index, namespace) for index in range(len(cuts))]
+    return [GraphSegment(graph, cuts, index, namespace) for index in range(len(cuts))]
 
 
-class Segment(nn.Module):
+class GraphSegment(nn.Module):
     """Nodes of a graph from one cut to the next.
 
     Args:
@@ -203,7 +203,12 @@ class Segment(nn.Module):
         return inputs
 
     def _run(
-        self, node: Node, known: dict[int, torch.Tensor], now: Situation, label: str, around: Around
+        self,
+        node: GraphNode,
+        known: dict[int, torch.Tensor],
+        now: Situation,
+        label: str,
+        around: Around,
     ) -> None:
         inputs = [known[v] if v in known else self._tensor(v) for v in node.inputs]
         args, kwargs = unflatten(resolved(node.tree, now), inputs)
@@ -240,7 +245,7 @@ def _plainly(_label: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def share_modules(whole: nn.Module, segment: Segment) -> None:
+def share_modules(whole: nn.Module, segment: GraphSegment) -> None:
     """Let a module have what a segment has, under the same names, and share it from then on.
 
     Args:

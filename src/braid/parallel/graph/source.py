@@ -26,7 +26,7 @@ from torch import nn
 
 from braid.comm.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
-from braid.parallel.graph.captured import BatchDevice, CapturedGraph, Modes, Node, Scaled
+from braid.parallel.graph.captured import BatchDevice, CapturedGraph, GraphNode, Modes, Scaled
 from braid.parallel.graph.spelling import Spelling, Unspelled, spell_path
 
 __all__ = ["stage_source"]
@@ -62,13 +62,13 @@ def stage_source(
         ConfigError: A call cannot be written as code; the message names it with its line.
     """
     named = _input_names(model, graph)
-    text, roots = _Stage(model, graph, cuts, index, named).source(about)
+    text, roots = _StageSource(model, graph, cuts, index, named).source(about)
     if roots & set(named.values()):  # an argument would hide a module
-        text, _ = _Stage(model, graph, cuts, index, {}).source(about)
+        text, _ = _StageSource(model, graph, cuts, index, {}).source(about)
     return text
 
 
-class _Stage:
+class _StageSource:
     def __init__(
         self,
         model: nn.Module,
@@ -205,7 +205,7 @@ class _Stage:
                 for line in "\n".join(self._lines(node)).splitlines():
                     yield f"{INDENT if around else ''}{line}"
 
-    def _lines(self, node: Node) -> Iterator[str]:
+    def _lines(self, node: GraphNode) -> Iterator[str]:
         """Yield the lines of a call."""
         callee = spell_path("self.model", node.target) if isinstance(node.target, str) else ""
         try:

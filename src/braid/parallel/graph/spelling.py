@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from braid.comm.autograd.nested import index_of, parts_of
 from braid.errors import ConfigError
-from braid.parallel.graph.captured import BatchDevice, ByMode, Node, Scaled, name_of
+from braid.parallel.graph.captured import BatchDevice, ByMode, GraphNode, Scaled, name_of
 from braid.parallel.graph.recorder import Applied
 from braid.runtime.torch_internals import OpOverload, OpOverloadPacket, functions_of_nn
 
@@ -62,7 +62,7 @@ class Spelling:
     def __init__(self) -> None:
         self.imports: set[str] = set()
 
-    def call(self, node: Node, names: Sequence[str], callee: str = "") -> str:
+    def call(self, node: GraphNode, names: Sequence[str], callee: str = "") -> str:
         """Return the call of a node.
 
         Args:

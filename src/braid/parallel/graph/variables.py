@@ -14,11 +14,11 @@ import torch
 
 from braid.comm.autograd.nested import parts_of, rebuild
 from braid.errors import ConfigError
-from braid.parallel.graph.captured import BatchDevice, ByMode, CapturedGraph, Node, Scaled
+from braid.parallel.graph.captured import BatchDevice, ByMode, CapturedGraph, GraphNode, Scaled
 
 __all__ = ["Situation", "check_rows", "resolved", "with_devices", "with_modes", "with_rows"]
 
-Walk = Callable[[Any, Node], Any]
+Walk = Callable[[Any, GraphNode], Any]
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -38,7 +38,7 @@ def with_rows(whole: CapturedGraph, part: CapturedGraph, rows: int) -> CapturedG
         msg = f"for one row less than {rows} {difference}: it cannot be captured"
         raise ConfigError(msg)
 
-    def merged(one: Any, other: Any, node: Node) -> Any:
+    def merged(one: Any, other: Any, node: GraphNode) -> Any:
         if type(one) is int and type(other) is int:
             factor = one - other  # rows differ by one
             return Scaled(factor, one - factor * rows)
@@ -63,7 +63,7 @@ def with_modes(graph: CapturedGraph, other: CapturedGraph, rows: int) -> Capture
     if difference:
         return dataclasses.replace(graph, other_mode=difference)
 
-    def merged(one: Any, another: Any, _node: Node) -> Any:
+    def merged(one: Any, another: Any, _node: GraphNode) -> Any:
         if isinstance(one, Scaled) and one.factor * rows + one.offset == another:
             return one
         return ByMode(one, another) if graph.is_training else ByMode(another, one)
@@ -84,7 +84,7 @@ def _difference_of(one: CapturedGraph, other: CapturedGraph) -> str:
 def with_devices(graph: CapturedGraph, device: torch.device) -> CapturedGraph:
     """Return a graph in which a device, that of the example, is that of the batch."""
 
-    def walk(tree: Any, _node: Node) -> Any:
+    def walk(tree: Any, _node: GraphNode) -> Any:
         if isinstance(tree, torch.device):
             return BatchDevice() if tree == device else tree
         return _mapped(tree, lambda part: walk(part, _node))
@@ -126,9 +126,9 @@ def check_rows(graph: CapturedGraph, again: CapturedGraph) -> None:
             raise ConfigError(msg)
 
 
-def _ends(graph: CapturedGraph) -> list[Node]:
+def _ends(graph: CapturedGraph) -> list[GraphNode]:
     """Return the nodes, and the result as the arguments of one more."""
-    end = Node("function", "the result", graph.result_tree, graph.results, None, (), "the end")
+    end = GraphNode("function", "the result", graph.result_tree, graph.results, None, (), "the end")
     return [*graph.nodes, end]
 
 
@@ -141,14 +141,14 @@ def _alike(one: Any, other: Any) -> bool:
     return all(_alike(value, others[key]) for key, value in parts.items() if key in others)
 
 
-def _calls(node: Node) -> tuple[Any, ...]:
+def _calls(node: GraphNode) -> tuple[Any, ...]:
     return node.target, node.inputs, node.outputs, node.modes, node.is_checkpointed
 
 
 def _merged(
-    graph: CapturedGraph, other: CapturedGraph, merge: Callable[[Any, Any, Node], Any]
+    graph: CapturedGraph, other: CapturedGraph, merge: Callable[[Any, Any, GraphNode], Any]
 ) -> CapturedGraph:
-    def walk(one: Any, another: Any, node: Node) -> Any:
+    def walk(one: Any, another: Any, node: GraphNode) -> Any:
         if isinstance(one, Scaled) or (_is_plain(one) and _is_plain(another)):
             same = type(one) is type(another) and one == another
             return one if same else merge(one, another, node)
@@ -190,7 +190,7 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
     return tree if all(new[key] is parts[key] for key in parts) else _rebuilt(tree, new)
 
 
-def _check_object(one: Any, another: Any, node: Node) -> None:
+def _check_object(one: Any, another: Any, node: GraphNode) -> None:
     """Refuse an argument that the model makes anew in each run, such as a cache of keys."""
     try:
         same = one is another or bool(one == another)

@@ -16,7 +16,7 @@ from torch import nn
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.parallel.gradients import ParamTable
-from braid.parallel.graph import CapturedGraph, Segment, segments, share_modules
+from braid.parallel.graph import CapturedGraph, GraphSegment, segments, share_modules
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from braid.parallel.pipeline.microbatches import num_rows
 from braid.parallel.pipeline.rows import layers_of
@@ -107,7 +107,7 @@ def refuse_shared(parts: Sequence[Sequence[Layer]]) -> None:
 
 def register(pipeline: nn.Module, layer: Layer) -> None:
     """Register a layer; modules of a captured model under their names there."""
-    if isinstance(layer.module, Segment):
+    if isinstance(layer.module, GraphSegment):
         share_modules(pipeline, layer.module)
     else:
         module = layer.module

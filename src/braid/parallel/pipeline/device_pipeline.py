@@ -40,7 +40,7 @@ from braid.errors import ConfigError
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.parallel.pipeline.edges import edges_of
 from braid.parallel.pipeline.executor import Executor
-from braid.parallel.pipeline.local_carrier import LocalCarrier, LocalWire, Span
+from braid.parallel.pipeline.local_carrier import ActionSpan, LocalCarrier, LocalWire
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
 from braid.parallel.pipeline.rows import layers_of
 from braid.parallel.pipeline.stage import Layer, Stage
@@ -94,7 +94,7 @@ class DevicePipeline(nn.Module):
         self.balance = list(balance)
         self.num_microbatches = num_microbatches
         self.recompute = recompute
-        self.spans: list[Span] | None = None
+        self.spans: list[ActionSpan] | None = None
         self.devices = [_device_of(device) for device in devices][: len(self.balance)]
         self._check(len(layers))
         if deferred_batch_norm:
@@ -126,7 +126,7 @@ class DevicePipeline(nn.Module):
             msg = "a batch of 0 rows cannot be cut into micro-batches"
             raise ConfigError(msg)
         trains = torch.is_grad_enabled()
-        run = _Run(self, sizes, trains=trains)
+        run = _BatchRun(self, sizes, trains=trains)
         pairs = [flatten(part) for part in scatter(batch, sizes)]
         tensors = [x for _, own in pairs for x in own]
         run.trees = [tree for tree, _ in pairs]
@@ -184,7 +184,7 @@ class _Partition(nn.Sequential):
         return super().register_forward_hook(*args, **kwargs)
 
 
-class _Run:
+class _BatchRun:
     """One forward and its backward.
 
     Attributes:
@@ -303,7 +303,7 @@ class _Stages(torch.autograd.Function):
     """The stages as one function of the batch; parameters get their gradients on the way."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: _BatchRun, _nothing: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.run = run
         ctx.needs = [x.requires_grad for x in tensors]
         with torch.enable_grad():
@@ -321,7 +321,7 @@ class _Outputs(torch.autograd.Function):
     """The outputs of the stages, as a function of the empty tensor that stands for them."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, _nothing: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, run: _BatchRun, _nothing: torch.Tensor) -> Tensors:
         ctx.run = run
         outputs, run.outputs = run.outputs, ()
         needs = run.needs_grad()

@@ -27,10 +27,10 @@ from braid.comm.autograd.nested import map_tensors
 from braid.comm.autograd.streams import current_stream, new_stream, wait_stream
 from braid.errors import CommError
 
-__all__ = ["LocalCarrier", "LocalWire", "Span"]
+__all__ = ["ActionSpan", "LocalCarrier", "LocalWire"]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """Time that an action took; work on a GPU ends later than its action."""
 
     rank: int
@@ -53,7 +53,7 @@ class LocalWire:
 
     def __init__(self, devices: Sequence[torch.device], *, records: bool = False) -> None:
         self.devices = [_with_index(device) for device in devices]
-        self.spans: list[Span] | None = [] if records else None
+        self.spans: list[ActionSpan] | None = [] if records else None
         self._lines: dict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
         self._changed = threading.Condition()
         self._failure = ""
@@ -140,7 +140,7 @@ class LocalCarrier:
             return
         begin_ns = time.monotonic_ns()
         yield
-        span = Span(self.rank, name, microbatch, begin_ns, time.monotonic_ns())
+        span = ActionSpan(self.rank, name, microbatch, begin_ns, time.monotonic_ns())
         self._wire.spans.append(span)
 
     def abort(self, text: str) -> None:

@@ -23,8 +23,8 @@ from braid.comm.autograd import checkpoint
 from braid.comm.autograd.nested import map_tensors, tensors_in
 from braid.comm.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import ConfigError, InternalError
-from braid.parallel.gradients.weight_versions import Weights, WeightVersions
-from braid.parallel.graph import Segment
+from braid.parallel.gradients.weight_versions import WeightVersion, WeightVersions
+from braid.parallel.graph import GraphSegment
 from braid.parallel.pipeline.recomputing import CHECKPOINTING, RECOMPUTING
 from braid.parallel.pipeline.skip import SkipKey, use_skips
 from braid.parallel.pipeline.split_backward import SplitBackward
@@ -76,7 +76,7 @@ class StageError(Exception):
 class _Given(NamedTuple):
     """Everything that a forward depends on; generators and buffers for running it again."""
 
-    weights: Weights | None
+    weights: WeightVersion | None
     value: Any
     skips: Mapping[SkipKey, Any]
     draws: Draws | None
@@ -371,7 +371,7 @@ def _through(layers: Sequence[Layer], value: Any, given: _Given) -> Any:
     for layer in layers:
         try:
             around = _around(given.draws if layer.module.training else None)
-            if isinstance(layer.module, Segment):
+            if isinstance(layer.module, GraphSegment):
                 value = call(layer.module, value, around=around)
             else:
                 with around(layer.name):

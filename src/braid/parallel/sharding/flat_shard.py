@@ -21,7 +21,7 @@ from torch import nn
 
 from braid.comm import Group, Request, Work
 from braid.parallel.gradients import ParamRecord, allocator
-from braid.parallel.sharding.partition import Partition
+from braid.parallel.sharding.partition import FlatPartition
 from braid.parallel.sharding.slots import Slot
 from braid.runtime.torch_internals import own_parameters
 
@@ -95,7 +95,7 @@ class FlatShard:
     def __init__(
         self,
         records: Sequence[ParamRecord],
-        partition: Partition,
+        partition: FlatPartition,
         places: Places,
         *,
         stage: int,
@@ -351,7 +351,7 @@ class FlatShard:
 
 
 def _views(
-    full: torch.Tensor, partition: Partition, shapes: Sequence[torch.Size]
+    full: torch.Tensor, partition: FlatPartition, shapes: Sequence[torch.Size]
 ) -> list[torch.Tensor]:
     starts, numels = partition.starts, partition.numels
     return [

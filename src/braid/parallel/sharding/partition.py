@@ -29,8 +29,8 @@ from braid.programs.layout import Layout, Mesh
 __all__ = [
     "ALIGN",
     "FlatBox",
-    "Partition",
-    "Piece",
+    "FlatPartition",
+    "ParamPiece",
     "assign_owners",
     "boxes_of",
     "by_elements",
@@ -40,7 +40,7 @@ __all__ = [
 ALIGN = 32  # elements: 64 bytes of 16-bit numbers, and two vectors of any instruction set
 
 
-class Piece(NamedTuple):
+class ParamPiece(NamedTuple):
     """Elements of a parameter that a rank owns.
 
     Attributes:
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
         return self.end - self.begin
 
 
-class Partition(NamedTuple):
+class FlatPartition(NamedTuple):
     """Places of parameters in a flat vector, and its cuts.
 
     Attributes:
@@ -82,18 +82,18 @@ class Partition(NamedTuple):
         """Number of elements of each rank's part."""
         return tuple(b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False))
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int) -> tuple[ParamPiece, ...]:
         """Return what a rank owns of each parameter."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         pieces = []
         for numel, start in zip(self.numels, self.starts, strict=True):
             begin = min(max(low - start, 0), numel)
             end = max(min(high - start, numel), begin)
-            pieces.append(Piece(begin, end, start + begin - low if begin < end else 0))
+            pieces.append(ParamPiece(begin, end, start + begin - low if begin < end else 0))
         return tuple(pieces)
 
 
-def by_elements(numels: Sequence[int], num_ranks: int) -> Partition:
+def by_elements(numels: Sequence[int], num_ranks: int) -> FlatPartition:
     """Cut parameters so that all ranks own equally many elements.
 
     The flat vector has the layout `shard`, and each rank owns its box.
@@ -103,10 +103,10 @@ def by_elements(numels: Sequence[int], num_ranks: int) -> Partition:
     layout = Layout(Mesh({SHARD: num_ranks}), ((SHARD,),))
     boxes = [layout.box((blocks,), rank) for rank in range(num_ranks)]
     bounds = [0, *(end * ALIGN for ((_, end),) in boxes)]
-    return Partition(tuple(numels), tuple(starts[:-1]), tuple(bounds))
+    return FlatPartition(tuple(numels), tuple(starts[:-1]), tuple(bounds))
 
 
-def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> Partition:
+def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> FlatPartition:
     """Order parameters by their owners, so that each rank owns whole ones."""
     starts = [0] * len(numels)
     bounds = [0]
@@ -117,7 +117,7 @@ def by_owners(numels: Sequence[int], owners: Sequence[int], num_ranks: int) -> P
                 starts[index] = here
                 here += _aligned(numels[index])
         bounds.append(here)
-    return Partition(tuple(numels), tuple(starts), tuple(bounds))
+    return FlatPartition(tuple(numels), tuple(starts), tuple(bounds))
 
 
 def assign_owners(numels: Sequence[int], num_ranks: int) -> tuple[int, ...]:

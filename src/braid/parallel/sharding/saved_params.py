@@ -27,7 +27,7 @@ Find = Callable[[int], "FlatShard | None"]
 Restore = Callable[[FlatShard], torch.Tensor]
 
 
-class _Place(NamedTuple):
+class _SavedPlace(NamedTuple):
     """Place of a saved tensor in a flat vector."""
 
     flat: FlatShard
@@ -64,10 +64,10 @@ class SavedParams:
             offset = flat.offset_of(x.data_ptr())
             if x.dtype != flat.dtypes.compute:  # the bits in another type
                 return outer_pack(x.clone())
-            return _Place(flat, offset, x.size(), x.stride())
+            return _SavedPlace(flat, offset, x.size(), x.stride())
 
         def unpack(saved: Any) -> torch.Tensor:
-            if type(saved) is not _Place:
+            if type(saved) is not _SavedPlace:
                 unpacked: torch.Tensor = outer_unpack(saved)
                 return unpacked
             full = restore(saved.flat)

@@ -37,7 +37,7 @@ from braid.parallel.tensor_parallel.agreement import check_call
 from braid.parallel.tensor_parallel.embedding import VocabParallelEmbedding
 from braid.parallel.tensor_parallel.insertion import (
     Division,
-    Options,
+    InsertionOptions,
     Strategy,
     check_expressions,
     divide_by_graph,
@@ -96,7 +96,7 @@ def parallelize(
             shared parameter is divided in two ways. The message has all problems that can be known
             before anything is changed.
     """
-    options = Options(sequence_parallel, strict, gather_outputs)
+    options = InsertionOptions(sequence_parallel, strict, gather_outputs)
     check_call(model, group, plan, inputs, options)
     strategies = strategies_in(model, plan) if inputs is not None else {}
     if strategies:

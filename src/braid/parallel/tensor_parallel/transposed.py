@@ -30,8 +30,8 @@ def is_transposed(module: nn.Module) -> bool:
 def divide_transposed(module: nn.Module, kind: str, blocks: int, group: Group) -> None:
     """Divide such a layer in place, by outputs (`column` and `head`) or by inputs (`row`)."""
     by_outputs = kind in {"column", "head"}
-    module.__class__ = _Column if by_outputs else _Row
-    layer = cast("_Column", module)
+    module.__class__ = _TransposedColumn if by_outputs else _TransposedRow
+    layer = cast("_TransposedColumn", module)
     layer.group, layer.gather_output = group, kind == "head"
     slice_param(layer.weight, Slicing(1 if by_outputs else 0, blocks), group)
     if by_outputs:
@@ -39,7 +39,7 @@ def divide_transposed(module: nn.Module, kind: str, blocks: int, group: Group) -
     layer.nf = layer.weight.shape[1]
 
 
-class _Column(nn.Module):
+class _TransposedColumn(nn.Module):
     group: Group
     gather_output: bool
     weight: nn.Parameter
@@ -53,7 +53,7 @@ class _Column(nn.Module):
         return all_gather_forward_split_backward(self.group, y, dim=y.dim() - 1)
 
 
-class _Row(nn.Module):
+class _TransposedRow(nn.Module):
     group: Group
     weight: nn.Parameter
     bias: nn.Parameter

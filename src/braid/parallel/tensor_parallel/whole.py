@@ -13,12 +13,12 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.tensor_parallel.slices import Slicing
 
-__all__ = ["Change", "changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
+__all__ = ["ModuleChange", "changes_of", "divide_states", "note_change", "slicing_of", "undivide"]
 
 CHANGES = "braid_changes"  # of a divided model
 
 
-class Change(NamedTuple):
+class ModuleChange(NamedTuple):
     """Change of a module besides its parameters: of an attribute, or of its class."""
 
     module: nn.Module
@@ -26,7 +26,7 @@ class Change(NamedTuple):
     before: Any
 
 
-class Changes(list[Change]):
+class Changes(list[ModuleChange]):
     """Changes of a divided model."""
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -48,7 +48,7 @@ class Changes(list[Change]):
 
 def note_change(model: nn.Module, module: nn.Module, name: str) -> None:
     """Note the value of an attribute before it is changed."""
-    changes_of(model).append(Change(module, name, getattr(module, name)))
+    changes_of(model).append(ModuleChange(module, name, getattr(module, name)))
 
 
 def changes_of(model: nn.Module) -> Changes:

@@ -1,6 +1,6 @@
 """Parts of a program that ask each other: what key-value programs and simple ones have in common.
 
-    asks       Customer ── Asked(app, customer, timestamp, seen, part) ──> node of each part
+    asks       Customer ── KVRequest(app, customer, timestamp, seen, part) ──> node of each part
     answers    Executed says what is new ──> queue ──> handle, one at a time, in order of arrival
 
 Handles and callbacks run in the node's thread, or in one that waits, without the lock: they may
@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError
 from braid.ps.customer import Customer, Memory
-from braid.ps.kv.messages import Asked
-from braid.ps.kv.protocol.executed import Progress, Stream
-from braid.ps.messages import Refused, Repeat
+from braid.ps.kv.messages import KVRequest
+from braid.ps.kv.protocol.executed import RequestProgress, RequestStream
+from braid.ps.messages import Repeat, RequestRefused
 from braid.runtime.message import Delivery, Message
 from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode
 
-__all__ = ["App", "Build", "Header", "Ticket"]
+__all__ = ["App", "Build", "RequestHeader", "Ticket"]
 
 LOG = logging.getLogger(__name__)
 MAX_APP = 1 << 31
 
 
-class Header(NamedTuple):
+class RequestHeader(NamedTuple):
     """First fields of a request."""
 
     app: int
@@ -54,13 +54,13 @@ class Ticket:
 
     node: str
     message_id: int
-    stream: Stream
+    stream: RequestStream
     timestamp: int
     part: int
     priority: int
 
 
-Build: TypeAlias = Callable[[Header], "tuple[Message, Sequence[Buffer]]"]
+Build: TypeAlias = Callable[[RequestHeader], "tuple[Message, Sequence[Buffer]]"]
 OnAnswer: TypeAlias = Callable[[int, Delivery], None]
 
 
@@ -88,7 +88,7 @@ class App(ABC):
         self._failures: dict[int, Exception] = {}
         node.register(self)
 
-    def is_ready_for(self, message: Asked) -> bool:
+    def is_ready_for(self, message: KVRequest) -> bool:
         """Whether a request can be executed now; it waits a while otherwise."""
         del message
         return True
@@ -160,7 +160,7 @@ class App(ABC):
             customer = self._customer
             (part,) = parts  # each node has one
             numbers = self.app_id, self.customer_id, timestamp, customer.first_open
-            return build(Header(*numbers, part))
+            return build(RequestHeader(*numbers, part))
 
         def answered(delivery: Delivery, parts: tuple[int, ...]) -> None:
             try:
@@ -225,8 +225,8 @@ class App(ABC):
     def receive(self, delivery: Delivery) -> None:
         """Take in a request of another node, once; the node calls this with the lock held."""
         message = delivery.message
-        assert isinstance(message, Asked), "apps handle requests"
-        stream = Stream(delivery.sender, delivery.incarnation, message.app, message.customer)
+        assert isinstance(message, KVRequest), "apps handle requests"
+        stream = RequestStream(delivery.sender, delivery.incarnation, message.app, message.customer)
         ticket = Ticket(
             delivery.sender,
             delivery.id,
@@ -236,24 +236,24 @@ class App(ABC):
             delivery.priority,
         )
         state = self._node.executed.begin(stream, message.timestamp, message.seen)
-        if state is Progress.NEW:
+        if state is RequestProgress.NEW:
             self._queue.append(partial(self._carry_out, message, delivery, ticket))
             self._postoffice.call_soon(self._work)
-        elif not isinstance(state, Progress):
+        elif not isinstance(state, RequestProgress):
             self._send(ticket, *state)
 
     @abstractmethod
-    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
         """Execute a request; its answer comes now or later, by `_reply`."""
 
-    def _carry_out(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+    def _carry_out(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
         try:
             with self._node.in_handle():
                 self._execute(message, delivery, ticket)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
             text = str(exc) if isinstance(exc, BraidError) else f"{type(exc).__name__}: {exc}"
             try:
-                self._reply(ticket, Refused(text))
+                self._reply(ticket, RequestRefused(text))
             except ConfigError:
                 LOG.warning("request of %s failed after its answer: %s", ticket.node, text)
 
@@ -289,7 +289,7 @@ class App(ABC):
             try:
                 self._send(ticket, message, buffers)
             except ConfigError as exc:  # such as for an answer that is too large
-                refused = Refused(f"the answer cannot be sent: {exc}")
+                refused = RequestRefused(f"the answer cannot be sent: {exc}")
                 executed.replace(ticket.stream, ticket.timestamp, (refused, ()))
                 self._send(ticket, refused, ())
 

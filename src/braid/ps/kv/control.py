@@ -7,15 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from braid.errors import BraidError, CommError
-from braid.ps.kv.app import App, Header, Ticket
-from braid.ps.kv.messages import Asked, Candidate, Depart, Enter, Members, Numbered, Passed
+from braid.ps.kv.app import App, RequestHeader, Ticket
+from braid.ps.kv.messages import Candidate, Depart, Enter, KVRequest, Members, Numbered, Passed
 from braid.ps.kv.protocol.members_state import (
     Instruction,
     MembersState,
-    Publish,
+    PublishMembers,
     Refuse,
 )
-from braid.ps.messages import Failure, Here, Join, Refused
+from braid.ps.messages import Failure, Here, NodeJoin, RequestRefused
 from braid.ps.protocol.directory import Directory
 from braid.ps.roles import SCHEDULER
 from braid.runtime.message import Delivery, Failed, Message
@@ -44,13 +44,13 @@ class Control(App):
         """Inform the scheduler that this node is done; returns the timestamp to wait for."""
         return self._ask_scheduler(lambda own: Depart(**own._asdict()))
 
-    def _ask_scheduler(self, make: Callable[[Header], Message]) -> int:
-        def build(header: Header) -> tuple[Message, Sequence[Buffer]]:
+    def _ask_scheduler(self, make: Callable[[RequestHeader], Message]) -> int:
+        def build(header: RequestHeader) -> tuple[Message, Sequence[Buffer]]:
             return make(header), ()
 
         return self._ask({0: SCHEDULER}, build)
 
-    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
         del message, delivery, ticket
         msg = f"{self._node.name} is not the scheduler: it has no barriers"
         raise CommError(msg)
@@ -64,7 +64,7 @@ class KVScheduler(Control):
         self._version = 0
         self.state: MembersState[Opened] = MembersState(node.num_servers, node.num_workers)
         self._postoffice.register(
-            {Join: self._join, Candidate: self._number},
+            {NodeJoin: self._join, Candidate: self._number},
             on_lost=self._lost,
             on_resend=self._publish_losses,
             waiting=self.state.waiting,
@@ -75,7 +75,7 @@ class KVScheduler(Control):
         with self._postoffice.lock:
             self._act(self.state.enters(SCHEDULER, number, group, opened))
 
-    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
         del delivery
         opened = partial(self._opened, ticket)
         with self._postoffice.lock:
@@ -87,11 +87,11 @@ class KVScheduler(Control):
                 opened("")
 
     def _opened(self, ticket: Ticket, problem: str) -> None:
-        self._reply(ticket, Refused(problem) if problem else Passed((ticket.part,)))
+        self._reply(ticket, RequestRefused(problem) if problem else Passed((ticket.part,)))
 
     def _join(self, delivery: Delivery) -> None:
         message = delivery.message
-        assert isinstance(message, Join), "this handler is for nodes that join"
+        assert isinstance(message, NodeJoin), "this handler is for nodes that join"
         try:
             done = self.state.joins(delivery.sender, delivery.incarnation, message.address)
         except BraidError as exc:
@@ -115,11 +115,11 @@ class KVScheduler(Control):
     def _publish_losses(self) -> None:
         """Repeat what nodes may not have received, on links that lose messages."""
         if self.state.is_complete and self.state.lost:
-            self._act([Publish(tuple(self.state.addresses))])
+            self._act([PublishMembers(tuple(self.state.addresses))])
 
     def _act(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
-            if isinstance(each, Publish):
+            if isinstance(each, PublishMembers):
                 self._publish(each.nodes)
                 continue
             problem = each.text if isinstance(each, Refuse) else ""

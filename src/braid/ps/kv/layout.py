@@ -12,10 +12,10 @@ from braid.errors import ConfigError
 from braid.ps.kv.pairs import offsets
 from braid.ps.kv.slicers import Places
 
-__all__ = ["Layout"]
+__all__ = ["KeyLayout"]
 
 
-class Layout:
+class KeyLayout:
     """Places of values by places of keys.
 
     Args:

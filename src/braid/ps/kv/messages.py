@@ -6,13 +6,21 @@ from typing import TypeAlias
 
 import msgspec
 
-from braid.ps.messages import Answer, Explain, Explained, Failure, Here, Join, Refused, Repeat
+from braid.ps.messages import (
+    Answer,
+    Explain,
+    Explained,
+    Failure,
+    Here,
+    NodeJoin,
+    Repeat,
+    RequestRefused,
+)
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
 __all__ = [
     "SCHEMA",
-    "Asked",
     "Candidate",
     "Coding",
     "Compressed",
@@ -20,9 +28,10 @@ __all__ = [
     "Enter",
     "FixedPointed",
     "Head",
+    "KVRequest",
     "Members",
     "Note",
-    "Noted",
+    "NoteReceived",
     "Numbered",
     "Passed",
     "Sparsified",
@@ -31,7 +40,7 @@ __all__ = [
 ]
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of all requests that are executed once.
 
     Attributes:
@@ -49,21 +58,21 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     part: int
 
 
-class Note(Asked, tag="kv.note", frozen=True, kw_only=True):
+class Note(KVRequest, tag="kv.note", frozen=True, kw_only=True):
     """A request of a number and a text."""
 
     head: int
     body: str
 
 
-class Enter(Asked, tag="kv.enter", frozen=True, kw_only=True):
+class Enter(KVRequest, tag="kv.enter", frozen=True, kw_only=True):
     """A node comes to the barrier of a group, of which each number has one of its own."""
 
     group: int
     number: int
 
 
-class Depart(Asked, tag="kv.depart", frozen=True, kw_only=True):
+class Depart(KVRequest, tag="kv.depart", frozen=True, kw_only=True):
     """A node is done."""
 
 
@@ -105,7 +114,7 @@ class Coding(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class Transfer(Asked, tag="kv.transfer", frozen=True, kw_only=True):
+class Transfer(KVRequest, tag="kv.transfer", frozen=True, kw_only=True):
     """A push, a pull or both.
 
     Attributes:
@@ -131,7 +140,7 @@ class Transfer(Asked, tag="kv.transfer", frozen=True, kw_only=True):
     codings: list[Coding]
 
 
-class Noted(Answer, tag="kv.noted", frozen=True):
+class NoteReceived(Answer, tag="kv.noted", frozen=True):
     """The answer to a note."""
 
     body: str
@@ -171,7 +180,7 @@ class Numbered(msgspec.Struct, tag="kv.numbered", frozen=True):
 
 
 SCHEMA = Schema(
-    *(Note, Enter, Depart, Transfer, Noted, Transferred, Passed, Repeat, Refused),
+    *(Note, Enter, Depart, Transfer, NoteReceived, Transferred, Passed, Repeat, RequestRefused),
     *(Explain, Explained),
-    *(Join, Here, Failure, Members, Candidate, Numbered),
+    *(NodeJoin, Here, Failure, Members, Candidate, Numbered),
 )

@@ -1,6 +1,6 @@
 """`KVNode`: the scheduler, a server or a worker of key-value programs.
 
-    van ──> Postoffice ──> Asked: the app of its number        ──> its handle
+    van ──> Postoffice ──> KVRequest: the app of its number    ──> its handle
                      └───> answers: the Customer that has asked ──> callback, wait
                      └───> Members: who is here, who is lost
 
@@ -21,9 +21,9 @@ from braid.errors import BraidError, CommError, CommTimeout, ConfigError, StaleE
 from braid.ps.kv.app import App
 from braid.ps.kv.control import CONTROL_APP, Control, KVScheduler
 from braid.ps.kv.groups import ALL, id_of, key_ranges, members_of
-from braid.ps.kv.messages import Asked, Depart, Enter, Members, Note, Transfer, Transferred
+from braid.ps.kv.messages import Depart, Enter, KVRequest, Members, Note, Transfer, Transferred
 from braid.ps.kv.protocol.executed import Executed
-from braid.ps.messages import Refused
+from braid.ps.messages import RequestRefused
 from braid.ps.postoffice import Postoffice
 from braid.ps.roles import SCHEDULER, Role, name_of
 from braid.runtime.message import Delivery, Message, Van
@@ -321,7 +321,7 @@ class KVNode:
 
     def _dispatch(self, delivery: Delivery, due_ns: int) -> None:
         message = delivery.message
-        assert isinstance(message, Asked), "this handler is for requests"
+        assert isinstance(message, KVRequest), "this handler is for requests"
         app = self._apps.get(self._place(message.app, message.customer))
         if app is None or not app.is_ready_for(message):
             self._parked.append((due_ns, delivery))
@@ -341,7 +341,7 @@ class KVNode:
             known = sorted(place for place in self._apps if place[0] != CONTROL_APP)
             for delivery in late:
                 message = delivery.message
-                assert isinstance(message, Asked), "only requests are parked"
+                assert isinstance(message, KVRequest), "only requests are parked"
                 customer = f" for customer {message.customer}" if self.is_worker else ""
                 apps = ", ".join(str(each if self.is_worker else each[0]) for each in known)
                 text = f"{self.name} has no app {message.app}{customer}; it has {apps or 'none'}"
@@ -350,7 +350,7 @@ class KVNode:
                         f"app {message.app} of {self.name} has no handle for pushes and pulls: "
                         "call set_request_handle"
                     )
-                self.postoffice.send(delivery.sender, Refused(text), answers=delivery.id)
+                self.postoffice.send(delivery.sender, RequestRefused(text), answers=delivery.id)
 
     def _learn(self, delivery: Delivery) -> None:
         message = delivery.message

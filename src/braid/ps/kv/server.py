@@ -28,7 +28,7 @@ from braid.errors import BraidError, CommError, ConfigError
 from braid.ps.kv.app import Ticket
 from braid.ps.kv.filters import digest_of, filter_of
 from braid.ps.kv.groups import id_of, key_ranges
-from braid.ps.kv.messages import Asked, Coding, Transfer, Transferred
+from braid.ps.kv.messages import Coding, KVRequest, Transfer, Transferred
 from braid.ps.kv.pairs import KVPairs, check_pairs
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp, SimpleData
@@ -100,7 +100,7 @@ class KVServer(SimpleApp):
         self._kv_handle = handle
         self._node.dispatch_parked()
 
-    def is_ready_for(self, message: Asked) -> bool:
+    def is_ready_for(self, message: KVRequest) -> bool:
         """Whether a request can be executed now: a transfer waits for its handle."""
         return self._kv_handle is not None or not isinstance(message, Transfer)
 
@@ -151,7 +151,7 @@ class KVServer(SimpleApp):
 
     # -- inside
 
-    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
         if not isinstance(message, Transfer):
             super()._execute(message, delivery, ticket)
             return

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from braid.errors import CommError, ConfigError
-from braid.ps.kv.app import App, Header, Ticket
+from braid.ps.kv.app import App, RequestHeader, Ticket
 from braid.ps.kv.groups import id_of, members_of
-from braid.ps.kv.messages import Asked, Note, Noted
+from braid.ps.kv.messages import KVRequest, Note, NoteReceived
 from braid.ps.messages import check_type
 from braid.runtime.message import Delivery, Message
 from braid.runtime.wire import Buffer
@@ -99,12 +99,12 @@ class SimpleApp(App):
             msg = f"{self._node.name} is itself in {to}: a node does not ask itself"
             raise ConfigError(msg)
 
-        def build(header: Header) -> tuple[Message, Sequence[Buffer]]:
+        def build(header: RequestHeader) -> tuple[Message, Sequence[Buffer]]:
             return Note(**header._asdict(), head=head, body=body), ()
 
         def on_answer(part: int, delivery: Delivery) -> None:
             message, handle = delivery.message, self._response_handle
-            assert isinstance(message, Noted), "notes are answered by notes"
+            assert isinstance(message, NoteReceived), "notes are answered by notes"
             if handle is not None:
                 data = SimpleData(head, message.body, part, timestamp, self.customer_id)
                 self._call_back(timestamp, lambda: handle(data, self))
@@ -130,9 +130,9 @@ class SimpleApp(App):
             msg = "this is an answer, and not a request: nobody waits for a response"
             raise ConfigError(msg)
         check_type("the answer to a note is a text", body, str)
-        self._reply(asked.ticket, Noted((asked.ticket.part,), body))
+        self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))
 
-    def _execute(self, message: Asked, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
         del delivery
         if not isinstance(message, Note):
             msg = f"app {self.app_id} of {self._node.name} has no keys: a KVServer has"

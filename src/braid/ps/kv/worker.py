@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from braid.errors import CommError, ConfigError
-from braid.ps.kv.app import Header
+from braid.ps.kv.app import RequestHeader
 from braid.ps.kv.filters import Filter, KeyCache
-from braid.ps.kv.layout import Layout
+from braid.ps.kv.layout import KeyLayout
 from braid.ps.kv.messages import Head, Transfer, Transferred
 from braid.ps.kv.pairs import Keys, KVPairs, Lens, check_pairs
 from braid.ps.kv.parcel import Parcel
@@ -243,7 +243,7 @@ class KVWorker(SimpleApp):
         codings = [each.coding() for each in own.filters] if out is not None else []
         ranged = self._slicer is by_range
 
-        def build(header: Header) -> tuple[Message, Sequence[Buffer]]:
+        def build(header: RequestHeader) -> tuple[Message, Sequence[Buffer]]:
             parcel = self._parcel_to_send(own, header.part)
             names, specs, buffers = parcel.pack()
             message = Transfer(
@@ -279,7 +279,7 @@ class KVWorker(SimpleApp):
         keys = pairs.keys.view(torch.int64)[places].view(torch.uint64)
         tensors = {"keys": keys}
         if push:
-            layout = Layout(len(pairs), len(pairs.vals), pairs.lens)
+            layout = KeyLayout(len(pairs), len(pairs.vals), pairs.lens)
             tensors["vals"] = layout.gather(pairs.vals, places)
             if pairs.lens is not None:
                 tensors["lens"] = pairs.lens[places]
@@ -316,7 +316,7 @@ class KVWorker(SimpleApp):
             return None
         if own.pairs.lens is not None:
             return None
-        layout = Layout(len(own.pairs), len(out), None)
+        layout = KeyLayout(len(own.pairs), len(out), None)
         views: dict[int, list[memoryview]] = {
             server: [memory_of(layout.gather(out, places))] for server, places in own.slices.items()
         }
@@ -398,7 +398,7 @@ def _assemble(own: _Transfer, out: torch.Tensor) -> None:
         msg = f"{total} values came for {num_keys} keys, and vals has room for {len(out)}"
         raise ConfigError(msg)
     out = out.detach()  # such as a parameter: what is pulled has no gradient
-    layout = Layout(num_keys, total, lens)
+    layout = KeyLayout(num_keys, total, lens)
     for server, places in own.slices.items():
         layout.scatter(out, places, own.answers[server][0])
     if own.out_lens is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
-from braid.ps.protocol.progress import Push, Record
+from braid.ps.protocol.progress import Push, ShardRecord
 
 __all__ = [
     "Accept",
-    "Answer",
+    "AnswerPull",
     "Apply",
     "Confirm",
-    "Drop",
+    "DropPushes",
     "Install",
     "Instruction",
     "Keep",
@@ -49,7 +49,7 @@ class Keep(NamedTuple):
     clock: int
 
 
-class Drop(NamedTuple):
+class DropPushes(NamedTuple):
     """Forget the values of these pushes."""
 
     pushes: tuple[Push, ...]
@@ -58,7 +58,7 @@ class Drop(NamedTuple):
 class Merge(NamedTuple):
     """Add up the kept values of a record."""
 
-    record: Record
+    record: ShardRecord
 
 
 class SendOn(NamedTuple):
@@ -70,7 +70,7 @@ class SendOn(NamedTuple):
 class Apply(NamedTuple):
     """Let the optimizer step with the sum of a record."""
 
-    record: Record
+    record: ShardRecord
 
 
 class Confirm(NamedTuple):
@@ -85,7 +85,7 @@ class Accept(NamedTuple):
     request: Request
 
 
-class Answer(NamedTuple):
+class AnswerPull(NamedTuple):
     """Answer a pull with the values."""
 
     request: Request
@@ -104,5 +104,5 @@ class Install(NamedTuple):
 
 
 Instruction: TypeAlias = (
-    Keep | Drop | Merge | SendOn | Apply | Confirm | Accept | Answer | Moved | Install
+    Keep | DropPushes | Merge | SendOn | Apply | Confirm | Accept | AnswerPull | Moved | Install
 )

@@ -14,14 +14,14 @@ import msgspec
 
 from braid.ps.consistency import Consistency
 
-__all__ = ["Progress", "Push", "Record", "Rules"]
+__all__ = ["ConsistencySchedule", "Push", "ShardProgress", "ShardRecord"]
 
 Push = tuple[int, int]  # worker and clock
 BEFORE = -1  # clock of the first learning rate
 MAX_RATES = 1000  # where each clock has one, by so many clocks may a worker be late
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One change of a shard.
 
     Attributes:
@@ -48,7 +48,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 @dataclass
-class Rules:
+class ConsistencySchedule:
     """Consistency of a table by clock.
 
     Attributes:
@@ -60,7 +60,7 @@ class Rules:
     values: list[Consistency]
 
     @classmethod
-    def always(cls, consistency: Consistency) -> Rules:
+    def always(cls, consistency: Consistency) -> ConsistencySchedule:
         """Return rules that never change."""
         return cls([0], [consistency])
 
@@ -79,7 +79,7 @@ class Rules:
 
 
 @dataclass
-class Progress:
+class ShardProgress:
     """State of a shard apart from its values; the same on all replicas.
 
     Attributes:
@@ -92,14 +92,14 @@ class Progress:
             a while: workers that are late, or send again what was accepted, ask for the same ones.
     """
 
-    rules: Rules
+    rules: ConsistencySchedule
     number: int = 0
     clocks: dict[int, int] = field(default_factory=dict)
     completed: int = 0
     num_dropped: int = 0
     rates: dict[int, float] = field(default_factory=dict)
 
-    def advance(self, record: Record) -> None:
+    def advance(self, record: ShardRecord) -> None:
         """Let a record, the next one, have happened."""
         assert record.number == self.number + 1, "records have no gaps"
         self.number = record.number
@@ -126,10 +126,10 @@ class Progress:
                 return  # the first one holds still
             del self.rates[first]
 
-    def copy(self) -> Progress:
+    def copy(self) -> ShardProgress:
         """Return an independent copy."""
-        rules = Rules(list(self.rules.begins), list(self.rules.values))
-        return Progress(
+        rules = ConsistencySchedule(list(self.rules.begins), list(self.rules.values))
+        return ShardProgress(
             rules,
             self.number,
             dict(self.clocks),
@@ -138,7 +138,7 @@ class Progress:
             dict(self.rates),
         )
 
-    def rate(self, record: Record) -> float | None:
+    def rate(self, record: ShardRecord) -> float | None:
         """Return the learning rate for a record; None if it never changed."""
         clock = min((clock for _, clock in record.pushes), default=0)
         return next((lr for begin, lr in reversed(self.rates.items()) if begin <= clock), None)

@@ -5,12 +5,12 @@ with the same node travel in one message. A part is asked for again, at the node
 says, when its node has been lost, or answers that it has it no longer. Requests are sent again in
 the order in which they were made.
 
-    begin      Send for each node
+    begin      SendParts for each node
     answered   Done after the last part
-    moved      Send again, as soon as the route says another node; with the next route at least,
-               which may say the same node, since routes can be missed
-    again      Send again to the same node
-    rerouted   Send for all parts that wait for another node than the route says
+    moved      SendParts again, as soon as the route says another node; with the next route at
+               least, which may say the same node, since routes can be missed
+    again      SendParts again to the same node
+    rerouted   SendParts for all parts that wait for another node than the route says
     lost       nothing: the next route will say another node, or `linked` the same one again
 """
 
@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Done", "Failed", "RequestsState", "Send"]
+__all__ = ["Done", "PartsLost", "RequestsState", "SendParts"]
 
 Route: TypeAlias = Callable[[int], "str | None"]
 
 
-class Send(NamedTuple):
+class SendParts(NamedTuple):
     """Send these parts of a request to a node."""
 
     request: int
@@ -39,7 +39,7 @@ class Done(NamedTuple):
     request: int
 
 
-class Failed(NamedTuple):
+class PartsLost(NamedTuple):
     """These parts of a request are nowhere."""
 
     request: int
@@ -67,7 +67,9 @@ class RequestsState:
     def __init__(self) -> None:
         self._open: dict[int, _Open] = {}
 
-    def begin(self, request: int, parts: Iterable[int], route: Route) -> list[Send | Done | Failed]:
+    def begin(
+        self, request: int, parts: Iterable[int], route: Route
+    ) -> list[SendParts | Done | PartsLost]:
         """Begin a request."""
         self._open[request] = _Open(route, dict.fromkeys(parts, ""))
         if not self._open[request].asked:
@@ -88,7 +90,7 @@ class RequestsState:
         del self._open[request]
         return [Done(request)]
 
-    def moved(self, request: int, node: str, parts: Iterable[int]) -> list[Send | Failed]:
+    def moved(self, request: int, node: str, parts: Iterable[int]) -> list[SendParts | PartsLost]:
         """Ask again for parts that a node does not have; the route may know where they are."""
         own = self._open.get(request)
         if own is None:
@@ -96,7 +98,7 @@ class RequestsState:
         own.stuck.update(part for part in parts if own.asked.get(part) == node)
         return self._send(request)
 
-    def again(self, request: int, parts: Iterable[int]) -> list[Send | Failed]:
+    def again(self, request: int, parts: Iterable[int]) -> list[SendParts | PartsLost]:
         """Ask again for parts whose node wants to be asked in another way."""
         own = self._open.get(request)
         if own is None:
@@ -104,7 +106,7 @@ class RequestsState:
         own.asked.update(dict.fromkeys([part for part in parts if part in own.asked], ""))
         return self._send(request)
 
-    def rerouted(self) -> list[Send | Failed]:
+    def rerouted(self) -> list[SendParts | PartsLost]:
         """Ask again for all parts whose route has changed, or that had to go elsewhere."""
         for own in self._open.values():
             own.asked.update(dict.fromkeys(own.stuck, ""))
@@ -115,7 +117,7 @@ class RequestsState:
         for own in self._open.values():
             own.stuck.update(part for part, asked in own.asked.items() if asked == node)
 
-    def linked(self, node: str) -> list[Send | Failed]:
+    def linked(self, node: str) -> list[SendParts | PartsLost]:
         """Ask a node again that was lost, and can be reached again."""
         for own in self._open.values():
             for part in [part for part in own.stuck if own.asked[part] == node]:
@@ -123,7 +125,7 @@ class RequestsState:
                 own.asked[part] = ""
         return self.rerouted()
 
-    def resend(self, request: int) -> list[Send | Failed]:
+    def resend(self, request: int) -> list[SendParts | PartsLost]:
         """Ask again for all parts of a request, on links that lose messages."""
         own = self._open.get(request)
         if own is None:
@@ -150,7 +152,7 @@ class RequestsState:
         own = self._open.get(request)
         return own is not None and part in own.asked
 
-    def _send(self, request: int) -> list[Send | Failed]:
+    def _send(self, request: int) -> list[SendParts | PartsLost]:
         own = self._open[request]
         batches: dict[str, list[int]] = {}
         gone: list[int] = []
@@ -162,9 +164,9 @@ class RequestsState:
                 own.asked[part] = node
                 own.stuck.discard(part)
                 batches.setdefault(node, []).append(part)
-        done: list[Send | Failed] = [
-            Send(request, node, tuple(parts)) for node, parts in batches.items()
+        done: list[SendParts | PartsLost] = [
+            SendParts(request, node, tuple(parts)) for node, parts in batches.items()
         ]
         if gone:
-            done.append(Failed(request, tuple(gone)))
+            done.append(PartsLost(request, tuple(gone)))
         return done

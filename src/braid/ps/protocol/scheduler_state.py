@@ -28,43 +28,51 @@ from braid.errors import CommError, StaleError
 from braid.ps.protocol.data_state import DataState, Issue
 from braid.ps.protocol.directory import Directory
 
-__all__ = ["Call", "Fail", "OnWorkerLoss", "Publish", "Release", "SchedulerState", "Stop"]
+__all__ = [
+    "CallSpare",
+    "FailRun",
+    "OnWorkerLoss",
+    "PublishDirectory",
+    "ReleaseNodes",
+    "SchedulerState",
+    "StopWorkers",
+]
 
 OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink", "replace"]
 
 
-class Publish(NamedTuple):
+class PublishDirectory(NamedTuple):
     """Send the directory to all nodes."""
 
     directory: Directory
 
 
-class Release(NamedTuple):
+class ReleaseNodes(NamedTuple):
     """Answer requests: the barrier is reached, or the node may go."""
 
     requests: tuple[tuple[str, int], ...]
 
 
-class Fail(NamedTuple):
+class FailRun(NamedTuple):
     """Inform all nodes that the run cannot go on."""
 
     text: str
 
 
-class Call(NamedTuple):
+class CallSpare(NamedTuple):
     """Let a spare take the place of a worker."""
 
     spare: int
     worker: int
 
 
-class Stop(NamedTuple):
+class StopWorkers(NamedTuple):
     """Inform all workers of the clock before which they stop."""
 
     clock: int
 
 
-Instruction: TypeAlias = Call | Stop | Publish | Release | Fail | Issue
+Instruction: TypeAlias = CallSpare | StopWorkers | PublishDirectory | ReleaseNodes | FailRun | Issue
 
 
 class SchedulerState:
@@ -161,7 +169,7 @@ class SchedulerState:
             self._servers[server] = address
             return self._begin()
         if server in self.directory.servers:  # its link was cut, or the scheduler is new
-            return [Publish(self.directory)]
+            return [PublishDirectory(self.directory)]
         return self._change(self.directory.with_server(server, address))
 
     def check_worker(self, worker: int, life: int) -> None:
@@ -203,7 +211,7 @@ class SchedulerState:
         if self.directory is None:
             return self._begin()
         if worker in self.directory.workers and life == known:
-            return [Publish(self.directory)]
+            return [PublishDirectory(self.directory)]
         workers = {**self.directory.workers}
         workers.setdefault(worker, start)
         return self._change(self.directory.with_workers(workers, self._lives))
@@ -249,7 +257,7 @@ class SchedulerState:
         if self._on_worker_loss == "replace":
             if not self._spares:
                 return self._fail(f"lost worker {worker}: {reason}. No spare is left for it")
-            return [*again, *self._vacate(worker), Call(self._spares.pop(0), worker)]
+            return [*again, *self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
         return [*again, *self._remove(worker)]
 
     def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
@@ -311,7 +319,7 @@ class SchedulerState:
     def stop_at(self, clock: int) -> list[Instruction]:
         """Let all workers stop before a clock; the first one that is asked for holds."""
         self._stop = self._stop or clock
-        return [Stop(self._stop)]
+        return [StopWorkers(self._stop)]
 
     def barrier(
         self, name: str, node: str, request: int, members: frozenset[str], step: int = -1
@@ -325,7 +333,7 @@ class SchedulerState:
         if step >= 0:
             if self._since.get(node) == math.inf:
                 if step <= self._passed.get(name, -1):
-                    return [Release(((node, request),))]
+                    return [ReleaseNodes(((node, request),))]
                 self._since[node] = step
             members = frozenset(each for each in members if self._since.get(each, 0) <= step)
             at, name = (name, step), f"{name} {step}"
@@ -339,7 +347,7 @@ class SchedulerState:
         reached = [n for n, own in self._barriers.items() if self._expected[n] <= own.keys()]
         out: list[Instruction] = []
         for name in reached:
-            out.append(Release(tuple(self._barriers.pop(name).items())))
+            out.append(ReleaseNodes(tuple(self._barriers.pop(name).items())))
             del self._expected[name]
             if name in self._steps:
                 of, step = self._steps.pop(name)
@@ -407,7 +415,7 @@ class SchedulerState:
         self.directory = Directory.begin(
             self._servers, sorted(self._workers), self._replicas, lives=self._lives
         )
-        return [Publish(self.directory)]
+        return [PublishDirectory(self.directory)]
 
     def _vacate(self, worker: int) -> list[Instruction]:
         """Let servers refuse the lost process of a worker until another one takes its place."""
@@ -436,8 +444,8 @@ class SchedulerState:
         released = tuple(self._leaving.pop(server) for server in free)
         for server in free:
             self.directory = directory = directory.without(server)
-        return [Publish(directory), *([Release(released)] if released else [])]
+        return [PublishDirectory(directory), *([ReleaseNodes(released)] if released else [])]
 
     def _fail(self, text: str) -> list[Instruction]:
         self.failure = text
-        return [Fail(text)]
+        return [FailRun(text)]

@@ -6,12 +6,12 @@ a record, and its confirmation comes back up. What is confirmed lies on all serv
     worker                head                    successor ... tail
       push ───────────────> Keep
       push (another) ─────> Keep, Merge, SendOn ──> Apply, SendOn ──> Apply, Confirm
-                            Apply, Accept, Answer <── Confirm <──────────┘
+                            Apply, Accept, AnswerPull <── Confirm <──────┘
 
     event                   at the head                                elsewhere
     push, pull              keep or park; decide                       Moved: ask the head
     record                  (has none before it)                       Apply; SendOn or Confirm
-    confirmed               Apply; Accept pushes, Answer pulls         Confirm
+    confirmed               Apply; Accept pushes, AnswerPull           Confirm
     configure               new chain: send what is unconfirmed again; a new head begins with the
                             records that it has; who left the chain answers Moved to all
 
@@ -32,10 +32,10 @@ from braid.errors import CommError
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.instructions import (
     Accept,
-    Answer,
+    AnswerPull,
     Apply,
     Confirm,
-    Drop,
+    DropPushes,
     Install,
     Instruction,
     Keep,
@@ -45,7 +45,7 @@ from braid.ps.protocol.instructions import (
     SendOn,
     View,
 )
-from braid.ps.protocol.progress import Progress, Push, Record, Rules
+from braid.ps.protocol.progress import ConsistencySchedule, Push, ShardProgress, ShardRecord
 
 __all__ = ["ShardState"]
 
@@ -68,12 +68,12 @@ class ShardState:
     def __init__(self, server: int, consistency: Consistency) -> None:
         self._server = server
         self.view = View(-1, (), {}, {})
-        self.applied = Progress(Rules.always(consistency))
+        self.applied = ShardProgress(ConsistencySchedule.always(consistency))
         self.decided = self.applied.copy()
         self.confirmed = 0
-        self.log: dict[int, Record] = {}
+        self.log: dict[int, ShardRecord] = {}
         self.is_installed = False
-        self._early: dict[int, Record] = {}  # records that came before their predecessor
+        self._early: dict[int, ShardRecord] = {}  # records that came before their predecessor
         self._pushes: dict[Push, Request] = {}  # kept, with who waits for the answer
         self._eligible: list[Push] = []  # those without a gap before them, as they came
         self._accepts: list[tuple[int, Request]] = []  # number of a record, who waits for it
@@ -215,7 +215,7 @@ class ShardState:
         """Whether records of this epoch come from this server's predecessor."""
         return epoch == self.view.epoch and self.predecessor is not None and not self.is_head
 
-    def record(self, record: Record, epoch: int) -> list[Instruction]:
+    def record(self, record: ShardRecord, epoch: int) -> list[Instruction]:
         """Take a record of the predecessor, whose sum the driver keeps under its number."""
         if not self.follows(epoch):
             return []
@@ -224,7 +224,7 @@ class ShardState:
         self._early[record.number] = record
         return self._follow()
 
-    def install(self, progress: Progress, since: int) -> list[Instruction]:
+    def install(self, progress: ShardProgress, since: int) -> list[Instruction]:
         """Begin with the state of the predecessor."""
         if self.is_installed or since != self.view.joining.get(self._server):
             return []
@@ -325,7 +325,7 @@ class ShardState:
         self._parked.clear()
         self._accepts.clear()
         done: list[Instruction] = [Moved(request) for request in requests]
-        return [*done, Drop(kept)] if kept else done
+        return [*done, DropPushes(kept)] if kept else done
 
     def _admit(self, worker: int) -> None:
         """Let the worker's next pushes count, as far as there is no gap."""
@@ -343,7 +343,7 @@ class ShardState:
             done += self._begin(record)
         return done
 
-    def _next_record(self) -> Record | None:
+    def _next_record(self) -> ShardRecord | None:
         completed = self.decided.completed
         rules = self.decided.rules
         for worker, clock in self._eligible:
@@ -381,12 +381,12 @@ class ShardState:
         consistency: Consistency | None = None,
         lr: float | None = None,
         lr_before: float | None = None,
-    ) -> Record:
+    ) -> ShardRecord:
         if completed is None:
             completed = self.decided.completed
             if not self.decided.rules.at(completed).by_clock:
                 completed = max(completed, self._slowest(pushes))
-        return Record(
+        return ShardRecord(
             number=self.decided.number + 1,
             pushes=pushes,
             scale=scale,
@@ -406,14 +406,14 @@ class ShardState:
         later = [b for b in self.decided.rules.begins if b > self.decided.completed]
         return min([slowest, *later])
 
-    def _clocks(self, progress: Progress | None = None) -> dict[int, int]:
+    def _clocks(self, progress: ShardProgress | None = None) -> dict[int, int]:
         progress = progress or self.applied
         return {
             worker: progress.clocks.get(worker, start)
             for worker, start in self.view.members.items()
         }
 
-    def _begin(self, record: Record) -> list[Instruction]:
+    def _begin(self, record: ShardRecord) -> list[Instruction]:
         """Decide on a record: it happens once the chain has it."""
         self.decided.advance(record)
         self.log[record.number] = record
@@ -423,7 +423,7 @@ class ShardState:
             self._accepts.append((record.number, self._pushes.pop(push)))
         done: list[Instruction] = [Merge(record)]
         if record.dropped:
-            done.append(Drop(record.dropped))
+            done.append(DropPushes(record.dropped))
         if self.successor is not None:
             return [*done, SendOn(record.number)]
         return [*done, *self._confirm(record.number)]
@@ -471,7 +471,7 @@ class ShardState:
         freed = [r for r, (worker, clock) in self._parked.items() if self._shows(worker, clock)]
         for request in freed:
             del self._parked[request]
-        return [Answer(request) for request in freed]
+        return [AnswerPull(request) for request in freed]
 
     def _shows(self, worker: int, clock: int) -> bool:
         """Whether the values are new enough for a pull."""

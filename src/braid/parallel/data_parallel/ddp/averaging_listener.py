@@ -29,8 +29,8 @@ from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.parallel.data_parallel.ddp.once_warnings import OnceWarnings
 from braid.parallel.data_parallel.finite import NonfiniteHandler, handle_nonfinite
 from braid.parallel.gradients import (
+    AveragingOutcome,
     Bucket,
-    Outcome,
     ParamRecord,
     ParamTable,
     RankState,
@@ -160,7 +160,7 @@ class AveragingListener(ReducerListener):
                 self.optimizers[record.name].step()
             record.param.grad = None
 
-    def on_averaged(self, outcome: Outcome) -> None:
+    def on_averaged(self, outcome: AveragingOutcome) -> None:
         """Make buffers equal, compare parameters, and report."""
         states = outcome.status.states
         if RankState.JOINED in states:

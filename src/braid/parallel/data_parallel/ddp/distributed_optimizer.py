@@ -36,8 +36,8 @@ from braid.parallel.data_parallel.finite import (
     nonfinite_handler,
 )
 from braid.parallel.gradients import (
+    AveragingOutcome,
     GradientReducer,
-    Outcome,
     ParamRecord,
     ParamTable,
     ReducerListener,
@@ -130,7 +130,7 @@ class _Listener(ReducerListener):
         self._ranks = ranks
         self._handler = handler
 
-    def on_averaged(self, outcome: Outcome) -> None:
+    def on_averaged(self, outcome: AveragingOutcome) -> None:
         handle_nonfinite(outcome, self._ranks, self._handler)
 
 

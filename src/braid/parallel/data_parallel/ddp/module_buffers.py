@@ -24,7 +24,7 @@ MAX_LAYOUTS = 8  # of a device; forwards may replace buffers by others of a new 
 _Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
-class _Packed(NamedTuple):
+class _PackedBuffers(NamedTuple):
     """Memory for all buffers of a device.
 
     Attributes:
@@ -51,7 +51,7 @@ class ModuleBuffers:
         self._group = group
         self._module = module
         self._ignored = frozenset(ignored)
-        self._known: dict[torch.device, dict[_Layout, _Packed]] = {}
+        self._known: dict[torch.device, dict[_Layout, _PackedBuffers]] = {}
         self._changed = False
         self._early_root = -1  # rank whose values went beside the last status
 
@@ -112,14 +112,14 @@ class ModuleBuffers:
             for packed, members in self._by_device():
                 foreach_copy_(members, packed.views)
 
-    def _by_device(self) -> list[tuple[_Packed, list[torch.Tensor]]]:
+    def _by_device(self) -> list[tuple[_PackedBuffers, list[torch.Tensor]]]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for buffer in self.tensors():
             # .data: graphs that have seen old values may still be differentiated
             by_device.setdefault(buffer.device, []).append(buffer.data)
         return [(self._packed(device, members), members) for device, members in by_device.items()]
 
-    def _packed(self, device: torch.device, members: list[torch.Tensor]) -> _Packed:
+    def _packed(self, device: torch.device, members: list[torch.Tensor]) -> _PackedBuffers:
         layout = tuple((member.dtype, member.shape) for member in members)
         known = self._known.setdefault(device, {})
         packed = known.get(layout)
@@ -133,7 +133,7 @@ class ModuleBuffers:
             flat = FlatBuffer(sizes, torch.uint8, make, align=ALIGNMENT)
             pairs = zip(flat.views, members, strict=True)
             views = [view.view(own.dtype).view(own.shape) for view, own in pairs]
-            packed = known[layout] = _Packed(flat.tensor, views, {})
+            packed = known[layout] = _PackedBuffers(flat.tensor, views, {})
         return packed
 
     def _refuse_expanded(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 
-from braid.parallel.gradients import Outcome, RankState
+from braid.parallel.gradients import AveragingOutcome, RankState
 from braid.types import first_few
 
 __all__ = ["OnceWarnings"]
@@ -33,7 +33,7 @@ class OnceWarnings:
         self._names_unused = is_speaker and names_unused
         self._names_ahead = is_speaker
 
-    def check(self, outcome: Outcome) -> None:
+    def check(self, outcome: AveragingOutcome) -> None:
         """Warn of what an averaging has shown."""
         if self._names_unused and outcome.unused:
             self._names_unused = False
@@ -51,7 +51,7 @@ class OnceWarnings:
             _warn(_ahead_text(self._model, outcome.number, counts))
 
 
-def _unused_text(model: str, outcome: Outcome) -> str:
+def _unused_text(model: str, outcome: AveragingOutcome) -> str:
     names = outcome.unused
     listed = first_few(map(repr, names))
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"

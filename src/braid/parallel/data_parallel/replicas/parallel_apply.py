@@ -68,7 +68,7 @@ def parallel_apply(
         raise ConfigError(msg)
     state = _ThreadState()
     calls = [
-        _Call(replica, given if isinstance(given, list | tuple) else (given,), named)
+        _ReplicaCall(replica, given if isinstance(given, list | tuple) else (given,), named)
         for replica, given, named in zip(replicas, inputs, kwargs, strict=True)
     ]
     if len(calls) == 1:
@@ -81,7 +81,7 @@ def parallel_apply(
     return [outcome.result for outcome in outcomes]
 
 
-class _Call(NamedTuple):
+class _ReplicaCall(NamedTuple):
     """One replica and the arguments of its call."""
 
     replica: Callable[..., Any]
@@ -107,7 +107,7 @@ class _ThreadState:
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
 
-    def run(self, call: _Call, stream: Any) -> _Outcome:
+    def run(self, call: _ReplicaCall, stream: Any) -> _Outcome:
         try:
             with (
                 self._autocast.again(),
@@ -121,7 +121,7 @@ class _ThreadState:
 
 
 def _run_all(
-    calls: Sequence[_Call], places: Sequence[torch.device], state: _ThreadState
+    calls: Sequence[_ReplicaCall], places: Sequence[torch.device], state: _ThreadState
 ) -> list[_Outcome]:
     outcomes = [_Outcome()] * len(calls)
     streams = [current_stream(place) for place in places]

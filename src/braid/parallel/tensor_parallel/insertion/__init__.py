@@ -10,11 +10,11 @@ from braid.parallel.tensor_parallel.insertion.annotations import (
 )
 from braid.parallel.tensor_parallel.insertion.by_graph import divide_by_graph
 from braid.parallel.tensor_parallel.insertion.explain import Division
-from braid.parallel.tensor_parallel.insertion.records import Options
+from braid.parallel.tensor_parallel.insertion.records import InsertionOptions
 
 __all__ = [
     "Division",
-    "Options",
+    "InsertionOptions",
     "Shard",
     "Strategy",
     "check_expressions",

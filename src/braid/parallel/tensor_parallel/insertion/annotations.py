@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from braid.errors import ConfigError
-from braid.parallel.tensor_parallel.insertion.calls import Call, module_of, shape_of
+from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, module_of, shape_of
 from braid.parallel.tensor_parallel.insertion.labels import Labels
 from braid.parallel.tensor_parallel.insertion.rules import rule_of
 from braid.programs.layout import Mesh
@@ -162,7 +162,7 @@ def _operator(graph: fx.Graph, name: str, strategy: Strategy) -> tuple[fx.Node, 
         place = module_of(node) if node.op == "call_function" else None
         if place is None or not (place == name or place.startswith(f"{name}.")):
             continue
-        call = Call(node)
+        call = OperatorCall(node)
         xs = call.tensors()
         if [len(shape_of(x)) for x in xs[: len(strategy)]] != [len(parts) for parts in strategy]:
             continue

@@ -18,7 +18,11 @@ from braid.parallel.tensor_parallel.insertion.divided import (
     lengths_of,
 )
 from braid.parallel.tensor_parallel.insertion.pairing import pair
-from braid.parallel.tensor_parallel.insertion.records import Options, Row, Scheme
+from braid.parallel.tensor_parallel.insertion.records import (
+    ExplanationRow,
+    InsertionOptions,
+    Scheme,
+)
 from braid.parallel.tensor_parallel.linear import slice_param
 from braid.parallel.tensor_parallel.slices import Slicing
 from braid.parallel.tensor_parallel.whole import changes_of
@@ -39,7 +43,7 @@ class Found(NamedTuple):
     """
 
     slicings: dict[str, Slicing]
-    rows: list[Row]
+    rows: list[ExplanationRow]
     whole: dict[str, str]
 
 
@@ -48,7 +52,7 @@ def divide_by_graph(
     group: Group,
     slicings: Mapping[str, Slicing] | None,
     inputs: Any,
-    options: Options,
+    options: InsertionOptions,
     strategies: Mapping[str, Strategy] | None = None,
 ) -> Found:
     """Divide a model by its graph, in place.

@@ -11,12 +11,12 @@ from torch import fx
 
 from braid.runtime.torch_internals import OpOverload
 
-__all__ = ["Call", "length_of", "module_of", "shape_of", "source_of", "tensor_of"]
+__all__ = ["OperatorCall", "length_of", "module_of", "shape_of", "source_of", "tensor_of"]
 
 FILE = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
-class Call:
+class OperatorCall:
     """A call of an operation of torch.
 
     Attributes:

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from braid.errors import ConfigError
 from braid.parallel.graph.autograd_functions import FunctionMode, functions_seen
-from braid.parallel.tensor_parallel.insertion.calls import Call, shape_of, tensor_of
+from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, shape_of, tensor_of
 from braid.parallel.tensor_parallel.insertion.labels import equal
 from braid.runtime.torch_internals import own_buffers, own_parameters, pytree
 
@@ -206,7 +206,7 @@ def _name_dtypes(graph: fx.Graph) -> None:
 def _fold_linear(graph: fx.Graph) -> None:
     """Write `view, addmm, view` as one linear operation, so that rows keep their dims."""
     for node in list(graph.nodes):
-        call = Call(node) if node.op == "call_function" else None
+        call = OperatorCall(node) if node.op == "call_function" else None
         if call is None or call.name != "aten.addmm" or (call["beta"], call["alpha"]) != (1, 1):
             continue
         bias, x, weight = call["self"], call["mat1"], call["mat2"]
@@ -228,7 +228,7 @@ def _fold_linear(graph: fx.Graph) -> None:
 
 def _unfolded(x: fx.Node) -> fx.Node | None:
     """Return the tensor whose rows a matrix has, if it is the view of one."""
-    if x.op != "call_function" or Call(x).name not in {"aten.view", "aten.reshape"}:
+    if x.op != "call_function" or OperatorCall(x).name not in {"aten.view", "aten.reshape"}:
         return None
     source = x.all_input_nodes[0]
     shape = shape_of(source)
@@ -240,7 +240,7 @@ def _refolded(node: fx.Node) -> fx.Node | None:
     (user, *others) = node.users or (None,)
     if user is None or others or user.op != "call_function":
         return None
-    if Call(user).name not in {"aten.view", "aten.reshape"}:
+    if OperatorCall(user).name not in {"aten.view", "aten.reshape"}:
         return None
     return user if equal(shape_of(user)[-1], shape_of(node)[-1]) else None
 

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from torch import fx
 
 from braid.parallel.tensor_parallel.insertion.calls import (
-    Call,
+    OperatorCall,
     length_of,
     module_of,
     shape_of,
@@ -33,7 +33,7 @@ MOST_VALID = 64  # numbers of ranks that a message lists
 
 
 def choose(
-    call: Call,
+    call: OperatorCall,
     xs: Sequence[fx.Node],
     labels: Labels,
     layout_of: Callable[[fx.Node], Layout],
@@ -77,7 +77,7 @@ def choose(
 
 
 def indivisible(
-    call: Call,
+    call: OperatorCall,
     xs: Sequence[fx.Node],
     labels: Labels,
     forced: Mapping[int, tuple[str, ...]],
@@ -104,7 +104,7 @@ def _rank(pair: tuple[fx.Node, Dims]) -> tuple[bool, int]:
 
 
 def _indivisible(
-    call: Call,
+    call: OperatorCall,
     xs: Sequence[fx.Node],
     labels: Labels,
     label: int,

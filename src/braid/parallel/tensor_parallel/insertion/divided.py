@@ -23,7 +23,7 @@ from braid.parallel.tensor_parallel.insertion.capture import (
     flat_inputs,
 )
 from braid.parallel.tensor_parallel.insertion.insert import Insertion
-from braid.parallel.tensor_parallel.insertion.moves import Groups, Move, Step
+from braid.parallel.tensor_parallel.insertion.moves import Groups, Move, MoveStep
 from braid.parallel.tensor_parallel.insertion.records import Scheme
 from braid.parallel.tensor_parallel.insertion.state import ModelState
 from braid.programs.layout import Mesh
@@ -100,7 +100,7 @@ class DividedForward:
         """Keep a graph for inputs like these."""
         module = captured.module
         for name, part in done.parts.items():
-            if isinstance(part, Step):
+            if isinstance(part, MoveStep):
                 module.add_submodule(name, Move(part, self._groups(part.axis)))
             else:
                 module.add_submodule(name, part(self._groups))

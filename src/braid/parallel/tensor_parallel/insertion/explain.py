@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from braid.parallel.tensor_parallel.insertion.moves import Collective
-from braid.parallel.tensor_parallel.insertion.records import Row
+from braid.parallel.tensor_parallel.insertion.moves import StepCollective
+from braid.parallel.tensor_parallel.insertion.records import ExplanationRow
 
 __all__ = ["Division", "Totals", "table", "to_svg", "totals"]
 
@@ -47,7 +47,7 @@ class Totals(NamedTuple):
     seconds: float
 
 
-def totals(rows: Sequence[Row]) -> Totals:
+def totals(rows: Sequence[ExplanationRow]) -> Totals:
     """Return what a step sends, forward and backward."""
     sent = [collective for row in rows for collective in row.collectives]
     return Totals(
@@ -58,7 +58,7 @@ def totals(rows: Sequence[Row]) -> Totals:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ExplanationRow]) -> str:
     """Return the rows as text, with the totals at the end."""
     lines = [HEAD, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
@@ -79,7 +79,7 @@ def table(rows: Sequence[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: ExplanationRow) -> tuple[str, ...]:
     forward = ", ".join(f"{c.name} {c.axis}" for c in row.collectives if not c.backward)
     backward = ", ".join(f"{c.name} {c.axis}" for c in row.collectives if c.backward)
     nbytes = sum(c.nbytes for c in row.collectives)
@@ -88,7 +88,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.node, row.module, row.operation, str(row.layout), forward, backward, *sent)
 
 
-def to_svg(rows: Sequence[Row], width: int = 900) -> str:
+def to_svg(rows: Sequence[ExplanationRow], width: int = 900) -> str:
     """Draw the rows as SVG, from top to bottom: boxes of values, arrows of what is sent.
 
     Values of one module that have the same layout are one box.
@@ -105,9 +105,9 @@ def to_svg(rows: Sequence[Row], width: int = 900) -> str:
     )
 
 
-def _merged(rows: Sequence[Row]) -> list[tuple[Row, str, str]]:
+def _merged(rows: Sequence[ExplanationRow]) -> list[tuple[ExplanationRow, str, str]]:
     """Return the rows that are drawn, with their names and what they send."""
-    drawn: list[tuple[Row, str, str]] = []
+    drawn: list[tuple[ExplanationRow, str, str]] = []
     last: tuple[str, str] | None = None
     for row in rows:
         place = (row.module, str(row.layout))
@@ -119,12 +119,12 @@ def _merged(rows: Sequence[Row]) -> list[tuple[Row, str, str]]:
     return drawn
 
 
-def _sent(collective: Collective) -> str:
+def _sent(collective: StepCollective) -> str:
     name = f"{collective.name} backward" if collective.backward else collective.name
     return f"{name} {collective.nbytes} B, {collective.seconds * 1e6:.0f} us"
 
 
-def _colour(row: Row) -> str:
+def _colour(row: ExplanationRow) -> str:
     if row.layout.partial:
         return PARTIAL
     return SPLIT if any(row.layout.dims) else WHOLE
@@ -153,7 +153,7 @@ class Division(dict[str, str]):
     def __init__(
         self,
         kinds: Mapping[str, str],
-        rows: Sequence[Row] = (),
+        rows: Sequence[ExplanationRow] = (),
         whole: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(kinds)

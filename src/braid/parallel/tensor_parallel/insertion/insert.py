@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from braid.errors import ConfigError
 from braid.parallel.tensor_parallel.insertion.calls import (
-    Call,
+    OperatorCall,
     length_of,
     module_of,
     shape_of,
@@ -35,8 +35,12 @@ from braid.parallel.tensor_parallel.insertion.calls import (
 )
 from braid.parallel.tensor_parallel.insertion.choice import Chosen, choose, indivisible
 from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels
-from braid.parallel.tensor_parallel.insertion.moves import Collective, steps_between
-from braid.parallel.tensor_parallel.insertion.records import Conflict, Options, Row
+from braid.parallel.tensor_parallel.insertion.moves import StepCollective, steps_between
+from braid.parallel.tensor_parallel.insertion.records import (
+    Conflict,
+    ExplanationRow,
+    InsertionOptions,
+)
 from braid.parallel.tensor_parallel.insertion.rules import SHAPES_ONLY, draws, rule_of
 from braid.parallel.tensor_parallel.insertion.special_rules import SPECIAL, Part
 from braid.parallel.tensor_parallel.insertion.writes import note_write, written_by
@@ -75,20 +79,20 @@ class Insertion:
     """
 
     def __init__(
-        self, graph: fx.Graph, mesh: Mesh, params: Mapping[str, Layout], options: Options
+        self, graph: fx.Graph, mesh: Mesh, params: Mapping[str, Layout], options: InsertionOptions
     ) -> None:
         self.graph = graph
         self.mesh = mesh
         self.options = options
         self.layouts: dict[fx.Node, Layout | list[Layout]] = {}
         self.parts: dict[str, Part] = {}
-        self.rows: list[Row] = []
+        self.rows: list[ExplanationRow] = []
         self.conflicts: list[Conflict] = []
         self.unknown: dict[str, str] = {}
         self.origins: dict[fx.Node, frozenset[str]] = {}
         self.gathered: dict[fx.Node, frozenset[str]] = {}
         self.copies: set[fx.Node] = set()
-        self.choose: Callable[[Insertion, Call], None] | None = None
+        self.choose: Callable[[Insertion, OperatorCall], None] | None = None
         self.forced: Mapping[fx.Node, Mapping[int, tuple[str, ...]]] = {}
         self._params = params
         self._moved: dict[tuple[fx.Node, str], fx.Node] = {}
@@ -167,11 +171,11 @@ class Insertion:
 
     def replace(
         self,
-        call: Call,
+        call: OperatorCall,
         part: Part,
         args: Sequence[fx.Node],
         layout: Layout,
-        collectives: tuple[Collective, ...] = (),
+        collectives: tuple[StepCollective, ...] = (),
     ) -> fx.Node:
         """Put a call of a module in the place of an operation, and return it."""
         node = call.node
@@ -209,11 +213,11 @@ class Insertion:
         node: fx.Node,
         operation: str,
         layout: Layout,
-        collectives: tuple[Collective, ...] = (),
+        collectives: tuple[StepCollective, ...] = (),
         origin: fx.Node | None = None,
     ) -> None:
         module = module_of(origin if origin is not None else node)
-        self.rows.append(Row(node.name, module, operation, layout, collectives))
+        self.rows.append(ExplanationRow(node.name, module, operation, layout, collectives))
 
     # nodes ----------------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ class Insertion:
         node.args = fx.map_arg(node.args, whole)
 
     def _visit(self, node: fx.Node) -> None:
-        call = Call(node)
+        call = OperatorCall(node)
         if self.choose is not None:
             self.choose(self, call)
         xs = call.tensors()
@@ -267,9 +271,9 @@ class Insertion:
             self.unknown[call.name] = source_of(node)
             self._gather_all(node, xs, f"{call.name} has no rule")
         if written_by(call) is not None:
-            note_write(self, Call(node) if node in self.layouts else call)
+            note_write(self, OperatorCall(node) if node in self.layouts else call)
 
-    def _labels(self, call: Call, xs: Sequence[fx.Node]) -> Labels | None:
+    def _labels(self, call: OperatorCall, xs: Sequence[fx.Node]) -> Labels | None:
         """Return the labels of an operation; None if no rule knows these inputs."""
         rule = rule_of(call)
         labels = rule(call, [self.layout(x) for x in xs]) if rule is not None else None
@@ -300,7 +304,7 @@ class Insertion:
         self.origins.pop(node)
 
     def _gather_all(self, node: fx.Node, xs: Sequence[fx.Node], reason: str) -> None:
-        call, inputs = Call(node), []
+        call, inputs = OperatorCall(node), []
         for x in xs:
             moved = self.convert(x, self.whole(len(self.layout(x).dims)), reason, node)
             if moved is not x and draws(call):  # in the order in which a whole value lies
@@ -319,7 +323,7 @@ class Insertion:
             self.layouts[node] = layouts[cast("int", node.args[1])]
             self._carry(node, (source,))
 
-    def _size(self, node: fx.Node, call: Call) -> None:
+    def _size(self, node: fx.Node, call: OperatorCall) -> None:
         """Let sizes be those of whole values."""
         x, dim = call["self"], call["dim"]
         count = self.count(self.layout(x).dims[dim])
@@ -337,7 +341,7 @@ class Insertion:
 
     def _apply(
         self,
-        call: Call,
+        call: OperatorCall,
         xs: Sequence[fx.Node],
         labels: Labels,
         forced: Mapping[int, tuple[str, ...]] | None = None,
@@ -418,7 +422,7 @@ class Insertion:
         blocks = () if unpacked else layout.blocks
         return Layout(self.mesh, layout.dims, summed, layout.varying, blocks)
 
-    def _set_sizes(self, call: Call, labels: Labels, chosen: Chosen) -> None:
+    def _set_sizes(self, call: OperatorCall, labels: Labels, chosen: Chosen) -> None:
         """Let sizes among the arguments be those of this rank's part."""
 
         def part(size: Any, label: int | None) -> Any:

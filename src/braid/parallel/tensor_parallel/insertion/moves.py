@@ -40,13 +40,13 @@ from braid.errors import ConfigError
 from braid.parallel.tensor_parallel.slices import Slicing
 from braid.programs.layout import Layout
 
-__all__ = ["Collective", "Move", "Step", "steps_between"]
+__all__ = ["Move", "MoveStep", "StepCollective", "steps_between"]
 
 Groups = Callable[[str], Group]
 
 
 @dataclass(frozen=True)
-class Collective:
+class StepCollective:
     """One collective of a step, for tables.
 
     Attributes:
@@ -65,7 +65,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Step:
+class MoveStep:
     """One move.
 
     Attributes:
@@ -86,13 +86,13 @@ class Step:
     blocks: int
     varying: bool
     has_grad: bool
-    collectives: tuple[Collective, ...]
+    collectives: tuple[StepCollective, ...]
 
 
 class Move(nn.Module):
     """A step between layouts, carried out."""
 
-    def __init__(self, step: Step, group: Group) -> None:
+    def __init__(self, step: MoveStep, group: Group) -> None:
         super().__init__()
         self.step = step
         self.group = group
@@ -156,7 +156,7 @@ def steps_between(
     costs: Mapping[str, AxisCost],
     *,
     has_grad: bool,
-) -> Iterator[Step]:
+) -> Iterator[MoveStep]:
     """Yield the moves from one layout to another.
 
     Args:
@@ -215,7 +215,7 @@ class _Price:
 
     def step(
         self, kind: str, axis: str, dim: int | None, to: int | None, blocks: int, *, varying: bool
-    ) -> Step:
+    ) -> MoveStep:
         forward, backward = {
             "f": ("", "all_reduce"),
             "all_reduce": ("all_reduce", "all_reduce" if varying else ""),
@@ -228,9 +228,9 @@ class _Price:
         collectives = tuple(
             self._collective(name, axis, backward=late) for name, late in names if name
         )
-        return Step(kind, axis, dim, to, blocks, varying, self._has_grad, collectives)
+        return MoveStep(kind, axis, dim, to, blocks, varying, self._has_grad, collectives)
 
-    def _collective(self, name: str, axis: str, *, backward: bool) -> Collective:
+    def _collective(self, name: str, axis: str, *, backward: bool) -> StepCollective:
         n = self._sizes[axis]
         cost = self._costs.get(axis, AxisCost())
         factor = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n**2}.get(
@@ -239,10 +239,10 @@ class _Price:
         others = math.prod(self._sizes[other] for other in self._split if other != axis)
         nbytes = round(self._nbytes * factor / others)
         seconds = cost.latency_s + nbytes * cost.s_per_byte
-        return Collective(name, axis, nbytes, seconds, backward)
+        return StepCollective(name, axis, nbytes, seconds, backward)
 
 
-def _unpacked(source: Layout, target: Layout, price: _Price) -> Iterator[Step]:
+def _unpacked(source: Layout, target: Layout, price: _Price) -> Iterator[MoveStep]:
     """Yield the gathering of dims of packed blocks, which no other move understands."""
     for dim, (axes, count) in enumerate(zip(source.dims, source.blocks, strict=True)):
         if count > 1 and axes:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from torch import fx
 
 from braid.errors import ConfigError
-from braid.parallel.tensor_parallel.insertion.calls import Call, shape_of
+from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, shape_of
 from braid.parallel.tensor_parallel.insertion.insert import Insertion
-from braid.parallel.tensor_parallel.insertion.records import Conflict, Options
+from braid.parallel.tensor_parallel.insertion.records import Conflict, InsertionOptions
 from braid.parallel.tensor_parallel.insertion.rules import is_depthwise
 from braid.programs.layout import Layout, Mesh
 
@@ -47,7 +47,7 @@ class Pairing(NamedTuple):
     left: dict[str, str]
 
 
-def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: Options) -> Pairing:
+def pair(graph: fx.Graph, mesh: Mesh, axis: str, options: InsertionOptions) -> Pairing:
     """Return layouts of parameters with which no value inside of the model is gathered.
 
     Args:
@@ -96,7 +96,7 @@ class _Chooser:
         self._heads: dict[str, int] = {}
         self.odd: dict[str, str] = {}
 
-    def choose(self, insertion: Insertion, call: Call) -> None:
+    def choose(self, insertion: Insertion, call: OperatorCall) -> None:
         weight = call.arguments.get("weight")
         if not isinstance(weight, fx.Node):
             return
@@ -114,7 +114,7 @@ class _Chooser:
         elif call.name in {"aten.linear", "aten.conv2d", "aten.conv1d"}:
             self._linear(insertion, call, chain)
 
-    def _linear(self, insertion: Insertion, call: Call, chain: list[fx.Node]) -> None:
+    def _linear(self, insertion: Insertion, call: OperatorCall, chain: list[fx.Node]) -> None:
         dims = insertion.layout(call["input"]).dims
         inner = dims[-1] if call.name == "aten.linear" else dims[1]
         outs, ins = shape_of(call["weight"])[:2]
@@ -139,7 +139,7 @@ class _Chooser:
                 self._heads[str(chain[-1].target)] = outs
             self._set_bias(insertion, call, blocks_of_outputs)
 
-    def _set_bias(self, insertion: Insertion, call: Call, blocks: int) -> None:
+    def _set_bias(self, insertion: Insertion, call: OperatorCall, blocks: int) -> None:
         bias = call["bias"]
         if isinstance(bias, fx.Node) and bias.op == "get_attr":
             self._put(insertion, bias, Layout(self._mesh, ((self._axis,),), (), (), (blocks,)))
@@ -174,7 +174,7 @@ class _Chooser:
         if dim is None:
             layout = self.layouts[str(chain[-1].target)]
             for node in reversed(chain):
-                if Call(node).name in TURN and node.op == "call_function":
+                if OperatorCall(node).name in TURN and node.op == "call_function":
                     layout = _turned(layout)
                 insertion.layouts[node] = layout
             return
@@ -187,7 +187,7 @@ class _Chooser:
                 self._put(insertion, node, layout)
             else:
                 insertion.layouts[node] = layout
-                layout = _turned(layout) if Call(node).name in TURN else layout
+                layout = _turned(layout) if OperatorCall(node).name in TURN else layout
 
     def _put(self, insertion: Insertion, param: fx.Node, layout: Layout) -> None:
         self.layouts[str(param.target)] = layout
@@ -206,7 +206,7 @@ def _chain(weight: fx.Node) -> list[fx.Node] | None:
         node = chain[-1]
         if node.op != "call_function" or len(node.all_input_nodes) != 1:
             return None
-        name = Call(node).name
+        name = OperatorCall(node).name
         matrix = len(shape_of(node)) == 2
         if name not in KEEP_SHAPE and not (name in TURN and matrix):
             return None
@@ -227,12 +227,16 @@ def _packed(node: fx.Node, size: int) -> int:
         (user,) = seen.users
         if user.op != "call_function":
             break
-        name = Call(user).name
+        name = OperatorCall(user).name
         if name == "aten.glu":
-            return 2 if Call(user)["dim"] % len(shape_of(seen)) == len(shape_of(seen)) - 1 else 1
+            return (
+                2
+                if OperatorCall(user)["dim"] % len(shape_of(seen)) == len(shape_of(seen)) - 1
+                else 1
+            )
         if name in {"aten.split", "aten.chunk", "aten.split_with_sizes"}:
             parts = user.meta["val"]
-            dim = Call(user)["dim"] % len(shape_of(seen))
+            dim = OperatorCall(user)["dim"] % len(shape_of(seen))
             lengths = {part.shape[dim] for part in parts}
             last = dim == len(shape_of(seen)) - 1
             return len(parts) if last and len(lengths) == 1 else 1
@@ -254,7 +258,7 @@ def _tied(graph: fx.Graph) -> set[str]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        call = Call(node)
+        call = OperatorCall(node)
         weight = call.arguments.get("weight")
         if isinstance(weight, fx.Node) and (chain := _chain(weight)) is not None:
             users.setdefault(str(chain[-1].target), set()).add(call.name)

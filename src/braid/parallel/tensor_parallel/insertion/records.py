@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from braid.comm.redistribute import AxisCost
-from braid.parallel.tensor_parallel.insertion.moves import Collective
+from braid.parallel.tensor_parallel.insertion.moves import StepCollective
 from braid.programs.layout import Layout, Mesh
 
-__all__ = ["Conflict", "Options", "Row", "Scheme"]
+__all__ = ["Conflict", "ExplanationRow", "InsertionOptions", "Scheme"]
 
 
 @dataclass(frozen=True)
-class Options:
+class InsertionOptions:
     """Choices of the pass.
 
     Attributes:
@@ -44,12 +44,12 @@ class Scheme:
 
     mesh: Mesh
     layouts: Mapping[str, Layout]
-    options: Options
+    options: InsertionOptions
     strategies: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
+class ExplanationRow:
     """A line of the explanation.
 
     Attributes:
@@ -64,7 +64,7 @@ class Row:
     module: str
     operation: str
     layout: Layout
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[StepCollective, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from braid.parallel.tensor_parallel.insertion.calls import Call, shape_of
+from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, shape_of
 from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels, broadcast, equal, kept
 from braid.parallel.tensor_parallel.insertion.view_rules import VIEWS
 from braid.programs.layout import Layout
 
 __all__ = ["SHAPES_ONLY", "draws", "is_depthwise", "rule_of"]
 
-Rule = Callable[[Call, Sequence[Layout]], Labels]
+Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
 
 POINTWISE = {  # besides those that torch marks as pointwise
     *("aten.dropout", "aten.native_dropout", "aten.to", "aten._to_copy", "aten.type_as"),
@@ -48,7 +48,7 @@ SHAPES_ONLY = {  # of their inputs; the outputs are whole
 }
 
 
-def rule_of(call: Call) -> Rule | None:
+def rule_of(call: OperatorCall) -> Rule | None:
     """Return the rule of an operation; None if it is unknown."""
     name = call.name.removesuffix("_") if not call.name.endswith("__") else call.name
     tags = getattr(call.node.target, "tags", ())
@@ -59,7 +59,7 @@ def rule_of(call: Call) -> Rule | None:
     return FAMILIES.get(name)
 
 
-def draws(call: Call) -> bool:
+def draws(call: OperatorCall) -> bool:
     """Whether an operation draws random numbers: not in evaluation, nor with probability 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.node.target, "tags", ()):
         return False
@@ -67,14 +67,14 @@ def draws(call: Call) -> bool:
     return all(value is None or value for value in given)
 
 
-def _pointwise(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _pointwise(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     out = shape_of(call.node)
     inputs = broadcast([shape_of(x) for x in call.tensors()], out)
     return Labels(inputs, [kept(len(out))])
 
 
-def _linear(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _linear(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     rows = len(shape_of(call["input"])) - 1
     inner, outer = rows, rows + 1
@@ -87,7 +87,7 @@ def _linear(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels(inputs, [(*lead, outer)], frozenset({inner}), added=added)
 
 
-def _matmul(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _matmul(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     a, b = (shape_of(x) for x in call.tensors())
     out = shape_of(call.node)
@@ -100,7 +100,7 @@ def _matmul(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([first, second], [output], frozenset({inner}))
 
 
-def _einsum(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _einsum(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     """Label dims by their letters; diagonals (`ii`) and `...` are not known."""
     del layouts
     equation = str(call["equation"]).replace(" ", "")
@@ -117,7 +117,7 @@ def _letters(letters: dict[str, int], term: str) -> Dims:
     return tuple(letters[letter] for letter in term)
 
 
-def _convolution(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _convolution(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     spatial = (None,) * (len(shape_of(call["weight"])) - 2)
     if is_depthwise(call):
@@ -139,7 +139,7 @@ def _convolution(call: Call, layouts: Sequence[Layout]) -> Labels:
 def _along(*names: str) -> Rule:
     """Return the rule of operations along some dims; all tensors have the same dims."""
 
-    def rule(call: Call, layouts: Sequence[Layout]) -> Labels:
+    def rule(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
         del layouts
         xs = call.tensors()
         num_dims = len(shape_of(xs[0]))
@@ -162,13 +162,13 @@ def _along(*names: str) -> Rule:
     return rule
 
 
-def is_depthwise(call: Call) -> bool:
+def is_depthwise(call: OperatorCall) -> bool:
     """Whether each channel of a convolution is one of its input."""
     groups, shape = call.arguments.get("groups", 1), shape_of(call["weight"])
     return groups > 1 and equal(groups, shape[0]) and equal(shape[1], 1)
 
 
-def _glu(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _glu(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     """Label two packed blocks, which are multiplied: each is split."""
     num_dims = len(shape_of(call["self"]))
     dim = call["dim"] % num_dims
@@ -177,20 +177,20 @@ def _glu(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels], [labels], unpacked=True)
 
 
-def _prelu(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _prelu(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     labels = kept(len(shape_of(call["self"])))
     one = equal(shape_of(call["weight"])[0], 1)
     return Labels([labels, (None if one else 1,)], [labels])
 
 
-def _dims(call: Call, names: Sequence[str]) -> list[int]:
+def _dims(call: OperatorCall, names: Sequence[str]) -> list[int]:
     """Return the dims that arguments name, one or several each."""
     values = [call[name] for name in names]
     return [dim for value in values for dim in (value if isinstance(value, list) else [value])]
 
 
-def _layer_norm(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _layer_norm(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     shape = shape_of(call["input"])
     num_whole = len(call["normalized_shape"])
@@ -199,20 +199,20 @@ def _layer_norm(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels, *rest], [labels])
 
 
-def _group_norm(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _group_norm(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     labels = (0, *(None,) * (len(shape_of(call["input"])) - 1))
     return Labels([labels, *((None,) for _ in call.tensors()[1:])], [labels])
 
 
-def _whole(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _whole(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     """Label nothing: BatchNorm changes statistics in place, and those of parts would be lost."""
     del layouts
     inputs: list[Dims] = [(None,) * len(shape_of(x)) for x in call.tensors()]
     return Labels(inputs, [(None,) * x.dim() for x in outputs_of(call.node)])
 
 
-def _reduction(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _reduction(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     (x,) = call.tensors()
     num_dims = len(shape_of(x))
@@ -230,7 +230,7 @@ def _reduction(call: Call, layouts: Sequence[Layout]) -> Labels:
     )
 
 
-def _attention(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _attention(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     query, key = shape_of(call["query"]), shape_of(call["key"])
     lead = kept(len(query) - 2)
@@ -245,14 +245,14 @@ def _attention(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels(inputs, [labels])
 
 
-def _embedding(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _embedding(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     ids = kept(len(shape_of(call["indices"])))
     row = len(ids)
     return Labels([(None, row), ids], [(*ids, row)])
 
 
-def _index_select(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _index_select(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     num_dims = len(shape_of(call["self"]))
     labels = kept(num_dims, (call["dim"],))

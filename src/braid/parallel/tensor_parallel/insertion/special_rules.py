@@ -12,8 +12,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 
 from braid.comm.redistribute import AxisCost
-from braid.parallel.tensor_parallel.insertion.calls import Call, length_of, shape_of, tensor_of
-from braid.parallel.tensor_parallel.insertion.moves import Collective, Groups, Step
+from braid.parallel.tensor_parallel.insertion.calls import (
+    OperatorCall,
+    length_of,
+    shape_of,
+    tensor_of,
+)
+from braid.parallel.tensor_parallel.insertion.moves import Groups, MoveStep, StepCollective
 from braid.parallel.tensor_parallel.insertion.special import (
     DividedAttention,
     DividedDropout,
@@ -28,13 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SPECIAL", "Part"]
 
-Part: TypeAlias = Step | Callable[[Groups], nn.Module]
+Part: TypeAlias = MoveStep | Callable[[Groups], nn.Module]
 """A module of the graph: a step between layouts, or a function that makes it of the groups."""
 
 LOSS_NUMBER_BYTES = 4
 
 
-def _embedding(insertion: Insertion, call: Call) -> bool:
+def _embedding(insertion: Insertion, call: OperatorCall) -> bool:
     weight, ids = call["weight"], call["indices"]
     (axes, columns) = insertion.layout(weight).dims
     if len(axes) != 1 or columns:
@@ -54,7 +59,7 @@ def _embedding(insertion: Insertion, call: Call) -> bool:
     return True
 
 
-def _cross_entropy(insertion: Insertion, call: Call) -> bool:
+def _cross_entropy(insertion: Insertion, call: OperatorCall) -> bool:
     logits, target = call["self"], call["target"]
     layout = insertion.layout(logits)
     shape = shape_of(target)
@@ -75,7 +80,7 @@ def _cross_entropy(insertion: Insertion, call: Call) -> bool:
     for numbers in (1, 3 if smoothing else 2):
         nbytes = round(2 * (n - 1) / n * numbers * num_rows * LOSS_NUMBER_BYTES)
         seconds = cost.latency_s + nbytes * cost.s_per_byte
-        collectives.append(Collective("all_reduce", axis, nbytes, seconds, backward=False))
+        collectives.append(StepCollective("all_reduce", axis, nbytes, seconds, backward=False))
     value = tensor_of(call.node)
     assert value is not None, "a loss is a tensor"
     insertion.replace(
@@ -88,7 +93,7 @@ def _cross_entropy(insertion: Insertion, call: Call) -> bool:
     return True
 
 
-def _dropout(insertion: Insertion, call: Call) -> bool:
+def _dropout(insertion: Insertion, call: OperatorCall) -> bool:
     (x,), p = call.tensors(), call["p"]
     layout = insertion.layout(x)
     if not call["train"] or not 0 < p < 1 or not any(layout.dims):
@@ -103,7 +108,7 @@ def _dropout(insertion: Insertion, call: Call) -> bool:
     return True
 
 
-def _attention(insertion: Insertion, call: Call) -> bool:
+def _attention(insertion: Insertion, call: OperatorCall) -> bool:
     query, p = call["query"], call["dropout_p"]
     layout = insertion.layout(query)
     alike = all(insertion.layout(call[name]).dims == layout.dims for name in ("key", "value"))
@@ -129,7 +134,7 @@ def _attention(insertion: Insertion, call: Call) -> bool:
     return True
 
 
-def _mask(insertion: Insertion, call: Call, heads: Layout) -> object:
+def _mask(insertion: Insertion, call: OperatorCall, heads: Layout) -> object:
     """Return the mask of attention for this rank's heads."""
     mask = call["attn_mask"]
     shape = shape_of(mask)
@@ -158,7 +163,7 @@ def _part(layout: Layout, groups: Groups) -> OwnPart:
     return OwnPart(splits)
 
 
-SPECIAL: dict[str, Callable[[Insertion, Call], bool]] = {
+SPECIAL: dict[str, Callable[[Insertion, OperatorCall], bool]] = {
     "aten.embedding": _embedding,
     "aten.cross_entropy_loss": _cross_entropy,
     "aten.dropout": _dropout,

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from braid.parallel.tensor_parallel.insertion.calls import Call, length_of, shape_of, tensor_of
+from braid.parallel.tensor_parallel.insertion.calls import (
+    OperatorCall,
+    length_of,
+    shape_of,
+    tensor_of,
+)
 from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels, equal, grouped, kept
 from braid.programs.layout import Layout
 
@@ -18,7 +23,7 @@ __all__ = ["VIEWS"]
 ENDLESS = 2**62
 
 
-def _view(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _view(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     (x, *_) = call.tensors()
     before, after = shape_of(x), shape_of(call.node)
     blocks = layouts[0].blocks or (1,) * len(before)
@@ -41,7 +46,7 @@ def _view(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([tuple(ins)], [tuple(outs)], sizes=sizes, unpacked=unpacked)
 
 
-def _permute(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _permute(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     num_dims = len(shape_of(call["self"]))
     match call.name:
@@ -61,7 +66,7 @@ def _permute(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([kept(num_dims)], [tuple(order)])
 
 
-def _expand(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _expand(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     before, after = shape_of(call["self"]), shape_of(call.node)
     lead = len(after) - len(before)
@@ -74,7 +79,7 @@ def _expand(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([ins], [outs], sizes="size")
 
 
-def _slice(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _slice(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     shape, after = shape_of(call["self"]), shape_of(call.node)
     dim = call["dim"] % len(shape)
@@ -84,7 +89,7 @@ def _slice(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels], [labels])
 
 
-def _select(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _select(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     num_dims = len(shape_of(call["self"]))
     dim = call["dim"] % num_dims
@@ -92,7 +97,7 @@ def _select(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels], [labels[:dim] + labels[dim + 1 :]])
 
 
-def _split(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _split(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     """Split into equal parts, which may be the packed blocks of a dim."""
     shape = shape_of(call["self"])
     dim = call["dim"] % len(shape)
@@ -110,12 +115,12 @@ def _split(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels], [labels] * len(parts))
 
 
-def _unbind(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _unbind(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     labels = _select(call, layouts)
     return Labels(labels.inputs, labels.outputs * len(call.node.meta["val"]))
 
 
-def _stack(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _stack(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     xs = call.tensors()
     num_dims = len(shape_of(xs[0]))
@@ -124,7 +129,7 @@ def _stack(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([labels for _ in xs], [(*labels[:dim], None, *labels[dim:])])
 
 
-def _repeat_interleave(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _repeat_interleave(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     """Repeat each element along a dim; the part of a rank then has the repeated part."""
     del layouts
     shape = shape_of(call["self"])
@@ -133,7 +138,7 @@ def _repeat_interleave(call: Call, layouts: Sequence[Layout]) -> Labels:
     return Labels([kept(len(shape))], [kept(len(shape))])
 
 
-def _diagonal(call: Call, layouts: Sequence[Layout]) -> Labels:
+def _diagonal(call: OperatorCall, layouts: Sequence[Layout]) -> Labels:
     del layouts
     num_dims = len(shape_of(call["self"]))
     return Labels([kept(num_dims, (-1, -2))], [kept(num_dims, (-1, -2))])
@@ -153,7 +158,7 @@ def shown(dims: Dims, shape: Sequence[object]) -> str:
     return str([length_of(size) for size in shape]) if dims else "[]"  # type: ignore[arg-type]
 
 
-Rule = Callable[[Call, Sequence[Layout]], Labels]
+Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
 VIEWS: dict[str, Rule] = {
     **dict.fromkeys(
         (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from braid.parallel.tensor_parallel.insertion.calls import Call, module_of, source_of
+from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, module_of, source_of
 from braid.parallel.tensor_parallel.insertion.records import Conflict
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["aliases_of", "note_write", "written_by"]
 
 
-def written_by(call: Call) -> fx.Node | None:
+def written_by(call: OperatorCall) -> fx.Node | None:
     """Return the tensor that an operation changes in place, if there is one."""
     schema = getattr(call.node.target, "_schema", None)
     for argument in schema.arguments if schema is not None else ():
@@ -44,7 +44,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
         return None
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
-    call = Call(node)
+    call = OperatorCall(node)
     schema = getattr(node.target, "_schema", None)
     if schema is None or all(result.alias_info is None for result in schema.returns):
         return None
@@ -52,7 +52,7 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return next((value for value in shared if isinstance(value, fx.Node)), None)
 
 
-def note_write(insertion: Insertion, call: Call) -> None:
+def note_write(insertion: Insertion, call: OperatorCall) -> None:
     """Let all values in the memory that an operation has changed be those of afterwards."""
     written = written_by(call)
     assert written is not None, "the operation writes"

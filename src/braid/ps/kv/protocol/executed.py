@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ["Executed", "Progress", "Stream"]
+__all__ = ["Executed", "RequestProgress", "RequestStream"]
 
 Reply = TypeVar("Reply")
 
 
-class Stream(NamedTuple):
+class RequestStream(NamedTuple):
     """Requests that are counted together."""
 
     sender: str
@@ -36,7 +36,7 @@ class Stream(NamedTuple):
     customer: int
 
 
-class Progress(Enum):
+class RequestProgress(Enum):
     """State of a request that has no answer."""
 
     NEW = "execute it"
@@ -56,14 +56,14 @@ class Executed(Generic[Reply]):
     """Requests of all streams, with the answers that may be wanted again."""
 
     def __init__(self) -> None:
-        self._streams: dict[Stream, _Requests[Reply]] = {}
+        self._streams: dict[RequestStream, _Requests[Reply]] = {}
         self._lives: dict[str, int] = {}
 
-    def begin(self, stream: Stream, timestamp: int, seen: int) -> Progress | Reply:
+    def begin(self, stream: RequestStream, timestamp: int, seen: int) -> RequestProgress | Reply:
         """Record that a request has arrived; return its answer if it has one."""
         life = self._lives.setdefault(stream.sender, stream.incarnation)
         if stream.incarnation < life:
-            return Progress.OVER
+            return RequestProgress.OVER
         if stream.incarnation > life:
             self._lives[stream.sender] = stream.incarnation
             for other in [each for each in self._streams if each.sender == stream.sender]:
@@ -74,20 +74,20 @@ class Executed(Generic[Reply]):
             for number in [each for each in own.replies if each < seen]:
                 del own.replies[number]
         if timestamp < own.seen:
-            return Progress.OVER
+            return RequestProgress.OVER
         if timestamp not in own.replies:
             own.replies[timestamp] = None
-            return Progress.NEW
+            return RequestProgress.NEW
         reply = own.replies[timestamp]
-        return Progress.UNDER_WAY if reply is None else reply
+        return RequestProgress.UNDER_WAY if reply is None else reply
 
-    def cancel(self, stream: Stream, timestamp: int) -> None:
+    def cancel(self, stream: RequestStream, timestamp: int) -> None:
         """Forget a request that was not executed, so that it is new when it comes again."""
         own = self._streams.get(stream)
         if own is not None and own.replies.get(timestamp, self) is None:
             del own.replies[timestamp]
 
-    def finish(self, stream: Stream, timestamp: int, reply: Reply) -> bool:
+    def finish(self, stream: RequestStream, timestamp: int, reply: Reply) -> bool:
         """Record the answer of a request; False if it has one already."""
         own = self._streams.get(stream)
         if own is None or timestamp not in own.replies:
@@ -97,7 +97,7 @@ class Executed(Generic[Reply]):
         own.replies[timestamp] = reply
         return True
 
-    def replace(self, stream: Stream, timestamp: int, reply: Reply) -> None:
+    def replace(self, stream: RequestStream, timestamp: int, reply: Reply) -> None:
         """Record another answer, since the first could not be sent."""
         own = self._streams.get(stream)
         if own is not None and timestamp in own.replies:

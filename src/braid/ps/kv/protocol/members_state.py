@@ -2,9 +2,9 @@
 
     event         what follows
     number        a number for a process that has none; the same again if it asks again
-    joins         Publish, when all are here; a node whose link was cut is here again
-    lost          Publish; barriers that wait for it are refused, and name it
-    enters        Release of all when the last of the group comes
+    joins         PublishMembers, when all are here; a node whose link was cut is here again
+    lost          PublishMembers; barriers that wait for it are refused, and name it
+    enters        ReleaseTickets of all when the last of the group comes
     departs       nobody waits for it any more
 
 A new process in the place of a lost node is refused: the keys of a server went with it.
@@ -20,18 +20,18 @@ from braid.errors import CommError
 from braid.ps.kv.groups import ALL, members_of
 from braid.ps.roles import SCHEDULER
 
-__all__ = ["MembersState", "Publish", "Refuse", "Release"]
+__all__ = ["MembersState", "PublishMembers", "Refuse", "ReleaseTickets"]
 
 Ticket = TypeVar("Ticket")
 
 
-class Publish(NamedTuple):
+class PublishMembers(NamedTuple):
     """Send the members to all nodes, or to those of them that ask."""
 
     nodes: tuple[str, ...]
 
 
-class Release(NamedTuple):
+class ReleaseTickets(NamedTuple):
     """Answer these requests."""
 
     tickets: tuple[Any, ...]
@@ -44,7 +44,7 @@ class Refuse(NamedTuple):
     text: str
 
 
-Instruction: TypeAlias = "Publish | Release | Refuse"
+Instruction: TypeAlias = "PublishMembers | ReleaseTickets | Refuse"
 
 
 class MembersState(Generic[Ticket]):
@@ -119,9 +119,13 @@ class MembersState(Generic[Ticket]):
             raise CommError(msg)
         self.addresses[node] = address
         if self.lost.pop(node, None) is not None:
-            return [Publish(tuple(self.addresses))]
+            return [PublishMembers(tuple(self.addresses))]
         first = len(self.addresses) == len(self._all) - 1
-        return [Publish(tuple(self.addresses) if first else (node,))] if self.is_complete else []
+        return (
+            [PublishMembers(tuple(self.addresses) if first else (node,))]
+            if self.is_complete
+            else []
+        )
 
     def loses(self, node: str, reason: str) -> list[Instruction]:
         """Record the loss of a node; barriers that wait for it are refused."""
@@ -134,7 +138,7 @@ class MembersState(Generic[Ticket]):
                 del self._barriers[customer, group]
                 waiting.pop(node, None)
                 done.append(self._refuse(group, list(waiting.values())))
-        return [*done, *([Publish(tuple(self.addresses))] if self.is_complete else [])]
+        return [*done, *([PublishMembers(tuple(self.addresses))] if self.is_complete else [])]
 
     def enters(self, node: str, customer: int, group: int, ticket: Ticket) -> list[Instruction]:
         """Let a node wait until all of a group have come to the barrier of a customer.
@@ -154,7 +158,7 @@ class MembersState(Generic[Ticket]):
         if not members <= waiting.keys():
             return []
         del self._barriers[customer, group]
-        return [Release(tuple(waiting.values()))]
+        return [ReleaseTickets(tuple(waiting.values()))]
 
     def departs(self, node: str) -> list[Instruction]:
         """Record that a node is done."""
