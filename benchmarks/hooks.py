@@ -18,8 +18,8 @@ from benchmarks.lab import Lab
 from benchmarks.workers.hooks import EXACT, Plan, Way, main
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -132,21 +132,21 @@ def hooks_table(report: HooksReport) -> Table:
     return grid
 
 
-def hooks_verdicts(report: HooksReport) -> list[Verdict]:
+def hooks_verdicts(report: HooksReport) -> list[BenchVerdict]:
     """Judge whether the hooks keep their promises."""
     exact = next(way for way in report.ways if way.name == EXACT)
     share = exact.last_loss / exact.first_loss
     learned = f"{EXACT}: loss at most {LEARNED} x the first"
-    verdicts = [Verdict(learned, f"measured {share:.3f}", share <= LEARNED)]
+    verdicts = [BenchVerdict(learned, f"measured {share:.3f}", share <= LEARNED)]
     for way in report.ways:
         least = LEAST.get(way.name.partition(":")[0])
         if least is None:
             continue
         faster = f"{way.name}: step at least {least} x"
-        verdicts.append(Verdict(faster, f"measured {way.speedup:.2f}", way.speedup >= least))
+        verdicts.append(BenchVerdict(faster, f"measured {way.speedup:.2f}", way.speedup >= least))
         ratio = way.last_loss / exact.last_loss
         as_good = f"{way.name}: loss at most {LOSS_HELD} x that of exact gradients"
-        verdicts.append(Verdict(as_good, f"measured {ratio:.3f}", ratio <= LOSS_HELD))
+        verdicts.append(BenchVerdict(as_good, f"measured {ratio:.3f}", ratio <= LOSS_HELD))
     return verdicts
 
 

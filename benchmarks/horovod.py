@@ -24,8 +24,8 @@ from benchmarks.workers.horovod import Exchange, Figures, Plan, Small, Step, mai
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -222,7 +222,7 @@ def _count_calls(call: Callable[[], X]) -> tuple[float, int, X]:
     return 0.0, number, result
 
 
-def fusion_verdicts(report: FusionReport) -> list[Verdict]:
+def fusion_verdicts(report: FusionReport) -> list[BenchVerdict]:
     """Judge whether the engine keeps its promises."""
     held: list[tuple[str, bool, str]] = [
         (
@@ -255,7 +255,7 @@ def fusion_verdicts(report: FusionReport) -> list[Verdict]:
             f"{share:.2f} times ({many.first_calls} calls), and it is asked {many.lists} times",
         )
     )
-    return [Verdict(what, f"measured {figure}", ok) for what, ok, figure in held]
+    return [BenchVerdict(what, f"measured {figure}", ok) for what, ok, figure in held]
 
 
 def fusion_table(report: FusionReport) -> Table:

@@ -19,8 +19,8 @@ from rich.console import Console as RichConsole
 
 from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -99,7 +99,7 @@ def run_launch(bench: LaunchBench, *, console: RichConsole | None = None) -> Lau
     return report
 
 
-def launch_verdicts(report: LaunchReport) -> list[Verdict]:
+def launch_verdicts(report: LaunchReport) -> list[BenchVerdict]:
     """Return what is promised of engines."""
     verdicts = []
     here_s = statistics.median(report.launchers[HERE].start_s)
@@ -108,9 +108,9 @@ def launch_verdicts(report: LaunchReport) -> list[Verdict]:
         slowest_s = max(figures.notice_s)
         if name != HERE:
             claim = f"{name}: from start to first step within {MOST_TIMES} times braid run"
-            verdicts.append(Verdict(claim, f"measured {times:.2f}", times <= MOST_TIMES))
+            verdicts.append(BenchVerdict(claim, f"measured {times:.2f}", times <= MOST_TIMES))
         claim = f"{name}: survivors know of a death within {MOST_S:g} s"
-        verdicts.append(Verdict(claim, f"measured {slowest_s:.2f} s", slowest_s <= MOST_S))
+        verdicts.append(BenchVerdict(claim, f"measured {slowest_s:.2f} s", slowest_s <= MOST_S))
     return verdicts
 
 

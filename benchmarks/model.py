@@ -21,7 +21,7 @@ from benchmarks.lab import Lab
 from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan, main
 from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import Report, Verdict, measured_on, new_table, save, show
+from braid.cli.bench.harness.report import BenchVerdict, Report, measured_on, new_table, save, show
 from braid.cli.bench.harness.sizes import GBIT, KIB, MIB
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
@@ -221,7 +221,7 @@ def model_table(report: ModelReport) -> Table:
     return grid
 
 
-def verdicts(report: ModelReport) -> list[Verdict]:
+def verdicts(report: ModelReport) -> list[BenchVerdict]:
     """Judge whether the errors are as small as promised."""
     judged = []
     for kind, place, held in (
@@ -230,7 +230,7 @@ def verdicts(report: ModelReport) -> list[Verdict]:
     ):
         median, most = error(held), MOST_ERROR[kind]
         claim = f"{place}: median error at most {most:.0%}"
-        judged.append(Verdict(claim, f"measured {median:.1%} of {len(held)}", median <= most))
+        judged.append(BenchVerdict(claim, f"measured {median:.1%} of {len(held)}", median <= most))
     return judged
 
 

@@ -24,8 +24,8 @@ from benchmarks.workers.pipeline_parts import Held, Swept
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -183,7 +183,7 @@ def run_pipeline(bench: PipelineBench, *, console: RichConsole | None = None) ->
     return report
 
 
-def pipeline_verdicts(report: PipelineReport) -> list[Verdict]:
+def pipeline_verdicts(report: PipelineReport) -> list[BenchVerdict]:
     """Judge whether braid's pipeline keeps its promises."""
     verdicts = []
     for row in report.figures.measured:
@@ -197,7 +197,7 @@ def pipeline_verdicts(report: PipelineReport) -> list[Verdict]:
             f"the simulated optimum of {chosen.num_microbatches} micro-batches: a step at most "
             f"{OPTIMUM_WITHIN:.0%} longer than with the best number, {best.num_microbatches}"
         )
-        verdicts.append(Verdict(claim, f"measured {longer:.1%}", longer <= OPTIMUM_WITHIN))
+        verdicts.append(BenchVerdict(claim, f"measured {longer:.1%}", longer <= OPTIMUM_WITHIN))
     return verdicts
 
 
@@ -218,12 +218,12 @@ def pipeline_doubts(report: PipelineReport) -> list[str]:
     return lines
 
 
-def _verdicts_of(row: Measured) -> list[Verdict]:
+def _verdicts_of(row: Measured) -> list[BenchVerdict]:
     what = f"{row.case.model}, {row.case.schedule}"
     verdicts = []
     if row.case.model == "tiny":
         verdicts.append(
-            Verdict(
+            BenchVerdict(
                 f"{what}: at most {MOST_ACTION_S * 1e6:.0f} us of the engine for an action",
                 f"measured {row.action_s * 1e6:.0f} us",
                 row.action_s <= MOST_ACTION_S,
@@ -234,7 +234,7 @@ def _verdicts_of(row: Measured) -> list[Verdict]:
         figure = f"measured {faster:.2f} with {exposed:.0%} exposed"
         known = row.case.model != "wide" or exposed >= EXPOSED
         verdicts.append(
-            Verdict(
+            BenchVerdict(
                 f"{what}: step at least {least} x Gloo's"
                 + f", of which at least {EXPOSED:.0%} is exposed" * (row.case.model == "wide"),
                 figure,
@@ -247,14 +247,14 @@ def _verdicts_of(row: Measured) -> list[Verdict]:
             f"{what}: at least {LEAST_EFFICIENCY:.0%} of a step are work and a bubble of "
             f"{_bubble(row):.1%}"
         )
-        verdicts.append(Verdict(claim, f"measured {share:.0%}", share >= LEAST_EFFICIENCY))
+        verdicts.append(BenchVerdict(claim, f"measured {share:.0%}", share >= LEAST_EFFICIENCY))
     return verdicts
 
 
-def _held_verdict(held: Held) -> Verdict:
+def _held_verdict(held: Held) -> BenchVerdict:
     ratios = [a / b for a, b in zip(held.measured_bytes, held.formula_bytes, strict=True)]
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    return Verdict(
+    return BenchVerdict(
         f"{_mode_text(held)}: live bytes within {HELD_WITHIN:.0%} of the formula",
         f"measured {worst:.3f} of it at worst",
         abs(worst - 1) <= HELD_WITHIN,

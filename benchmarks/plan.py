@@ -33,8 +33,8 @@ from benchmarks.workers.plan_plan import (
 from benchmarks.workers.ps_plan import Measured
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -159,28 +159,28 @@ def _ratio(row: Measured, way: str) -> float:
     return statistics.median(other / own for other, own in pairs)
 
 
-def plan_verdicts(report: PlanReport) -> Iterator[Verdict]:
+def plan_verdicts(report: PlanReport) -> Iterator[BenchVerdict]:
     """Judge predictions, and whether the asynchronous pipeline is as fast as promised."""
     if report.steps:
         yield from _step_verdicts(report.steps)
     if report.oversubscribed:
         error = statistics.median(abs(row.error) for row in report.oversubscribed)
         claim = f"{MANY_RANKS} ranks: median error of a step at most {100 * OVERSUBSCRIBED:g} %"
-        yield Verdict(claim, f"measured {100 * error:.1f} %", error <= OVERSUBSCRIBED)
+        yield BenchVerdict(claim, f"measured {100 * error:.1f} %", error <= OVERSUBSCRIBED)
     if report.device is not None:
         for text, error, most in (
             ("the other half", report.device.half, HALF),
             ("8 GPUs, from 2 and 4", report.device.larger, LARGER),
         ):
             claim = f"vTrain's iterations, {text}: mean error at most {100 * most:g} %"
-            yield Verdict(claim, f"got {100 * error:.2f} %", error <= most)
+            yield BenchVerdict(claim, f"got {100 * error:.2f} %", error <= most)
     for row in report.asynchronous:
         ratio = _ratio(row, "stash")
         claim = f"{row.name}: stashed weights at least {LEAST:g} times as fast as 1F1B of 4"
-        yield Verdict(claim, f"measured {ratio:.2f}", ratio >= LEAST)
+        yield BenchVerdict(claim, f"measured {ratio:.2f}", ratio >= LEAST)
 
 
-def _step_verdicts(rows: Sequence[StepError]) -> Iterator[Verdict]:
+def _step_verdicts(rows: Sequence[StepError]) -> Iterator[BenchVerdict]:
     from scipy.stats import spearmanr
 
     errors = sorted(abs(row.error) for row in rows)
@@ -197,11 +197,11 @@ def _step_verdicts(rows: Sequence[StepError]) -> Iterator[Verdict]:
         ("90 % of errors", P90, f"{100 * p90:.1f} %", p90 <= P90),
         ("median error of live bytes", BYTES, f"{100 * nbytes:.1f} %", nbytes <= BYTES),
     ):
-        yield Verdict(f"{claim} at most {100 * value:g} %", f"measured {text}", holds)
-    yield Verdict(
+        yield BenchVerdict(f"{claim} at most {100 * value:g} %", f"measured {text}", holds)
+    yield BenchVerdict(
         f"rank correlation at least {RANKED:g}", f"measured {ranked:.3f}", ranked >= RANKED
     )
-    yield Verdict(
+    yield BenchVerdict(
         f"the split predicted to be best at most {WORSE:g} times as long as the best",
         f"measured {worst:.2f}",
         worst <= WORSE,

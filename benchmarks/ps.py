@@ -25,8 +25,8 @@ from benchmarks.workers.ps_training import ALL_REDUCE, SERVERS, WORKERS
 from benchmarks.workers.ps_transfer import RPC, SHARED, SOCKETS
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -147,9 +147,9 @@ def run_ps(bench: PsBench, *, console: RichConsole | None = None) -> PsReport:
     return report
 
 
-def ps_verdicts(report: PsReport) -> list[Verdict]:
+def ps_verdicts(report: PsReport) -> list[BenchVerdict]:
     """Judge whether the parameter server keeps its promises."""
-    verdicts: list[Verdict] = []
+    verdicts: list[BenchVerdict] = []
     for row in report.rows:
         verdicts += _TARGETS[row.name](row)
     if report.failover is not None:
@@ -163,42 +163,42 @@ def _median(row: Measured, way: str) -> float:
     return statistics.median(row.seconds[way])
 
 
-def _dense_verdicts(row: Measured) -> Iterator[Verdict]:
+def _dense_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way, least in DENSE_BYTES_PER_S.items():
         rate = row.amount / _median(row, way)
         claim = f"dense push and pull over {way}: at least {least / 1e9:g} GB/s"
-        yield Verdict(claim, f"measured {rate / 1e9:.2f}", rate >= least)
+        yield BenchVerdict(claim, f"measured {rate / 1e9:.2f}", rate >= least)
 
 
-def _small_verdicts(row: Measured) -> Iterator[Verdict]:
+def _small_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     seconds = _median(row, SOCKETS)
     claim = f"a small push, until accepted: at most {SMALL_S * 1e6:.0f} us"
-    yield Verdict(claim, f"measured {seconds * 1e6:.0f}", seconds <= SMALL_S)
+    yield BenchVerdict(claim, f"measured {seconds * 1e6:.0f}", seconds <= SMALL_S)
 
 
-def _pairs_verdicts(row: Measured) -> Iterator[Verdict]:
+def _pairs_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way, least in PAIRS_RATIO.items():
         ratio = row.amount / _median(row, way) / PS_LITE_PAIRS[row.name]
         claim = (
             f"{row.name} of pairs over {way}: at least {least:g} x what "
             f"PS-Lite passed, {PS_LITE_PAIRS[row.name] / 1e6:.0f} M/s"
         )
-        yield Verdict(claim, f"measured {ratio:.2f} x", ratio >= least)
+        yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio >= least)
 
 
-def _rows_verdicts(row: Measured) -> Iterator[Verdict]:
+def _rows_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way in (SOCKETS, SHARED):
         rate = row.amount / _median(row, way)
         claim = f"rows over {way}: at least {ROWS_PER_S / 1e6:g} M rows/s"
         figure = f"measured {rate / 1e6:.2f}; {row.note}"
-        yield Verdict(claim, figure, rate >= ROWS_PER_S)
+        yield BenchVerdict(claim, figure, rate >= ROWS_PER_S)
 
 
-def _step_verdicts(row: Measured) -> Iterator[Verdict]:
+def _step_verdicts(row: Measured) -> Iterator[BenchVerdict]:
     for way in (SERVERS, WORKERS):
         ratio = _ratio(row, way, ALL_REDUCE)
         claim = f"a step where {way}: at most {STEP_RATIO:g} x one by all-reduce"
-        yield Verdict(claim, f"measured {ratio:.2f} x", ratio <= STEP_RATIO)
+        yield BenchVerdict(claim, f"measured {ratio:.2f} x", ratio <= STEP_RATIO)
 
 
 _TARGETS = {
@@ -211,26 +211,26 @@ _TARGETS = {
 }
 
 
-def _failover_verdicts(failover: Failover) -> Iterator[Verdict]:
+def _failover_verdicts(failover: Failover) -> Iterator[BenchVerdict]:
     kills, slowest = len(failover.slowest_s), statistics.median(failover.slowest_s)
     claim = f"{kills} servers killed: the slowest step takes less than {FAILOVER_S:g} s"
     figure = (
         f"measured median {slowest:.3f} s, longest {max(failover.slowest_s):.3f} s (step "
         f"{failover.step_s * 1e3:.0f} ms, copies remade in {_median_of(failover.repaired_s):.2f} s)"
     )
-    yield Verdict(claim, figure, slowest < FAILOVER_S)
+    yield BenchVerdict(claim, figure, slowest < FAILOVER_S)
     held = failover.lost == 0 and failover.wrong == 0
     claim = "no acknowledged push is lost, and every pull shows all of them"
     figure = f"measured {failover.lost} lost, {failover.wrong} wrong of {failover.steps} steps"
-    yield Verdict(claim, figure, held)
+    yield BenchVerdict(claim, figure, held)
 
 
-def _straggler_verdicts(ratio: Ratio) -> Iterator[Verdict]:
+def _straggler_verdicts(ratio: Ratio) -> Iterator[BenchVerdict]:
     for name, least in KEPT.items():
         share = _kept(ratio, name)
         what = "samples" if name.startswith("asynchronous") else "clocks of BSP"
         claim = f"{name} straggler: keeps at least {least:.0%} of the {what} without one"
-        yield Verdict(claim, f"measured {share:.0%}", share >= least)
+        yield BenchVerdict(claim, f"measured {share:.0%}", share >= least)
 
 
 def _kept(ratio: Ratio, name: str) -> float:

@@ -17,8 +17,8 @@ from benchmarks.workers.ps_plan import Measured
 from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -113,13 +113,13 @@ def _ratio(row: Measured) -> float:
     return statistics.median(other / own for other, own in pairs)
 
 
-def rpc_verdicts(report: RpcReport) -> Iterator[Verdict]:
+def rpc_verdicts(report: RpcReport) -> Iterator[BenchVerdict]:
     """Judge whether calls are as fast as promised."""
     for row in report.rows:
         if TORCH in row.seconds:
             least, ratio = TARGETS[row.name], _ratio(row)
             claim = f"{LABELS[row.name]}: at least {least:g} times as fast as torch's RPC"
-            yield Verdict(claim, f"measured {ratio:.2f}", ratio >= least)
+            yield BenchVerdict(claim, f"measured {ratio:.2f}", ratio >= least)
 
 
 def rpc_table(report: RpcReport) -> Table:

@@ -18,8 +18,8 @@ from benchmarks.workers.tp import HEADS, KV_HEADS, MODEL_NAMES, VARIANTS, Case, 
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -119,7 +119,7 @@ def run_tp(bench: TpBench, *, console: RichConsole | None = None) -> TpReport:
     return report
 
 
-def tp_verdicts(report: TpReport) -> list[Verdict]:
+def tp_verdicts(report: TpReport) -> list[BenchVerdict]:
     """Judge whether braid's tensor parallelism keeps its promises."""
     verdicts = []
     for row in report.rows:
@@ -127,13 +127,13 @@ def tp_verdicts(report: TpReport) -> list[Verdict]:
         for variant, (least, name) in LEAST_SPEEDUP.items():
             factor = row.speedup[variant]
             claim = f"{what}: step at least {least} x as fast as {name}"
-            verdicts.append(Verdict(claim, f"measured {factor:.2f}", factor >= least))
+            verdicts.append(BenchVerdict(claim, f"measured {factor:.2f}", factor >= least))
         claim = f"{what}: as many collectives as the explanation counts"
         figure = f"{row.collectives} counted, {row.sent} sent"
-        verdicts.append(Verdict(claim, figure, row.collectives == row.sent))
+        verdicts.append(BenchVerdict(claim, figure, row.collectives == row.sent))
         claim = f"{what}: losses of all engines within {MOST_GAP:g}"
         gap = row.largest_gap
-        verdicts.append(Verdict(claim, f"measured {gap:.1e}", gap <= MOST_GAP))
+        verdicts.append(BenchVerdict(claim, f"measured {gap:.1e}", gap <= MOST_GAP))
     return verdicts
 
 

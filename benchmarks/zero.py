@@ -19,8 +19,8 @@ from benchmarks.workers.zero import MODEL_NAMES, STAGES, VARIANTS, Case, Measure
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
@@ -128,22 +128,22 @@ def _measure_saves(bench: ZeroBench) -> saving.Saves:
     return figures_of(bench.ranks, saving.main, plan, saving.Saves, out=bench.out, run="run-saves")
 
 
-def zero_verdicts(report: ZeroReport) -> list[Verdict]:
+def zero_verdicts(report: ZeroReport) -> list[BenchVerdict]:
     """Judge whether braid's sharding keeps its promises."""
     verdicts = []
     for row in report.rows:
         what = f"{row.case.model}, batch {row.case.batch}"
         factor = row.speedup["stage3"]
         claim = f"{what}: stage 3 at least {LEAST_SPEEDUP} x as fast as FSDP2 over Gloo"
-        verdicts.append(Verdict(claim, f"measured {factor:.2f}", factor >= LEAST_SPEEDUP))
+        verdicts.append(BenchVerdict(claim, f"measured {factor:.2f}", factor >= LEAST_SPEEDUP))
         for stage in STAGES:
             live = row.live[stage]
             over = (live.peak - live.slots) / live.formula - 1
             claim = f"{what}: {stage} holds the bytes of its formula, and slots, within 10%"
-            verdicts.append(Verdict(claim, f"measured {over:+.1%}", abs(over) <= MOST_OVER))
+            verdicts.append(BenchVerdict(claim, f"measured {over:+.1%}", abs(over) <= MOST_OVER))
             claim = f"{what}: {stage} sends at most {SENT[stage]} x the parameters, and padding"
             held = live.sent <= SENT[stage] * 1.01
-            verdicts.append(Verdict(claim, f"measured {live.sent:.2f}", held))
+            verdicts.append(BenchVerdict(claim, f"measured {live.sent:.2f}", held))
     if (saves := report.saves) is not None:
         share = saves.stall_s / saves.at_once_s
         claim = (
@@ -155,7 +155,7 @@ def zero_verdicts(report: ZeroReport) -> list[Verdict]:
             f"measured {share:.1%}, {saves.stall_s:.3f} s; written in {saves.write_s:.2f} s, in "
             f"which a step takes {slower:.2f} x as long"
         )
-        verdicts.append(Verdict(claim, figure, share < MOST_STALL))
+        verdicts.append(BenchVerdict(claim, figure, share < MOST_STALL))
     return verdicts
 
 

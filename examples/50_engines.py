@@ -8,7 +8,7 @@ The job is made up: four ranks on hosts a and b. Each of the two processes reads
 from __future__ import annotations
 
 import braid
-from braid.launch.cluster.rank_assignment import Place, assign, parse_hosts
+from braid.launch.cluster.rank_assignment import RankPlace, assign, parse_hosts
 from braid.runtime.rendezvous import JobEnvironment
 from braid.runtime.rendezvous.engine_ranks import as_torchrun
 
@@ -18,7 +18,7 @@ SIZE, MEETING = len(PLACES), {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SECRETS = {"braid": "an inherited descriptor"}
 
 
-def variables(place: Place) -> dict[str, dict[str, object]]:
+def variables(place: RankPlace) -> dict[str, dict[str, object]]:
     """Return what each launcher sets for a rank."""
     rank, node, local, local_size = place
     return {

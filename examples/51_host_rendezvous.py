@@ -16,7 +16,7 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousState,
     Instruction,
     PrepareHost,
-    Probe,
+    ProbeTargets,
 )
 from braid.launch.cluster.reachability import LAUNCHER, Attempt, Endpoint
 
@@ -30,7 +30,7 @@ def addresses(node: int) -> HostAddresses:
     return HostAddresses(f"machine {node}", (bridge, network))
 
 
-def attempts(probe: Probe, cut: set[tuple[int, int]]) -> tuple[Attempt, ...]:
+def attempts(probe: ProbeTargets, cut: set[tuple[int, int]]) -> tuple[Attempt, ...]:
     """Return what a host finds out about the addresses of all others."""
     tried = []
     for end in probe.targets:
@@ -57,13 +57,17 @@ def gather(cut: set[tuple[int, int]], seed: int, show: bool = False) -> HostRend
             out = state.on_hello(node, message, now_ns=0)
         elif isinstance(message, Greet):
             out = state.on_addresses(node, addresses(node), now_ns=0)
-        elif isinstance(message, Probe):
+        elif isinstance(message, ProbeTargets):
             out = state.on_probe_result(node, attempts(message, cut), now_ns=0)
         elif isinstance(message, PrepareHost):
             out = state.on_prepared(node, Prepared(port=29500 if node == 0 else 0))
         waiting += [(each.node, each) for each in out]
         if show:
-            answer = {"Greet": "HostAddresses", "Probe": "ProbeResult", "PrepareHost": "Prepared"}
+            answer = {
+                "Greet": "HostAddresses",
+                "ProbeTargets": "ProbeResult",
+                "PrepareHost": "Prepared",
+            }
             kind = answer.get(type(message).__name__, type(message).__name__)
             told = f" -> {len(out)} x {type(out[0]).__name__}" if out else ""
             print(f"{before.name:9} {NAMES[node]:>8}: {kind}{told}")

@@ -32,7 +32,7 @@ import braid.compat.horovod.torch as hvd
 from braid import ps
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import HorovodEnvironment
 from braid.errors import CommError
 from braid.parallel import data_parallel, sharding
 from braid.parallel.hybrid import HybridParallel
@@ -599,7 +599,7 @@ def train_servers(case: Case, group: Group, found: Outcome) -> None:
 
 
 def train_horovod(case: Case, group: Group, found: Outcome) -> None:
-    session.start(group, Environment(cycle_time_ms=1.0))
+    session.start(group, HorovodEnvironment(cycle_time_ms=1.0))
     try:
         model = case.model()
         optimizer = hvd.DistributedOptimizer(

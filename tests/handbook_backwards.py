@@ -11,11 +11,11 @@ from typing import Any
 from braid.programs.schedule.bars import COLOURS
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
+    BackwardFinished,
     ContextState,
-    Finished,
     Mark,
     Mode,
-    Run,
+    RunBackward,
     Send,
     Ship,
 )
@@ -45,7 +45,7 @@ class _Backwards:
     sent: list[tuple[int, int, int, str]] = field(default_factory=list)
     ran: list[tuple[int, int, Id | None]] = field(default_factory=list)
     waits: list[tuple[int, int, Id, int]] = field(default_factory=list)
-    finished: Finished | None = None
+    finished: BackwardFinished | None = None
     now: int = 0
 
     def run(self, mode: Mode) -> int:
@@ -76,13 +76,13 @@ class _Backwards:
                     self._send(process, to, message)
                 case Ship(edge, to):
                     self._send(process, to, edge)
-                case Run(edge):
+                case RunBackward(edge):
                     begin = max(self.now, self.busy[process])
                     self.busy[process] = begin + LOCAL
                     self.ran.append((begin, process, edge))
                     ended = lambda edge=edge: self._ended(process, edge)  # noqa: E731
                     self._later(self.busy[process] - self.now, ended)
-                case Finished():
+                case BackwardFinished():
                     self.finished = each
         own = self.states[process]._backward
         for edge, sources in own.waits.items() if own else ():
@@ -227,7 +227,7 @@ def local_backwards() -> str:
     """Local backwards of three processes, and the receives of one that wait for its sends."""
     run = _Backwards(*THROUGH)
     end = run.run("fast")
-    assert run.finished == Finished({})
+    assert run.finished == BackwardFinished({})
     left, lane, top = 150, 44, 24
     unit = 620 / end
     parts = heads_of(WAVES, "b")

@@ -20,7 +20,7 @@ from braid import rpc
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.rpc import dist_autograd
 from braid.rpc.autograd.graph import Receive
-from braid.rpc.messages import Call, Raised, Reply
+from braid.rpc.messages import Call, CallReply, Raised
 from braid.rpc.protocol.references_state import Id
 from handbook_servers import GREY, _line, _svg, _text
 from references_simulation import Packet, World
@@ -127,19 +127,24 @@ def a_call() -> str:
         del made
         agents[0].references.collect()
         ended("the last handle goes", count)
-    colours = {"Call": COLOURS[0], "Reply": COLOURS[2], "Raised": COLOURS[1], "other": COLOURS[4]}
+    colours = {
+        "Call": COLOURS[0],
+        "CallReply": COLOURS[2],
+        "Raised": COLOURS[1],
+        "other": COLOURS[4],
+    }
     return _ladder(["caller", "callee"], rows, colours)
 
 
 def _recorded(place: int, send: Callable[..., None], rows: list[Row]) -> Callable[..., None]:
     def record(to: int, message: Any, *args: Any) -> None:
         name, *text = type(message).__name__, ""
-        if isinstance(message, Call | Reply):
+        if isinstance(message, Call | CallReply):
             text = [str(each) for each in message.body.specs]
             text += ["edge"] * (message.edge is not None and message.edge.number.number >= 0)
         if isinstance(message, Call):
             text = [message.function.removeprefix("braid.rpc."), *text]
-        kind = name if isinstance(message, Call | Reply | Raised) else "other"
+        kind = name if isinstance(message, Call | CallReply | Raised) else "other"
         rows.append(Row(place, to, f"{name} {', '.join(text)}".strip(), kind))
         send(to, message, *args)
 
@@ -183,7 +188,7 @@ KIND_OF = {
     "Forked": "fork",
     "Confirmed": "confirm",
     "Noted": "confirm",
-    "Delete": "delete",
+    "UserDelete": "delete",
     "Deleted": "delete",
 }
 CALLS = {

@@ -18,22 +18,22 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousState,
     Instruction,
     PrepareHost,
-    Probe,
+    ProbeTargets,
 )
 from braid.launch.cluster.rank_assignment import Host, assign, parse_hosts
 from braid.launch.cluster.reachability import LAUNCHER, Attempt, Endpoint
 from braid.launch.engines.mpi_client import shares
-from braid.launch.engines.ray_nodes import Node, place
+from braid.launch.engines.ray_nodes import RayNode, place
 from braid.launch.engines.slurm_client import allocated
 from braid.launch.process.job import JobSpec
 from braid.launch.supervise.supervisor_state import (
     Exited,
-    Limits,
-    Phase,
+    RunPhase,
     SendSignal,
     Started,
     SupervisorState,
     Tick,
+    TimeLimits,
 )
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 from braid.runtime.rendezvous.survivors import WAIT_S
@@ -49,7 +49,7 @@ CELL, GAP = 26, 24  # pixels: a rank, between nodes
 
 def ranks_on_nodes() -> str:
     """Where six ranks go on nodes with 4, 4 and 2 processors, by the function of each way to launch."""
-    nodes = [Node(name, name, {"CPU": float(count)}) for name, count in CORES.items()]
+    nodes = [RayNode(name, name, {"CPU": float(count)}) for name, count in CORES.items()]
     slurm = {"SLURM_JOB_NODELIST": "a,b,c", "SLURM_TASKS_PER_NODE": "4(x2),2"}
 
     def by_ray(strategy: str) -> list[Host]:
@@ -100,8 +100,8 @@ def _cell(x: float, y: float, colour: str, text: str) -> str:
 
 # -- hosts that are gathered
 
-ANSWERS = {Greet: "HostAddresses", Probe: "ProbeResult", PrepareHost: "Prepared"}
-ASKS = {Greet: "Greeting, the secret", Probe: "ProbeRequest", PrepareHost: "Prepare"}
+ANSWERS = {Greet: "HostAddresses", ProbeTargets: "ProbeResult", PrepareHost: "Prepared"}
+ASKS = {Greet: "Greeting, the secret", ProbeTargets: "ProbeRequest", PrepareHost: "Prepare"}
 PHASES = {
     "GATHERING": COLOURS[0],
     "PROBING": COLOURS[2],
@@ -121,7 +121,7 @@ def hosts_gather() -> str:
     )
     place_of = {0: 0, LAUNCHER: 1, 1: 2}
     rows: list[Row] = []
-    waiting: list[tuple[int, type | None, Probe | None]] = [(0, None, None), (1, None, None)]
+    waiting: list[tuple[int, type | None, ProbeTargets | None]] = [(0, None, None), (1, None, None)]
     while waiting:
         node, asked, probe = waiting.pop(0)
         before, out = state.phase, list[Instruction]()
@@ -129,7 +129,7 @@ def hosts_gather() -> str:
             out = state.on_hello(node, AgentHello(__version__, "ab"[node], 800 + node), 0)
         elif asked is Greet:
             out = state.on_addresses(node, _addresses(node), 0)
-        elif asked is Probe:
+        elif asked is ProbeTargets:
             assert probe is not None
             tried = tuple(Attempt(node, end.node, end.ip) for end in probe.targets)
             out = state.on_probe_result(node, tried, 0)
@@ -143,8 +143,10 @@ def hosts_gather() -> str:
             if each.node != LAUNCHER:
                 text = ASKS[type(each)]
                 rows.append(Row(1, place_of[each.node], text, state.phase.name))
-            waiting.append((each.node, type(each), each if isinstance(each, Probe) else None))
-        if out and isinstance(out[0], Probe):  # all try to reach all
+            waiting.append(
+                (each.node, type(each), each if isinstance(each, ProbeTargets) else None)
+            )
+        if out and isinstance(out[0], ProbeTargets):  # all try to reach all
             tries = [(0, 2), (2, 0)]
             rows += [Row(a, b, "probe", "PROBING") for a, b in tries]
     rows[0] = rows[0]._replace(note="GATHERING")
@@ -209,13 +211,13 @@ def after_a_death() -> str:
 def _braid() -> Measured:
     """Times of the launcher's signals, from its state machine."""
     job = JobSpec(command=("train.py",), num_ranks=2)
-    limits = Limits(round(job.grace_s * 1e9), round(job.stopped_limit_s * 1e9), 0)
+    limits = TimeLimits(round(job.grace_s * 1e9), round(job.stopped_limit_s * 1e9), 0)
     state = SupervisorState(2, limits, 0)
     sent: dict[int, float] = {}
     for rank in range(2):
         state.handle(Started(rank), 0)
     event, now_ns = Exited(1, "was killed by signal 9 (SIGKILL)", ok=False), 0
-    while state.phase is not Phase.KILLING:
+    while state.phase is not RunPhase.KILLING:
         for out in state.handle(event, now_ns):
             if isinstance(out, SendSignal):
                 sent[out.signum] = now_ns / 1e9

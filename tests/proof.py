@@ -38,7 +38,7 @@ from braid.cli.bench.ddp import (
     run_ddp,
     share_text,
 )
-from braid.cli.bench.harness.report import Report, Verdict
+from braid.cli.bench.harness.report import BenchVerdict, Report
 from braid.cli.bench.workers.comm import Row
 from braid.runtime.events import Recorder
 from braid.runtime.text import bytes_text
@@ -237,7 +237,7 @@ def tp_proof(commit: str) -> list[str]:
 
 
 def targets_of(
-    name: str, command: str, report: Report, verdicts: Sequence[Verdict], commit: str
+    name: str, command: str, report: Report, verdicts: Sequence[BenchVerdict], commit: str
 ) -> list[str]:
     """Write a section that consists of targets."""
     told = [
@@ -249,7 +249,7 @@ def targets_of(
     return missed(verdicts)
 
 
-def missed(verdicts: Sequence[Verdict]) -> list[str]:
+def missed(verdicts: Sequence[BenchVerdict]) -> list[str]:
     """Those that do not hold, in words."""
     return [str(verdict) for verdict in verdicts if verdict.held is False]
 

@@ -1,6 +1,6 @@
-"""Types that several packages share: what a tensor looks like and what a collective is asked to do.
+"""Types that several packages share: of tensors, collectives, and the time of a rank.
 
-Both are plain tuples without torch, so that state machines, planners and error reports can use
+They are plain tuples without torch, so that state machines, planners and error reports can use
 them. Two ranks agree on an operation when the digests of their `OpDesc` agree: 64 bits in a cache
 line instead of a message.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["OpDesc", "TensorSpec", "dtype_name", "first_few", "text_digest"]
+__all__ = ["OpDesc", "Shares", "TensorSpec", "dtype_name", "first_few", "text_digest"]
 
 
 def dtype_name(dtype: object) -> str:
@@ -70,6 +70,27 @@ class OpDesc(NamedTuple):
         if self.wire != "same":
             parts.append(f"wire={self.wire}")
         return f"{self.kind}({', '.join(parts)})"
+
+
+class Shares(NamedTuple):
+    """Shares of a rank's time, which add up to 1; all 0 when there was no time.
+
+    Attributes:
+        compute: Share of time outside of collectives.
+        wait: Share of time in collectives, waiting for other ranks.
+        transfer: Share of time in collectives, moving and adding data.
+    """
+
+    compute: float
+    wait: float
+    transfer: float
+
+    @classmethod
+    def of(cls, wall_ns: int, spent_ns: int, waited_ns: int) -> Shares:
+        """Compute the shares from the counters of a group over an interval."""
+        wall = max(wall_ns, spent_ns, 1)
+        waited = min(waited_ns, spent_ns)
+        return cls(1 - spent_ns / wall, waited / wall, (spent_ns - waited) / wall)
 
 
 @lru_cache(maxsize=65536)

@@ -13,11 +13,11 @@ from braid import ps
 from braid.checkpoint import BackgroundSaver, ReplicatedSnapshot, load
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import HorovodEnvironment
 
 
 def _horovod(group: Group, device: str) -> list[torch.Tensor]:
-    session.start(group, Environment.of({}))
+    session.start(group, HorovodEnvironment.of({}))
     model = mlp(device)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from netlab import Lab, done
 
-from braid.launch.engines.kubernetes import SECRET_FILE, Manifest
+from braid.launch.engines.kubernetes import SECRET_FILE, KubernetesManifest
 
 JOBS = str(Path(__file__).with_name("host_jobs.py"))
 ETC = Path(
@@ -38,7 +38,7 @@ def names(lab: Lab, hosts: str) -> Iterator[None]:
 
 def test_pods_of_a_manifest_find_each_other(lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hosts = lab(2)
-    manifest = Manifest(
+    manifest = KubernetesManifest(
         name="train", image="any", command=(JOBS, "meet"), nodes=2, ranks_per_node=2
     )
     secret, _, job = yaml.safe_load_all(manifest.text(os.urandom(32)))

@@ -12,7 +12,7 @@ from benchmarks.workers.model import AlgorithmTime
 from benchmarks.workers.net import Row, row_of
 from braid.cli.bench.harness import ranks
 from braid.cli.bench.probe import level_of
-from braid.cli.bench.workers.probe import Measured
+from braid.cli.bench.workers.probe import MeasuredLevel
 from braid.errors import ConfigError
 
 MIB = 1 << 20
@@ -178,7 +178,7 @@ def test_real_hosts_make_one_case():
 
 
 def measured(name, latency_s, seconds, both_ways_s=1.0):
-    return Measured(
+    return MeasuredLevel(
         name=name, size=2, latency_s=latency_s, seconds=seconds, both_ways_s=both_ways_s
     )
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.checkpoint import Comparison, ReplicatedSnapshot
+from braid.checkpoint import CheckpointComparison, ReplicatedSnapshot
 from braid.checkpoint.directory import CheckpointDirectory
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -82,5 +82,5 @@ def test_a_replaced_checkpoint_counts_until_its_successor_is_there(tmp_path):
 
 
 def test_a_comparison_is_equal_when_nothing_differs():
-    assert Comparison(3, (), 0.0).equal
-    assert not Comparison(3, ("w",), 0.0).equal
+    assert CheckpointComparison(3, (), 0.0).equal
+    assert not CheckpointComparison(3, ("w",), 0.0).equal

@@ -15,12 +15,12 @@ from braid.cli.doctor.facts import (
     Accelerators,
     Clocks,
     Cores,
-    Limits,
-    Memory,
-    Names,
-    Nodes,
+    HostNames,
+    MemoryFacts,
+    NumaNodes,
     Permissions,
     Ports,
+    ResourceLimits,
     SharedMemory,
     System,
     Threads,
@@ -32,11 +32,11 @@ GIB = 1 << 30
 VERSIONS = Versions("3.11.7", "2.13.0+cpu", "2.4.6")
 SYSTEM = System("linux", "x86_64", "6.1.0-13-amd64", "2.36")
 CORES = Cores(physical=4, logical=8, usable=8, quota=None, load=0.5)
-MEMORY = Memory(64 * GIB, 32 * GIB, 0, 0)
+MEMORY = MemoryFacts(64 * GIB, 32 * GIB, 0, 0)
 PERMITTED = Permissions("", "", "", "", 1)
 PORTS = Ports("", 32768, 60999, default_port_used=False)
-NAMES = Names("here", ("10.0.0.7",), "", 0.001, ("127.0.0.1",), in_hosts=True)
-LIMITS = Limits(4096, 1 << 20, None, 8 << 20)
+NAMES = HostNames("here", ("10.0.0.7",), "", 0.001, ("127.0.0.1",), in_hosts=True)
+LIMITS = ResourceLimits(4096, 1 << 20, None, 8 << 20)
 GPU = Accelerators(("NVIDIA H200", "NVIDIA H200"), "12.8", "2.27.5", "570.1")
 
 
@@ -71,8 +71,8 @@ def listed(found: Finding | list[Finding]) -> list[Finding]:
         (checks.check_threads(Threads("4", 4, 8)), "ok", "OMP_NUM_THREADS=4"),
         (checks.check_threads(Threads("16", 16, 8)), "note", "OMP_NUM_THREADS=16"),
         (checks.check_threads(Threads("many", 0, 8)), "note", "OMP_NUM_THREADS=many"),
-        (checks.check_nodes(Nodes(("0-7",))), "ok", "one node"),
-        (checks.check_nodes(Nodes(("0-7", "8-15"))), "note", "node 1: 8-15"),
+        (checks.check_nodes(NumaNodes(("0-7",))), "ok", "one node"),
+        (checks.check_nodes(NumaNodes(("0-7", "8-15"))), "note", "node 1: 8-15"),
         (checks.check_memory(MEMORY), "ok", "no swap"),
         (checks.check_memory(MEMORY._replace(available=GIB)), "note", "1 GiB available"),
         (checks.check_memory(MEMORY._replace(limit=2 * GIB, used=GIB)), "note", "control group 1 GiB of 2 GiB"),

@@ -20,11 +20,11 @@ from braid.launch import Host
 from braid.launch.engines.client import EngineClient
 from braid.launch.engines.client_words import ClientWords
 from braid.launch.engines.invitation import Invitation, forget_engine
-from braid.launch.engines.kubernetes import SECRET_FILE, Manifest
+from braid.launch.engines.kubernetes import SECRET_FILE, KubernetesManifest
 from braid.launch.engines.mpi_client import command_for, shares
 from braid.launch.engines.options import CLIENTS
 from braid.launch.engines.ray_call import read_result
-from braid.launch.engines.ray_nodes import Node, place
+from braid.launch.engines.ray_nodes import RayNode, place
 from braid.launch.engines.slurm_client import allocated, lost_task
 from braid.launch.engines.slurm_script import BatchScript
 from braid.launch.process.processes import SignalInbox
@@ -39,7 +39,7 @@ INVITED = Invitation(addresses=("tcp://10.0.0.1:9",), machine="m", num_nodes=2, 
     st.sampled_from(["pack", "spread"]),
 )
 def test_ranks_get_nodes_that_have_room(cpus: list[int], num_ranks: int, strategy: str) -> None:
-    nodes = [Node(str(i), f"n{i}", {"CPU": float(c)}) for i, c in enumerate(cpus)]
+    nodes = [RayNode(str(i), f"n{i}", {"CPU": float(c)}) for i, c in enumerate(cpus)]
     if num_ranks > sum(cpus):
         with pytest.raises(ConfigError, match=f"Ray has room for {sum(cpus)} ranks of CPU=1"):
             place(nodes, num_ranks, {"CPU": 1.0}, strategy)
@@ -56,7 +56,7 @@ def test_ranks_get_nodes_that_have_room(cpus: list[int], num_ranks: int, strateg
 
 
 def test_a_rank_needs_all_of_its_resources() -> None:
-    nodes = [Node("1", "a", {"CPU": 8.0, "GPU": 1.0}), Node("2", "b", {"CPU": 8.0})]
+    nodes = [RayNode("1", "a", {"CPU": 8.0, "GPU": 1.0}), RayNode("2", "b", {"CPU": 8.0})]
     with pytest.raises(ConfigError, match="free are a CPU=8 GPU=1; b CPU=8 GPU=0"):
         place(nodes, 2, {"CPU": 1.0, "GPU": 1.0})
     assert [n.name for n, _ in place(nodes, 1, {"CPU": 1.0, "GPU": 1.0})] == ["a"]
@@ -206,9 +206,9 @@ def test_a_result_that_cannot_be_unpickled_hides_no_failure() -> None:
     assert "cannot be unpickled" in str(error)
 
 
-def manifest(**changes: object) -> Manifest:
+def manifest(**changes: object) -> KubernetesManifest:
     given = {"name": "train", "image": "me/train:1", "command": ("train.py", "--lr", "1")}
-    return Manifest(**{**given, "nodes": 2, "ranks_per_node": 4, "gpus": 4, **changes})
+    return KubernetesManifest(**{**given, "nodes": 2, "ranks_per_node": 4, "gpus": 4, **changes})
 
 
 def test_a_manifest_has_a_secret_a_service_and_a_job() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from braid.compat.horovod.fusion.autotune import Settings
-from braid.compat.horovod.fusion.fusion_state import FusionState, Outcome
+from braid.compat.horovod.fusion.fusion_state import CycleOutcome, FusionState
 from braid.compat.horovod.fusion.options import StateOptions
 from braid.compat.horovod.fusion.request import Request, Response
 from braid.errors import ConfigError
@@ -33,7 +33,7 @@ class World:
         ranks = range(self.size)
         self.machines = [FusionState(rank, ranks, self.options) for rank in ranks]
 
-    def cycle(self, opened: Sequence[bytes] | None = None) -> Outcome:
+    def cycle(self, opened: Sequence[bytes] | None = None) -> CycleOutcome:
         words = opened or [machine.open(self.now_s) for machine in self.machines]
         together = int.from_bytes(words[0], "little")
         for word in words[1:]:
@@ -67,7 +67,7 @@ def names(responses: Sequence[Response]) -> list[str]:
     return [response.name for response in responses]
 
 
-def errors(outcome: Outcome) -> list[str]:
+def errors(outcome: CycleOutcome) -> list[str]:
     return [r.error for batch in outcome.batches for r in batch.responses if r.error]
 
 
@@ -622,14 +622,14 @@ class Troubled:
                 self.refused.setdefault(name, []).append(name in step.refused)
         self.in_flight: list[set[str]] = [set() for _ in range(size)]
 
-    def run(self) -> Outcome:
+    def run(self) -> CycleOutcome:
         for _ in range(2000):
             outcome = self.cycle()
             if outcome.stop or outcome.last_joined >= 0:
                 return outcome
         pytest.fail(f"nothing ended: {self.world.machines}, {self.todo}")
 
-    def cycle(self) -> Outcome:
+    def cycle(self) -> CycleOutcome:
         world, random_ = self.world, self.random
         opened: dict[int, bytes] = {}
         world.now_s += random_.choice([0.0, 0.5, 2.0])

@@ -8,25 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import HorovodEnvironment
 from braid.compat.horovod.fusion import FusionOptions, StateOptions, TuneOptions
 from braid.compat.horovod.variables import LEVELS, VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
 
 
 def test_an_empty_environment_means_the_engines_own_defaults():
-    assert Environment.of({"HOME": "/root", "HOROVOD_CYCLE_TIME": ""}) == Environment()
-    assert Environment().options() == FusionOptions()
+    assert (
+        HorovodEnvironment.of({"HOME": "/root", "HOROVOD_CYCLE_TIME": ""}) == HorovodEnvironment()
+    )
+    assert HorovodEnvironment().options() == FusionOptions()
 
 
 def test_every_variable_has_a_field_and_every_field_a_variable():
-    named = [field.name for field in fields(Environment) if field.name not in {"notes", "ignored"}]
+    named = [
+        field.name for field in fields(HorovodEnvironment) if field.name not in {"notes", "ignored"}
+    ]
     assert sorted(variable.field for variable in VARIABLES.values()) == sorted(named)
     assert not set(VARIABLES) & set(WITHOUT_MEANING)
 
 
 def test_variables_become_options_of_the_engine():
-    environment = Environment.of(
+    environment = HorovodEnvironment.of(
         {
             "HOROVOD_FUSION_THRESHOLD": "33554432",
             "HOROVOD_CYCLE_TIME": "3.5",
@@ -49,19 +53,19 @@ def test_variables_become_options_of_the_engine():
 
 
 def test_a_stall_check_that_is_switched_off_neither_tells_nor_ends():
-    environment = Environment.of(
+    environment = HorovodEnvironment.of(
         {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9"}
     )
     assert environment.options().state == StateOptions(stall_check_s=0.0, stall_shutdown_s=0.0)
 
 
 def test_a_timeline_that_the_program_starts_is_none_yet():
-    assert Environment.of({"HOROVOD_TIMELINE": "DYNAMIC"}) == Environment()
+    assert HorovodEnvironment.of({"HOROVOD_TIMELINE": "DYNAMIC"}) == HorovodEnvironment()
 
 
 def test_all_that_is_wrong_is_said_at_once():
     with pytest.raises(ConfigError) as caught:
-        Environment.of(
+        HorovodEnvironment.of(
             {
                 "HOROVOD_FUSION_THRESHOLD": "64MB",
                 "HOROVOD_CYCLE_TIME": "-1",
@@ -78,11 +82,11 @@ def test_all_that_is_wrong_is_said_at_once():
 
 def test_a_negative_field_is_refused():
     with pytest.raises(ConfigError, match="cycle_time_ms must be 0 or more, got -1"):
-        Environment(cycle_time_ms=-1)
+        HorovodEnvironment(cycle_time_ms=-1)
 
 
 def test_a_name_that_is_not_known_is_noted_with_the_closest_one():
-    found = Environment.of({"HOROVOD_FUSION_TRESHOLD": "1", "HOROVOD_XYZZY": "1"})
+    found = HorovodEnvironment.of({"HOROVOD_FUSION_TRESHOLD": "1", "HOROVOD_XYZZY": "1"})
     assert found.notes == (
         "HOROVOD_FUSION_TRESHOLD is no variable of Horovod's and changes nothing: did you mean HOROVOD_FUSION_THRESHOLD?",
         "HOROVOD_XYZZY is no variable of Horovod's and changes nothing",
@@ -90,34 +94,36 @@ def test_a_name_that_is_not_known_is_noted_with_the_closest_one():
 
 
 def test_autotune_is_a_search_with_horovods_numbers_unless_others_are_said():
-    assert Environment.of({"HOROVOD_AUTOTUNE": "0"}).options().autotune is None
-    assert Environment.of({"HOROVOD_AUTOTUNE": "1"}).options().autotune == TuneOptions()
-    found = Environment.of({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "7"})
+    assert HorovodEnvironment.of({"HOROVOD_AUTOTUNE": "0"}).options().autotune is None
+    assert HorovodEnvironment.of({"HOROVOD_AUTOTUNE": "1"}).options().autotune == TuneOptions()
+    found = HorovodEnvironment.of(
+        {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "7"}
+    )
     assert found.options().autotune == TuneOptions(max_samples=7)
 
 
 def test_autotune_leaves_alone_what_is_said():
     said = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "5"}
-    assert Environment.of(said).options().autotune == TuneOptions(threshold=False)
+    assert HorovodEnvironment.of(said).options().autotune == TuneOptions(threshold=False)
     said["HOROVOD_CYCLE_TIME"] = "2"
-    assert Environment.of(said).options().autotune is None
+    assert HorovodEnvironment.of(said).options().autotune is None
     del said["HOROVOD_FUSION_THRESHOLD"]
-    assert Environment.of(said).options().autotune == TuneOptions(cycle_time=False)
+    assert HorovodEnvironment.of(said).options().autotune == TuneOptions(cycle_time=False)
 
 
 def test_variables_without_meaning_are_known():
     environ = dict.fromkeys([*WITHOUT_MEANING, "HOROVOD_WITH_PYTORCH"], "1")
-    found = Environment.of(environ)
+    found = HorovodEnvironment.of(environ)
     assert (found.notes, found.ignored) == ((), tuple(sorted(environ)))
 
 
 def test_the_first_rank_alone_warns_of_notes(monkeypatch):
     monkeypatch.setenv("HOROVOD_XYZZY", "1")
     monkeypatch.setenv("RANK", "1")
-    Environment.from_os()
+    HorovodEnvironment.from_os()
     monkeypatch.setenv("RANK", "0")
     with pytest.warns(UserWarning, match="HOROVOD_XYZZY is no variable"):
-        Environment.from_os()
+        HorovodEnvironment.from_os()
 
 
 @given(
@@ -135,7 +141,7 @@ def test_what_is_written_is_read_back(size, time_ms, mark, level, by_hosts):
         "HOROVOD_LOG_LEVEL": level.upper(),
         "HOROVOD_HIERARCHICAL_ALLREDUCE": str(by_hosts),
     }
-    assert Environment.of(environ) == Environment(
+    assert HorovodEnvironment.of(environ) == HorovodEnvironment(
         fusion_threshold_bytes=size,
         cycle_time_ms=time_ms,
         timeline_mark_cycles=mark,
@@ -147,7 +153,7 @@ def test_what_is_written_is_read_back(size, time_ms, mark, level, by_hosts):
 @given(st.dictionaries(st.sampled_from([*VARIABLES]), st.text(max_size=12)))
 def test_any_text_is_read_or_refused_by_name(environ):
     try:
-        Environment.of(environ)
+        HorovodEnvironment.of(environ)
     except ConfigError as exc:
         assert any(name in str(exc) for name in environ)  # noqa: PT017 - both ways are right
 
@@ -164,6 +170,6 @@ def test_any_text_is_read_or_refused_by_name(environ):
 def test_operations_are_collected_until_waited_for_where_all_cores_compute(
     variables, spans_hosts, free_cores, seconds
 ):
-    environment = Environment.of(variables)
+    environment = HorovodEnvironment.of(variables)
     options = environment.options(spans_hosts=spans_hosts, free_cores=free_cores)
     assert options.cycle_time_s == seconds

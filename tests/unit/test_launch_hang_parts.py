@@ -16,7 +16,7 @@ from braid.launch.process.hang_state import (
     HangState,
     Look,
     OpenWait,
-    Report,
+    ReportHang,
     Resume,
 )
 from braid.launch.process.open_spans import OpenSpans
@@ -55,7 +55,7 @@ def watch(
         now_ns = state.deadline_ns or 0
         present = [wait for wait in waits if wait.t_ns <= now_ns]
         for instruction in ask(state, present, now_ns):
-            if isinstance(instruction, Report):
+            if isinstance(instruction, ReportHang):
                 times.append((now_ns - STACKS_NS) / S)
                 state.reported([w.rank for w in present] if stuck else [], now_ns)
     return times
@@ -114,7 +114,7 @@ def test_a_report_waits_a_moment_for_the_answers_of_other_hosts():
     while not found:
         now_ns = state.deadline_ns
         found = state.tick(now_ns, answered=False)
-    assert (found, now_ns - LIMIT) == ([Report()], STACKS_NS + LATE_NS)
+    assert (found, now_ns - LIMIT) == ([ReportHang()], STACKS_NS + LATE_NS)
 
 
 def test_a_place_that_was_quiet_starts_anew():

@@ -13,7 +13,7 @@ from braid.cli.commands.several_hosts import choose_where
 from braid.errors import ConfigError
 from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
 from braid.launch.cluster.options import forwarded
-from braid.launch.cluster.rank_assignment import Place, assign
+from braid.launch.cluster.rank_assignment import RankPlace, assign
 from braid.launch.cluster.remote_shell import DEFAULT_RSH, LocalPlacement, RshPlacement, is_here
 from braid.runtime.rendezvous.meeting import MeetingPoint
 
@@ -82,7 +82,7 @@ def test_any_text_is_a_list_of_hosts_or_refused(text):
 
 def test_ranks_fill_one_host_after_the_other():
     hosts = parse_hosts("a:2,b:2,c:2")
-    assert assign(hosts, 3) == (Place(0, 0, 0, 2), Place(1, 0, 1, 2), Place(2, 1, 0, 1))
+    assert assign(hosts, 3) == (RankPlace(0, 0, 0, 2), RankPlace(1, 0, 1, 2), RankPlace(2, 1, 0, 1))
 
 
 @given(SLOTS, st.data())

@@ -18,10 +18,10 @@ from braid.launch.cluster.agent_messages import (
     Output,
     Pong,
     ProcessChanged,
-    Send,
+    RankStarted,
     Signalled,
+    SignalRequest,
     Start,
-    Started,
     priority_of,
 )
 from braid.launch.cluster.agent_stream import MAX_LINE, MAX_NOISE, FirstLine, first_line
@@ -73,6 +73,13 @@ def test_fields_that_a_later_braid_adds_do_not_hide_its_version():
 
 def test_only_what_must_follow_the_output_of_ranks_waits_for_it():
     last = [Output(0, 1), FinalRecord(0, ()), ProcessChanged(0, "exited", 0, 0), Finished()]
-    others = [Finish(), Send(0, 9), Signalled(2), Pong(0, 0), OpenWaits(()), Started(0, 1)]
+    others = [
+        Finish(),
+        SignalRequest(0, 9),
+        Signalled(2),
+        Pong(0, 0),
+        OpenWaits(()),
+        RankStarted(0, 1),
+    ]
     assert {priority_of(each) for each in last} == {0}
     assert min(priority_of(each) for each in others) > 0

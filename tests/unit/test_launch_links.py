@@ -20,7 +20,7 @@ def test_what_comes_in_on_a_connection_is_counted():
     ):
         ports = (client.getsockname()[1], client.getpeername()[1])
 
-        def seen() -> links._Socket:
+        def seen() -> links._TcpSocket:
             (one,) = [one for one in links._sockets() if one.ports == ports]
             return one
 
@@ -35,7 +35,7 @@ def test_what_comes_in_on_a_connection_is_counted():
 
 
 def test_a_sign_of_life_is_a_change_of_the_number_of_segments(monkeypatch):
-    now = links._Socket("10.0.0.1", "10.0.0.2", (1, 2), 7, 0, 3, 10)
+    now = links._TcpSocket("10.0.0.1", "10.0.0.2", (1, 2), 7, 0, 3, 10)
     shown = []
     monkeypatch.setattr(links, "_inodes_of", lambda _: {7})
     monkeypatch.setattr(links, "_sockets", lambda: shown)

@@ -11,7 +11,7 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousPhase,
     HostRendezvousState,
     PrepareHost,
-    Probe,
+    ProbeTargets,
 )
 from braid.launch.cluster.reachability import (
     LAUNCHER,
@@ -131,7 +131,7 @@ def test_hosts_are_greeted_then_look_then_prepare():
     assert told == [
         Greet(0),
         Greet(1),
-        *(Probe(node, tuple(e for e in LAN if e.node != node)) for node in (-1, 0, 1)),
+        *(ProbeTargets(node, tuple(e for e in LAN if e.node != node)) for node in (-1, 0, 1)),
     ]
     reached = all_reach(LAN)
     told = []

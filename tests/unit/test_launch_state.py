@@ -15,21 +15,21 @@ from braid.launch.supervise.supervisor_state import (
     Continued,
     Exited,
     Interrupted,
-    Limits,
-    Phase,
     ReportedFailure,
+    RunPhase,
     SendSignal,
     SendToRank,
     Started,
     Stopped,
     SupervisorState,
     Tick,
+    TimeLimits,
     Warn,
 )
 from braid.runtime.rendezvous import RankLost, Stop
 
 S = 1_000_000_000
-LIMITS = Limits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=100 * S)
+LIMITS = TimeLimits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=100 * S)
 TERM, KILL, INT, STOP = (
     int(s) for s in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGSTOP)
 )
@@ -50,7 +50,7 @@ def exited(rank: int, ok: bool = False) -> Exited:
 def test_a_run_whose_ranks_all_finish_needs_nothing(three):
     told = [three.handle(exited(rank, ok=True), S) for rank in range(3)]
     assert told == [[SendToRank(RankLost(r, "exited with code 0", left=True))] for r in range(3)]
-    assert (three.phase, three.stopped_by, three.fault_ns) == (Phase.DONE, "", None)
+    assert (three.phase, three.stopped_by, three.fault_ns) == (RunPhase.DONE, "", None)
 
 
 def test_the_others_go_on_without_an_expendable_rank_until_another_fails():
@@ -59,9 +59,9 @@ def test_the_others_go_on_without_an_expendable_rank_until_another_fails():
         state.handle(Started(rank), 0)
     lost = SendToRank(RankLost(1, "exited with code 3", left=False))
     assert state.handle(exited(1), S) == [lost, Warn(1, 0, "exited with code 3")]
-    assert (state.phase, state.fault_ns) == (Phase.RUNNING, None)
+    assert (state.phase, state.fault_ns) == (RunPhase.RUNNING, None)
     state.handle(exited(2), 2 * S)
-    assert (state.phase, state.fault_ns) == (Phase.GRACE, 2 * S)
+    assert (state.phase, state.fault_ns) == (RunPhase.GRACE, 2 * S)
 
 
 def test_an_exception_of_an_expendable_rank_fails_the_run():
@@ -69,7 +69,7 @@ def test_an_exception_of_an_expendable_rank_fails_the_run():
     for rank in range(2):
         state.handle(Started(rank), 0)
     state.handle(ReportedFailure(1, "raised KeyError"), S)
-    assert state.phase is Phase.GRACE
+    assert state.phase is RunPhase.GRACE
 
 
 def test_a_failure_is_told_at_once_then_grace_then_sigterm_then_sigkill(three):
@@ -86,9 +86,9 @@ def test_a_failure_is_told_at_once_then_grace_then_sigterm_then_sigkill(three):
         [SendSignal((0, 2), KILL)],
     ]
     three.handle(exited(0), 9 * S)
-    assert three.phase is Phase.KILLING
+    assert three.phase is RunPhase.KILLING
     three.handle(exited(2), 9 * S)
-    assert three.phase is Phase.DONE
+    assert three.phase is RunPhase.DONE
 
 
 def test_no_rank_is_started_after_a_failure():
@@ -96,14 +96,14 @@ def test_no_rank_is_started_after_a_failure():
     state.handle(Started(0), 0)
     before = state.starting
     state.handle(exited(0), 1)
-    assert (before, state.starting, state.phase) == (True, False, Phase.DONE)
+    assert (before, state.starting, state.phase) == (True, False, RunPhase.DONE)
 
 
 def test_a_rank_that_says_it_failed_is_told_once(three):
     first = three.handle(ReportedFailure(2, "raised ValueError: x"), S)
     then = three.handle(exited(2), 2 * S)
     assert (first, then) == ([SendToRank(RankLost(2, "raised ValueError: x"))], [])
-    assert (three.phase, three.ranks[2].failed_ns) == (Phase.GRACE, S)
+    assert (three.phase, three.ranks[2].failed_ns) == (RunPhase.GRACE, S)
 
 
 def test_what_a_signalled_rank_says_is_no_failure(three):
@@ -133,7 +133,7 @@ def test_a_rank_stopped_for_its_limit_is_declared_dead(three):
         SendSignal((1,), KILL),
     ]
     assert three.handle(exited(1), 31 * S) == []
-    assert (three.ranks[1].declared_dead, three.phase) == (True, Phase.GRACE)
+    assert (three.ranks[1].declared_dead, three.phase) == (True, RunPhase.GRACE)
 
 
 def test_at_the_end_a_stopped_rank_is_killed_right_away(three):
@@ -172,7 +172,7 @@ def test_interrupted_ranks_have_their_time_to_save(three):
 def test_an_interrupt_during_the_start_starts_no_more():
     state = SupervisorState(3, LIMITS, 0)
     state.handle(Interrupted(INT), 0)
-    assert (state.starting, state.phase) == (False, Phase.DONE)
+    assert (state.starting, state.phase) == (False, RunPhase.DONE)
 
 
 def test_a_signal_after_a_failure_does_not_hide_it(three):

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from braid.launch.supervise.supervisor_state import (
     Exited,
     Interrupted,
-    Limits,
-    Phase,
     ReportedFailure,
+    RunPhase,
     SendSignal,
     Started,
     Stopped,
     SupervisorState,
     Tick,
+    TimeLimits,
 )
 from braid.runtime.diagnose import (
     ParsedError,
@@ -33,7 +33,7 @@ from braid.runtime.diagnose import (
 from survived_deaths import FIRST, STORIES, Story
 
 S = 1_000_000_000
-LIMITS = Limits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=1000 * S)
+LIMITS = TimeLimits(grace_ns=5 * S, stopped_ns=30 * S, interrupt_ns=20 * S, timeout_ns=1000 * S)
 KILL = int(signal.SIGKILL)
 
 
@@ -92,7 +92,7 @@ class Play:
 
     def finish(self) -> Verdict:
         """Let the others end, and return the verdict."""
-        while self.state.phase is not Phase.DONE:
+        while self.state.phase is not RunPhase.DONE:
             self.event(Tick(), LIMITS.interrupt_ns)
         return judge(self.ends.values(), stopped_by=self.state.stopped_by)
 
@@ -106,7 +106,7 @@ class Play:
 def test_after_a_survived_death_the_later_fault_is_the_cause(story):
     play = Play(story)
     play.fail(story.victim, story.first)
-    assert (play.state.phase, play.state.fault_ns) == (Phase.RUNNING, None)
+    assert (play.state.phase, play.state.fault_ns) == (RunPhase.RUNNING, None)
     play.fail(story.culprit, story.later)
     verdict = play.finish()
     assert play.told(verdict) == story.verdict
@@ -130,9 +130,9 @@ def test_a_run_does_not_survive_the_last_one_of_a_needed_set():
     for rank in range(4):
         state.handle(Started(rank), 0)
     state.handle(Exited(2, "was killed", ok=False), S)
-    assert (state.ranks[2].survived, state.phase) == (True, Phase.RUNNING)
+    assert (state.ranks[2].survived, state.phase) == (True, RunPhase.RUNNING)
     state.handle(Exited(3, "was killed", ok=False), 2 * S)
-    assert (state.ranks[3].survived, state.phase) == (False, Phase.GRACE)
+    assert (state.ranks[3].survived, state.phase) == (False, RunPhase.GRACE)
 
 
 def test_a_rank_that_finished_is_enough_of_a_needed_set():
@@ -141,7 +141,7 @@ def test_a_rank_that_finished_is_enough_of_a_needed_set():
         state.handle(Started(rank), 0)
     state.handle(Exited(1, "exited with code 0", ok=True), S)
     state.handle(Exited(2, "was killed", ok=False), 2 * S)
-    assert (state.ranks[2].survived, state.phase) == (True, Phase.RUNNING)
+    assert (state.ranks[2].survived, state.phase) == (True, RunPhase.RUNNING)
 
 
 @given(st.data(), st.sampled_from(STORIES))

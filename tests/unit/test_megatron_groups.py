@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from braid.compat.megatron import HyperCommGrid, mpu, parallel_state
-from braid.compat.megatron.failure import NotInitializedError, UsageError
+from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.group_plan import Parallelism
 from braid.compat.megatron.rank_generator import hierarchical_ranks
 from braid.errors import BraidError
@@ -188,7 +188,7 @@ def test_a_getter_before_initialization_says_what_to_call(name):
 def test_without_torch_distributed_initialization_says_so():
     with pytest.raises(AssertionError, match=r"init_process_group\('braid'\)") as error:
         mpu.initialize_model_parallel(1)
-    assert isinstance(error.value, NotInitializedError)
+    assert isinstance(error.value, GroupNotInitializedError)
     assert isinstance(error.value, BraidError)
     assert not mpu.is_initialized()
     assert not mpu.model_parallel_is_initialized()

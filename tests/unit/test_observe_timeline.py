@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from observe_job import ALL_REDUCE, MS, RecordedRank, build, late_job, train
 
 from braid.launch.observe.facts import facts
-from braid.launch.observe.intervals import Cover, Interval, lanes
-from braid.launch.observe.operations import Operation, bucket_waits, operations, percentile
-from braid.launch.observe.timeline import Shares, StepKey, read_timelines, shares
+from braid.launch.observe.intervals import Cover, EventInterval, lanes
+from braid.launch.observe.operations import OperationSummary, bucket_waits, operations, percentile
+from braid.launch.observe.timeline import StepKey, read_timelines, shares
 from braid.runtime.text import (
     bytes_text,
     count_text,
@@ -18,6 +18,7 @@ from braid.runtime.text import (
     number_text,
     percent_text,
 )
+from braid.types import Shares
 
 PIECES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 
@@ -41,7 +42,7 @@ def test_covers_are_sets_of_moments(a, b, start, end):
 @given(PIECES, st.booleans())
 def test_events_of_a_lane_nest_or_are_disjoint(pieces, nest):
     intervals = sorted(
-        (Interval(min(p), max(p) + 1, "x", "phase") for p in pieces),
+        (EventInterval(min(p), max(p) + 1, "x", "phase") for p in pieces),
         key=lambda i: (i.start_ns, -i.end_ns),
     )
     spread = lanes(intervals, nest=nest)
@@ -222,7 +223,7 @@ def test_no_events_say_nothing():
 
 def test_operations_sum_up_calls_of_all_ranks():
     assert operations(read_timelines(late_job())) == [
-        Operation(
+        OperationSummary(
             name=ALL_REDUCE,
             site="train.py:6 in <module>",
             calls=12,

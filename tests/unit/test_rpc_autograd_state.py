@@ -12,14 +12,14 @@ import pytest
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
     BackwardFailed,
+    BackwardFinished,
     ContextState,
-    Fail,
-    Finished,
+    FailBackward,
     Instruction,
     Mark,
     Mode,
     Release,
-    Run,
+    RunBackward,
     Send,
     Ship,
 )
@@ -125,7 +125,7 @@ class Backward:
         self.ran: list[Id | None] = []
         self.received: Counter[Id] = Counter()
         self.shipped: dict[Id, int] = {}
-        self.finished: list[tuple[int, Finished]] = []
+        self.finished: list[tuple[int, BackwardFinished]] = []
         self.failed: dict[int, str] = {}
 
     def begin(self, number: int, mode: Mode) -> None:
@@ -137,7 +137,7 @@ class Backward:
             match each:
                 case Send(to, message):
                     self.packets.append((process, to, message))
-                case Run(edge, backward):
+                case RunBackward(edge, backward):
                     self.running.append((process, edge, backward))
                 case Ship(edge, to, backward):
                     message = edge, backward, self.mode, list(self.states[process].failed)
@@ -146,13 +146,13 @@ class Backward:
                         assert edge not in self.shipped, "shipped once"
                         assert not process_waits(self, edge), "after all that depends on it"
                         self.shipped[edge] = self.received[edge]
-                case Finished():
+                case BackwardFinished():
                     assert all(number_of(each[2]) != self.number for each in self.packets)
                     assert all(each[2] != self.number for each in self.running)
                     self.finished.append((process, each))
-                case Fail(backward) if backward not in (None, self.number):
+                case FailBackward(backward) if backward not in (None, self.number):
                     pass
-                case Fail(backward):
+                case FailBackward(backward):
                     assert process not in self.failed or backward is None
                     self.failed[process] = self.states[process].failures[backward]
 
@@ -217,7 +217,7 @@ def process_waits(run: Backward, edge: Id) -> bool:
 
 def check_complete(run: Backward) -> None:
     gradients = run.graph.gradients
-    assert run.finished == [(0, Finished({}))]
+    assert run.finished == [(0, BackwardFinished({}))]
     assert Counter(run.ran) == Counter([None, *gradients])
     assert run.shipped == gradients
     assert run.failed == {}

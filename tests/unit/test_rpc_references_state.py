@@ -10,7 +10,6 @@ import pytest
 
 from braid.rpc.protocol.references_state import (
     Confirmed,
-    Delete,
     Deleted,
     Drop,
     Fork,
@@ -21,6 +20,7 @@ from braid.rpc.protocol.references_state import (
     Send,
     Unknown,
     Unmade,
+    UserDelete,
 )
 from references_simulation import World
 
@@ -220,9 +220,9 @@ def test_a_user_registers_its_fork_and_then_frees_its_parent():
     assert user.release(REF, child) == []
     assert user.on_message(0, Forked(child, True)) == [
         Send(1, Confirmed(child)),
-        Send(0, Delete(REF, child, 1, 2)),
+        Send(0, UserDelete(REF, child, 1, 2)),
     ]
-    assert user.resend() == [Send(0, Delete(REF, child, 1, 2)), Send(1, Confirmed(child))]
+    assert user.resend() == [Send(0, UserDelete(REF, child, 1, 2)), Send(1, Confirmed(child))]
     assert user.on_message(0, Deleted(child)) == user.on_message(1, Noted(child)) == []
     assert user.is_quiet
     assert not user.resend()
@@ -235,7 +235,7 @@ def test_a_parent_waits_for_its_child():
     assert parent.created(FIRST) == parent.release(REF, FIRST) == []
     assert parent.oldest_open == 2
     assert parent.on_message(2, Confirmed(child)) == [
-        Send(0, Delete(REF, FIRST, 2, 4)),
+        Send(0, UserDelete(REF, FIRST, 2, 4)),
         Send(2, Noted(child)),
     ]
     assert parent.on_message(2, Confirmed(child)) == [Send(2, Noted(child))]
@@ -246,8 +246,8 @@ def test_the_last_fork_drops_the_value():
     assert owner.accept(REF, FIRST, 1, 2) == []
     child = Id(1, 3)
     assert owner.on_message(2, Fork(REF, child, 1, 1)) == [Send(2, Forked(child, True))]
-    assert owner.on_message(1, Delete(REF, FIRST, 2, 4)) == [Send(1, Deleted(FIRST))]
-    delete = Delete(REF, child, 1, 2)
+    assert owner.on_message(1, UserDelete(REF, FIRST, 2, 4)) == [Send(1, Deleted(FIRST))]
+    delete = UserDelete(REF, child, 1, 2)
     assert owner.on_message(2, delete) == [Drop(REF), Send(2, Deleted(child))]
     assert owner.on_message(2, delete) == [Send(2, Deleted(child))]
 
@@ -257,7 +257,7 @@ def test_a_late_copy_of_a_request_registers_nothing():
     owner.accept(REF, FIRST, 1, 2)
     fork = Fork(REF, Id(1, 3), 1, 1)
     owner.on_message(2, fork)
-    owner.on_message(2, Delete(REF, fork.fork, 1, 2))
+    owner.on_message(2, UserDelete(REF, fork.fork, 1, 2))
     assert owner.on_message(2, fork) == [Send(2, Forked(fork.fork, True))]
     assert owner.num_forks == 1
 
@@ -306,14 +306,14 @@ def test_the_value_of_a_process_that_dies_before_its_call_comes_is_never_made():
     child = Id(1, 3)
     owner.on_message(2, Fork(REF, child, 1, 1))
     assert owner.lost(1) == [Unmade(REF, "process 1, which was to make it, is lost")]
-    assert owner.on_message(2, Delete(REF, child, 1, 2)) == [Drop(REF), Send(2, Deleted(child))]
+    assert owner.on_message(2, UserDelete(REF, child, 1, 2)) == [Drop(REF), Send(2, Deleted(child))]
     late = Fork(REF, Id(1, 4), 1, 1)
     assert owner.on_message(3, late) == [Send(3, Forked(Id(1, 4), False))]
 
 
 def test_a_call_that_its_caller_has_given_up_makes_nothing_that_stays():
     owner = ReferencesState(0)
-    assert owner.on_message(1, Delete(REF, FIRST, 2, 3)) == [Send(1, Deleted(FIRST))]
+    assert owner.on_message(1, UserDelete(REF, FIRST, 2, 3)) == [Send(1, Deleted(FIRST))]
     assert owner.accept(REF, FIRST, 1, 2) == [Drop(REF)]
     assert owner.owned == ()
 

@@ -21,7 +21,8 @@ from braid.train.config import MODELS, ModelSize, TrainConfig
 from braid.train.demo.show import bar
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.progress import LeftTime, TrainConsole, describe_step
-from braid.train.reports import Reporter, Shares, Started, Stepped, parse_report
+from braid.train.reports import Reporter, Stepped, TrainingStarted, parse_report
+from braid.types import Shares
 
 SMALL = ModelSize(2, 16, 2)
 
@@ -32,7 +33,7 @@ def stepped(step: int = 3, **changes: float) -> Stepped:
     return Stepped(step=step, **{**values, **shares, **changes})
 
 
-def started(**changes: object) -> Started:
+def started(**changes: object) -> TrainingStarted:
     values = {
         "first_step": 0,
         "steps": 10,
@@ -50,7 +51,7 @@ def started(**changes: object) -> Started:
         "peak_source": "measured with matrix products on all of them",
         "torch": "2",
     }
-    return Started(**{**values, **changes})
+    return TrainingStarted(**{**values, **changes})
 
 
 def test_a_configuration_survives_the_command_line():

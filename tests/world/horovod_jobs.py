@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # torch takes long to import, and functions of ranks need non
 def horovod(group: Group, **variables: str) -> Iterator[None]:
     """A session of the front for torch on `group`, with HOROVOD_* as given."""
     from braid.compat.horovod import session
-    from braid.compat.horovod.environment import Environment
+    from braid.compat.horovod.environment import HorovodEnvironment
 
-    session.start(group, Environment.of({f"HOROVOD_{k}": v for k, v in variables.items()}))
+    session.start(group, HorovodEnvironment.of({f"HOROVOD_{k}": v for k, v in variables.items()}))
     try:
         yield
     finally:

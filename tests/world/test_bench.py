@@ -180,7 +180,7 @@ def test_reports_of_sharding_are_judged_and_shown(tmp_path, capsys):
 
 
 def measured(alone_s):
-    return ddp_worker.Measured(
+    return ddp_worker.MeasuredCase(
         model="mlp",
         num_params=1,
         batch=4,

@@ -34,7 +34,7 @@ from braid.checkpoint import (
     training_tensors,
     verify,
 )
-from braid.checkpoint.agreement import Report, exchange
+from braid.checkpoint.agreement import RankReport, exchange
 from braid.checkpoint.manifest import encode_manifest
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
@@ -615,7 +615,7 @@ def test_one_strided_element_is_saved_and_compared(tmp_path):
     assert compare(tmp_path / "a/step-00000001", tmp_path / "b/step-00000001") == (1, (), 0.0)
 
 
-def _exchange_new_types(group: Group, types: list[type[Report]]) -> int:
+def _exchange_new_types(group: Group, types: list[type[RankReport]]) -> int:
     return sum(len(exchange(group, kind())) for kind in types)
 
 
@@ -625,7 +625,7 @@ def test_ranks_as_threads_may_make_the_first_decoder_of_a_report_at_the_same_tim
         numbers = ("numbers", dict[str, tuple[int, ...]], msgspec.field(default_factory=dict))
         inner = msgspec.defstruct("Inner", [numbers], frozen=True)
         outer = msgspec.defstruct(
-            "Outer", [("inner", inner | None, None)], bases=(Report,), frozen=True
+            "Outer", [("inner", inner | None, None)], bases=(RankReport,), frozen=True
         )
         types.append(outer)
     assert run_threads(3, _exchange_new_types, types) == [60] * 3

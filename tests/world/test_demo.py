@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from rich.console import Console
 
-from braid.checkpoint import Comparison
+from braid.checkpoint import CheckpointComparison
 from braid.train.demo import show as demo
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
     code: int
     text: str
     log_dir: str
-    stages: list[demo._Stage]
+    stages: list[demo._DemoStage]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,9 @@ def test_the_demonstration_proves_that_parallel_is_equal(shown):
 def test_a_proof_that_fails_is_said_and_is_the_exit_code(shown, tmp_path, monkeypatch):
     stages = iter(shown.stages)
     monkeypatch.setattr(demo, "_train", lambda *_, **__: next(stages))
-    monkeypatch.setattr(demo, "compare", lambda *_: Comparison(60, ("model/norm.weight",), 1e-7))
+    monkeypatch.setattr(
+        demo, "compare", lambda *_: CheckpointComparison(60, ("model/norm.weight",), 1e-7)
+    )
     code, text = demonstrate(str(tmp_path / "demo"))
     assert code == 1
     assert "weights equal to 1: NO (max diff 1e-07)" in text

@@ -15,14 +15,14 @@ import torch
 
 from braid.comm import Group
 from braid.compat.horovod.fusion import (
-    Batch,
-    Entry,
+    FusedBatch,
     Fusion,
+    FusionHandle,
     FusionOptions,
-    Handle,
     Request,
     Result,
     StateOptions,
+    TensorTableEntry,
 )
 from braid.errors import CommError, ConfigError, PeerLostError
 from braid.types import dtype_name
@@ -43,7 +43,9 @@ def asked(name: str, kind: str, x: torch.Tensor, **fields: object) -> Request:
     return Request(name, kind, dtype, tuple(x.shape), x.element_size(), **fields)  # type: ignore[arg-type]
 
 
-def reduce(fusion: Fusion, name: str, x: torch.Tensor, op: str = "sum", **fields: object) -> Handle:
+def reduce(
+    fusion: Fusion, name: str, x: torch.Tensor, op: str = "sum", **fields: object
+) -> FusionHandle:
     return fusion.submit(asked(name, "all_reduce", x, op=op, **fields), x, torch.empty_like(x))
 
 
@@ -135,7 +137,7 @@ def _shuffled(group: Group, seed: int) -> list[float]:
         for step in range(5):
             xs = {f"x{n}": torch.full((n % 7,), float(n + step + group.rank)) for n in range(30)}
             order = random_.sample(sorted(xs), len(xs))
-            found: dict[str, Handle] = {}
+            found: dict[str, FusionHandle] = {}
 
             def submit(names: list[str], found=found, xs=xs) -> None:
                 found.update({name: reduce(fusion, name, xs[name]) for name in names})
@@ -342,10 +344,10 @@ class Breaks:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         return batch.request.op == "sum"
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - the interface
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:  # noqa: ARG002 - the interface
         if self._group.rank == 1:
             raise MemoryError
         return [self._group.all_reduce(entry.tensor, "sum") for entry in entries]

@@ -11,14 +11,14 @@ import torch
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import HorovodEnvironment
 
 ROUNDS = 12  # of which each sample takes two
 
 
 @contextlib.contextmanager
 def searching(group: Group, log: str, samples: int) -> Iterator[None]:
-    environment = Environment(
+    environment = HorovodEnvironment(
         autotune=True,
         autotune_log=log,
         autotune_warmup_samples=0,

@@ -16,14 +16,14 @@ from torch import nn
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import HorovodEnvironment
 
 LARGE = 600  # a square of these is sent while backward goes on, smaller ones when step() waits
 
 
 @contextlib.contextmanager
 def horovod(group: Group) -> Iterator[None]:
-    session.start(group, Environment(cycle_time_ms=1000.0))  # until somebody waits
+    session.start(group, HorovodEnvironment(cycle_time_ms=1000.0))  # until somebody waits
     try:
         yield
     finally:

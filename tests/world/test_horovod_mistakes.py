@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.compat.horovod.fusion import Batch, Entry, Result
+from braid.compat.horovod.fusion import FusedBatch, Result, TensorTableEntry
 
 UNJOINABLE = ["allgather", "alltoall", "broadcast", "reducescatter", "grouped_allgather"]
 
@@ -196,10 +196,10 @@ class _Breaks:
     name = "breaks"
     kind = "all_gather"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         return batch.request.name.endswith("broken")
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         del batch, entries
         raise OverflowError("int too big to convert")
 

@@ -16,7 +16,7 @@ from torch import nn
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 from braid.compat.horovod import session
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import HorovodEnvironment
 from braid.errors import BraidError
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -26,7 +26,7 @@ DTYPES += [torch.uint8, torch.int8]
 
 @contextlib.contextmanager
 def horovod(group: Group, **variables: str) -> Iterator[None]:
-    session.start(group, Environment.of({f"HOROVOD_{k}": v for k, v in variables.items()}))
+    session.start(group, HorovodEnvironment.of({f"HOROVOD_{k}": v for k, v in variables.items()}))
     try:
         yield
     finally:

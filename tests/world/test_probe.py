@@ -6,13 +6,15 @@ import pytest
 
 from braid.cli import main
 from braid.cli.bench.probe import Probe, as_cluster
-from braid.cli.bench.workers.probe import Measured, Probed
+from braid.cli.bench.workers.probe import MeasuredLevel, Probed
 from braid.errors import ConfigError
 from braid.programs.topology import from_toml
 
 
 def host(latency_s, seconds):
-    level = Measured(name="host", size=3, latency_s=latency_s, seconds=seconds, both_ways_s=1e-9)
+    level = MeasuredLevel(
+        name="host", size=3, latency_s=latency_s, seconds=seconds, both_ways_s=1e-9
+    )
     return as_cluster(Probed(levels=[level])).levels[0]
 
 

@@ -7,7 +7,7 @@ import pytest
 from braid.errors import RendezvousError
 from braid.rpc import RpcOptions
 from braid.rpc.membership import _secret, join, leave
-from braid.rpc.workers import Record
+from braid.rpc.workers import WorkerRecord
 from braid.runtime.rendezvous.job_store import JobStore
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Network
@@ -21,7 +21,7 @@ def test_a_stranger_who_knows_what_is_in_the_store_is_not_called(monkeypatch):
     agent = join(store, "w0", 0, None, RpcOptions(), secret=secret, address=local_address("rpc"))
     try:
         with Listener("tcp://127.0.0.1:0", seen, Identity("rpc", "worker", 7)) as stranger:
-            agent.directory.add(Record("stranger", 7, stranger.address, {}))
+            agent.directory.add(WorkerRecord("stranger", 7, stranger.address, {}))
             with pytest.raises(RendezvousError, match="no secret of its own"):
                 agent.caller.call_sync("stranger", max, (1, 2))
             assert stranger.accept_ready() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from braid.checkpoint.background import BackgroundSaver, Saving
 from braid.checkpoint.exporting import export_model
 from braid.checkpoint.importing import read_model
-from braid.checkpoint.inspection import Comparison, Listed, compare, ls
+from braid.checkpoint.inspection import CheckpointComparison, Listed, compare, ls
 from braid.checkpoint.loading import (
     Checkpoint,
     PartedCheckpoint,
@@ -26,7 +26,7 @@ from braid.checkpoint.training_state import restore_training, training_numbers, 
 __all__ = [
     "BackgroundSaver",
     "Checkpoint",
-    "Comparison",
+    "CheckpointComparison",
     "FileEntry",
     "Listed",
     "Manifest",

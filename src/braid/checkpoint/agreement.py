@@ -17,10 +17,10 @@ import torch
 from braid.comm import Group
 from braid.errors import CheckpointError
 
-__all__ = ["Report", "exchange", "problem_of", "raise_problems"]
+__all__ = ["RankReport", "exchange", "problem_of", "raise_problems"]
 
 
-class Report(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """Fields of every report.
 
     Attributes:
@@ -30,7 +30,7 @@ class Report(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-R = TypeVar("R", bound=Report)
+R = TypeVar("R", bound=RankReport)
 
 # msgspec (0.22) crashes where two threads make the first decoder of a type at the same time
 _decoder_lock = threading.Lock()

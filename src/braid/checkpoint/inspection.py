@@ -14,7 +14,7 @@ from braid.checkpoint.loading import Checkpoint, read_manifest
 from braid.errors import CheckpointError
 from braid.runtime.message.tensors import bytes_of
 
-__all__ = ["Comparison", "Listed", "compare", "ls"]
+__all__ = ["CheckpointComparison", "Listed", "compare", "ls"]
 
 
 class Listed(NamedTuple):
@@ -37,7 +37,7 @@ class Listed(NamedTuple):
     problem: str = ""
 
 
-class Comparison(NamedTuple):
+class CheckpointComparison(NamedTuple):
     """Differences of two checkpoints.
 
     Attributes:
@@ -85,7 +85,7 @@ def ls(directory: str | os.PathLike[str]) -> list[Listed]:
 
 def compare(
     ours: str | os.PathLike[str], theirs: str | os.PathLike[str], *, prefix: str = ""
-) -> Comparison:
+) -> CheckpointComparison:
     """Compare the tensors of two checkpoints bit by bit, whatever pieces they are stored in.
 
     Args:
@@ -108,7 +108,7 @@ def compare(
         if not _same_bits(x, y):
             differing.append(name)
             max_diff = max(max_diff, _distance(x, y))
-    return Comparison(len(names), tuple(differing), max_diff)
+    return CheckpointComparison(len(names), tuple(differing), max_diff)
 
 
 def _open(path: str | os.PathLike[str]) -> Checkpoint:

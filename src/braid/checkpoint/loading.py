@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from braid.checkpoint.agreement import Report, exchange
+from braid.checkpoint.agreement import RankReport, exchange
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -208,7 +208,7 @@ class Checkpoint:
         out[tuple(target)].copy_(values)
 
 
-class _Choice(Report, frozen=True):
+class _Choice(RankReport, frozen=True):
     """Checkpoint that rank 0 has chosen."""
 
     path: str = ""

@@ -190,13 +190,13 @@ def decode_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-class _Head(msgspec.Struct):
+class _ManifestHead(msgspec.Struct):
     braid: Origin
 
 
 # made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
 _SEALED = msgspec.json.Decoder(_Sealed)
-_HEAD = msgspec.json.Decoder(_Head)
+_HEAD = msgspec.json.Decoder(_ManifestHead)
 _MANIFEST = msgspec.json.Decoder(Manifest)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import torch
 
-from braid.checkpoint.agreement import R, Report, exchange, problem_of, raise_problems
+from braid.checkpoint.agreement import R, RankReport, exchange, problem_of, raise_problems
 from braid.checkpoint.directory import CheckpointDirectory
 from braid.checkpoint.loading import read_manifest
 from braid.checkpoint.manifest import (
@@ -57,13 +57,13 @@ MANIFEST_RESERVE_BYTES = 1 << 20
 REMEDY = "Earlier checkpoints are untouched"
 
 
-class _Plan(Report, frozen=True):
+class _Plan(RankReport, frozen=True):
     need: int = 0
     free: int = 0
     writer: str = ""
 
 
-class Written(Report, frozen=True):
+class Written(RankReport, frozen=True):
     """Report of a rank whose file is written.
 
     Attributes:
@@ -141,10 +141,10 @@ def save(
         write = partial(write_pieces, home, pieces, step, group.rank, plans[0].writer)
         written = exchange(group, _attempt(write, Written))
         raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
-        done = Report()
+        done = RankReport()
         if group.rank == 0:
             done = _attempt(
-                lambda: publish(home, written, step, state or {}, numerics or {}), Report
+                lambda: publish(home, written, step, state or {}, numerics or {}), RankReport
             )
         reports = exchange(group, done)
         raise_problems(action, [r.problem for r in reports], size=group.size, remedy=REMEDY)
@@ -277,7 +277,7 @@ def publish(
     step: int,
     state: Mapping[str, Any],
     numerics: Mapping[str, Any],
-) -> Report:
+) -> RankReport:
     """Write the manifest of all ranks' files, and make the checkpoint visible."""
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
@@ -287,7 +287,7 @@ def publish(
         for name, entry in part.tensors.items():
             known = tensors.setdefault(name, TensorEntry(entry.shape, entry.dtype, ()))
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
-                return Report(
+                return RankReport(
                     f"ranks disagree about {name!r}: {known.dtype}{list(known.shape)} and, on "
                     f"rank {rank}, "
                     f"{entry.dtype}{list(entry.shape)}"
@@ -311,10 +311,10 @@ def publish(
         home.publish(step)
     except OSError as exc:
         problem = f"{exc.strerror or exc} while writing {MANIFEST_NAME}"
-        return Report(problem + _other_run(home, exc, writer))
+        return RankReport(problem + _other_run(home, exc, writer))
     except CheckpointError as exc:
-        return Report(str(exc))
-    return Report()
+        return RankReport(str(exc))
+    return RankReport()
 
 
 def this_process() -> str:

@@ -2,7 +2,7 @@
 
     caller                                             callee
     pack arguments ── Call ──> van ── a thread of its pool: find, unpack, run, pack
-    the future completes    <── Reply or Raised ──────────────┘
+    the future completes    <── CallReply or Raised ──────────┘
 
 The thread that waits for an answer receives it itself; see `turns`. A call has a deadline, and a
 lost peer fails all calls that it was to answer.
@@ -35,7 +35,7 @@ from braid.rpc.callee import Callee
 from braid.rpc.caller import Caller
 from braid.rpc.codec import Codec, tensors_of
 from braid.rpc.devices import place_of
-from braid.rpc.messages import Body, Call, Cancel, Raised, Reply
+from braid.rpc.messages import Body, Call, CallReply, CancelCall, Raised
 from braid.rpc.names import Names
 from braid.rpc.options import RpcOptions
 from braid.rpc.protocol.autograd_state import AutogradMessage
@@ -43,7 +43,7 @@ from braid.rpc.protocol.references_state import Fork
 from braid.rpc.references import References
 from braid.rpc.spans import CallSpans
 from braid.rpc.turns import Turns
-from braid.rpc.workers import Directory, WorkerInfo, node_of
+from braid.rpc.workers import WorkerDirectory, WorkerInfo, node_of
 from braid.runtime.message import Delivery, Message, PeerLost, Van, split_node
 from braid.runtime.store import HashStore, Store
 from braid.runtime.transport.reachability import probe
@@ -96,7 +96,7 @@ class Agent:
         self,
         van: Van,
         info: WorkerInfo,
-        directory: Directory,
+        directory: WorkerDirectory,
         options: RpcOptions,
         spans: CallSpans | None = None,
     ) -> None:
@@ -330,7 +330,7 @@ class Agent:
 
     def _handle_at_once(self, delivery: Delivery) -> bool:
         """Handle a message that overtakes others; return whether it is one."""
-        if not isinstance(delivery.message, Cancel):
+        if not isinstance(delivery.message, CancelCall):
             return False
         self.callee.cancel(split_node(delivery.sender)[1], delivery.message.call)
         return True
@@ -346,7 +346,7 @@ class Agent:
             self.lost_nodes.discard(sender)
         if isinstance(message, Call):
             self.callee.run(delivery, message, sender, arrived_ns)
-        elif isinstance(message, Reply | Raised):
+        elif isinstance(message, CallReply | Raised):
             self.caller.answered(delivery, message, sender)
         elif isinstance(message, _AUTOGRAD):
             self.contexts.on_message(sender, message, delivery.buffers)

@@ -1,6 +1,6 @@
 """The part of a node that runs the calls of peers, and answers them.
 
-Call ──> find the function, unpack, run, pack ──> Reply or Raised
+Call ──> find the function, unpack, run, pack ──> CallReply or Raised
 └── a future ──> when it completes
 """
 
@@ -18,7 +18,7 @@ from braid.errors import CommTimeout
 from braid.rpc.codec import Packed, tensors_of
 from braid.rpc.current import act_for
 from braid.rpc.functions import is_async_execution
-from braid.rpc.messages import Call, Edge, Raised, Reply
+from braid.rpc.messages import AutogradEdge, Call, CallReply, Raised
 from braid.rpc.names import is_operator
 from braid.rpc.outcomes import Later, awaited, described, is_described, outcome
 from braid.rpc.scope import Scope, enter
@@ -191,6 +191,8 @@ class Callee:
             return exc
         return None
 
-    def _reply(self, delivery: Delivery, to: int, packed: Packed, edge: Edge | None) -> None:
+    def _reply(
+        self, delivery: Delivery, to: int, packed: Packed, edge: AutogradEdge | None
+    ) -> None:
         body, buffers = packed.as_body()
-        self._agent.transmit(to, Reply(body, edge), buffers, answers=delivery.id)
+        self._agent.transmit(to, CallReply(body, edge), buffers, answers=delivery.id)

@@ -1,7 +1,7 @@
 """The part of a node that makes calls: sends them, and completes them when they are answered.
 
 find the node, pack, deadline ── Call ──> callee
-the future completes <── Reply or Raised ──┘      or: lost, late, cancelled
+the future completes <── CallReply or Raised ──┘      or: lost, late, cancelled
 
 Each call is sent once, but for those of functions marked as idempotent; see `retries`.
 """
@@ -26,16 +26,16 @@ from braid.errors import (
     StaleError,
 )
 from braid.rpc.codec import tensors_of
-from braid.rpc.messages import Call, Cancel, Creation, Raised, Reply
+from braid.rpc.messages import Call, CallReply, CancelCall, Creation, Raised
 from braid.rpc.mistakes import RpcError
-from braid.rpc.outcomes import AnswerFuture, Outcome, error_like
-from braid.rpc.pending import Finish, Pending, PendingCalls
+from braid.rpc.outcomes import AnswerFuture, CallOutcome, error_like
+from braid.rpc.pending import Finish, PendingCall, PendingCalls
 from braid.rpc.protocol.references_state import Id
 from braid.rpc.references import RRef
 from braid.rpc.retries import Retries, is_idempotent
 from braid.rpc.scope import current_scope, deadline_ns
 from braid.rpc.turns import Turns
-from braid.rpc.workers import Record, To, WorkerInfo, node_of
+from braid.rpc.workers import To, WorkerInfo, WorkerRecord, node_of
 from braid.runtime.message import Delivery, Van
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ __all__ = ["Caller"]
 Future = torch.futures.Future
 
 
-class Asked(NamedTuple):
+class OutgoingCall(NamedTuple):
     """A call as a program asks for it.
 
     Attributes:
@@ -112,8 +112,8 @@ class Caller:
             PeerLostError: The node is lost.
             ConfigError: There is no such node, or an argument cannot travel.
         """
-        own = Outcome()
-        self._send_call(Asked(to, function, args, kwargs, timeout), own.finish, waiter=own)
+        own = CallOutcome()
+        self._send_call(OutgoingCall(to, function, args, kwargs, timeout), own.finish, waiter=own)
         self._turns.wait(lambda: own.is_here, None, self.is_quick, own)
         error, own.error = own.error, None
         if error is None:
@@ -125,16 +125,16 @@ class Caller:
 
     def call_each(
         self, calls: Iterable[tuple[To, Callable[..., Any], Sequence[Any]]]
-    ) -> list[Outcome]:
+    ) -> list[CallOutcome]:
         """Call functions in other nodes at the same time; return when all have ended.
 
         Args:
             calls: For each call the node, the function and its arguments.
         """
-        own: list[Outcome] = []
+        own: list[CallOutcome] = []
         for call in calls:
-            own.append(Outcome())
-            self._send_call(Asked(*call), own[-1].finish, waiter=id(own))
+            own.append(CallOutcome())
+            self._send_call(OutgoingCall(*call), own[-1].finish, waiter=id(own))
         self._turns.wait(lambda: all(each.is_here for each in own), None, self.is_quick, id(own))
         return own
 
@@ -155,7 +155,9 @@ class Caller:
             else:
                 future.set_exception(error)
 
-        future.on_cancel = self._send_call(Asked(to, function, args, kwargs, timeout), finish)
+        future.on_cancel = self._send_call(
+            OutgoingCall(to, function, args, kwargs, timeout), finish
+        )
         self._turns.expect()
         return future
 
@@ -177,7 +179,7 @@ class Caller:
 
         creation = Creation(ref, fork, self._agent.references.oldest_open)
         try:
-            self._send_call(Asked(to, function, args, kwargs, timeout), finish, creation)
+            self._send_call(OutgoingCall(to, function, args, kwargs, timeout), finish, creation)
         except BaseException:
             self._agent.references.created(fork)  # it is not, and nobody has the reference
             raise
@@ -191,7 +193,7 @@ class Caller:
         if call.to == self._agent.info.id:
             self._agent.callee.cancel(self._agent.info.id, number)
         else:
-            self._agent.transmit(call.to, Cancel(number))
+            self._agent.transmit(call.to, CancelCall(number))
         name = self._agent.directory.find(call.to).name
         error = CancelledError(f"the call of {call.name} in {name} was cancelled")
         self._pending.finish(number, None, error)
@@ -205,7 +207,7 @@ class Caller:
         if brought is not None:
             self._agent.references.confirmed(brought[1])
 
-    def answered(self, delivery: Delivery, message: Reply | Raised, sender: int) -> None:
+    def answered(self, delivery: Delivery, message: CallReply | Raised, sender: int) -> None:
         """Complete a call with the answer of its callee."""
         self._come_home(delivery.answers)
         if isinstance(message, Raised):
@@ -243,7 +245,7 @@ class Caller:
             lambda call: call.deadline_ns is not None and call.deadline_ns <= now_ns, self._late
         )
 
-    def _late(self, call: Pending) -> CommTimeout:
+    def _late(self, call: PendingCall) -> CommTimeout:
         name = self._agent.directory.find(call.to).name
         text = (
             f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
@@ -256,7 +258,7 @@ class Caller:
 
     def _send_call(
         self,
-        asked: Asked,
+        asked: OutgoingCall,
         finish: Finish,
         creation: Creation | None = None,
         *,
@@ -268,7 +270,7 @@ class Caller:
         number = self._send_once(asked, finish, creation, waiter)
         return partial(self.cancel, number)
 
-    def _send_until_answered(self, asked: Asked, finish: Finish) -> Callable[[], bool]:
+    def _send_until_answered(self, asked: OutgoingCall, finish: Finish) -> Callable[[], bool]:
         """Send a call, and again when its node is lost, until its deadline.
 
         Returns:
@@ -297,7 +299,7 @@ class Caller:
 
     def _send_once(
         self,
-        asked: Asked,
+        asked: OutgoingCall,
         finish: Finish,
         creation: Creation | None = None,
         waiter: object = None,
@@ -322,7 +324,7 @@ class Caller:
         left_s = 0.0 if until_ns is None else (until_ns - now_ns) / 1e9
         message = Call(name, body, creation, edge, left_s)
         span = self._agent.spans.call(name, record.id, number)
-        call = Pending(record.id, name, until_ns, finish, waiter, current_scope(), span)
+        call = PendingCall(record.id, name, until_ns, finish, waiter, current_scope(), span)
         self._pending.add(number, call)
         if packed.shared and creation is None and record.id != self._agent.info.id:
             going = [Id(*child) for _, child, _, owner in packed.shared if owner == record.id]
@@ -343,7 +345,7 @@ class Caller:
     def _deadline_ns(self, name: str, timeout: float, now_ns: int) -> int | None:
         return deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
 
-    def _wait_for_room(self, to: Record, name: str, until_ns: int | None) -> None:
+    def _wait_for_room(self, to: WorkerRecord, name: str, until_ns: int | None) -> None:
         """Wait until a node has answered some of the calls that it has from here."""
         limit = self._agent.options.max_unanswered
         left_s = None if until_ns is None else max(0.0, (until_ns - self._agent.now_ns()) / 1e9)

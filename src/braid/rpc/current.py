@@ -21,7 +21,7 @@ __all__ = ["act_for", "acting_for", "current_agent", "has_default", "set_default
 _ACTING: ContextVar[Agent | None] = ContextVar("braid-rpc-agent", default=None)
 
 
-class _Default:
+class _DefaultNode:
     """Holder of the node of this process.
 
     Attributes:
@@ -33,7 +33,7 @@ class _Default:
         self.has_joined = False
 
 
-_DEFAULT = _Default()
+_DEFAULT = _DefaultNode()
 
 
 def current_agent() -> Agent:

@@ -8,7 +8,7 @@ import torch
 
 from braid.errors import ConfigError
 from braid.rpc.mistakes import RpcError
-from braid.rpc.workers import Record
+from braid.rpc.workers import WorkerRecord
 
 __all__ = ["place_of", "placed"]
 
@@ -17,7 +17,7 @@ def place_of(
     device: torch.device,
     sender: str,
     maps: Mapping[str, Mapping[str, str]],
-    receiver: Record,
+    receiver: WorkerRecord,
 ) -> str:
     """Return the device on which a tensor arrives; empty for main memory.
 

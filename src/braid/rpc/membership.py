@@ -26,7 +26,7 @@ from braid.rpc.mistakes import RpcError
 from braid.rpc.options import RpcOptions
 from braid.rpc.roles import own_role
 from braid.rpc.spans import CallSpans
-from braid.rpc.workers import LOOK_S, Directory, Record, WorkerInfo, check_name, node_of
+from braid.rpc.workers import LOOK_S, WorkerDirectory, WorkerInfo, WorkerRecord, check_name, node_of
 from braid.runtime.events import Recorder
 from braid.runtime.message import SocketVan, VanConfig
 from braid.runtime.rendezvous import JobEnvironment, wants_portable
@@ -163,8 +163,8 @@ def join(
         listen_anywhere=not Address.parse(address).is_loopback,
         config=config,
     )
-    directory = Directory(store, MEET_S)
-    record = Record(name, rank, van.address, options.device_maps)
+    directory = WorkerDirectory(store, MEET_S)
+    record = WorkerRecord(name, rank, van.address, options.device_maps)
     try:
         directory.add(record)
         if world_size is not None:

@@ -7,18 +7,27 @@ import msgspec
 from braid.rpc.protocol.autograd_state import AutogradMessage
 from braid.rpc.protocol.references_state import (
     Confirmed,
-    Delete,
     Deleted,
     Fork,
     Forked,
     Id,
     Noted,
+    UserDelete,
 )
 from braid.rpc.protocol.sparse_spec import SparseSpec
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
-__all__ = ["SCHEMA", "Body", "Call", "Cancel", "Creation", "Edge", "Raised", "Reply"]
+__all__ = [
+    "SCHEMA",
+    "AutogradEdge",
+    "Body",
+    "Call",
+    "CallReply",
+    "CancelCall",
+    "Creation",
+    "Raised",
+]
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -43,7 +52,7 @@ class Creation(msgspec.Struct, frozen=True):
     oldest_open: int
 
 
-class Edge(msgspec.Struct, frozen=True):
+class AutogradEdge(msgspec.Struct, frozen=True):
     """An edge of the graph of distributed autograd, from the tensors that a message carries.
 
     Attributes:
@@ -74,21 +83,21 @@ class Call(msgspec.Struct, tag="rpc.call", frozen=True):
     function: str
     body: Body
     creation: Creation | None = None
-    edge: Edge | None = None
+    edge: AutogradEdge | None = None
     timeout_s: float = 0.0
 
 
-class Cancel(msgspec.Struct, tag="rpc.cancel", frozen=True):
+class CancelCall(msgspec.Struct, tag="rpc.cancel", frozen=True):
     """Nobody waits any more for a call of the sender, by the number of its message."""
 
     call: int
 
 
-class Reply(msgspec.Struct, tag="rpc.reply", frozen=True):
+class CallReply(msgspec.Struct, tag="rpc.reply", frozen=True):
     """The result of a call."""
 
     body: Body
-    edge: Edge | None = None
+    edge: AutogradEdge | None = None
 
 
 class Raised(msgspec.Struct, tag="rpc.raised", frozen=True):
@@ -99,7 +108,7 @@ class Raised(msgspec.Struct, tag="rpc.raised", frozen=True):
 
 
 SCHEMA = Schema(
-    *(Call, Cancel, Reply, Raised),
-    *(Fork, Forked, Confirmed, Noted, Delete, Deleted),
+    *(Call, CancelCall, CallReply, Raised),
+    *(Fork, Forked, Confirmed, Noted, UserDelete, Deleted),
     *AutogradMessage.__args__,
 )

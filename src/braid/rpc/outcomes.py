@@ -30,8 +30,8 @@ from braid.runtime.torch_internals import Future, set_unwrap_function
 
 __all__ = [
     "AnswerFuture",
+    "CallOutcome",
     "Later",
-    "Outcome",
     "awaited",
     "described",
     "error_like",
@@ -73,7 +73,7 @@ class AnswerFuture(torch.futures.Future[Any]):
         self.set_result(kept)
 
 
-class Outcome(msgspec.Struct, eq=False):
+class CallOutcome(msgspec.Struct, eq=False):
     """The end of a call for which a thread waits.
 
     Attributes:

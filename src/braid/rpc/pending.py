@@ -13,12 +13,12 @@ from braid.rpc.scope import Scope
 from braid.rpc.turns import Turns
 from braid.runtime.events import Span
 
-__all__ = ["Finish", "Pending", "PendingCalls"]
+__all__ = ["Finish", "PendingCall", "PendingCalls"]
 
 Finish: TypeAlias = Callable[[Any, "BaseException | None"], None]
 
 
-class Pending(msgspec.Struct, eq=False):
+class PendingCall(msgspec.Struct, eq=False):
     """A call that is not answered.
 
     Attributes:
@@ -51,14 +51,14 @@ class PendingCalls:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._lock = threading.Lock()
-        self._calls: dict[int, Pending] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._counts: Counter[int] = Counter()  # by callee
         self.num_begun = 0
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, number: int, call: Pending) -> None:
+    def add(self, number: int, call: PendingCall) -> None:
         """Add a call that is about to be sent."""
         with self._lock:
             self._calls[number] = call
@@ -75,7 +75,7 @@ class PendingCalls:
         """Return the number of calls that a node has not answered."""
         return self._counts[to]
 
-    def get(self, number: int) -> Pending | None:
+    def get(self, number: int) -> PendingCall | None:
         """Return a call; None if it is answered."""
         return self._calls.get(number)
 
@@ -90,7 +90,7 @@ class PendingCalls:
         else:
             self._turns.notify()
 
-    def _take(self, number: int) -> Pending | None:
+    def _take(self, number: int) -> PendingCall | None:
         with self._lock:
             call = self._calls.pop(number, None)
             if call is None:
@@ -103,7 +103,7 @@ class PendingCalls:
         return call
 
     def fail(
-        self, which: Callable[[Pending], bool], error: Callable[[Pending], BaseException]
+        self, which: Callable[[PendingCall], bool], error: Callable[[PendingCall], BaseException]
     ) -> None:
         """Let some calls fail, each with an error of its own."""
         with self._lock:

@@ -25,7 +25,7 @@ from braid.rpc.current import current_agent
 from braid.rpc.functions import MARK, is_async_execution
 from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
-from braid.rpc.outcomes import AnswerFuture, Outcome, awaited
+from braid.rpc.outcomes import AnswerFuture, CallOutcome, awaited
 from braid.rpc.protocol.references_state import (
     Drop,
     Id,
@@ -177,7 +177,7 @@ class RRef:
         return f"<RRef {tuple(self._ref)} of {self._owner.name}>"
 
 
-def call_methods(rrefs: Sequence[RRef], name: str, args: tuple[Any, ...]) -> list[Outcome]:
+def call_methods(rrefs: Sequence[RRef], name: str, args: tuple[Any, ...]) -> list[CallOutcome]:
     """Call a method of several values at the same time; return when all calls have ended."""
     caller = rrefs[0]._agent.caller  # noqa: SLF001 - of this module
     return caller.call_each((rref.owner().id, _method, (rref, name, args, {})) for rref in rrefs)

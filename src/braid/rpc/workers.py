@@ -19,7 +19,7 @@ from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
 from braid.runtime.store import Store
 
-__all__ = ["LOOK_S", "Directory", "Record", "To", "WorkerInfo", "check_name", "node_of"]
+__all__ = ["LOOK_S", "To", "WorkerDirectory", "WorkerInfo", "WorkerRecord", "check_name", "node_of"]
 
 ROLE = "worker"
 _CLASH = "clash"
@@ -53,7 +53,7 @@ class WorkerInfo:
 To: TypeAlias = str | int | WorkerInfo
 
 
-class Record(msgspec.Struct, frozen=True):
+class WorkerRecord(msgspec.Struct, frozen=True):
     """Facts by which others reach a node."""
 
     name: str
@@ -78,7 +78,7 @@ def node_of(number: int) -> str:
     return f"{ROLE}:{number}"
 
 
-class Directory:
+class WorkerDirectory:
     """Records of all nodes.
 
     Args:
@@ -89,11 +89,11 @@ class Directory:
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store = store
         self._timeout_s = timeout_s
-        self._by_name: dict[str, Record] = {}
-        self._by_id: dict[int, Record] = {}
+        self._by_name: dict[str, WorkerRecord] = {}
+        self._by_id: dict[int, WorkerRecord] = {}
         self._lock = threading.Lock()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: WorkerRecord) -> None:
         """Publish the record of this node.
 
         Raises:
@@ -103,7 +103,7 @@ class Directory:
         for key in (f"name/{record.name}", f"id/{record.id}"):
             owner = self._store.compare_set(key, b"", packed)
             if owner != packed:
-                other = msgspec.json.decode(owner, type=Record)
+                other = msgspec.json.decode(owner, type=WorkerRecord)
                 shared = f"number {record.id}" if key[0] == "i" else f"name {record.name!r}"
                 msg = (
                     f"{shared} is not unique: node {other.id} ({other.name}) and node {record.id} "
@@ -146,7 +146,7 @@ class Directory:
             )
             raise RendezvousError(msg)
         for packed in self._store.multi_get(keys, self._timeout_s):
-            self._remember(msgspec.json.decode(packed, type=Record))
+            self._remember(msgspec.json.decode(packed, type=WorkerRecord))
 
     def _has_come(self, keys: list[str], until: float) -> bool:
         """Wait for a short time until all keys are set; return whether they are."""
@@ -157,12 +157,12 @@ class Directory:
         return True
 
     @property
-    def known(self) -> list[Record]:
+    def known(self) -> list[WorkerRecord]:
         """Records that are known here, by number."""
         with self._lock:
             return [self._by_id[number] for number in sorted(self._by_id)]
 
-    def find(self, to: To) -> Record:
+    def find(self, to: To) -> WorkerRecord:
         """Return the record of a node.
 
         Raises:
@@ -177,11 +177,11 @@ class Directory:
             names = ", ".join(each.name for each in self.known)
             msg = f"there is no node {name!r} (known: {names})"
             raise RpcError(msg)
-        record = msgspec.json.decode(self._store.get(key, self._timeout_s), type=Record)
+        record = msgspec.json.decode(self._store.get(key, self._timeout_s), type=WorkerRecord)
         self._remember(record)
         return record
 
-    def _remember(self, record: Record) -> None:
+    def _remember(self, record: WorkerRecord) -> None:
         with self._lock:
             self._by_name[record.name] = record
             self._by_id[record.id] = record

@@ -38,7 +38,7 @@ __all__ = ["GPT", "flops_per_token", "generate", "mean_loss"]
 VOCABULARY = 256
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """An attention layer, then a perceptron, each added to the residual stream."""
 
     def __init__(self, size: ModelSize, dtype: str) -> None:
@@ -94,7 +94,7 @@ class GPT(nn.Module):
         with torch.device("meta"):  # values are drawn below, not from the default generator
             self.token = nn.Embedding(VOCABULARY, size.width)
             self.position = nn.Embedding(context, size.width)
-            self.blocks = nn.ModuleList(Block(size, dtype) for _ in range(size.layers))
+            self.blocks = nn.ModuleList(TransformerBlock(size, dtype) for _ in range(size.layers))
             self.norm = nn.LayerNorm(size.width, bias=False)
             self.head = None if tied else nn.Embedding(VOCABULARY, size.width)
         self.to_empty(device="cpu")

@@ -36,17 +36,17 @@ from braid.train.mesh_shards import MeshShards
 from braid.train.reports import (
     Checkpointed,
     Evaluated,
-    Finished,
     Reporter,
     Sampled,
-    Shares,
-    Started,
     Stepped,
+    TrainingFinished,
+    TrainingStarted,
 )
 from braid.train.sampling import OrderedSampler, SampleOrder
 from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.zero_shards import ZeroShards
+from braid.types import Shares
 
 __all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError"]
 
@@ -208,7 +208,7 @@ class Trainer:
         if not signum and config.sample_bytes:
             self._sample()
         self._reporter.write(
-            Finished(
+            TrainingFinished(
                 step=self._step,
                 first_loss=self._losses[0],
                 last_loss=self._losses[-1],
@@ -416,9 +416,9 @@ class Trainer:
         mine = torch.tensor([_shares(wall_ns, before, after)], dtype=torch.float64)
         return tuple(Shares(*row) for row in self._group.all_gather(mine).tolist())
 
-    def _started(self, resumed_from: str, notes: tuple[str, ...]) -> Started:
+    def _started(self, resumed_from: str, notes: tuple[str, ...]) -> TrainingStarted:
         config = self._config
-        return Started(
+        return TrainingStarted(
             first_step=self._step,
             steps=config.steps,
             num_ranks=self._group.size,

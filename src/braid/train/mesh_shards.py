@@ -19,7 +19,7 @@ from braid.programs.layout import Mesh
 from braid.train.config import TrainConfig
 from braid.train.data import Windows
 from braid.train.gpt import GPT, mean_loss
-from braid.train.shards import Round
+from braid.train.shards import StepAgreement
 
 __all__ = ["MeshShards"]
 
@@ -57,14 +57,14 @@ class MeshShards:
         self._number = mesh.coordinates(group.rank).get("dp", 0)
         self._made: HybridParallel | None = None
 
-    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+    def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """See `Shards`."""
         hybrid = self._hybrid()
         with self._group.context.events.span("data"):
             inputs, targets = self._windows.batch(self._share(batch))
         loss = hybrid.step(inputs, targets, loss=mean_loss)
         stops = self._group.all_gather(torch.tensor([int(stop)]))
-        return Round((loss.item(),), bool(stops.any()))
+        return StepAgreement((loss.item(),), bool(stops.any()))
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""

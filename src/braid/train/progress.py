@@ -19,11 +19,11 @@ from braid.runtime.clock import Clock, MonotonicClock
 from braid.train.reports import (
     Checkpointed,
     Evaluated,
-    Finished,
     Report,
     Sampled,
-    Started,
     Stepped,
+    TrainingFinished,
+    TrainingStarted,
     parse_report,
 )
 
@@ -51,10 +51,10 @@ class TrainConsole:
     """
 
     def __init__(self, out: Console, *, title: str = "", clock: Clock | None = None) -> None:
-        self.started: Started | None = None
+        self.started: TrainingStarted | None = None
         self.evaluated: Evaluated | None = None
         self.sampled: Sampled | None = None
-        self.finished: Finished | None = None
+        self.finished: TrainingFinished | None = None
         self.step: Stepped | None = None
         self._out = out
         self._title = title
@@ -102,13 +102,13 @@ class TrainConsole:
         self.close()
 
     def _keep(self, report: Report) -> None:
-        if isinstance(report, Started):
+        if isinstance(report, TrainingStarted):
             self.started = report
         elif isinstance(report, Evaluated):
             self.evaluated = report
         elif isinstance(report, Sampled):
             self.sampled = report
-        elif isinstance(report, Finished):
+        elif isinstance(report, TrainingFinished):
             self.finished = report
         elif isinstance(report, Stepped):
             self.step = report
@@ -150,7 +150,7 @@ class TrainConsole:
     def _show(self, item: Report | Text) -> None:
         if isinstance(item, Text):
             self._print(item)
-        elif isinstance(item, Started):
+        elif isinstance(item, TrainingStarted):
             self._begin(item)
         elif isinstance(item, Stepped):
             self._advance(item)
@@ -167,7 +167,7 @@ class TrainConsole:
         elif isinstance(report, Sampled):
             self._print(Text("a sample of its own:", style="bold"))
             self._print(Text(report.text, style="italic"))
-        elif isinstance(report, Finished):
+        elif isinstance(report, TrainingFinished):
             state = f"stopped by {report.stopped_by}" if report.stopped_by else "finished"
             self._print(
                 Text(
@@ -176,7 +176,7 @@ class TrainConsole:
                 )
             )
 
-    def _begin(self, start: Started) -> None:
+    def _begin(self, start: TrainingStarted) -> None:
         if not self._title:
             for line in describe_start(start):
                 self._print(Text(line))
@@ -228,7 +228,7 @@ def _saved(report: Checkpointed) -> str:
     return f"step {report.step}: saved {report.path}, the training waited {times}"
 
 
-def describe_start(start: Started) -> list[str]:
+def describe_start(start: TrainingStarted) -> list[str]:
     """Lines that describe the model, the data and the ranks of a training."""
     shards = f" as {start.mesh}" if start.mesh else f" running {start.shards} shards in turn"
     if start.shards == start.num_ranks:

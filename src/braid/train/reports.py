@@ -11,23 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import SEEK_END
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO, TypeAlias
+from typing import BinaryIO, TextIO, TypeAlias
 
 import msgspec
 
 from braid.errors import ConfigError
 from braid.runtime.clock import Clock
+from braid.types import Shares
 
 __all__ = [
     "Checkpointed",
     "Evaluated",
-    "Finished",
     "Report",
     "Reporter",
     "Sampled",
-    "Shares",
-    "Started",
     "Stepped",
+    "TrainingFinished",
+    "TrainingStarted",
     "parse_report",
 ]
 
@@ -35,28 +35,7 @@ SHOW_NS = 200_000_000
 MARK = b'{"kind":"'
 
 
-class Shares(NamedTuple):
-    """Shares of a rank's time, which add up to 1.
-
-    Attributes:
-        compute: Share of time outside of collectives.
-        wait: Share of time in collectives, waiting for other ranks.
-        transfer: Share of time in collectives, moving and adding data.
-    """
-
-    compute: float
-    wait: float
-    transfer: float
-
-    @classmethod
-    def of(cls, wall_ns: int, spent_ns: int, waited_ns: int) -> Shares:
-        """Compute the shares from the counters of a group over an interval."""
-        wall = max(wall_ns, spent_ns, 1)
-        waited = min(waited_ns, spent_ns)
-        return cls(1 - spent_ns / wall, waited / wall, (spent_ns - waited) / wall)
-
-
-class Started(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_only=True):
+class TrainingStarted(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_only=True):
     """Report that everything is ready; the first step comes next."""
 
     first_step: int
@@ -119,7 +98,7 @@ class Sampled(msgspec.Struct, tag_field="kind", tag="sample", frozen=True, kw_on
     text: str
 
 
-class Finished(msgspec.Struct, tag_field="kind", tag="end", frozen=True, kw_only=True):
+class TrainingFinished(msgspec.Struct, tag_field="kind", tag="end", frozen=True, kw_only=True):
     """Report that the training has ended; `stopped_by` is empty when all steps are done."""
 
     step: int
@@ -131,9 +110,13 @@ class Finished(msgspec.Struct, tag_field="kind", tag="end", frozen=True, kw_only
     stopped_by: str = ""
 
 
-Report: TypeAlias = Started | Stepped | Evaluated | Checkpointed | Sampled | Finished
+Report: TypeAlias = (
+    TrainingStarted | Stepped | Evaluated | Checkpointed | Sampled | TrainingFinished
+)
 
-_DECODER = msgspec.json.Decoder(Started | Stepped | Evaluated | Checkpointed | Sampled | Finished)
+_DECODER = msgspec.json.Decoder(
+    TrainingStarted | Stepped | Evaluated | Checkpointed | Sampled | TrainingFinished
+)
 
 
 def parse_report(line: bytes) -> Report | None:
@@ -149,7 +132,7 @@ def parse_report(line: bytes) -> Report | None:
 
 def _is_of_past(report: Report | None, step: int) -> bool:
     """Whether a report stays true when the training continues from `step`."""
-    if isinstance(report, Started):
+    if isinstance(report, TrainingStarted):
         return report.first_step < step
     return report is not None and report.step <= step
 

@@ -34,15 +34,15 @@ from braid.train.loop import PROMPT, Stopping, TrainingDivergedError
 from braid.train.reports import (
     Checkpointed,
     Evaluated,
-    Finished,
     Reporter,
     Sampled,
-    Shares,
-    Started,
     Stepped,
+    TrainingFinished,
+    TrainingStarted,
 )
 from braid.train.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.shards import clip_whole
+from braid.types import Shares
 
 __all__ = ["train_on_servers"]
 
@@ -180,7 +180,7 @@ class _Worker:
             text = generate(self._model, PROMPT, config.sample_bytes, seed=config.seed)
             self._reporter.write(Sampled(step=self._step, text=text))
         self._reporter.write(
-            Finished(
+            TrainingFinished(
                 step=self._step,
                 first_loss=self._losses[0] if self._losses else math.nan,
                 last_loss=self._losses[-1] if self._losses else math.nan,
@@ -283,10 +283,10 @@ class _Worker:
         if self._member.control is not None:
             self._member.control.send(Saved(self._step, str(path), True))
 
-    def _started(self, resumed_from: str) -> Started:
+    def _started(self, resumed_from: str) -> TrainingStarted:
         config = self._config
         servers = f"{config.servers} server{'s' * (config.servers > 1)}"
-        return Started(
+        return TrainingStarted(
             first_step=self._step,
             steps=config.steps,
             num_ranks=self._node.num_workers,

@@ -27,10 +27,10 @@ from braid.train.data import Windows
 from braid.train.gpt import GPT
 from braid.train.sampling import share_of
 
-__all__ = ["ParallelShards", "ReferenceShards", "Round", "Shards", "clip_whole"]
+__all__ = ["ParallelShards", "ReferenceShards", "Shards", "StepAgreement", "clip_whole"]
 
 
-class Round(NamedTuple):
+class StepAgreement(NamedTuple):
     """Values that all ranks know after a step's backward.
 
     Attributes:
@@ -50,7 +50,7 @@ class Round(NamedTuple):
 class Shards(Protocol):
     """Computes gradients and losses of a batch."""
 
-    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+    def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """Compute the averaged gradients and leave them in `.grad`."""
         ...
 
@@ -87,7 +87,7 @@ class ParallelShards:
         self._windows = windows
         self._group = group
 
-    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+    def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """See `Shards`.
 
         Cost: the all_reduce of the gradients and one all_gather of 16 bytes a rank.
@@ -101,7 +101,7 @@ class ParallelShards:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's signature is untyped
         mine = torch.tensor([[loss.item(), float(stop)]], dtype=torch.float64)
         losses, stops = self._group.all_gather(mine).t().tolist()
-        return Round(tuple(losses), any(stops))
+        return StepAgreement(tuple(losses), any(stops))
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""
@@ -143,12 +143,12 @@ class ReferenceShards:
         self._group = group
         self._num = num
 
-    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+    def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """See `Shards`."""
         losses = accumulate(
             self._model, [self._loss_of(self._windows, batch, r) for r in range(self._num)]
         )
-        return Round(tuple(loss.item() for loss in losses), stop)
+        return StepAgreement(tuple(loss.item() for loss in losses), stop)
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""

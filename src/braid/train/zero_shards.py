@@ -25,7 +25,7 @@ from braid.parallel.sharding import (
 from braid.train.data import Windows
 from braid.train.gpt import GPT
 from braid.train.sampling import share_of
-from braid.train.shards import Round
+from braid.train.shards import StepAgreement
 
 __all__ = ["ZeroShards"]
 
@@ -56,7 +56,7 @@ class ZeroShards:
         self._stage = stage
         self._divided: Sharding | None = None
 
-    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+    def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """See `Shards`."""
         self._sharding()
         events = self._group.context.events
@@ -68,7 +68,7 @@ class ZeroShards:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's signature is untyped
         mine = torch.tensor([[loss.item(), float(stop)]], dtype=torch.float64)
         losses, stops = self._group.all_gather(mine).t().tolist()
-        return Round(tuple(losses), any(stops))
+        return StepAgreement(tuple(losses), any(stops))
 
     def memory(self) -> list[torch.Tensor]:
         """Return the memory of parameters and gradients, gathered ones included."""

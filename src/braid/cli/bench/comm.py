@@ -38,7 +38,7 @@ from braid.cli.bench.harness.report import (
     show,
 )
 from braid.cli.bench.workers.candidates import LIBRARIES
-from braid.cli.bench.workers.comm import Plan, Row, main
+from braid.cli.bench.workers.comm import CommPlan, Row, main
 from braid.errors import ConfigError
 from braid.runtime.text import bytes_text
 
@@ -202,7 +202,7 @@ def _run_ranks(
     bench: CommBench, ranks: int, *, with_mpi: bool, console: RichConsole | None
 ) -> tuple[str, list[Row]]:
     libraries = LIBRARIES if with_mpi else tuple(name for name in LIBRARIES if name != "mpi")
-    plan = Plan(
+    plan = CommPlan(
         operations=bench.operations,
         libraries=libraries,
         sizes_bytes=bench.sizes_bytes,

@@ -23,15 +23,15 @@ from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
     Benchmark,
+    BenchVerdict,
     Report,
-    Verdict,
     check_minimums,
     measured_on,
     new_table,
     save,
     show,
 )
-from braid.cli.bench.workers.ddp import VARIANTS, Case, Measured, Plan, main
+from braid.cli.bench.workers.ddp import VARIANTS, Case, DDPPlan, MeasuredCase, main
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
@@ -72,7 +72,7 @@ HEADINGS = {
 class DdpReport(Report, kw_only=True):
     """Figures of all models; `busy` processes computed at the same time."""
 
-    models: list[Measured]
+    models: list[MeasuredCase]
     busy: int = 0
 
 
@@ -120,7 +120,7 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     """
     where = measured_on()
 
-    plan = Plan(
+    plan = DDPPlan(
         cases=bench.cases,
         rounds=bench.rounds,
         least_rounds=min(bench.rounds, LEAST_ROUNDS),
@@ -129,7 +129,7 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
     with shown.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
-        models = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
+        models = figures_of(bench.ranks, main, plan, list[MeasuredCase], out=bench.out)
     report = DdpReport(**where, models=models, busy=bench.busy)
     save(report, bench.out / "ddp.json")
     return report
@@ -146,7 +146,7 @@ def _busy(count: int) -> Iterator[None]:
         yield
 
 
-def ddp_verdicts(report: DdpReport) -> list[Verdict]:
+def ddp_verdicts(report: DdpReport) -> list[BenchVerdict]:
     """Judge whether braid's wrapper keeps its promises."""
     verdicts = []
     least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
@@ -168,7 +168,7 @@ def ddp_verdicts(report: DdpReport) -> list[Verdict]:
         for text, figure, floor in held:
             shown = "too little is exposed" if figure is None else f"measured {figure:.2f}"
             holds = None if figure is None else figure >= floor
-            verdicts.append(Verdict(f"{what}: {text}", shown, holds))
+            verdicts.append(BenchVerdict(f"{what}: {text}", shown, holds))
     return verdicts
 
 
@@ -190,7 +190,7 @@ def ddp_doubts(report: DdpReport) -> list[str]:
     return lines
 
 
-def share_text(model: Measured, variant: str) -> str:
+def share_text(model: MeasuredCase, variant: str) -> str:
     """Format the share of Gloo's exposed communication that `variant` saves, and its certainty."""
     if variant not in model.gone:
         return ""

@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console as RichConsole
 
 from braid.cli.bench.harness.ranks import Where, run_here, run_there
-from braid.cli.bench.workers.probe import Measured, Plan, Probed, main
+from braid.cli.bench.workers.probe import MeasuredLevel, Probed, ProbePlan, main
 from braid.errors import ConfigError
 from braid.programs.topology import LEVEL_NAMES, Cluster, Level
 
@@ -84,7 +84,7 @@ def run_probe(wanted: Probe, *, console: RichConsole | None = None) -> Probed:
     """Measure in fresh processes and return the figures; see `probe`."""
     wanted.log_dir.mkdir(parents=True, exist_ok=True)
     sizes = wanted.sizes or (SIZES if wanted.where is None else NETWORK_SIZES)
-    plan = Plan(sizes=sizes, rounds=wanted.rounds, pin=wanted.pin)
+    plan = ProbePlan(sizes=sizes, rounds=wanted.rounds, pin=wanted.pin)
     shown = console or RichConsole(stderr=True)
     log_dir = wanted.log_dir / "run"
     lines: list[str] = []
@@ -102,7 +102,7 @@ def as_cluster(probed: Probed) -> Cluster:
     return Cluster([level_of(level) for level in probed.levels])
 
 
-def level_of(measured: Measured) -> Level:
+def level_of(measured: MeasuredLevel) -> Level:
     """Return the level of a cluster that explains the measured times.
 
     No message is quicker than an empty one, so latency is the least of all times. A network's link

@@ -101,10 +101,10 @@ def k8s_manifest(
     """
     import secrets
 
-    from braid.launch.engines.kubernetes import Manifest
+    from braid.launch.engines.kubernetes import KubernetesManifest
     from braid.runtime.wire import SECRET_BYTES
 
-    manifest = Manifest(
+    manifest = KubernetesManifest(
         name=name,
         image=image,
         command=command,

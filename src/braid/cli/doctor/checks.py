@@ -11,12 +11,12 @@ from braid.cli.doctor.facts import (
     Clocks,
     Cores,
     Engines,
-    Limits,
-    Memory,
-    Names,
-    Nodes,
+    HostNames,
+    MemoryFacts,
+    NumaNodes,
     Permissions,
     Ports,
+    ResourceLimits,
     SharedMemory,
     System,
     Threads,
@@ -202,7 +202,7 @@ def check_threads(facts: Threads) -> Finding:
     return ok("threads", fact)
 
 
-def check_memory(facts: Memory) -> Finding:
+def check_memory(facts: MemoryFacts) -> Finding:
     """Check the free memory: each rank is a process with its own torch."""
     fact = f"{bytes_text(facts.total)}, {bytes_text(facts.available)} available, "
     fact += (
@@ -295,7 +295,7 @@ def check_ports(facts: Ports) -> Finding:
     return ok("ports", f"{fact}, {DEFAULT_PORT} free")
 
 
-def check_names(facts: Names) -> Finding:
+def check_names(facts: HostNames) -> Finding:
     """Check the host name, which Gloo looks up; braid itself uses addresses only."""
     if facts.localhost and not any(a.startswith("127.") or a == "::1" for a in facts.localhost):
         fact = f"localhost is {', '.join(facts.localhost)}"
@@ -319,7 +319,7 @@ def check_names(facts: Names) -> Finding:
     return ok("names", fact)
 
 
-def check_limits(facts: Limits) -> Finding:
+def check_limits(facts: ResourceLimits) -> Finding:
     """Check the resource limits: ranks have open descriptors for all their peers."""
     fact = f"open files {_count(facts.files)}, processes {_count(facts.processes)}, locked memory "
     fact += "without limit" if facts.locked_bytes is None else bytes_text(facts.locked_bytes)
@@ -375,7 +375,7 @@ def check_gpus(facts: Accelerators) -> Finding:
     return ok("GPUs", "none")
 
 
-def check_nodes(facts: Nodes) -> Finding:
+def check_nodes(facts: NumaNodes) -> Finding:
     """Check the NUMA nodes: memory of another node is slower."""
     if len(facts.processors) < 2:
         return ok("NUMA", "one node")

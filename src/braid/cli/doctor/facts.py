@@ -9,12 +9,12 @@ __all__ = [
     "Clocks",
     "Cores",
     "Engines",
-    "Limits",
-    "Memory",
-    "Names",
-    "Nodes",
+    "HostNames",
+    "MemoryFacts",
+    "NumaNodes",
     "Permissions",
     "Ports",
+    "ResourceLimits",
     "SharedMemory",
     "System",
     "Threads",
@@ -86,7 +86,7 @@ class Threads(NamedTuple):
     usable: int
 
 
-class Memory(NamedTuple):
+class MemoryFacts(NamedTuple):
     """Memory in bytes; `limit` and `used` are those of the control group, 0 without a limit."""
 
     total: int
@@ -138,7 +138,7 @@ class Ports(NamedTuple):
     default_port_used: bool
 
 
-class Names(NamedTuple):
+class HostNames(NamedTuple):
     """Names of this host.
 
     Attributes:
@@ -158,7 +158,7 @@ class Names(NamedTuple):
     in_hosts: bool
 
 
-class Limits(NamedTuple):
+class ResourceLimits(NamedTuple):
     """Soft resource limits; None for no limit. `hard_files` is the hard limit of open files."""
 
     files: int | None
@@ -184,7 +184,7 @@ class Accelerators(NamedTuple):
     error: str = ""
 
 
-class Nodes(NamedTuple):
+class NumaNodes(NamedTuple):
     """Processors of each NUMA node, as the kernel lists them."""
 
     processors: tuple[str, ...]

@@ -23,11 +23,11 @@ from braid.cli.doctor.facts import (
     Clocks,
     Cores,
     Engines,
-    Limits,
-    Memory,
-    Names,
-    Nodes,
+    HostNames,
+    MemoryFacts,
+    NumaNodes,
     Ports,
+    ResourceLimits,
     SharedMemory,
     System,
     Threads,
@@ -145,7 +145,7 @@ def threads() -> Threads:
     )
 
 
-def memory() -> Memory:
+def memory() -> MemoryFacts:
     """Return the memory of the host and of the fullest control group."""
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
     groups = [
@@ -154,7 +154,7 @@ def memory() -> Memory:
     ]
     limited = [(limit, used) for limit, used in groups if limit and limit < main.total]
     limit, used = min(limited, key=lambda pair: pair[0] - pair[1], default=(0, 0))
-    return Memory(main.total, main.available, swap.total, swap.free, limit, used)
+    return MemoryFacts(main.total, main.available, swap.total, swap.free, limit, used)
 
 
 def shared_memory() -> SharedMemory:
@@ -183,7 +183,7 @@ def ports() -> Ports:
     return Ports(error, first, last, used)
 
 
-def names() -> Names:
+def names() -> HostNames:
     """Return the addresses of the host name and of `localhost`."""
     hostname = socket.gethostname()
     start_s = time.monotonic()
@@ -191,10 +191,10 @@ def names() -> Names:
     seconds = time.monotonic() - start_s
     lines = (line.partition("#")[0].split() for line in _text(Path("/etc/hosts")).splitlines())
     in_hosts = any(hostname in entry[1:] for entry in lines)
-    return Names(hostname, addresses, error, seconds, _addresses("localhost")[0], in_hosts)
+    return HostNames(hostname, addresses, error, seconds, _addresses("localhost")[0], in_hosts)
 
 
-def limits() -> Limits:
+def limits() -> ResourceLimits:
     """Return the resource limits of this process."""
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
     pairs = [resource.getrlimit(kind) for kind in kinds]
@@ -202,7 +202,7 @@ def limits() -> Limits:
         tuple(None if limit == resource.RLIM_INFINITY else limit for limit in pair)
         for pair in pairs
     )
-    return Limits(files, hard_files, processes, locked)
+    return ResourceLimits(files, hard_files, processes, locked)
 
 
 def clocks() -> Clocks:
@@ -231,11 +231,11 @@ def accelerators() -> Accelerators:
     return Accelerators(gpus, cuda, nccl, driver)
 
 
-def nodes() -> Nodes:
+def nodes() -> NumaNodes:
     """Return the NUMA nodes that have processors."""
     paths = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
     lists = [_text(path) for path in paths]
-    return Nodes(tuple(cpus for cpus in lists if cpus))
+    return NumaNodes(tuple(cpus for cpus in lists if cpus))
 
 
 def _torch() -> ModuleType | None:

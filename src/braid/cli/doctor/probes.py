@@ -61,7 +61,7 @@ class _Holder(NamedTuple):
     address: int
 
 
-class _Range(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     """`struct iovec`."""
 
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
@@ -134,8 +134,8 @@ def _read(holder: _Holder) -> str:
     if readv is None:
         return "not in this C library"
     into = ctypes.create_string_buffer(len(MARK))
-    here = _Range(ctypes.addressof(into), len(MARK))
-    there = _Range(holder.address, len(MARK))
+    here = _IoVec(ctypes.addressof(into), len(MARK))
+    there = _IoVec(holder.address, len(MARK))
     count = readv(holder.pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
     if count == len(MARK) and into.raw == MARK:
         return ""

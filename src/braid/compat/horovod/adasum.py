@@ -12,8 +12,8 @@ import torch
 
 from braid.comm import Group
 from braid.compat.horovod.fusion.activities import Activities
-from braid.compat.horovod.fusion.batching import Batch
-from braid.compat.horovod.fusion.entry import Entry, Result
+from braid.compat.horovod.fusion.batching import FusedBatch
+from braid.compat.horovod.fusion.entry import Result, TensorTableEntry
 from braid.compat.horovod.fusion.operations import scale
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import adasum
@@ -31,11 +31,11 @@ class AdasumReduce:
         self._group = group
         self._activities = activities
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the request asks for Adasum."""
         return batch.request.op == "adasum"
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Reduce all tensors of the batch in the same messages."""
         outs = []
         for entry in entries:

@@ -17,7 +17,7 @@ from braid.compat.horovod.fusion import Autotuner, FusionOptions, StateOptions, 
 from braid.compat.horovod.variables import LEVELS, read_variables
 from braid.errors import ConfigError
 
-__all__ = ["Environment", "collecting_s", "write_search"]
+__all__ = ["HorovodEnvironment", "collecting_s", "write_search"]
 
 HOROVODS_S = 0.001
 UNTIL_WAITED_FOR_S = 0.25
@@ -25,7 +25,7 @@ DEFAULT = StateOptions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Environment:
+class HorovodEnvironment:
     """Values of HOROVOD_*, with Horovod's defaults.
 
     Attributes:
@@ -92,7 +92,7 @@ class Environment:
             raise ConfigError("; ".join(problems))
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Environment:
+    def of(cls, environ: Mapping[str, str]) -> HorovodEnvironment:
         """Read an environment without printing anything; see `notes`.
 
         Args:
@@ -106,7 +106,7 @@ class Environment:
         return cls(**values, notes=read.notes, ignored=read.ignored)
 
     @classmethod
-    def from_os(cls) -> Environment:
+    def from_os(cls) -> HorovodEnvironment:
         """Read this process's environment; the first rank warns of variables without meaning here.
 
         Raises:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from braid.errors import CommError, ConfigError, StaleError
 
-__all__ = ["HorovodInternalError", "NotInitializedError", "UnsupportedError", "translated"]
+__all__ = ["HorovodInternalError", "NotInitializedError", "UnsupportedArgumentError", "translated"]
 
 
 class HorovodInternalError(RuntimeError):
@@ -18,7 +18,7 @@ class NotInitializedError(StaleError, ValueError):
     """There is no session, as `hvd.init()` was not called; Horovod's is a ValueError."""
 
 
-class UnsupportedError(ConfigError, NotImplementedError):
+class UnsupportedArgumentError(ConfigError, NotImplementedError):
     """An operation is not defined for an argument; Horovod's is a NotImplementedError."""
 
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from braid.compat.horovod.failure import translated
-from braid.compat.horovod.session import GLOBAL, Member, session, started
+from braid.compat.horovod.session import GLOBAL, SessionMember, session, started
 from braid.errors import ConfigError
 
 __all__ = [
@@ -50,7 +50,7 @@ class ProcessSet:
         return list(self._ranks)
 
     @property
-    def member(self) -> Member:
+    def member(self) -> SessionMember:
         """This rank as a member of the set.
 
         Raises:

@@ -23,21 +23,21 @@ import torch
 from braid import context
 from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
-from braid.compat.horovod.environment import Environment, write_search
+from braid.compat.horovod.environment import HorovodEnvironment, write_search
 from braid.compat.horovod.failure import NotInitializedError
 from braid.compat.horovod.fusion import Autotuner, Fusion, Request, Stall
-from braid.compat.horovod.fusion.batching import Batch
-from braid.compat.horovod.fusion.entry import Entry, Result
+from braid.compat.horovod.fusion.batching import FusedBatch
+from braid.compat.horovod.fusion.entry import Result, TensorTableEntry
 from braid.errors import CommError, ConfigError
 from braid.runtime.rendezvous import JobEnvironment
 
-__all__ = ["Member", "Session", "session", "start", "stop"]
+__all__ = ["Session", "SessionMember", "session", "start", "stop"]
 
 GLOBAL = 0  # number of the set of all ranks
 NEW_SET = "new process set"
 
 
-class Member:
+class SessionMember:
     """This rank in one process set.
 
     Args:
@@ -103,9 +103,9 @@ class Session:
             alike.
     """
 
-    def __init__(self, group: Group, environment: Environment) -> None:
+    def __init__(self, group: Group, environment: HorovodEnvironment) -> None:
         self.group = group
-        self.environment = environment = Environment(
+        self.environment = environment = HorovodEnvironment(
             **group.objects.broadcast(dataclasses.asdict(environment))
         )
         self.job = JobEnvironment.from_os()
@@ -120,7 +120,7 @@ class Session:
         self.free_cores = min(group.objects.all_gather(free))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
         self.collected: set[Callable[[], None]] = set()  # each submits what has been collected
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, SessionMember] = {}
         self._next_number = GLOBAL
         direct = group.split(0)
         assert direct is not None  # this rank is one of all
@@ -132,11 +132,11 @@ class Session:
             whole.engine.write_at_end(Path(environment.timeline))
 
     @property
-    def whole(self) -> Member:
+    def whole(self) -> SessionMember:
         """Set of all ranks."""
         return self._members[GLOBAL]
 
-    def member(self, number: int) -> Member:
+    def member(self, number: int) -> SessionMember:
         """Return one process set.
 
         Raises:
@@ -151,7 +151,7 @@ class Session:
         """Numbers of all process sets."""
         return sorted(self._members)
 
-    def add(self, ranks: Sequence[int]) -> Member:
+    def add(self, ranks: Sequence[int]) -> SessionMember:
         """Add a process set; all ranks call this.
 
         Raises:
@@ -185,14 +185,14 @@ class Session:
             group.close()
         self._members.clear()
 
-    def _end(self, member: Member, reason: str = "") -> None:
+    def _end(self, member: SessionMember, reason: str = "") -> None:
         """End an engine; write the log of a search that is not over."""
         member.engine.close(reason)
         tuner = member.engine.tuner
         if tuner is not None and tuner.samples:
             self._write_search(member.number, tuner)
 
-    def _add(self, parent: Group, ranks: Sequence[int]) -> Member:
+    def _add(self, parent: Group, ranks: Sequence[int]) -> SessionMember:
         """Add a set of ranks of `parent`, whose members all call this."""
         number = self._next_number
         self._next_number += 1
@@ -209,7 +209,7 @@ class Session:
                 on_joined=partial(self._restart_names, number),
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
-        self._members[number] = Member(number, ranks, engine)
+        self._members[number] = SessionMember(number, ranks, engine)
         return self._members[number]
 
     def _submit_collected(self) -> None:
@@ -264,12 +264,12 @@ class _NewSet:
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the request is of its kind."""
         return batch.request.kind == NEW_SET
 
     # the operation has no tensors
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:  # noqa: ARG002
         """Divide the engine's group."""
         ranks = [int(rank) for rank in batch.request.text.split(",")]
         # this class is a part of the session
@@ -277,12 +277,12 @@ class _NewSet:
         return [member.number]
 
 
-class _Holder:
+class _SessionHolder:
     def __init__(self) -> None:
         self.session: Session | None = None
 
 
-_HOLDER = _Holder()
+_HOLDER = _SessionHolder()
 
 
 def session() -> Session:
@@ -302,7 +302,7 @@ def started() -> bool:
     return _HOLDER.session is not None
 
 
-def start(group: Group | None = None, environment: Environment | None = None) -> Session:
+def start(group: Group | None = None, environment: HorovodEnvironment | None = None) -> Session:
     """Return the session; make it if there is none.
 
     Args:
@@ -311,7 +311,7 @@ def start(group: Group | None = None, environment: Environment | None = None) ->
     """
     if _HOLDER.session is None:
         group = context.init() if group is None else group
-        _HOLDER.session = Session(group, environment or Environment.from_os())
+        _HOLDER.session = Session(group, environment or HorovodEnvironment.from_os())
         atexit.register(stop)
     return _HOLDER.session
 

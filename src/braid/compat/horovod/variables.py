@@ -31,7 +31,7 @@ class Variable(NamedTuple):
     """One variable.
 
     Attributes:
-        field: Field of `Environment`.
+        field: Field of `HorovodEnvironment`.
         expected: Description of its values.
         read: Function that makes a value of text; raises ValueError.
     """
@@ -45,7 +45,7 @@ class VariablesRead(NamedTuple):
     """Values of an environment.
 
     Attributes:
-        values: Values by field of `Environment`; those that are not set are missing.
+        values: Values by field of `HorovodEnvironment`; those that are not set are missing.
         notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
         ignored: Names that are set, known and without meaning here.
     """

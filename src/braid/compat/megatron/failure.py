@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from braid.errors import ConfigError, StaleError
 
-__all__ = ["NotInitializedError", "UnsupportedError", "UsageError"]
+__all__ = ["GroupNotInitializedError", "UnsupportedError", "UsageError"]
 
 
 class UsageError(ConfigError, RuntimeError, AssertionError):
     """An argument cannot work; Megatron raises a RuntimeError or AssertionError, by the place."""
 
 
-class NotInitializedError(StaleError, AssertionError):
+class GroupNotInitializedError(StaleError, AssertionError):
     """There are no groups of a kind, or this rank is in none; Megatron's is an AssertionError."""
 
 

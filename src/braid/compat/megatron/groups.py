@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import braid.comm.torch_backend  # noqa: F401 - registers the backend
 from braid.comm import Group
-from braid.compat.megatron.failure import NotInitializedError, UnsupportedError, UsageError
+from braid.compat.megatron.failure import GroupNotInitializedError, UnsupportedError, UsageError
 
 __all__ = ["braid_group", "check_initialized", "create_group"]
 
@@ -22,14 +22,14 @@ OWN_BACKENDS = (None, "braid", "nccl", "gloo")  # a group of "braid" takes tenso
 
 
 def check_initialized() -> None:
-    """Raise NotInitializedError unless torch.distributed has been initialized."""
+    """Raise GroupNotInitializedError unless torch.distributed has been initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         msg = (
             "torch.distributed is not initialized: call "
             "torch.distributed.init_process_group('braid') first, also under `braid run` and after "
             "braid.init()"
         )
-        raise NotInitializedError(msg)
+        raise GroupNotInitializedError(msg)
 
 
 def create_group(

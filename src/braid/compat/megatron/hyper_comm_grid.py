@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from braid.compat.megatron.failure import NotInitializedError, UsageError
+from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.groups import check_initialized, create_group
 from braid.compat.megatron.rank_generator import generate_masked_orthogonal_rank_groups
 
@@ -126,4 +126,4 @@ def _world_size() -> int:
         "the number of ranks is not known: call torch.distributed.init_process_group('braid') "
         "first, or set WORLD_SIZE"
     )
-    raise NotInitializedError(msg)
+    raise GroupNotInitializedError(msg)

@@ -117,7 +117,7 @@ def initialize_model_parallel(
         create_all_gather_group: Whether there is another group for all_gather.
 
     Raises:
-        NotInitializedError: torch.distributed has not been initialized.
+        GroupNotInitializedError: torch.distributed has not been initialized.
         UnsupportedError: An option of NCCL or UCC is set; all are named.
         UsageError: Sizes do not fit, ranks pass different ones, or there are groups already.
     """

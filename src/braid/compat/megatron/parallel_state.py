@@ -1,7 +1,8 @@
 """`megatron.core.parallel_state`: the groups of this rank, their sizes, and its ranks in them.
 
 Groups are process groups of torch of the backend "braid": see `groups`. A function that is called
-before `initialize_model_parallel` raises a NotInitializedError, which is an AssertionError, too.
+before `initialize_model_parallel` raises a GroupNotInitializedError, which is an AssertionError,
+too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from braid.compat.megatron.expert_state import (
     set_expert_tensor_parallel_rank,
     set_expert_tensor_parallel_world_size,
 )
-from braid.compat.megatron.failure import NotInitializedError, UsageError
+from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.group_plan import (
     default_embedding_ranks,
     default_position_embedding_ranks,
@@ -218,7 +219,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return memory that is used again by name."""
     if STATE.buffer is None:
         msg = "global memory buffer is not initialized: call initialize_model_parallel first"
-        raise NotInitializedError(msg)
+        raise GroupNotInitializedError(msg)
     return STATE.buffer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from braid.compat.megatron.failure import NotInitializedError, UsageError
+from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.groups import create_group
 from braid.runtime.torch_internals import known_groups
 
@@ -134,7 +134,7 @@ class ParallelState:
         return [g for g in reversed(dict.fromkeys(self.groups.values())) if g in known]
 
     def require(self, kind: str) -> None:
-        """Raise NotInitializedError unless this rank has a group of a kind."""
+        """Raise GroupNotInitializedError unless this rank has a group of a kind."""
         if kind in self.groups:
             return
         name = NAMES.get(kind, kind)
@@ -145,7 +145,7 @@ class ParallelState:
                 f"{name} is not initialized: call parallel_state.initialize_model_parallel(...) "
                 "first, on all ranks"
             )
-        raise NotInitializedError(msg)
+        raise GroupNotInitializedError(msg)
 
     def group(self, kind: str, *, check_initialized: bool = True) -> Any:
         """Return the process group of a kind; None without one if that is not checked."""
@@ -157,7 +157,7 @@ class ParallelState:
         """Return the process group that takes CPU tensors: the same one."""
         if self.initialized and not self.with_gloo:
             msg = f"{NAMES[kind]} of Gloo is not initialized: {REASONS['gloo']}"
-            raise NotInitializedError(msg)
+            raise GroupNotInitializedError(msg)
         return self.group(kind)
 
     def members(self, kind: str) -> list[int]:

@@ -90,7 +90,7 @@ class Environment:
             ConfigError: Variables are missing or make no sense; all of them are named.
         """
         environ = os.environ if environ is None else environ
-        reader = _Reader(environ)
+        reader = _PSLiteReader(environ)
         lost_after_s = reader.number("PS_HEARTBEAT_TIMEOUT", LOST_AFTER_S) or LOST_AFTER_S
         heartbeat_s = reader.number("PS_HEARTBEAT_INTERVAL", HEARTBEAT_S) or HEARTBEAT_S
         resend_s: float | None = None
@@ -133,7 +133,7 @@ class Environment:
         return own
 
 
-class _Reader:
+class _PSLiteReader:
     """Reads variables and collects what is wrong with them."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:

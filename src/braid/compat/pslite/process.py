@@ -12,10 +12,10 @@ from braid.errors import StaleError
 from braid.ps import kv
 from braid.ps.kv.groups import ALL
 
-__all__ = ["PROCESS", "Process"]
+__all__ = ["PROCESS", "PSLiteProcess"]
 
 
-class Process:
+class PSLiteProcess:
     """Holder of the node."""
 
     def __init__(self) -> None:
@@ -77,4 +77,4 @@ def _start(environment: Environment) -> tuple[kv.KVNode, SecretDesk | None]:
     return node, None
 
 
-PROCESS = Process()
+PROCESS = PSLiteProcess()

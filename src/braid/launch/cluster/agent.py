@@ -33,8 +33,9 @@ from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, AgentChannel, 
 from braid.launch.cluster.agent_messages import (
     AGENT_ROLE,
     AGENT_SCHEMA,
+    AgentBye,
     AgentHello,
-    Bye,
+    AgentRefused,
     Finish,
     Finished,
     Greeting,
@@ -45,9 +46,8 @@ from braid.launch.cluster.agent_messages import (
     Prepared,
     ProbeRequest,
     ProbeResult,
-    Refused,
-    Send,
     Signalled,
+    SignalRequest,
     StackRequest,
     Start,
 )
@@ -96,7 +96,7 @@ def serve(
     join_request: JoinRequest | None = None,
     clock: Clock | None = None,
     notice: Callable[[str], None] = lambda _: None,
-) -> Bye:
+) -> AgentBye:
     """Serve as the agent of this host until the launcher ends the run or is lost.
 
     Args:
@@ -135,7 +135,7 @@ class _Agent:
         self._join_request = join_request
         self._notice = notice
         self._known = frozenset(child.pid for child in psutil.Process().children())
-        self._bye: Bye | None = None
+        self._bye: AgentBye | None = None
         self._refused = ""
         self._num_signals = 0
         self._is_on_engine = join_request is not None and join_request.is_on_engine
@@ -157,7 +157,7 @@ class _Agent:
             self._selector.register(self._van, selectors.EVENT_READ, self._on_readable)
             self._stack = stack.pop_all()
 
-    def run(self) -> Bye:
+    def run(self) -> AgentBye:
         """Say hello to the launcher and serve until the end of the run."""
         options = () if self._join_request is None else self._join_request[:4]
         self._channel.send(AgentHello(__version__, socket.gethostname(), os.getpid(), *options))
@@ -213,13 +213,13 @@ class _Agent:
                 self._num_signals += 1
                 self._channel.send(Signalled(signum))
                 if self._num_signals > 1:
-                    self._bye = Bye(128 + signum, "braid: ended by a second signal")
+                    self._bye = AgentBye(128 + signum, "braid: ended by a second signal")
         if self._ranks is not None:
             self._ranks.reap()
 
     def _end_run(self, why: str) -> None:
         if self._bye is None:
-            self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
+            self._bye = AgentBye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
 
     def _on_readable(self) -> None:
         """Process the launcher's messages that have arrived."""
@@ -232,9 +232,9 @@ class _Agent:
     def _on_message(self, message: Message, buffers: Sequence[memoryview]) -> None:
         if isinstance(message, Greeting):
             self._on_greeting(message, buffers)
-        elif isinstance(message, Refused):
-            self._refused, self._bye = message.reason, Bye(2)
-        elif isinstance(message, Bye):
+        elif isinstance(message, AgentRefused):
+            self._refused, self._bye = message.reason, AgentBye(2)
+        elif isinstance(message, AgentBye):
             self._bye = message
         elif isinstance(message, PeerLost):
             silent = f"the launcher has been silent for {SILENCE_S:g} s"
@@ -266,7 +266,7 @@ class _Agent:
         elif self._ranks is not None:
             if isinstance(message, Start):
                 self._ranks.start(message.environment)
-            elif isinstance(message, Send):
+            elif isinstance(message, SignalRequest):
                 self._ranks.signal(message)
             elif isinstance(message, StackRequest):
                 self._ranks.request_stack(message.handlers)

@@ -10,7 +10,14 @@ from contextlib import suppress
 
 from braid._version import __version__
 from braid.launch.cluster.agent_channel import AgentChannel
-from braid.launch.cluster.agent_messages import AgentHello, Bye, HostAddresses, Ping, Pong, ToAgent
+from braid.launch.cluster.agent_messages import (
+    AgentBye,
+    AgentHello,
+    HostAddresses,
+    Ping,
+    Pong,
+    ToAgent,
+)
 from braid.launch.cluster.agent_stream import FirstLine
 from braid.launch.cluster.remote_shell import Placed
 from braid.runtime.clock import Clock
@@ -111,7 +118,7 @@ class AgentHandle:
 
     def end(self, exit_code: int, text: str) -> None:
         """Ask the agent to end, with the outcome of the run; `close` waits for its end."""
-        self.send(Bye(exit_code, text))
+        self.send(AgentBye(exit_code, text))
 
     def hang_up(self) -> None:
         """Close pipes that were never attached to the van, so that the agent ends. Idempotent."""

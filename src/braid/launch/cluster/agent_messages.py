@@ -8,15 +8,15 @@
                               <----   ProbeResult
       Prepare                 ---->
                               <----   Prepared, or the reason why the host cannot run the job
-      Start, Send (signals),
+      Start, SignalRequest,
       StackRequest            ---->
-                              <----   Started, NotStarted, Output, FinalRecord, ProcessChanged,
+                              <----   RankStarted, NotStarted, Output, FinalRecord, ProcessChanged,
                                       OpenWaits, RankSnapshot, Signalled
       Ping                    ---->
                               <----   Pong
       Finish                  ---->
                               <----   Finished
-      Bye                     ---->
+      AgentBye                ---->
 
 `braid.runtime.message` carries them; large data follow as buffers.
 """
@@ -36,8 +36,9 @@ from braid.runtime.rendezvous import JobEnvironment
 __all__ = [
     "AGENT_ROLE",
     "AGENT_SCHEMA",
+    "AgentBye",
     "AgentHello",
-    "Bye",
+    "AgentRefused",
     "FinalRecord",
     "Finish",
     "Finished",
@@ -55,12 +56,11 @@ __all__ = [
     "ProbeResult",
     "ProcessChanged",
     "RankSnapshot",
-    "Refused",
-    "Send",
+    "RankStarted",
+    "SignalRequest",
     "Signalled",
     "StackRequest",
     "Start",
-    "Started",
     "ToAgent",
     "priority_of",
 ]
@@ -186,7 +186,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     environment: JobEnvironment
 
 
-class Started(msgspec.Struct, tag=True, frozen=True):
+class RankStarted(msgspec.Struct, tag=True, frozen=True):
     """The rank's process exists."""
 
     rank: int
@@ -200,7 +200,7 @@ class NotStarted(msgspec.Struct, tag=True, frozen=True):
     problem: str
 
 
-class Send(msgspec.Struct, tag=True, frozen=True):
+class SignalRequest(msgspec.Struct, tag=True, frozen=True):
     """Request to send a signal to a rank."""
 
     rank: int
@@ -280,7 +280,7 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     """Answer to `Finish`: no process of the run is left on the host."""
 
 
-class Bye(msgspec.Struct, tag=True, frozen=True):
+class AgentBye(msgspec.Struct, tag=True, frozen=True):
     """Request to the agent to end.
 
     Attributes:
@@ -292,21 +292,30 @@ class Bye(msgspec.Struct, tag=True, frozen=True):
     text: str = ""
 
 
-class Refused(msgspec.Struct, tag=True, frozen=True):
+class AgentRefused(msgspec.Struct, tag=True, frozen=True):
     """Refusal of an agent that has asked to join."""
 
     reason: str
 
 
 ToAgent: TypeAlias = (
-    Greeting | ProbeRequest | Prepare | Start | Send | StackRequest | Ping | Finish | Bye | Refused
+    Greeting
+    | ProbeRequest
+    | Prepare
+    | Start
+    | SignalRequest
+    | StackRequest
+    | Ping
+    | Finish
+    | AgentBye
+    | AgentRefused
 )
 FromAgent: TypeAlias = (
     AgentHello
     | HostAddresses
     | ProbeResult
     | Prepared
-    | Started
+    | RankStarted
     | NotStarted
     | Output
     | FinalRecord

@@ -21,8 +21,8 @@ from braid.launch.cluster.agent_messages import (
     Output,
     ProcessChanged,
     RankSnapshot,
-    Send,
-    Started,
+    RankStarted,
+    SignalRequest,
 )
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child
@@ -131,9 +131,9 @@ class AgentRanks:
             return
         look = RankObserver(rank, child.pid, box, self._clock, with_links=True)
         self._ranks[rank] = _Kept(child, box, look)
-        self._channel.send(Started(rank, child.pid))
+        self._channel.send(RankStarted(rank, child.pid))
 
-    def signal(self, message: Send) -> None:
+    def signal(self, message: SignalRequest) -> None:
         """Send a signal to a rank."""
         kept = self._ranks.get(message.rank)
         if kept is not None:

@@ -33,7 +33,7 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousPhase,
     HostRendezvousState,
     Instruction,
-    Probe,
+    ProbeTargets,
 )
 from braid.launch.cluster.join import own_addresses
 from braid.launch.cluster.join_listener import JoinListener
@@ -46,7 +46,7 @@ from braid.launch.cluster.options import (
     node_secret,
 )
 from braid.launch.cluster.probe import ProbeListener, Prober
-from braid.launch.cluster.rank_assignment import Host, Place, assign
+from braid.launch.cluster.rank_assignment import Host, RankPlace, assign
 from braid.launch.cluster.reachability import LAUNCHER
 from braid.launch.cluster.remote_backend import HostsReady, RemoteBackend
 from braid.launch.cluster.remote_shell import LocalPlacement, Placement
@@ -93,7 +93,7 @@ class HostRendezvous:
         self._agents: dict[int, AgentHandle] = {}
         self._prober: Prober | None = None
         self._prepared: dict[int, Prepared] = {}
-        self._places: tuple[Place, ...] = ()
+        self._places: tuple[RankPlace, ...] = ()
         self._join_listener: JoinListener | None = None
         self._next_notice_ns = clock.now_ns() + PATIENCE_NS
         self._wait_ns = PATIENCE_NS
@@ -365,7 +365,7 @@ class HostRendezvous:
         for instruction in instructions:
             if isinstance(instruction, Greet):
                 self._greet(self._agents[instruction.node])
-            elif isinstance(instruction, Probe):
+            elif isinstance(instruction, ProbeTargets):
                 self._probe(instruction)
             else:
                 self._prepare(instruction.node, instruction.address)
@@ -376,7 +376,7 @@ class HostRendezvous:
         key = () if agent.has_joined else (_key(self._secret),)
         agent.send(Greeting(self._run_id, agent.node, cwd), *key)
 
-    def _probe(self, probe: Probe) -> None:
+    def _probe(self, probe: ProbeTargets) -> None:
         if probe.node != LAUNCHER:
             self._agents[probe.node].send(ProbeRequest(probe.targets, PROBE_LIMIT_S))
             return

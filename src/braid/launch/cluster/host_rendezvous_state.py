@@ -7,7 +7,7 @@ message names all hosts with problems.
 
     phase       event                           instructions               next
     GATHERING   an agent says hello             Greet                      GATHERING
-    GATHERING   the addresses of all are known  Probe, for each host       PROBING
+    GATHERING   the addresses of all are known  ProbeTargets, for each     PROBING
     PROBING     all have sent their results     PrepareHost, for each      PREPARING
     PREPARING   all are prepared                -                          READY
     any         no host is outstanding, but     -                          FAILED
@@ -40,7 +40,7 @@ __all__ = [
     "HostRendezvousPhase",
     "HostRendezvousState",
     "PrepareHost",
-    "Probe",
+    "ProbeTargets",
 ]
 
 
@@ -68,7 +68,7 @@ class Greet(NamedTuple):
     node: int
 
 
-class Probe(NamedTuple):
+class ProbeTargets(NamedTuple):
     """Let `node` (an agent's, or the launcher) try to reach `targets`."""
 
     node: int
@@ -82,7 +82,7 @@ class PrepareHost(NamedTuple):
     address: str
 
 
-Instruction: TypeAlias = Greet | Probe | PrepareHost
+Instruction: TypeAlias = Greet | ProbeTargets | PrepareHost
 
 
 class HostRendezvousState:
@@ -251,7 +251,7 @@ class HostRendezvousState:
             return []
         self.phase, self.deadline_ns = HostRendezvousPhase.PROBING, now_ns + self._limits.probe_ns
         return [
-            Probe(node, tuple(e for e in self._endpoints if e.node != node))
+            ProbeTargets(node, tuple(e for e in self._endpoints if e.node != node))
             for node in self._addresses
         ]
 

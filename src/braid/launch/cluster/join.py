@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from braid.errors import ConfigError, RendezvousError
 from braid.launch.cluster.agent import JoinRequest, serve
-from braid.launch.cluster.agent_messages import AGENT_ROLE, Bye
+from braid.launch.cluster.agent_messages import AGENT_ROLE, AgentBye
 from braid.launch.cluster.join_listener import JOIN_RUN_ID, JoinListener
 from braid.launch.cluster.options import Nodes, node_secret
 from braid.launch.cluster.reachability import LAUNCHER, Endpoint, eligible
@@ -61,7 +61,7 @@ def join_first_node(
     clock: Clock,
     notice: Callable[[str], None],
     meeting: FileMeeting | None = None,
-) -> Bye:
+) -> AgentBye:
     """Join node 0 as an agent, and run the ranks of this node until the run ends.
 
     Args:

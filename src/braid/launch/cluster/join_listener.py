@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from braid.launch.cluster.agent_handle import AgentHandle
-from braid.launch.cluster.agent_messages import AGENT_ROLE, AgentHello, Refused
+from braid.launch.cluster.agent_messages import AGENT_ROLE, AgentHello, AgentRefused
 from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.runtime.clock import Clock
 from braid.runtime.message import Message
@@ -127,7 +127,7 @@ class JoinListener:
         if not reason:
             self._pending.remove(agent)
             return
-        agent.send(Refused(reason))  # the launcher closes the connection when it reads this
+        agent.send(AgentRefused(reason))  # the launcher closes the connection when it reads this
         if self._notice is not None:
             self._notice(f"refused {agent.name} ({message.hostname}, pid {message.pid}): {reason}")
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from braid.errors import ConfigError
 
-__all__ = ["Host", "Place", "assign", "parse_hostfile", "parse_hosts"]
+__all__ = ["Host", "RankPlace", "assign", "parse_hostfile", "parse_hosts"]
 
 # user@name, an IPv4 address, or an IPv6 address in brackets; never an option of the remote shell
 NAME = re.compile(r"(?:[\w.+][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%\w]+\]|\w[\w.-]*)", re.ASCII)
@@ -41,7 +41,7 @@ class Host(NamedTuple):
         return f"{self.name}:{self.slots}"
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Host of a rank.
 
     Attributes:
@@ -93,7 +93,7 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
     return _checked(hosts, problems)
 
 
-def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[Place, ...]:
+def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[RankPlace, ...]:
     """Assign ranks to slots, host by host; hosts without ranks do not appear in the result.
 
     Args:
@@ -112,10 +112,10 @@ def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[Place, 
             "hosts or slots"
         )
         raise ConfigError(msg)
-    places: list[Place] = []
+    places: list[RankPlace] = []
     for node, host in enumerate(hosts):
         size = min(host.slots, wanted - len(places))
-        places += [Place(len(places) + local, node, local, size) for local in range(size)]
+        places += [RankPlace(len(places) + local, node, local, size) for local in range(size)]
     return tuple(places)
 
 

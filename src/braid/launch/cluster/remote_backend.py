@@ -17,15 +17,15 @@ from braid.launch.cluster.agent_messages import (
     Output,
     ProcessChanged,
     RankSnapshot,
+    RankStarted,
     Signalled,
     StackRequest,
     Start,
-    Started,
 )
 from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import AgentStarter
-from braid.launch.cluster.rank_assignment import Place
+from braid.launch.cluster.rank_assignment import RankPlace
 from braid.launch.cluster.reachability import LAUNCHER
 from braid.launch.cluster.remote_rank import RemoteRank
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
@@ -63,7 +63,7 @@ class HostsReady(NamedTuple):
     registry: AgentRegistry
     agents: Mapping[int, AgentHandle]
     addresses: Mapping[int, str]
-    places: Sequence[Place]
+    places: Sequence[RankPlace]
     master_port: int
     threads: str
     listen: str
@@ -233,7 +233,7 @@ class RemoteBackend:
             for view in message.views:
                 if view.rank in self._ranks:
                     self._ranks[view.rank].on_snapshot(view)
-        elif isinstance(message, Started | NotStarted | Output | FinalRecord | ProcessChanged):
+        elif isinstance(message, RankStarted | NotStarted | Output | FinalRecord | ProcessChanged):
             sender = self._ranks.get(message.rank)
             if sender is not None and sender in self._by_node[agent.node] and sender.alive:
                 change = sender.on_agent_message(message, buffers)

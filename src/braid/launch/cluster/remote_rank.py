@@ -12,8 +12,8 @@ from braid.launch.cluster.agent_messages import (
     NotStarted,
     Output,
     ProcessChanged,
-    Send,
-    Started,
+    RankStarted,
+    SignalRequest,
 )
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.processes import Change
@@ -26,7 +26,7 @@ from braid.runtime.diagnose import ParsedError, RankEnd, RankView, clause
 __all__ = ["OfRank", "RemoteRank"]
 
 CANNOT_START = 127  # the shell's exit code for a program that cannot be started
-OfRank: TypeAlias = Started | NotStarted | Output | FinalRecord | ProcessChanged
+OfRank: TypeAlias = RankStarted | NotStarted | Output | FinalRecord | ProcessChanged
 
 
 class RemoteRank(Rank):
@@ -69,7 +69,7 @@ class RemoteRank(Rank):
         Returns:
             State change of the process, on the launcher's clock; None if there is none.
         """
-        if isinstance(message, Started):
+        if isinstance(message, RankStarted):
             self._pid = message.pid
         elif isinstance(message, Output):
             self.output.feed(message.stream, bytes(buffers[0]), self._clock.now_ns())
@@ -101,7 +101,7 @@ class RemoteRank(Rank):
     def signal(self, signum: int) -> None:
         """Let the agent send the rank a signal, unless the rank has ended."""
         if self.alive:
-            self._agent.send(Send(self.rank, signum))
+            self._agent.send(SignalRequest(self.rank, signum))
 
     def drain(self) -> None:
         """Do nothing: output of the rank arrives before the news of its end."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from braid.errors import ConfigError
 
-__all__ = ["PORT", "SECRET_FILE", "Manifest"]
+__all__ = ["PORT", "SECRET_FILE", "KubernetesManifest"]
 
 PORT = 29400
 SECRET_FILE = "/var/run/braid/secret"  # noqa: S105 - a path
@@ -90,7 +90,7 @@ spec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class KubernetesManifest:
     """A manifest.
 
     Attributes:

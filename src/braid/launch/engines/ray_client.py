@@ -30,7 +30,7 @@ from braid.errors import ConfigError
 from braid.launch.engines.client_words import ClientWords, run_client
 from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
-from braid.launch.engines.ray_nodes import STRATEGIES, Node, place
+from braid.launch.engines.ray_nodes import STRATEGIES, RayNode, place
 
 __all__ = ["main", "run_agent"]
 
@@ -150,13 +150,13 @@ def _connect(ray: Any, address: str) -> None:
         raise ConfigError(msg) from exc
 
 
-def _nodes(ray: Any) -> list[Node]:
+def _nodes(ray: Any) -> list[RayNode]:
     """Return the living nodes, with their free resources."""
     free = ray._private.state.available_resources_per_node()  # noqa: SLF001 - nothing public
     alive = [node for node in ray.nodes() if node["Alive"]]
     names = [node["NodeManagerHostname"] for node in alive]
     return [
-        Node(
+        RayNode(
             node["NodeID"],
             name if names.count(name) == 1 else f"{name}-{node['NodeID'][:4]}",
             free.get(node["NodeID"], {}),
@@ -165,7 +165,9 @@ def _nodes(ray: Any) -> list[Node]:
     ]
 
 
-def _reserve(ray: Any, chosen: Sequence[tuple[Node, int]], each: Mapping[str, float]) -> Reserved:
+def _reserve(
+    ray: Any, chosen: Sequence[tuple[RayNode, int]], each: Mapping[str, float]
+) -> Reserved:
     """Return a placement group with a bundle on each chosen node, once it is there."""
     bundles = [{name: count * want for name, want in each.items()} for _, count in chosen]
     labels = [{"ray.io/node-id": node.key} for node, _ in chosen]

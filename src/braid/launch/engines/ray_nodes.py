@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from braid.errors import ConfigError
 
-__all__ = ["STRATEGIES", "Node", "place"]
+__all__ = ["STRATEGIES", "RayNode", "place"]
 
 STRATEGIES = ("pack", "spread")
 
 
-class Node(NamedTuple):
+class RayNode(NamedTuple):
     """A node of the cluster.
 
     Attributes:
@@ -34,8 +34,8 @@ class Node(NamedTuple):
 
 
 def place(
-    nodes: Sequence[Node], num_ranks: int, each: Mapping[str, float], strategy: str = "pack"
-) -> list[tuple[Node, int]]:
+    nodes: Sequence[RayNode], num_ranks: int, each: Mapping[str, float], strategy: str = "pack"
+) -> list[tuple[RayNode, int]]:
     """Choose the nodes of a job, with the number of ranks of each.
 
     Args:
@@ -47,7 +47,7 @@ def place(
     Raises:
         ConfigError: There is too little room; the message says what is free.
 
-    >>> a, b = Node("1", "a", {"CPU": 4}), Node("2", "b", {"CPU": 2})
+    >>> a, b = RayNode("1", "a", {"CPU": 4}), RayNode("2", "b", {"CPU": 2})
     >>> [(node.name, count) for node, count in place([b, a], 5, {"CPU": 1})]
     [('a', 4), ('b', 1)]
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from braid.launch.observe.compare import (
-    Comparison,
+    RunComparison,
     compare_runs,
     print_comparison,
     publish_comparison,
@@ -13,16 +13,15 @@ from braid.launch.observe.publish import Published, publish
 from braid.launch.observe.report import Story, build_story, render_page, this_machine
 from braid.launch.observe.run_directory import Run, read_run
 from braid.launch.observe.summary import print_summary
-from braid.launch.observe.timeline import RankTimeline, Shares, read_timelines, shares
+from braid.launch.observe.timeline import RankTimeline, read_timelines, shares
 from braid.launch.observe.trace import write_trace
 
 __all__ = [
-    "Comparison",
     "PipelineView",
     "Published",
     "RankTimeline",
     "Run",
-    "Shares",
+    "RunComparison",
     "Story",
     "build_story",
     "compare_runs",

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from braid.launch.observe.intervals import Interval
+from braid.launch.observe.intervals import EventInterval
 
 __all__ = ["AveragingOf", "averagings_of", "derived_steps"]
 
@@ -36,7 +36,7 @@ class AveragingOf(NamedTuple):
     """
 
     number: int
-    buckets: tuple[Interval, ...]
+    buckets: tuple[EventInterval, ...]
 
     @property
     def end_ns(self) -> int:
@@ -44,7 +44,7 @@ class AveragingOf(NamedTuple):
         return max(bucket.end_ns for bucket in self.buckets)
 
 
-def averagings_of(by_rank: Mapping[int, Sequence[Interval]]) -> dict[int, list[AveragingOf]]:
+def averagings_of(by_rank: Mapping[int, Sequence[EventInterval]]) -> dict[int, list[AveragingOf]]:
     """Return the averagings of each rank, in order of time.
 
     Args:
@@ -72,8 +72,8 @@ def averagings_of(by_rank: Mapping[int, Sequence[Interval]]) -> dict[int, list[A
 
 
 def derived_steps(
-    by_rank: Mapping[int, Sequence[Interval]], complete: Mapping[int, bool], *, failed: bool
-) -> dict[int, list[Interval]]:
+    by_rank: Mapping[int, Sequence[EventInterval]], complete: Mapping[int, bool], *, failed: bool
+) -> dict[int, list[EventInterval]]:
     """Return steps that end with the averagings of each rank, numbered alike on all ranks.
 
     Steps have the numbers with which the program logs them, if it does; else they are counted.
@@ -86,7 +86,7 @@ def derived_steps(
     """
     averagings = averagings_of(by_rank)
     seqs = _numbered(by_rank, averagings)
-    steps: dict[int, list[Interval]] = {}
+    steps: dict[int, list[EventInterval]] = {}
     for rank, rows in averagings.items():
         own = steps[rank] = []
         if not rows:
@@ -95,17 +95,19 @@ def derived_steps(
         begin_ns = max(before, default=None) if complete[rank] else None
         for row in rows:
             if begin_ns is not None:
-                own.append(Interval(begin_ns, row.end_ns, "step", "step", seq=seqs[row.number]))
+                own.append(
+                    EventInterval(begin_ns, row.end_ns, "step", "step", seq=seqs[row.number])
+                )
             begin_ns = row.end_ns
         last_ns = max(i.end_ns for i in by_rank[rank])
         if failed and begin_ns is not None and last_ns > begin_ns:
             seq = seqs[rows[-1].number] + 1
-            own.append(Interval(begin_ns, last_ns, "step", "step", seq=seq, open=True))
+            own.append(EventInterval(begin_ns, last_ns, "step", "step", seq=seq, open=True))
     return steps
 
 
 def _numbered(
-    by_rank: Mapping[int, Sequence[Interval]], averagings: Mapping[int, Sequence[AveragingOf]]
+    by_rank: Mapping[int, Sequence[EventInterval]], averagings: Mapping[int, Sequence[AveragingOf]]
 ) -> dict[int, int]:
     """Return the number of the step that each averaging ends, by the index of the averaging.
 
@@ -132,7 +134,7 @@ def _numbered(
 
 
 def _shifts(
-    by_rank: Mapping[int, Sequence[Interval]],
+    by_rank: Mapping[int, Sequence[EventInterval]],
     averagings: Mapping[int, Sequence[AveragingOf]],
     seqs: Mapping[int, int],
 ) -> dict[int, Counter[int]]:
@@ -167,9 +169,9 @@ def _most_common(shifts: Counter[int]) -> int:
     return shifts.most_common(1)[0][0] if shifts else 0
 
 
-def _groups(buckets: Iterable[Interval]) -> list[list[Interval]]:
+def _groups(buckets: Iterable[EventInterval]) -> list[list[EventInterval]]:
     """Divide the bucket spans of a rank into averagings, which do not overlap."""
-    groups: list[list[Interval]] = []
+    groups: list[list[EventInterval]] = []
     end_ns = -1
     for bucket in buckets:
         if bucket.start_ns >= end_ns or any(b.name == bucket.name for b in groups[-1]):

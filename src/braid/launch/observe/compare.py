@@ -27,7 +27,7 @@ from braid.launch.observe.publish import write_page
 from braid.launch.observe.report import Story, build_story, page_template, this_machine
 from braid.launch.observe.run_directory import Run, read_run
 
-__all__ = ["Comparison", "compare_runs", "print_comparison", "publish_comparison"]
+__all__ = ["RunComparison", "compare_runs", "print_comparison", "publish_comparison"]
 
 ROLES = ("compute", "wait", "transfer", "neutral")
 MAX_RUNS = len(ROLES)
@@ -51,7 +51,7 @@ class FigureRow(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """Contents of a page that compares runs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Comparison:
     charts: tuple[tuple[str, Chart], ...]
 
 
-def compare_runs(runs: Sequence[Run]) -> Comparison:
+def compare_runs(runs: Sequence[Run]) -> RunComparison:
     """Compare runs with the first of them.
 
     Raises:
@@ -80,7 +80,7 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
         raise ConfigError(msg)
     stories = tuple(build_story(run) for run in runs)
     names = _names([run.path for run in runs])
-    return Comparison(
+    return RunComparison(
         names=names,
         stories=stories,
         differences=_differences(runs),
@@ -89,7 +89,9 @@ def compare_runs(runs: Sequence[Run]) -> Comparison:
     )
 
 
-def publish_comparison(paths: Sequence[Path], out: Path | None = None) -> tuple[Comparison, Path]:
+def publish_comparison(
+    paths: Sequence[Path], out: Path | None = None
+) -> tuple[RunComparison, Path]:
     """Write a page that compares runs, and return its path.
 
     Args:
@@ -112,7 +114,7 @@ def publish_comparison(paths: Sequence[Path], out: Path | None = None) -> tuple[
     return comparison, page
 
 
-def print_comparison(comparison: Comparison, console: Console, *, page: Path) -> None:
+def print_comparison(comparison: RunComparison, console: Console, *, page: Path) -> None:
     """Print what differs and the numbers of all runs."""
     for name, values in comparison.differences:
         console.print(Text(f"  {name}"), soft_wrap=True)

@@ -13,17 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from braid.launch.observe.intervals import Interval, lanes
+from braid.launch.observe.intervals import EventInterval, lanes
 from braid.launch.observe.timeline import RankTimeline
 from braid.runtime.text import bytes_text, count_text, duration_text
 
 __all__ = [
+    "AxisTick",
     "Box",
     "Chart",
+    "ChartLine",
     "Lane",
-    "Line",
     "Picture",
-    "Tick",
     "boxes_of",
     "line_chart",
     "picture",
@@ -37,14 +37,14 @@ MIN_LABEL = 6.0  # width in percent below which a box has no room for text
 MIN_WIDTH = 0.12  # width in percent below which a box is invisible
 
 
-class Tick(NamedTuple):
+class AxisTick(NamedTuple):
     """A labelled position on an axis."""
 
     at: float
     label: str
 
 
-class Line(NamedTuple):
+class ChartLine(NamedTuple):
     """One curve.
 
     Attributes:
@@ -65,9 +65,9 @@ class Line(NamedTuple):
 class Chart(NamedTuple):
     """Curves over steps; y points downwards, as in SVG."""
 
-    lines: tuple[Line, ...]
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
+    lines: tuple[ChartLine, ...]
+    x_ticks: tuple[AxisTick, ...]
+    y_ticks: tuple[AxisTick, ...]
     y_label: str
     note: str
 
@@ -97,7 +97,7 @@ class Picture(NamedTuple):
 
     title: str
     lanes: tuple[Lane, ...]
-    x_ticks: tuple[Tick, ...]
+    x_ticks: tuple[AxisTick, ...]
 
 
 def line_chart(
@@ -150,11 +150,11 @@ def line_chart(
     return Chart(
         tuple(drawn),
         tuple(
-            Tick(place(x, y_low)[0], count_text(x))
+            AxisTick(place(x, y_low)[0], count_text(x))
             for x in ticks(x_low, x_high, whole=True)
             if x_low <= x <= x_high
         ),
-        tuple(Tick(place(x_low, y)[1], count_text(y)) for y in y_marks),
+        tuple(AxisTick(place(x_low, y)[1], count_text(y)) for y in y_marks),
         y_label,
         "; ".join(notes),
     )
@@ -172,10 +172,10 @@ def picture(
     )
 
 
-def time_ticks(span_ns: int) -> tuple[Tick, ...]:
+def time_ticks(span_ns: int) -> tuple[AxisTick, ...]:
     """Return the labels of a time axis."""
     return tuple(
-        Tick(round(100 * mark * 1e6 / span_ns, 2), duration_text(mark * 1e6) if mark else "0")
+        AxisTick(round(100 * mark * 1e6 / span_ns, 2), duration_text(mark * 1e6) if mark else "0")
         for mark in ticks(0.0, span_ns / 1e6, count=5)
         if mark * 1e6 <= span_ns
     )
@@ -218,7 +218,9 @@ def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> li
     return [round(index * step, 12) for index in range(first, max(last, first + 1) + 1)]
 
 
-def _line(name: str, role: str, points: Iterable[tuple[float, float, float]], last: str) -> Line:
+def _line(
+    name: str, role: str, points: Iterable[tuple[float, float, float]], last: str
+) -> ChartLine:
     pieces: list[list[tuple[float, float]]] = [[]]
     for left, top, value in points:
         if math.isfinite(value):
@@ -228,7 +230,7 @@ def _line(name: str, role: str, points: Iterable[tuple[float, float, float]], la
     curves = [piece for piece in pieces if len(piece) > 1]
     dots = [piece[0] for piece in pieces if len(piece) == 1]
     texts = (" ".join(f"{left:g},{top:g}" for left, top in piece) for piece in curves)
-    return Line(name, role, tuple(texts), tuple(dots), last)
+    return ChartLine(name, role, tuple(texts), tuple(dots), last)
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> tuple[list[tuple[float, float]], int]:
@@ -251,7 +253,7 @@ def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
         text = label if width >= MIN_LABEL else ""
         return Box(round(100 * left / span, 3), round(width, 3), role, title, text, open_)
 
-    def boxes(intervals: Iterable[Interval]) -> tuple[Box, ...]:
+    def boxes(intervals: Iterable[EventInterval]) -> tuple[Box, ...]:
         return tuple(
             box(i.start_ns, i.end_ns, i.role, _title(i), _label(i), open_=i.open) for i in intervals
         )
@@ -263,7 +265,7 @@ def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
     ]
     phases = lanes((i for i in shown if i.role == "phase"), nest=False)
     steps = [i for i in shown if i.role == "step"]
-    recorded = steps or [Interval(*timeline.span_ns, "recording", "step")]
+    recorded = steps or [EventInterval(*timeline.span_ns, "recording", "step")]
     states = [
         box(a, b, "compute", f"{'compute' if steps else 'not in a collective'} in {i.name} {i.seq}")
         for i in recorded
@@ -286,11 +288,11 @@ def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
     )
 
 
-def _label(interval: Interval) -> str:
+def _label(interval: EventInterval) -> str:
     return interval.name.partition("(")[0]
 
 
-def _title(interval: Interval) -> str:
+def _title(interval: EventInterval) -> str:
     lasted = "did not end" if interval.open else duration_text(interval.dur_ns)
     parts = [interval.name, lasted]
     if interval.nbytes:

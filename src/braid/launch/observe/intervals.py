@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Cover", "Interval", "lanes"]
+__all__ = ["Cover", "EventInterval", "lanes"]
 
 
-class Interval(NamedTuple):
+class EventInterval(NamedTuple):
     """One event of a rank, with its names, on the clock of the run.
 
     Attributes:
@@ -103,14 +103,14 @@ class Cover:
         )
 
 
-def lanes(intervals: Iterable[Interval], *, nest: bool) -> list[list[Interval]]:
+def lanes(intervals: Iterable[EventInterval], *, nest: bool) -> list[list[EventInterval]]:
     """Distribute intervals over lanes without overlap, with a greedy choice.
 
     Args:
         intervals: Intervals by begin; of two that begin together, the longer one first.
         nest: Whether an interval may lie inside another one in the same lane.
     """
-    filled: list[list[Interval]] = []
+    filled: list[list[EventInterval]] = []
     stacks: list[list[int]] = []  # ends of the open intervals of each lane
     for interval in intervals:
         for lane, stack in zip(filled, stacks, strict=True):

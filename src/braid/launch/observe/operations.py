@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from braid.launch.observe.intervals import Interval
+from braid.launch.observe.intervals import EventInterval
 from braid.launch.observe.timeline import RankTimeline
 
 __all__ = [
     "BucketWait",
-    "Operation",
+    "OperationSummary",
     "bucket_waits",
     "operations",
     "percentile",
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-class Operation(NamedTuple):
+class OperationSummary(NamedTuple):
     """All calls of one operation, by all ranks.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Calls:
     sites: Counter[str] = field(default_factory=Counter)
 
 
-def operations(timelines: Iterable[RankTimeline]) -> list[Operation]:
+def operations(timelines: Iterable[RankTimeline]) -> list[OperationSummary]:
     """Return one row for each operation, the most expensive first."""
     table: dict[str, _Calls] = defaultdict(_Calls)
     for timeline in timelines:
@@ -78,7 +78,7 @@ def operations(timelines: Iterable[RankTimeline]) -> list[Operation]:
             row.num_open += call.open
             row.sites[call.site] += 1
     rows = [
-        Operation(
+        OperationSummary(
             name,
             row.sites.most_common(1)[0][0],
             len(row.durations),
@@ -111,7 +111,7 @@ def bucket_waits(timelines: Iterable[RankTimeline]) -> list[BucketWait]:
     return sorted(rows, key=lambda bucket: (-bucket.wait_ns, bucket.name))
 
 
-def waits_by_collective(timeline: RankTimeline) -> list[tuple[Interval, int]]:
+def waits_by_collective(timeline: RankTimeline) -> list[tuple[EventInterval, int]]:
     """Return every collective of a rank with the time for which the rank was blocked in it.
 
     A wait belongs to the collective that was under way on its channel; a channel is in order.
@@ -138,5 +138,5 @@ def percentile(values: Sequence[int], fraction: float) -> int:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else 0
 
 
-def _carries(bucket: Interval, call: Interval) -> bool:
+def _carries(bucket: EventInterval, call: EventInterval) -> bool:
     return bucket.nbytes == call.nbytes and call.end_ns <= bucket.end_ns

@@ -27,14 +27,14 @@ from braid.programs.schedule import Action, Costs, simulate
 from braid.programs.schedule.simulate import Route, Timeline
 from braid.runtime.text import duration_text
 
-__all__ = ["Division", "PipelineView", "StageRow", "pipeline_views"]
+__all__ = ["PipelineView", "StageRow", "TimeDivision", "pipeline_views"]
 
 ROLES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights", "R": "recompute"}
 MAX_VIEWS = 4  # number of replicas that are shown
 LEAST_LABEL = 3.5  # width in percent that a label such as F12 needs
 
 
-class Division(NamedTuple):
+class TimeDivision(NamedTuple):
     """Division of a rank's time in a pass, in nanoseconds; see the module."""
 
     work_ns: float
@@ -55,8 +55,8 @@ class StageRow(NamedTuple):
     """Time of one rank: medians over the passes, and the prediction."""
 
     rank: int
-    measured: Division
-    predicted: Division
+    measured: TimeDivision
+    predicted: TimeDivision
 
 
 class PipelineView(NamedTuple):
@@ -90,7 +90,7 @@ class _Span(NamedTuple):
     end_ns: float
 
 
-class _Rank(NamedTuple):
+class _RankPass(NamedTuple):
     """Work and transfers of one rank in a pass."""
 
     work: tuple[_Span, ...]
@@ -112,7 +112,7 @@ def _view(own: Passes) -> PipelineView:
     rows = tuple(
         StageRow(
             own.ranks[rank],
-            Division(
+            TimeDivision(
                 *(median(column) for column in zip(*(d[rank] for d in divisions), strict=True))
             ),
             _division(predicted[rank], 0, round(predicted_ns)),
@@ -153,9 +153,9 @@ def _view(own: Passes) -> PipelineView:
     )
 
 
-def _median(divisions: Sequence[Division]) -> Division:
+def _median(divisions: Sequence[TimeDivision]) -> TimeDivision:
     """Return the median of each part of the time."""
-    return Division(*(median(part) for part in zip(*divisions, strict=True)))
+    return TimeDivision(*(median(part) for part in zip(*divisions, strict=True)))
 
 
 class _Instant:
@@ -186,7 +186,9 @@ def _simulated(own: Passes) -> tuple[Timeline, dict[tuple[str, int], float]]:
     return simulate(own.program, costs, _Instant(), buffered=True), sends
 
 
-def _predicted_rank(timeline: Timeline, rank: int, sends: dict[tuple[str, int], float]) -> _Rank:
+def _predicted_rank(
+    timeline: Timeline, rank: int, sends: dict[tuple[str, int], float]
+) -> _RankPass:
     work, transfers = [], []
     for interval in timeline.intervals:
         action = interval.action
@@ -199,24 +201,24 @@ def _predicted_rank(timeline: Timeline, rank: int, sends: dict[tuple[str, int], 
             transfers.append((round(end_ns - sent_ns), round(end_ns)))
         else:
             transfers.append((round(start_ns), round(end_ns)))
-    return _Rank(tuple(work), tuple(transfers), ())
+    return _RankPass(tuple(work), tuple(transfers), ())
 
 
-def _measured_rank(actions: Sequence[Timed], waits: Cover) -> _Rank:
+def _measured_rank(actions: Sequence[Timed], waits: Cover) -> _RankPass:
     work = tuple(_Span(a.kind, a.microbatch, a.start_ns, a.end_ns) for a in actions if a.is_work)
     messages = Cover((a.start_ns, a.end_ns) for a in actions if not a.is_work)
     inside = waits.clipped(actions[0].start_ns, max(a.end_ns for a in actions))
-    return _Rank(work, messages.minus(waits).pieces, tuple(inside))
+    return _RankPass(work, messages.minus(waits).pieces, tuple(inside))
 
 
-def _divided(one: Pass, waits: Sequence[Cover]) -> list[Division]:
+def _divided(one: Pass, waits: Sequence[Cover]) -> list[TimeDivision]:
     return [
         _division(_measured_rank(actions, own), one.start_ns, one.end_ns)
         for actions, own in zip(one.actions, waits, strict=True)
     ]
 
 
-def _division(rank: _Rank, start_ns: int, end_ns: int) -> Division:
+def _division(rank: _RankPass, start_ns: int, end_ns: int) -> TimeDivision:
     work = Cover((round(s.start_ns), round(s.end_ns)) for s in rank.work).minus(Cover(rank.waits))
     transfers = Cover(rank.transfers).minus(work)
     busy = Cover((*work.pieces, *transfers.pieces))
@@ -228,7 +230,7 @@ def _division(rank: _Rank, start_ns: int, end_ns: int) -> Division:
     def idle(begin: int, end: int) -> float:
         return max(0, end - begin) - busy.within(begin, end)
 
-    return Division(
+    return TimeDivision(
         work.within(start_ns, end_ns),
         transfers.within(start_ns, end_ns),
         idle(start_ns, first_backward),
@@ -238,7 +240,7 @@ def _division(rank: _Rank, start_ns: int, end_ns: int) -> Division:
 
 
 def _picture(
-    title: str, numbers: Sequence[int], ranks: Iterable[_Rank], window: tuple[int, int]
+    title: str, numbers: Sequence[int], ranks: Iterable[_RankPass], window: tuple[int, int]
 ) -> Picture:
     start_ns, span = window
     lanes = []

@@ -26,14 +26,15 @@ from braid.launch.observe.curves import charts
 from braid.launch.observe.facts import by_step, facts, slowest_step
 from braid.launch.observe.figures import Chart, Picture, picture
 from braid.launch.observe.glance import Figure, glance
-from braid.launch.observe.operations import Operation, operations
+from braid.launch.observe.operations import OperationSummary, operations
 from braid.launch.observe.pipelines import PipelineView, pipeline_views
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.servers import ServerRow, servers
-from braid.launch.observe.timeline import RankTimeline, Shares, StepKey, StepTime, shares
+from braid.launch.observe.timeline import RankTimeline, StepKey, StepTime, shares
 from braid.launch.observe.weight_versions import VersionRow, version_rows
 from braid.runtime.diagnose import error_block, render_block
 from braid.runtime.text import bytes_text, count_text, duration_text, percent_text
+from braid.types import Shares
 
 __all__ = ["Story", "build_story", "page_template", "render_page", "this_machine"]
 
@@ -100,7 +101,7 @@ class Story:
     versions: tuple[VersionRow, ...]
     servers: tuple[ServerRow, ...]
     buckets: tuple[LateBucket, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[OperationSummary, ...]
     num_steps: int
     job: str
     notices: tuple[str, ...]

@@ -32,10 +32,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from braid.launch.observe.averagings import derived_steps
-from braid.launch.observe.intervals import Cover, Interval
+from braid.launch.observe.intervals import Cover, EventInterval
 from braid.runtime.events import EventRing
+from braid.types import Shares
 
-__all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
+__all__ = ["RankTimeline", "StepKey", "StepTime", "read_timelines", "shares"]
 
 CALL = re.compile(r"(call|serve)\(.*, (to|for) rank \d+\)|queue\(.*\)", re.DOTALL)
 COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
@@ -43,14 +44,6 @@ COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
 START_UP = "init("  # what `braid.init` does before the program goes on
 WORK = frozenset({"step", "phase", "bucket", "collective"})
 BUCKET = re.compile(r"bucket \d+ of \d+")
-
-
-class Shares(NamedTuple):
-    """Fractions of a rank's time; they add up to 1, or are all 0 without any time."""
-
-    compute: float
-    wait: float
-    transfer: float
 
 
 class StepKey(NamedTuple):
@@ -112,13 +105,13 @@ class RankTimeline:
     """
 
     rank: int
-    intervals: tuple[Interval, ...]
+    intervals: tuple[EventInterval, ...]
     num_lost: int
     waits: Cover
     transfers: Cover
     steps: tuple[StepTime, ...]
 
-    def of(self, *roles: str) -> list[Interval]:
+    def of(self, *roles: str) -> list[EventInterval]:
         """Return the events with one of `roles`."""
         return [i for i in self.intervals if i.role in roles]
 
@@ -157,7 +150,7 @@ def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple
         ),
         default=0,
     )
-    recordings: dict[int, tuple[EventRing, list[Interval]]] = {}
+    recordings: dict[int, tuple[EventRing, list[EventInterval]]] = {}
     for ring, events, offset in tails:
         name = ring.name
         intervals = []
@@ -166,7 +159,7 @@ def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple
             end_ns = last_ns - origin_ns if event.open else start_ns + event.dur_ns
             kind = name(event.kind)
             intervals.append(
-                Interval(
+                EventInterval(
                     start_ns,
                     end_ns,
                     kind,
@@ -204,7 +197,7 @@ def shares(timeline: RankTimeline) -> Shares:
     return Shares((total - wait - transfer) / total, wait / total, transfer / total)
 
 
-def foreground(intervals: Sequence[Interval]) -> list[tuple[int, int, bool]]:
+def foreground(intervals: Sequence[EventInterval]) -> list[tuple[int, int, bool]]:
     """Return the part of each collective in which the rank did nothing else, and if it is open."""
     elsewhere = sorted(
         moment
@@ -234,11 +227,11 @@ def _role(kind: str, *, instant: bool) -> str:
     return "bucket" if BUCKET.fullmatch(kind) else "phase"
 
 
-def _by_begin(interval: Interval) -> tuple[int, int]:
+def _by_begin(interval: EventInterval) -> tuple[int, int]:
     return interval.start_ns, -interval.end_ns
 
 
-def _timeline(ring: EventRing, intervals: list[Interval], *, failed: bool) -> RankTimeline:
+def _timeline(ring: EventRing, intervals: list[EventInterval], *, failed: bool) -> RankTimeline:
     inside = foreground(intervals)
     if failed and (last := [i for i in intervals if i.role in WORK][-1:]) and inside:
         # the last collective of a failed rank ended by an error, which records no wait
@@ -262,7 +255,7 @@ def _timeline(ring: EventRing, intervals: list[Interval], *, failed: bool) -> Ra
 
 
 def _step_times(
-    intervals: Sequence[Interval], waits: Cover, transfers: Cover
+    intervals: Sequence[EventInterval], waits: Cover, transfers: Cover
 ) -> tuple[StepTime, ...]:
     steps = [i for i in intervals if i.role == "step"]
     starts = [step.start_ns for step in steps]
@@ -289,7 +282,10 @@ def _step_times(
 
 
 def _outermost_phases(
-    intervals: Sequence[Interval], steps: Sequence[Interval], starts: list[int], waits: Cover
+    intervals: Sequence[EventInterval],
+    steps: Sequence[EventInterval],
+    starts: list[int],
+    waits: Cover,
 ) -> list[dict[str, int]]:
     """Return the time of the outermost phases of each step."""
     phases: list[dict[str, int]] = [{} for _ in steps]

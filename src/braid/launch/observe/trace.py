@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from braid._version import __version__
-from braid.launch.observe.intervals import Interval, lanes
+from braid.launch.observe.intervals import EventInterval, lanes
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.timeline import RankTimeline
 from braid.runtime.trace_format import Event, complete, metadata, write
@@ -104,9 +104,9 @@ def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[Event]:
     yield from _arrows(meetings)
 
 
-def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:
+def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[EventInterval]]]:
     """Yield the titles and events of the rank's tracks, from top to bottom."""
-    families: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    families: dict[tuple[int, int], list[EventInterval]] = defaultdict(list)
     operations: dict[int, set[str]] = defaultdict(set)
     for i in timeline.intervals:
         if i.role == "collective":
@@ -121,7 +121,7 @@ def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:
             yield f"{title} ({index + 1})" if index else title, lane
 
 
-def _event(rank: int, tid: int, i: Interval) -> Event:
+def _event(rank: int, tid: int, i: EventInterval) -> Event:
     args: dict[str, object] = {"seq": i.seq}
     if i.role in {"collective", "wait"}:
         args["channel"] = i.channel

@@ -10,7 +10,7 @@ Request stacks only when a wait is long enough, because they cost the ranks time
     IDLE   time to look                                    Look         same
     IDLE   looked: a wait exceeds the limit, its site      AskStacks    ASKED until +0.25 s
            is due
-    ASKED  time is up, all ranks have answered             Report       IDLE
+    ASKED  time is up, all ranks have answered             ReportHang   IDLE
     ASKED  time is up, some ranks have not                 -            ASKED until +0.12 s, at
                                                                         most eight times
     IDLE   reported: some ranks are stuck                  -            site not before 2, 6, 18,
@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["AskStacks", "HangState", "Instruction", "Look", "OpenWait", "Report", "Resume"]
+__all__ = ["AskStacks", "HangState", "Instruction", "Look", "OpenWait", "ReportHang", "Resume"]
 
 LOOK_NS = 1_000_000_000
 LOOKS_PER_LIMIT = 2  # a wait is noticed at most half a limit late
@@ -63,7 +63,7 @@ class AskStacks(NamedTuple):
     """Request stacks from all ranks and sample the resource use of their processes."""
 
 
-class Report(NamedTuple):
+class ReportHang(NamedTuple):
     """Make a report and pass its ranks to `reported`."""
 
 
@@ -77,7 +77,7 @@ class Resume(NamedTuple):
     waits: tuple[OpenWait, ...]
 
 
-Instruction: TypeAlias = Look | AskStacks | Report | Resume
+Instruction: TypeAlias = Look | AskStacks | ReportHang | Resume
 
 
 class _Phase(Enum):
@@ -85,7 +85,7 @@ class _Phase(Enum):
     ASKED = "asked"
 
 
-class _Place(NamedTuple):
+class _ReportTimes(NamedTuple):
     """Report times of one call site.
 
     Attributes:
@@ -110,7 +110,7 @@ class HangState:
         self._look_ns = min(LOOK_NS, limit_ns // LOOKS_PER_LIMIT)
         self._next_ns = now_ns + self._look_ns
         self._phase = _Phase.IDLE
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _ReportTimes] = {}
         self._asked: tuple[OpenWait, ...] = ()
         self._latest_ns = 0  # deadline of the pending report
         self._reported: frozenset[OpenWait] = frozenset()
@@ -135,7 +135,7 @@ class HangState:
         self._next_ns = now_ns + self._look_ns
         if self._phase is _Phase.ASKED:
             self._phase = _Phase.IDLE
-            return [Report()]
+            return [ReportHang()]
         return [Look()]
 
     def looked(self, waits: Iterable[OpenWait], now_ns: int) -> list[Instruction]:
@@ -156,7 +156,7 @@ class HangState:
         return self._over()
 
     def reported(self, ranks: Iterable[int], now_ns: int) -> None:
-        """Process the outcome of `Report`.
+        """Process the outcome of `ReportHang`.
 
         Args:
             ranks: Ranks that are stuck; empty for a false alarm.
@@ -170,7 +170,7 @@ class HangState:
             limits = before.limits if before is not None else 1
             distance = 2 * limits if stuck else 1
             later = GROWTH * limits if stuck else limits
-            self._places[place] = _Place(now_ns + distance * self._limit_ns, later)
+            self._places[place] = _ReportTimes(now_ns + distance * self._limit_ns, later)
 
     def _over(self) -> list[Instruction]:
         waits, self._reported = self._reported, frozenset()

@@ -40,7 +40,7 @@ SEGMENTS_IN_AT = 140
 REPLY_BYTES = 1 << 18
 
 
-class _Socket(NamedTuple):
+class _TcpSocket(NamedTuple):
     """A TCP connection.
 
     Attributes:
@@ -108,7 +108,7 @@ def _inodes_of(pid: int) -> set[int]:
     return inodes
 
 
-def _sockets() -> list[_Socket]:
+def _sockets() -> list[_TcpSocket]:
     """Return all established TCP connections; none without `sock_diag`."""
     if sys.platform != "linux":
         return []
@@ -140,7 +140,7 @@ def _messages(netlink: socket.socket) -> Iterator[bytes]:
             data = data[length + 3 & ~3 :]
 
 
-def _parsed(family: int, message: bytes) -> _Socket:
+def _parsed(family: int, message: bytes) -> _TcpSocket:
     _, _, _, num_repeats, source, target, own, peer, inode = MESSAGE.unpack_from(message)
     idle_ms = num_segments = 0
     rest = message[MESSAGE.size :]
@@ -154,7 +154,7 @@ def _parsed(family: int, message: bytes) -> _Socket:
             (num_segments,) = struct.unpack_from("=I", info, SEGMENTS_IN_AT)
         rest = rest[length + 3 & ~3 :]
     size = 4 if family == socket.AF_INET else 16
-    return _Socket(
+    return _TcpSocket(
         socket.inet_ntop(family, own[:size]),
         socket.inet_ntop(family, peer[:size]),
         (socket.ntohs(source), socket.ntohs(target)),

@@ -16,7 +16,7 @@ from braid.launch.process.hang_state import (
     Instruction,
     Look,
     OpenWait,
-    Report,
+    ReportHang,
     Resume,
 )
 from braid.launch.supervise.rank import Rank
@@ -93,7 +93,7 @@ class HangMonitor:
                 rank.request_stack()
         elif isinstance(instruction, Resume):
             self._resume(instruction)
-        elif isinstance(instruction, Report):
+        elif isinstance(instruction, ReportHang):
             report = find_hang(
                 [rank.view() for rank in self._ranks.values()],
                 now_ns=now_ns,

@@ -37,15 +37,15 @@ from braid.launch.supervise.supervisor_state import (
     Exited,
     Instruction,
     Interrupted,
-    Limits,
-    Phase,
     ReportedFailure,
+    RunPhase,
     SendSignal,
     SendToRank,
     Started,
     Stopped,
     SupervisorState,
     Tick,
+    TimeLimits,
     Warn,
 )
 from braid.runtime.clock import Clock
@@ -186,7 +186,7 @@ class _Run:
 
     def poll(self) -> None:
         """Start the ranks and return when all of them have ended."""
-        while self._state.phase is not Phase.DONE:
+        while self._state.phase is not RunPhase.DONE:
             if self._state.starting:
                 self._start(len(self.ranks))
             for key, _ in self._selector.select(self._pause_s()):
@@ -195,7 +195,7 @@ class _Run:
             if overdue_ns is not None and overdue_ns <= self._clock.now_ns():
                 self._on_clients()
             self._backend.poll()
-            if self._state.phase is Phase.RUNNING:
+            if self._state.phase is RunPhase.RUNNING:
                 self._keep(self._hangs.poll)
             self._handle(Tick())
 
@@ -306,7 +306,7 @@ class _Run:
             self._listener.next_deadline_ns(),
             self._backend.deadline_ns,
         ]
-        if self._state.phase is Phase.RUNNING:
+        if self._state.phase is RunPhase.RUNNING:
             due.append(self._hangs.deadline_ns)
         next_ns = min((ns for ns in due if ns is not None), default=None)
         return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
@@ -319,7 +319,7 @@ class _Run:
 
     def _on_signal(self, signum: int, host: str) -> None:
         """End the run after a signal on this host or on `host`."""
-        first = self._state.phase is Phase.RUNNING
+        first = self._state.phase is RunPhase.RUNNING
         if signum == SIGTERM and self._state.signum == SIGTERM and self._backend.is_on_engine:
             return  # the engine repeats it while ranks save
         then = "passing it on to all ranks" if first else "ending all ranks now"
@@ -486,8 +486,8 @@ class _Run:
             process.close()
 
 
-def _limits(job: JobSpec) -> Limits:
-    return Limits(
+def _limits(job: JobSpec) -> TimeLimits:
+    return TimeLimits(
         grace_ns=round(job.grace_s * 1e9),
         stopped_ns=round(job.stopped_limit_s * 1e9),
         interrupt_ns=round(job.interrupt_limit_s * 1e9),

@@ -44,16 +44,16 @@ __all__ = [
     "Exited",
     "Instruction",
     "Interrupted",
-    "Limits",
-    "Phase",
     "RankFacts",
     "ReportedFailure",
+    "RunPhase",
     "SendSignal",
     "SendToRank",
     "Started",
     "Stopped",
     "SupervisorState",
     "Tick",
+    "TimeLimits",
     "Warn",
 ]
 
@@ -61,7 +61,7 @@ STACKS_NS = 500_000_000  # faulthandler needs microseconds; a swapped-out proces
 TERMINATE_NS = 2_000_000_000  # a program that handles SIGTERM has had its grace period before
 
 
-class Phase(Enum):
+class RunPhase(Enum):
     """Phase of the run."""
 
     RUNNING = "running"
@@ -73,7 +73,7 @@ class Phase(Enum):
     DONE = "done"
 
 
-class Limits(NamedTuple):
+class TimeLimits(NamedTuple):
     """Time limits of a run, in nanoseconds; `timeout_ns` is None for no limit."""
 
     grace_ns: int
@@ -213,12 +213,12 @@ class SupervisorState:
     def __init__(
         self,
         num_ranks: int,
-        limits: Limits,
+        limits: TimeLimits,
         start_ns: int,
         expendable: frozenset[int] = frozenset(),
         needed: Sequence[frozenset[int]] = (),
     ) -> None:
-        self.phase = Phase.RUNNING
+        self.phase = RunPhase.RUNNING
         self.ranks: dict[int, RankFacts] = {}
         self.stopped_by = ""
         self.signum = 0
@@ -234,7 +234,7 @@ class SupervisorState:
     @property
     def starting(self) -> bool:
         """Whether the next rank should be started."""
-        return self._to_start > 0 and self.phase is Phase.RUNNING
+        return self._to_start > 0 and self.phase is RunPhase.RUNNING
 
     @property
     def deadline_ns(self) -> int | None:
@@ -271,8 +271,8 @@ class SupervisorState:
         elif isinstance(event, Interrupted):
             out += self._interrupted(event.signum, now_ns)
         out += self._due(now_ns)
-        if self.phase is not Phase.DONE and not self._alive() and not self.starting:
-            self.phase, self._deadline_ns = Phase.DONE, None
+        if self.phase is not RunPhase.DONE and not self._alive() and not self.starting:
+            self.phase, self._deadline_ns = RunPhase.DONE, None
         return out
 
     def _exited(self, event: Exited, now_ns: int) -> list[Instruction]:
@@ -291,7 +291,7 @@ class SupervisorState:
         facts = self.ranks[rank]
         spared = rank in self._expendable and facts.failed_ns is None
         spared &= not any(self._is_last(rank, part) for part in self._needed)
-        facts.survived = facts.survived or (spared and self.phase is Phase.RUNNING)
+        facts.survived = facts.survived or (spared and self.phase is RunPhase.RUNNING)
         return facts.survived
 
     def _is_last(self, rank: int, part: frozenset[int]) -> bool:
@@ -309,16 +309,16 @@ class SupervisorState:
         return self._send_loss(event.rank, event.reason)
 
     def _fault(self, now_ns: int) -> None:
-        if self.phase is Phase.RUNNING:
+        if self.phase is RunPhase.RUNNING:
             self.fault_ns = now_ns
-            self.phase, self._deadline_ns = Phase.GRACE, now_ns + self._limits.grace_ns
+            self.phase, self._deadline_ns = RunPhase.GRACE, now_ns + self._limits.grace_ns
 
     def _interrupted(self, signum: int, now_ns: int) -> list[Instruction]:
-        if self.phase is not Phase.RUNNING:
-            harder = self.phase in {Phase.GRACE, Phase.STACKS}
+        if self.phase is not RunPhase.RUNNING:
+            harder = self.phase in {RunPhase.GRACE, RunPhase.STACKS}
             return self._terminate(now_ns) if harder else self._kill()
         self.stopped_by, self.signum, self.fault_ns = "interrupted", signum, now_ns
-        self.phase, self._deadline_ns = Phase.INTERRUPTED, now_ns + self._limits.interrupt_ns
+        self.phase, self._deadline_ns = RunPhase.INTERRUPTED, now_ns + self._limits.interrupt_ns
         return [SendToRank(Stop(signal_name(signum))), *self._signal(self._alive(), signum)]
 
     def _due(self, now_ns: int) -> list[Instruction]:
@@ -336,26 +336,26 @@ class SupervisorState:
                 out += self._signal([rank], signal.SIGKILL)
         if self._deadline_ns is not None and now_ns >= self._deadline_ns:
             out += self._deadline_passed(now_ns)
-        elif self.phase in {Phase.GRACE, Phase.INTERRUPTED} and self._only_stopped_left():
+        elif self.phase in {RunPhase.GRACE, RunPhase.INTERRUPTED} and self._only_stopped_left():
             out += self._terminate(now_ns)
         return out
 
     def _deadline_passed(self, now_ns: int) -> list[Instruction]:
-        if self.phase is Phase.RUNNING:
+        if self.phase is RunPhase.RUNNING:
             self.stopped_by, self.fault_ns = "timeout", now_ns
-            self.phase, self._deadline_ns = Phase.STACKS, now_ns + STACKS_NS
+            self.phase, self._deadline_ns = RunPhase.STACKS, now_ns + STACKS_NS
             return [CollectStacks(), SendToRank(Stop("the run's time limit"))]
-        return self._kill() if self.phase is Phase.TERMINATING else self._terminate(now_ns)
+        return self._kill() if self.phase is RunPhase.TERMINATING else self._terminate(now_ns)
 
     def _terminate(self, now_ns: int) -> list[Instruction]:
-        self.phase, self._deadline_ns = Phase.TERMINATING, now_ns + TERMINATE_NS
+        self.phase, self._deadline_ns = RunPhase.TERMINATING, now_ns + TERMINATE_NS
         alive = self._alive()
         stopped = [rank for rank in alive if self.ranks[rank].stopped_ns is not None]
         running = [rank for rank in alive if rank not in stopped]
         return [*self._signal(running, signal.SIGTERM), *self._signal(stopped, signal.SIGKILL)]
 
     def _kill(self) -> list[Instruction]:
-        self.phase, self._deadline_ns = Phase.KILLING, None
+        self.phase, self._deadline_ns = RunPhase.KILLING, None
         return self._signal(self._alive(), signal.SIGKILL)
 
     def _alive(self) -> list[int]:

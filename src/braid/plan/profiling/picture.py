@@ -1,7 +1,7 @@
 """A profile as a picture: the model's layers in a row, coloured by their time.
 
-0  _Embed   |=|                               red: more than two thirds of the slowest layer
-1  Block    |== forward ==|== inputs ==|=|    yellow, green: less
+0  _Embed             |=|                               red: over two thirds of the slowest layer
+1  TransformerBlock   |== forward ==|== inputs ==|=|    yellow, green: less
 """
 
 from __future__ import annotations

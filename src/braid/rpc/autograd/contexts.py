@@ -26,24 +26,23 @@ from braid.rpc.autograd.accumulation import (
 )
 from braid.rpc.autograd.graph import Receive, add_grads
 from braid.rpc.autograd.node_context import Context
-from braid.rpc.messages import Body, Edge
+from braid.rpc.messages import AutogradEdge, Body
 from braid.rpc.mistakes import RpcError
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
     AutogradMessage,
     BackwardFailed,
-    Fail,
-    Finished,
+    BackwardFinished,
+    FailBackward,
     Gradients,
     Instruction,
     Mark,
     Mode,
     Release,
-    Run,
-    Send,
+    RunBackward,
     Ship,
 )
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.references_state import Id, Send
 
 if TYPE_CHECKING:
     from braid.rpc.agent import Agent
@@ -131,7 +130,7 @@ class Contexts:
             return tuple(self._contexts)
 
     @contextlib.contextmanager
-    def entered(self, edge: Edge) -> Iterator[None]:
+    def entered(self, edge: AutogradEdge) -> Iterator[None]:
         """Let the code inside belong to the context of a call."""
         token = _CURRENT.set(edge.context)
         try:
@@ -150,7 +149,7 @@ class Contexts:
 
     # -- recording
 
-    def outgoing(self, tensors: Sequence[torch.Tensor], to: int) -> Edge | None:
+    def outgoing(self, tensors: Sequence[torch.Tensor], to: int) -> AutogradEdge | None:
         """Record the tensors of a message that is about to leave; None outside of a context."""
         number = _CURRENT.get()
         own = None if number < 0 else self._known(number)
@@ -161,14 +160,14 @@ class Contexts:
         with own.lock:
             own.state.met(to)
             if not places:
-                return Edge(number, _NO_EDGE, [], is_recording)
+                return AutogradEdge(number, _NO_EDGE, [], is_recording)
             edge = Id(self._agent.info.id, next(self._numbers))
             own.state.sent(edge, to)
             own.sends[edge] = [tensors[place] for place in places]
-        return Edge(number, edge, places, is_recording)
+        return AutogradEdge(number, edge, places, is_recording)
 
     def incoming(
-        self, edge: Edge | None, tensors: list[torch.Tensor], sender: int
+        self, edge: AutogradEdge | None, tensors: list[torch.Tensor], sender: int
     ) -> list[torch.Tensor]:
         """Return the tensors of a message that has arrived, as results of its receive.
 
@@ -308,14 +307,14 @@ class Contexts:
             match each:
                 case Send(to, message):
                     self._agent.transmit(to, message)
-                case Run(edge, backward):
+                case RunBackward(edge, backward):
                     self._run(own, edge, backward)
                 case Ship():
                     self._ship(own, each)
-                case Finished():
+                case BackwardFinished():
                     own.finished = each
                     self._agent.notify()
-                case Fail():
+                case FailBackward():
                     own.restore()
                     self._agent.notify()
 

@@ -13,7 +13,7 @@ from braid.errors import CommTimeout
 from braid.rpc.autograd.accumulation import HookGroup
 from braid.rpc.autograd.graph import Reached, Receive, SendFunction, reached_from
 from braid.rpc.mistakes import RpcError
-from braid.rpc.protocol.autograd_state import ContextState, Finished, Mode
+from braid.rpc.protocol.autograd_state import BackwardFinished, ContextState, Mode
 from braid.rpc.protocol.references_state import Id
 
 __all__ = ["Context"]
@@ -44,7 +44,7 @@ class Context:
         self.arrived: dict[Id, list[torch.Tensor | None]] = {}  # gradients that are to be used
         self.retains = False
         self.mode: Mode = "smart"
-        self.finished: Finished | None = None
+        self.finished: BackwardFinished | None = None
         self._local_ended = threading.Condition(self.lock)
         self._local: Id | None = None  # backward to which the local backwards belong
         self._num_local = 0

@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from braid.rpc.protocol.references_state import Id
+from braid.rpc.protocol.references_state import Id, Send
 from braid.rpc.protocol.sparse_spec import SparseSpec
 from braid.types import TensorSpec
 
@@ -37,24 +37,23 @@ __all__ = [
     "Acknowledge",
     "AutogradMessage",
     "BackwardFailed",
+    "BackwardFinished",
     "ContextState",
-    "Fail",
-    "Finished",
+    "FailBackward",
     "Gradients",
     "Instruction",
     "Mark",
     "Mode",
-    "Pending",
+    "PendingEdges",
     "Release",
-    "Run",
-    "Send",
+    "RunBackward",
     "Ship",
 ]
 
 Mode: TypeAlias = Literal["smart", "fast"]
 
 
-class Pending(NamedTuple):
+class PendingEdges(NamedTuple):
     """Edges of a process that wait for gradients; of two records, the one with more steps holds."""
 
     steps: int
@@ -108,7 +107,7 @@ class Acknowledge(msgspec.Struct, tag="rpc.acknowledge", frozen=True):
 
     context: int
     backward: Id
-    pending: dict[int, Pending] = {}
+    pending: dict[int, PendingEdges] = {}
 
 
 class BackwardFailed(msgspec.Struct, tag="rpc.backward-failed", frozen=True):
@@ -128,14 +127,7 @@ class Release(msgspec.Struct, tag="rpc.release", frozen=True):
 AutogradMessage: TypeAlias = Mark | Gradients | Acknowledge | BackwardFailed | Release
 
 
-class Send(NamedTuple):
-    """Send a message to a process."""
-
-    to: int
-    message: Mark | Acknowledge | BackwardFailed | Release
-
-
-class Run(NamedTuple):
+class RunBackward(NamedTuple):
     """Run the local backward from the roots (None), or from the tensors of a send."""
 
     edge: Id | None
@@ -150,19 +142,19 @@ class Ship(NamedTuple):
     backward: Id
 
 
-class Finished(NamedTuple):
+class BackwardFinished(NamedTuple):
     """The backward is over on all processes. Pending edges mean that it is incomplete."""
 
     pending: dict[int, tuple[Id, ...]]
 
 
-class Fail(NamedTuple):
+class FailBackward(NamedTuple):
     """The backward has failed, or all backwards of the context have (None)."""
 
     backward: Id | None
 
 
-Instruction: TypeAlias = Send | Run | Ship | Finished | Fail
+Instruction: TypeAlias = Send | RunBackward | Ship | BackwardFinished | FailBackward
 
 
 @dataclass(slots=True)
@@ -191,7 +183,7 @@ class _Backward:
     running: int = 0
     is_marking: bool = False
     steps: int = 0
-    pending: dict[int, Pending] = field(default_factory=dict)
+    pending: dict[int, PendingEdges] = field(default_factory=dict)
 
 
 class ContextState:
@@ -290,7 +282,7 @@ class ContextState:
             reason = f"gradients came twice for edge {tuple(edge)}"
             return [*done, *self.fail(reason, backward)]
         own.running += 1
-        return [*done, Run(edge, backward)]
+        return [*done, RunBackward(edge, backward)]
 
     def finished(self, source: Id | None, backward: Id) -> list[Instruction]:
         """Continue after the local backward of a source has run."""
@@ -345,7 +337,7 @@ class ContextState:
         self.failures[backward] = reason
         message = BackwardFailed(self.context, reason, backward)
         sends = [Send(process, message) for process in sorted(self.known - {self.process})]
-        return [*sends, Fail(backward)]
+        return [*sends, FailBackward(backward)]
 
     def lost(self, process: int, reason: str) -> list[Instruction]:
         """Fail if a process that takes part is lost."""
@@ -414,20 +406,22 @@ class ContextState:
         if None in own.open_sources:
             own.is_marking = False
             own.running += 1
-            return [Run(None, own.number)]
+            return [RunBackward(None, own.number)]
         self._backward = None
         own.pending[self.process] = self._own_pending(own)
         pending = {process: each.edges for process, each in own.pending.items() if each.edges}
-        return [Finished(pending)]
+        return [BackwardFinished(pending)]
 
-    def _own_pending(self, own: _Backward) -> Pending:
-        return Pending(own.steps, tuple(edge for edge, sources in own.waits.items() if sources))
+    def _own_pending(self, own: _Backward) -> PendingEdges:
+        return PendingEdges(
+            own.steps, tuple(edge for edge, sources in own.waits.items() if sources)
+        )
 
     def _answer(self, own: _Backward) -> Acknowledge:
         pending = {**own.pending, self.process: self._own_pending(own)}
         return Acknowledge(self.context, own.number, pending if own.mode == "fast" else {})
 
-    def _merge(self, own: _Backward, pending: dict[int, Pending]) -> None:
+    def _merge(self, own: _Backward, pending: dict[int, PendingEdges]) -> None:
         own.steps += 1
         for process, theirs in pending.items():
             if process not in own.pending or own.pending[process].steps < theirs.steps:

@@ -14,7 +14,7 @@ then; each may come twice.
                                     <- Forked
     Confirmed -> to its parent, which may go now
     its last handle is gone, all children
-    are confirmed, so is it           Delete ->          the last fork: Drop
+    are confirmed, so is it           UserDelete ->      the last fork: Drop
                                     <- Deleted
     the owner passes its value on                        registers the child at once
     passes a fork home in a call                         answers the call, which confirms the child
@@ -39,7 +39,6 @@ import msgspec
 
 __all__ = [
     "Confirmed",
-    "Delete",
     "Deleted",
     "Drop",
     "Fork",
@@ -52,6 +51,7 @@ __all__ = [
     "Send",
     "Unknown",
     "Unmade",
+    "UserDelete",
 ]
 
 
@@ -98,7 +98,7 @@ class Noted(msgspec.Struct, tag="rpc.noted", frozen=True):
     fork: Id
 
 
-class Delete(msgspec.Struct, tag="rpc.delete", frozen=True):
+class UserDelete(msgspec.Struct, tag="rpc.delete", frozen=True):
     """A user refers to the value no longer; the numbers are as in `Fork`, 0 for no request."""
 
     ref: Id
@@ -113,14 +113,14 @@ class Deleted(msgspec.Struct, tag="rpc.deleted", frozen=True):
     fork: Id
 
 
-ReferenceMessage: TypeAlias = Fork | Forked | Confirmed | Noted | Delete | Deleted
+ReferenceMessage: TypeAlias = Fork | Forked | Confirmed | Noted | UserDelete | Deleted
 
 
 class Send(NamedTuple):
     """Send a message to a process."""
 
     to: int
-    message: ReferenceMessage
+    message: msgspec.Struct
 
 
 class Drop(NamedTuple):
@@ -363,7 +363,7 @@ class ReferencesState:
             case Noted(fork):
                 self._unnoted.pop(fork, None)
                 return []
-            case Delete(ref, fork, number, oldest_open):
+            case UserDelete(ref, fork, number, oldest_open):
                 self._trim(sender, oldest_open)
                 if number and self._is_new(sender, number):
                     self._over.setdefault(sender, set()).add(number)
@@ -425,9 +425,9 @@ class ReferencesState:
         own = self._forks[fork]
         return Fork(own.ref, fork, own.number, self.oldest_open)
 
-    def _delete(self, fork: Id) -> Delete:
+    def _delete(self, fork: Id) -> UserDelete:
         own = self._forks[fork]
-        return Delete(own.ref, fork, own.number, self.oldest_open)
+        return UserDelete(own.ref, fork, own.number, self.oldest_open)
 
     def _is_new(self, user: int, number: int) -> bool:
         return number >= self._oldest.get(user, 0) and number not in self._over.get(user, ())

@@ -26,14 +26,15 @@ from rich.console import Console
 from rich.text import Text
 
 from braid._version import __version__
-from braid.checkpoint import Comparison, compare, verify
+from braid.checkpoint import CheckpointComparison, compare, verify
 from braid.errors import CheckpointError
 from braid.launch import Outcome
 from braid.launch.observe import pipeline_views, read_run, read_timelines
 from braid.train.command import launch
 from braid.train.config import MODELS, TrainConfig
 from braid.train.progress import TrainConsole
-from braid.train.reports import Finished, Report, Shares, Stepped
+from braid.train.reports import Report, Stepped, TrainingFinished
+from braid.types import Shares
 
 __all__ = ["bar", "show"]
 
@@ -78,11 +79,11 @@ class Assassin(TrainConsole):
                         os.kill(child.pid, signal.SIGKILL)
 
 
-class _Stage(NamedTuple):
+class _DemoStage(NamedTuple):
     """Outcome of one training."""
 
     outcome: Outcome
-    finished: Finished | None
+    finished: TrainingFinished | None
     console: TrainConsole
 
 
@@ -187,14 +188,16 @@ def _header(size: int, cores: int) -> str:
 
 def _train(
     out: Console, name: str, config: TrainConfig, num_ranks: int, resume: str = ""
-) -> _Stage:
+) -> _DemoStage:
     with TrainConsole(out, title=name) as console:
         # One thread a rank in all runs: the number of threads decides how products are split.
         outcome = launch(config, num_ranks=num_ranks, console=console, resume=resume, threads=1)
-    return _Stage(outcome, console.finished if outcome.ok else None, console)
+    return _DemoStage(outcome, console.finished if outcome.ok else None, console)
 
 
-def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tuple[bool, int]:
+def _chaos(
+    out: Console, config: TrainConfig, size: int, alone: TrainingFinished
+) -> tuple[bool, int]:
     """Kill a rank, resume and compare.
 
     Returns:
@@ -259,7 +262,7 @@ def _pipeline(out: Console, config: TrainConfig, size: int) -> int:
 
 
 def _print_stage(
-    out: Console, name: str, what: str, finished: Finished, verdict: Text | None = None
+    out: Console, name: str, what: str, finished: TrainingFinished, verdict: Text | None = None
 ) -> None:
     line = Text(
         f"  {name:<14}{what:<32}loss {finished.first_loss:.3f} -> {finished.last_loss:.3f}"
@@ -268,24 +271,29 @@ def _print_stage(
     out.print(line + Text("   ") + verdict if verdict else line, soft_wrap=True, highlight=False)
 
 
-def _prove(alone: Finished, parallel: Finished) -> Comparison:
+def _prove(alone: TrainingFinished, parallel: TrainingFinished) -> CheckpointComparison:
     """Verify both checkpoints and compare them."""
     try:
         for finished in (alone, parallel):
             verify(finished.checkpoint)
         return compare(alone.checkpoint, parallel.checkpoint)
     except CheckpointError as exc:
-        return Comparison(0, (str(exc),), float("inf"))
+        return CheckpointComparison(0, (str(exc),), float("inf"))
 
 
-def _verdict(proof: Comparison) -> Text:
+def _verdict(proof: CheckpointComparison) -> Text:
     if proof.equal:
         return Text(f"weights equal to 1: yes (max diff {proof.max_diff:g})", style="bold green")
     return Text(f"weights equal to 1: NO (max diff {proof.max_diff:g})", style="bold red")
 
 
 def _explain(
-    out: Console, alone: Finished, parallel: _Stage, proof: Comparison, *, num_ranks: int
+    out: Console,
+    alone: TrainingFinished,
+    parallel: _DemoStage,
+    proof: CheckpointComparison,
+    *,
+    num_ranks: int,
 ) -> None:
     finished, console = parallel.finished, parallel.console
     assert finished is not None
@@ -336,6 +344,6 @@ def _print(out: Console, text: str, style: str = "") -> None:
     out.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
 
-def _failed(out: Console, stage: _Stage) -> int:
+def _failed(out: Console, stage: _DemoStage) -> int:
     _print(out, str(stage.outcome))
     return stage.outcome.exit_code or PROOF_FAILED_EXIT_CODE

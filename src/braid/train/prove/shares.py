@@ -70,7 +70,7 @@ class ShareCheck(NamedTuple):
     are_whole: bool = False
 
 
-class _Run(NamedTuple):
+class _ShareRun(NamedTuple):
     """Evaluation of one share: its loss and weight, and the tensors that the model was given."""
 
     loss: float
@@ -116,7 +116,7 @@ def noting_weights(model: nn.Module, note: Callable[[float | None], None]) -> It
         delattr(model, WEIGHT)
 
 
-def _gap(shares: list[_Run], whole: float, step: int) -> ShareGap | None:
+def _gap(shares: list[_ShareRun], whole: float, step: int) -> ShareGap | None:
     losses = [share.loss for share in shares]
     weights = [1.0 if share.weight is None else share.weight for share in shares]
     total = math.fsum(weights)
@@ -129,7 +129,7 @@ def _gap(shares: list[_Run], whole: float, step: int) -> ShareGap | None:
     return ShareGap(step + 1, f"{mean:.6g}", f"{whole:.6g}", tuple(f"{x:.6g}" for x in losses))
 
 
-def _are_whole(shares: list[_Run], whole: _Run) -> bool:
+def _are_whole(shares: list[_ShareRun], whole: _ShareRun) -> bool:
     return (
         len(shares) > 1
         and bool(whole.inputs)
@@ -142,7 +142,7 @@ def _are_whole(shares: list[_Run], whole: _Run) -> bool:
     )
 
 
-def _run(task: Task, model: nn.Module, rank: int, size: int, step: int) -> _Run:
+def _run(task: Task, model: nn.Module, rank: int, size: int, step: int) -> _ShareRun:
     weights: list[float | None] = [None]
     inputs: list[torch.Tensor] = []
 
@@ -157,4 +157,4 @@ def _run(task: Task, model: nn.Module, rank: int, size: int, step: int) -> _Run:
     finally:
         handle.remove()
     weight = weights[-1]
-    return _Run(loss, None if weight is None else float(weight), tuple(inputs))
+    return _ShareRun(loss, None if weight is None else float(weight), tuple(inputs))

@@ -1,8 +1,8 @@
 """Reports of benchmarks: figures are judged, shown and saved.
 
 A bench fills a `Report`, whose first fields are the same everywhere. It draws one table of the
-report and compares it with promises (`Verdict`). `save` writes JSON, `show` prints the table and
-the verdicts.
+report and compares it with promises (`BenchVerdict`). `save` writes JSON, `show` prints the table
+and the verdicts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from braid._version import __version__
 from braid.errors import ConfigError
 
 __all__ = [
+    "BenchVerdict",
     "Benchmark",
     "Report",
-    "Verdict",
     "check_minimums",
     "measured_on",
     "new_table",
@@ -98,7 +98,7 @@ class Benchmark(NamedTuple):
         return 0
 
 
-class Verdict(NamedTuple):
+class BenchVerdict(NamedTuple):
     """A promise, and whether it holds.
 
     Attributes:

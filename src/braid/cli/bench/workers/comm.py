@@ -21,12 +21,12 @@ from braid.cli.bench.workers.candidates import runs_of
 from braid.comm import Group
 from braid.context import init, shutdown
 
-__all__ = ["Explained", "Plan", "Row", "main"]
+__all__ = ["CommPlan", "ExplainedAlgorithms", "Row", "main"]
 
 Run = Callable[[], object]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class CommPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
@@ -46,7 +46,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float
 
 
-class Explained(msgspec.Struct):
+class ExplainedAlgorithms(msgspec.Struct):
     """Text about the algorithms that braid chose."""
 
     explained: str
@@ -76,7 +76,7 @@ class Row(msgspec.Struct, kw_only=True):
     over_mpi: dict[str, float] = {}
 
 
-def main(plan: Plan) -> Iterator[Row | Explained]:
+def main(plan: CommPlan) -> Iterator[Row | ExplainedAlgorithms]:
     """Measure everything; rank 0 yields a row at a time."""
     _from_mpi(os.environ)
     group = init()
@@ -94,13 +94,13 @@ def main(plan: Plan) -> Iterator[Row | Explained]:
             if operation == "barrier":
                 break
     if group.rank == 0:
-        yield Explained(explained=group.engine.explain())
+        yield ExplainedAlgorithms(explained=group.engine.explain())
     dist.destroy_process_group()
     shutdown()
 
 
 def _measure(
-    group: Group, operation: str, dtype: str, nbytes: int, runs: dict[str, Run], plan: Plan
+    group: Group, operation: str, dtype: str, nbytes: int, runs: dict[str, Run], plan: CommPlan
 ) -> Row:
     counts = {name: _count(group, run, plan.budget_s) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -32,7 +32,7 @@ from braid.comm import Group
 from braid.context import init, shutdown
 from braid.parallel.data_parallel import DistributedDataParallel
 
-__all__ = ["VARIANTS", "Case", "Measured", "Plan", "main"]
+__all__ = ["VARIANTS", "Case", "DDPPlan", "MeasuredCase", "main"]
 
 VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
 COMPARED = ("torch", "braid")  # each is compared with gloo
@@ -52,7 +52,7 @@ class Case(msgspec.Struct, frozen=True):
     batch: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class DDPPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float
 
 
-class Measured(msgspec.Struct, kw_only=True):
+class MeasuredCase(msgspec.Struct, kw_only=True):
     """Figures of one model.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Step:
         self._optimizer.step()
 
 
-def main(plan: Plan) -> list[Measured] | None:
+def main(plan: DDPPlan) -> list[MeasuredCase] | None:
     """Measure everything; rank 0 returns the figures."""
     group = init()
     dist.init_process_group("gloo")
@@ -128,8 +128,8 @@ def main(plan: Plan) -> list[Measured] | None:
 
 
 def _measure(
-    group: Group, over_braid: dist.ProcessGroup | None, case: Case, plan: Plan
-) -> Measured:
+    group: Group, over_braid: dist.ProcessGroup | None, case: Case, plan: DDPPlan
+) -> MeasuredCase:
     job = job_of(case.model, case.batch, seed=group.rank)
     base = job.model
     models: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _measure(
     for variant in COMPARED:
         pairs = zip(times[variant], times["gloo"], strict=True)
         speedup[variant] = [g / t for t, g in pairs]
-    return Measured(
+    return MeasuredCase(
         model=case.model,
         num_params=sum(p.numel() for p in base.parameters()),
         batch=case.batch,

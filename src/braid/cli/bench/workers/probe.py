@@ -26,8 +26,8 @@ from braid.programs.topology import LEVEL_NAMES, Rings, cpus_of, node_of, rings
 __all__ = [
     "LONG_BYTES",
     "REST_S",
-    "Measured",
-    "Plan",
+    "MeasuredLevel",
+    "ProbePlan",
     "Probed",
     "main",
     "measured",
@@ -42,7 +42,7 @@ LONG_BYTES = 64 << 10  # size of messages from which such a bucket matters
 SMALL_BYTES = 4  # size of a message whose time is all latency
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ProbePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements to make.
 
     Attributes:
@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     pin: bool = True
 
 
-class Measured(msgspec.Struct, kw_only=True):
+class MeasuredLevel(msgspec.Struct, kw_only=True):
     """Figures of one level.
 
     Attributes:
@@ -77,10 +77,10 @@ class Measured(msgspec.Struct, kw_only=True):
 class Probed(msgspec.Struct, kw_only=True):
     """Measured levels, from the ranks upwards."""
 
-    levels: list[Measured]
+    levels: list[MeasuredLevel]
 
 
-def main(plan: Plan) -> Iterator[Probed]:
+def main(plan: ProbePlan) -> Iterator[Probed]:
     """Measure; rank 0 yields the figures."""
     group = init()
     levels = stand(group, pin=plan.pin)
@@ -158,7 +158,7 @@ def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[
     """Compute medians, by level."""
     medians = {name: statistics.median(every) for name, every in times.items()}
     levels_ = [
-        Measured(
+        MeasuredLevel(
             name=level.name,
             size=level.size,
             latency_s=medians[f"{level.name} {SMALL_BYTES}"] / 2,

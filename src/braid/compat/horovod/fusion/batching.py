@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from braid.compat.horovod.fusion.request import BATCHED, Request, Response
 
-__all__ = ["Batch", "batches"]
+__all__ = ["FusedBatch", "batches"]
 
 
-class Batch(NamedTuple):
+class FusedBatch(NamedTuple):
     """Operations that are carried out at once.
 
     Attributes:
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
 def batches(
     responses: Sequence[Response], threshold_bytes: int, *, split_groups: bool = False
-) -> list[Batch]:
+) -> list[FusedBatch]:
     """Divide responses into batches, in the order of the first response of each.
 
     Args:
@@ -69,7 +69,7 @@ def batches(
             divided.append(members)
         members.append(response)
         filling[key] = members, nbytes + request.nbytes
-    return [Batch(tuple(members)) for members in divided]
+    return [FusedBatch(tuple(members)) for members in divided]
 
 
 def _likeness(request: Request) -> object:

@@ -11,7 +11,7 @@ import torch
 from braid.compat.horovod.fusion.request import Request, Response
 from braid.compat.horovod.fusion.streams import mark, wait_for_points
 
-__all__ = ["Entry", "Handle", "Result", "Waiters", "neutral"]
+__all__ = ["FusionHandle", "Result", "TensorTableEntry", "Waiters", "neutral"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | int | None
 
@@ -31,7 +31,7 @@ class Waiters:
         self.number = 0
         self._changed = threading.Condition()
 
-    def wait_for(self, handle: Handle) -> None:
+    def wait_for(self, handle: FusionHandle) -> None:
         """Block until a handle is done."""
         with self._changed:
             self.number += 1
@@ -46,7 +46,7 @@ class Waiters:
             self._changed.notify_all()
 
 
-class Handle:
+class FusionHandle:
     """Handle that `Fusion` returns for an operation that it carries out later.
 
     Args:
@@ -98,10 +98,10 @@ class Handle:
             self._done = True
 
     def __repr__(self) -> str:
-        return f"Handle({self.name!r}, {'done' if self._done else 'under way'})"
+        return f"FusionHandle({self.name!r}, {'done' if self._done else 'under way'})"
 
 
-class Entry(NamedTuple):
+class TensorTableEntry(NamedTuple):
     """One operation of this rank.
 
     Attributes:
@@ -116,7 +116,7 @@ class Entry(NamedTuple):
     request: Request
     tensor: torch.Tensor | None
     out: torch.Tensor | None
-    handle: Handle
+    handle: FusionHandle
     submitted_ns: int
     point: torch.cuda.Event | None = None
 
@@ -133,17 +133,17 @@ class Entry(NamedTuple):
         out: torch.Tensor | None,
         waiters: Waiters,
         now_ns: int,
-    ) -> Entry:
+    ) -> TensorTableEntry:
         """Return the entry of a caller's request."""
         given = tensor if tensor is None or not tensor.is_inference() else _plain(tensor)
         if out is tensor:
             place = given
         else:
             place = out if out is None or not out.is_inference() else _plain(out)
-        return cls(request, given, place, Handle(request.name, waiters), now_ns, mark(tensor))
+        return cls(request, given, place, FusionHandle(request.name, waiters), now_ns, mark(tensor))
 
     @classmethod
-    def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> Entry:
+    def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> TensorTableEntry:
         """Return an entry that does not change the result, for a rank that has joined.
 
         Args:
@@ -152,7 +152,7 @@ class Entry(NamedTuple):
             device: Number of this rank's device: the request's is another rank's.
         """
         request = response.request
-        handle = Handle(request.name, waiters)
+        handle = FusionHandle(request.name, waiters)
         if response.error or not request.dtype:
             return cls(request, None, None, handle, 0)
         kind = request.device.partition(":")[0]

@@ -28,10 +28,10 @@ import torch
 from braid.comm import Group
 from braid.compat.horovod.fusion.activities import Activities
 from braid.compat.horovod.fusion.autotune import Autotuner, Settings
-from braid.compat.horovod.fusion.batching import Batch
-from braid.compat.horovod.fusion.entry import Entry, Handle, Waiters
+from braid.compat.horovod.fusion.batching import FusedBatch
+from braid.compat.horovod.fusion.entry import FusionHandle, TensorTableEntry, Waiters
 from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
-from braid.compat.horovod.fusion.fusion_state import FusionState, Outcome
+from braid.compat.horovod.fusion.fusion_state import CycleOutcome, FusionState
 from braid.compat.horovod.fusion.operations import (
     Operations,
     default_operations,
@@ -105,13 +105,13 @@ class Fusion:
         )
         self._on_stall = on_stall or (lambda _stall: None)
         self._state = FusionState(group.rank, group.ranks, self.options.state)
-        self._entries: dict[str, Entry] = {}
-        self._in_flight: list[Entry] = []  # being carried out
+        self._entries: dict[str, TensorTableEntry] = {}
+        self._in_flight: list[TensorTableEntry] = []  # being carried out
         self._lock = threading.Condition()
         self._waiters = Waiters(self._hurry)
         self._is_asleep = False
         self._num_places = 0
-        self._joining: Handle | None = None
+        self._joining: FusionHandle | None = None
         self._joined_on = 0  # number of a device
         self._urgent = False
         self._pause_s = MIN_PAUSE_S
@@ -135,7 +135,7 @@ class Fusion:
 
     def submit(
         self, request: Request, tensor: torch.Tensor | None, out: torch.Tensor | None = None
-    ) -> Handle:
+    ) -> FusionHandle:
         """Let an operation be carried out when all ranks have submitted it.
 
         Args:
@@ -152,11 +152,12 @@ class Fusion:
 
     def submit_all(
         self, wanted: Iterable[tuple[Request, torch.Tensor | None, torch.Tensor | None]]
-    ) -> list[Handle]:
+    ) -> list[FusionHandle]:
         """Submit several operations at once; see `submit`. All or none of them are accepted."""
         now_ns = self._clock.now_ns()
         made = [
-            Entry.of(request, tensor, out, self._waiters, now_ns) for request, tensor, out in wanted
+            TensorTableEntry.of(request, tensor, out, self._waiters, now_ns)
+            for request, tensor, out in wanted
         ]
         with self._lock:
             self._check_running()
@@ -189,7 +190,7 @@ class Fusion:
             self._num_places += numel + ALIGNMENT
         return first
 
-    def join(self, device: int | None = None) -> Handle:
+    def join(self, device: int | None = None) -> FusionHandle:
         """Stand in for operations of other ranks until all have joined; return a handle.
 
         Its result is the rank that joined last. A stand-in changes nothing: zeros in sums and
@@ -204,7 +205,7 @@ class Fusion:
             ConfigError: This rank has joined, and waits for others that have not.
             CommError: The engine has ended.
         """
-        handle = Handle("join", self._waiters)
+        handle = FusionHandle("join", self._waiters)
         if device is None:  # the engine's thread has a current device of its own
             known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             device = torch.cuda.current_device() if known else 0
@@ -330,13 +331,17 @@ class Fusion:
         decided: bytes = self.group.objects.broadcast(answer)
         return decided
 
-    def _own_entries(self, batch: Batch, outcome: Outcome) -> list[Entry | None]:
+    def _own_entries(
+        self, batch: FusedBatch, outcome: CycleOutcome
+    ) -> list[TensorTableEntry | None]:
         """Return this rank's entries of a batch; None where it has joined, or has refused."""
         refused, entries = outcome.refused_here, self._entries
         names = [response.name for response in batch.responses]
         return [None if name in refused else entries.pop(name, None) for name in names]
 
-    def _try(self, batch: Batch, own: Sequence[Entry | None], agreed_ns: int) -> None:
+    def _try(
+        self, batch: FusedBatch, own: Sequence[TensorTableEntry | None], agreed_ns: int
+    ) -> None:
         """Carry out a batch, or let it fail on all ranks."""
         error = batch.responses[0].error or self._missing_memory(batch)
         if error:
@@ -344,7 +349,7 @@ class Fusion:
             return
         try:
             entries = [
-                entry or Entry.stand_in(response, self._waiters, self._joined_on)
+                entry or TensorTableEntry.stand_in(response, self._waiters, self._joined_on)
                 for entry, response in zip(own, batch.responses, strict=True)
             ]
             self._carry_out(batch, entries, agreed_ns)
@@ -357,7 +362,7 @@ class Fusion:
                 raise CommError(error) from exc
             self._refuse(own, error, exc)
 
-    def _missing_memory(self, batch: Batch) -> str:
+    def _missing_memory(self, batch: FusedBatch) -> str:
         """Return which ranks have no memory for a large batch; the same on all ranks."""
         if needed_bytes(batch) < LARGE_BYTES:
             return ""
@@ -374,7 +379,9 @@ class Fusion:
             return False
         return self._state.all_broken(self._bitmask.numpy().tobytes())
 
-    def _carry_out(self, batch: Batch, entries: Sequence[Entry], agreed_ns: int) -> None:
+    def _carry_out(
+        self, batch: FusedBatch, entries: Sequence[TensorTableEntry], agreed_ns: int
+    ) -> None:
         if batch.request.kind == STOP_TIMELINE:
             self._path = None
             error = self.group.objects.broadcast(self._write_timeline(self._stop_path))
@@ -408,7 +415,7 @@ class Fusion:
                 )
 
     def _refuse(
-        self, entries: Sequence[Entry | None], error: str, cause: Exception | None = None
+        self, entries: Sequence[TensorTableEntry | None], error: str, cause: Exception | None = None
     ) -> None:
         for entry in entries:
             if entry is not None:
@@ -425,7 +432,7 @@ class Fusion:
         start = Settings(options.state.threshold_bytes, options.cycle_time_s)
         return Autotuner(start, options.autotune)
 
-    def _tune(self, outcome: Outcome) -> None:
+    def _tune(self, outcome: CycleOutcome) -> None:
         """Apply new settings, and look for better ones."""
         if outcome.cycle_time_s is not None:
             self._cycle_time_s = outcome.cycle_time_s
@@ -446,7 +453,7 @@ class Fusion:
         """Record what becomes of each tensor from now on."""
         self._timeline = Timeline(self.group.context.rank, mark_cycles=mark_cycles)
 
-    def stop_timeline(self, path: Path | None) -> Handle:
+    def stop_timeline(self, path: Path | None) -> FusionHandle:
         """Write the timelines of all ranks, which all call this.
 
         The file is on the first rank when the handle is done.

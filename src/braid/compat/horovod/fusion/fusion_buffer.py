@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from braid.comm import Group
-from braid.compat.horovod.fusion.batching import Batch
+from braid.compat.horovod.fusion.batching import FusedBatch
 from braid.parallel.gradients import FlatBuffer, allocator
 
 __all__ = ["ALIGNMENT", "FusionBuffer"]
@@ -17,8 +17,8 @@ MAX_KNOWN = 64
 ALIGNMENT = 64  # bytes; no two tensors share a cache line
 
 
-class _Place(NamedTuple):
-    batch: Batch
+class _BatchPlace(NamedTuple):
+    batch: FusedBatch
     buffer: FlatBuffer
 
 
@@ -33,10 +33,10 @@ class FusionBuffer:
         self._group = group
         self._memory: dict[str, torch.Tensor] = {}
         # batches that come back in every step are the same objects
-        self._known: dict[int, _Place] = {}
+        self._known: dict[int, _BatchPlace] = {}
 
     def views(
-        self, batch: Batch, tensors: Sequence[torch.Tensor]
+        self, batch: FusedBatch, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return memory for a batch: one flat tensor, and a part of it for each of its tensors.
 
@@ -54,7 +54,7 @@ class FusionBuffer:
         )
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[id(batch)] = _Place(batch, buffer)
+        self._known[id(batch)] = _BatchPlace(batch, buffer)
         return buffer.tensor, buffer.views
 
     def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:

@@ -36,16 +36,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from braid.compat.horovod.fusion.autotune import Settings
-from braid.compat.horovod.fusion.batching import Batch, batches
+from braid.compat.horovod.fusion.batching import FusedBatch, batches
 from braid.compat.horovod.fusion.coordinator import Coordinator
 from braid.compat.horovod.fusion.options import StateOptions
 from braid.compat.horovod.fusion.request import (
     JOINABLE,
     NOTHING,
-    Answer,
     RankList,
     Request,
     Response,
+    ResponseList,
     check_sendable,
     read_answer,
     read_list,
@@ -54,7 +54,7 @@ from braid.compat.horovod.fusion.response_cache import Lookup, ResponseCache
 from braid.compat.horovod.fusion.stall import Stall, StallInspector
 from braid.errors import CommError, ConfigError
 
-__all__ = ["FusionState", "Outcome"]
+__all__ = ["CycleOutcome", "FusionState"]
 
 QUIET, WORKING, JOINED, SOUND, BROKEN = 1, 2, 4, 8, 16
 NUM_FLAGS = 5
@@ -63,7 +63,7 @@ MAX_PLANS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CycleOutcome:
     """Result of a cycle, the same on all ranks but for `refused_here`.
 
     Attributes:
@@ -75,7 +75,7 @@ class Outcome:
         cycle_time_s: Time for which requests are collected from now on, if that changes.
     """
 
-    batches: Sequence[Batch] = ()
+    batches: Sequence[FusedBatch] = ()
     last_joined: int = -1
     stalls: Sequence[Stall] = ()
     stop: str = ""
@@ -99,7 +99,7 @@ class _Planned(NamedTuple):
     positions: tuple[int, ...]
     bits: int
     names: tuple[str, ...]
-    batches: list[Batch]
+    batches: list[FusedBatch]
 
 
 class _Cycle(NamedTuple):
@@ -327,10 +327,12 @@ class FusionState:
         last = table.all_joined()
         stalls, fatal = self._inspector.inspect(table.waiting(), table.joined, now_s)
         settings, self._proposed = self._proposed, None
-        decided = Answer(responses, -1 if last is None else last, stalls, stop or fatal, settings)
+        decided = ResponseList(
+            responses, -1 if last is None else last, stalls, stop or fatal, settings
+        )
         return msgspec.msgpack.encode(decided)
 
-    def conclude(self, answer: bytes | None = None) -> Outcome:
+    def conclude(self, answer: bytes | None = None) -> CycleOutcome:
         """Return what is to be done now.
 
         Args:
@@ -340,7 +342,7 @@ class FusionState:
         self._remove(ready)
         if answer is None and all_work:
             self._enter_waiting()
-            return Outcome(ready.batches)
+            return CycleOutcome(ready.batches)
         cached = [self._cached(position, all_work=all_work) for position in ready.positions]
         new = NOTHING if answer is None else read_answer(answer)
         behind = self._waiting_names()
@@ -360,7 +362,7 @@ class FusionState:
             self._threshold_bytes, cycle_time_s = new.settings
             self._plans.clear()
         self._enter_waiting()
-        return Outcome(planned, new.last_joined, new.stalls, new.stop, refused, cycle_time_s)
+        return CycleOutcome(planned, new.last_joined, new.stalls, new.stop, refused, cycle_time_s)
 
     @property
     def digest(self) -> int:
@@ -407,7 +409,7 @@ class FusionState:
             )
         return planned
 
-    def _divide(self, responses: Sequence[Response]) -> list[Batch]:
+    def _divide(self, responses: Sequence[Response]) -> list[FusedBatch]:
         options = self.options
         return batches(responses, self._threshold_bytes, split_groups=options.split_groups)
 

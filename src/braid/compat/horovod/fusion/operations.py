@@ -18,17 +18,17 @@ import torch
 
 from braid.comm import Group
 from braid.compat.horovod.fusion.activities import Activities
-from braid.compat.horovod.fusion.batching import Batch
-from braid.compat.horovod.fusion.entry import Entry, Result, neutral
+from braid.compat.horovod.fusion.batching import FusedBatch
+from braid.compat.horovod.fusion.entry import Result, TensorTableEntry, neutral
 from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.compat.horovod.fusion.request import Request
 from braid.errors import CommError
 from braid.runtime.torch_internals import foreach_copy_
 
-__all__ = ["Operation", "Operations", "default_operations", "missing_memory", "needed_bytes"]
+__all__ = ["BatchOperation", "Operations", "default_operations", "missing_memory", "needed_bytes"]
 
 
-class Operation(Protocol):
+class BatchOperation(Protocol):
     """One way of carrying out some batches.
 
     Attributes:
@@ -39,11 +39,11 @@ class Operation(Protocol):
     name: str
     kind: str
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether it can carry out this batch; the same on all ranks."""
         ...
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Carry out the batch, and return the results in its order."""
         ...
 
@@ -58,17 +58,19 @@ class Operations:
     """
 
     def __init__(
-        self, operations: Sequence[Operation], on_choice: Callable[[str, str], None] | None = None
+        self,
+        operations: Sequence[BatchOperation],
+        on_choice: Callable[[str, str], None] | None = None,
     ) -> None:
         self._operations = list(operations)
         self._on_choice = on_choice or (lambda _kind, _name: None)
         self._chosen: set[str] = set()
 
-    def prefer(self, operation: Operation) -> None:
+    def prefer(self, operation: BatchOperation) -> None:
         """Ask this operation before all others."""
         self._operations.insert(0, operation)
 
-    def choose(self, batch: Batch) -> Operation:
+    def choose(self, batch: FusedBatch) -> BatchOperation:
         """Return the first operation that suits a batch.
 
         Raises:
@@ -132,11 +134,11 @@ class BufferedAllReduce(_AllReduceBase):
     name = "all_reduce through the fusion buffer"
     kind = "all_reduce"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the batch has several tensors."""
         return batch.request.op in REDUCTIONS and len(batch.responses) > 1
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Copy in, reduce, copy out."""
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         flat, views = self._buffer.views(batch, tensors)
@@ -158,11 +160,11 @@ class PlacedAllReduce(_AllReduceBase):
     name = "all_reduce in place, side by side"
     kind = "all_reduce"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the tensors have places, the same on all ranks."""
         return batch.request.op in REDUCTIONS and batch.request.place >= 0
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Reduce run by run."""
         requests = [response.request for response in batch.responses]
         for run in runs(requests):
@@ -180,7 +182,7 @@ class PlacedAllReduce(_AllReduceBase):
                     own.copy_(part)
         return [_out(entry) for entry in entries]
 
-    def _assembled(self, members: Sequence[Entry], numel: int) -> torch.Tensor:
+    def _assembled(self, members: Sequence[TensorTableEntry], numel: int) -> torch.Tensor:
         """Return a run on a rank that has joined: its earlier tensors amidst neutral numbers."""
         x = _given(members[0])
         flat = self._buffer.scratch(numel, x).fill_(neutral(members[0].request.op, x.dtype))
@@ -195,11 +197,11 @@ class AllReduce(_AllReduceBase):
     name = "all_reduce in place"
     kind = "all_reduce"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the batch has a single tensor."""
         return batch.request.op in REDUCTIONS and len(batch.responses) == 1
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Reduce in the place of the result."""
         (entry,) = entries
         out = _out(entry)
@@ -218,11 +220,11 @@ class Broadcast(_Base):
     name = "broadcast"
     kind = "broadcast"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the request has a root."""
         return batch.request.root >= 0
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Broadcast in the place of the result."""
         (entry,) = entries
         out = _out(entry)
@@ -243,11 +245,11 @@ class AllGather(_Base):
     name = "all_gather"
     kind = "all_gather"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the numbers of rows are known."""
         return bool(batch.responses[0].rows)
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Gather into a new tensor."""
         (entry,) = entries
         x = _given(entry)
@@ -265,11 +267,11 @@ class AllToAll(_Base):
     name = "all_to_all"
     kind = "all_to_all"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the numbers of rows are known."""
         return bool(batch.responses[0].rows)
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Return a new tensor, and the number of rows from each rank."""
         (entry,) = entries
         x = _given(entry)
@@ -292,11 +294,11 @@ class ReduceScatter(_Base):
     name = "reduce_scatter"
     kind = "reduce_scatter"
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the reduction is defined."""
         return batch.request.op in REDUCTIONS
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Reduce into a new tensor."""
         (entry,) = entries
         x = _given(entry)
@@ -322,11 +324,11 @@ class Nothing:
     def __init__(self, kind: str) -> None:
         self.name = self.kind = kind
 
-    def suits(self, batch: Batch) -> bool:
+    def suits(self, batch: FusedBatch) -> bool:
         """Return whether the batch is of its kind."""
         return batch.request.kind == self.kind
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:  # noqa: ARG002
         """Return no results."""
         return [None for _ in batch.responses]
 
@@ -367,7 +369,7 @@ def default_operations(
     )
 
 
-def needed_bytes(batch: Batch) -> int:
+def needed_bytes(batch: FusedBatch) -> int:
     """Return a limit of the bytes that a rank allocates for a batch; the same on all ranks."""
     response = batch.responses[0]
     if not response.rows:
@@ -376,7 +378,7 @@ def needed_bytes(batch: Batch) -> int:
     return sum(map(sum, response.rows)) * row_bytes
 
 
-def missing_memory(batch: Batch, rank: int) -> str:
+def missing_memory(batch: FusedBatch, rank: int) -> str:
     """Return why this rank has not the memory for a batch; empty if it has.
 
     Args:
@@ -436,7 +438,7 @@ def _row(x: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _parts(
-    members: Sequence[Entry], flat: torch.Tensor
+    members: Sequence[TensorTableEntry], flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield tensors that this rank has submitted as they lie in memory, with parts of a run."""
     for entry in members:
@@ -446,12 +448,12 @@ def _parts(
             yield own, flat[start : start + own.numel()]
 
 
-def _given(entry: Entry) -> torch.Tensor:
+def _given(entry: TensorTableEntry) -> torch.Tensor:
     if entry.tensor is None:
         msg = f"{entry.request.kind} of {entry.request.name!r} has no tensor"
         raise CommError(msg)
     return entry.tensor
 
 
-def _out(entry: Entry) -> torch.Tensor:
+def _out(entry: TensorTableEntry) -> torch.Tensor:
     return torch.empty_like(_given(entry)) if entry.out is None else entry.out

@@ -13,10 +13,10 @@ __all__ = [
     "BATCHED",
     "JOINABLE",
     "NOTHING",
-    "Answer",
     "RankList",
     "Request",
     "Response",
+    "ResponseList",
     "check_sendable",
     "read_answer",
     "read_list",
@@ -127,7 +127,7 @@ class RankList(msgspec.Struct, array_like=True):
     stopping: str
 
 
-class Answer(msgspec.Struct, array_like=True):
+class ResponseList(msgspec.Struct, array_like=True):
     """Decisions of rank 0.
 
     Attributes:
@@ -145,8 +145,8 @@ class Answer(msgspec.Struct, array_like=True):
     settings: tuple[int, float] | None = None
 
 
-NOTHING = Answer([], -1, [], "")
+NOTHING = ResponseList([], -1, [], "")
 
 # made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
 read_list = msgspec.msgpack.Decoder(RankList).decode
-read_answer = msgspec.msgpack.Decoder(Answer).decode
+read_answer = msgspec.msgpack.Decoder(ResponseList).decode

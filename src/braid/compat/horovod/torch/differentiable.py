@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from braid.compat.horovod.failure import UnsupportedError
+from braid.compat.horovod.failure import UnsupportedArgumentError
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch import operations as under_way
 from braid.compat.horovod.torch.arguments import refused_on_all
@@ -225,7 +225,7 @@ def _linear(op: ReduceOp) -> None:
         msg = (
             f"{op.name} has no gradient here, only Average, Sum and Adasum have: detach the tensor"
         )
-        raise UnsupportedError(msg)
+        raise UnsupportedArgumentError(msg)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from braid.compat.horovod.failure import HorovodInternalError, translated
-from braid.compat.horovod.fusion import Handle, Result
+from braid.compat.horovod.fusion import FusionHandle, Result
 from braid.errors import ConfigError
 
 __all__ = ["HorovodInternalError", "Pending", "PendingSparse", "poll", "synchronize"]
@@ -26,7 +26,7 @@ class Pending:
 
     def __init__(
         self,
-        parts: Sequence[Handle],
+        parts: Sequence[FusionHandle],
         finish: Callable[[list[Result]], Any],
         held: object = None,
     ) -> None:

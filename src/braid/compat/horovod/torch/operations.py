@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from braid.compat.horovod.failure import UnsupportedError, translated
-from braid.compat.horovod.fusion import Handle, Request, Result
+from braid.compat.horovod.failure import UnsupportedArgumentError, translated
+from braid.compat.horovod.fusion import FusionHandle, Request, Result
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
-from braid.compat.horovod.session import Member
+from braid.compat.horovod.session import SessionMember
 from braid.compat.horovod.torch.arguments import (
     check_tensor,
     check_tensors,
@@ -304,7 +304,7 @@ def sparse_allreduce_async(
         wanted = chosen_op(op)
         if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
             msg = f"op of a sparse tensor must be Average or Sum, got {wanted.name}"
-            raise UnsupportedError(msg)
+            raise UnsupportedArgumentError(msg)
         what = getattr(tensor, "layout", type(tensor).__name__)
         if what is not torch.sparse_coo:
             msg = f"sparse_allreduce_async works on sparse COO tensors, got {what}: use allreduce"
@@ -366,7 +366,7 @@ def _reducing(op: Any, tensor: torch.Tensor, prescale: Any, postscale: Any) -> d
     wanted = chosen_op(op)
     if wanted is ReduceOp.ADASUM:
         msg = "reducescatter does not know Adasum: use another reduction"
-        raise UnsupportedError(msg)
+        raise UnsupportedArgumentError(msg)
     return {
         "op": engine_op(wanted, tensor),
         "prescale": factor(prescale, "prescale_factor"),
@@ -454,7 +454,7 @@ def _broadcast(
     return Pending([handle], lambda _: out, (tensor, out))
 
 
-def _submit(member: Member, wanted: Sequence[Wanted]) -> list[Handle]:
+def _submit(member: SessionMember, wanted: Sequence[Wanted]) -> list[FusionHandle]:
     with translated():
         return member.engine.submit_all(wanted)
 

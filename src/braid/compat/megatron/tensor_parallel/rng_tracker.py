@@ -139,14 +139,14 @@ class CudaRNGStatesTracker:
             self._current_state_name = before
 
 
-class _Holder:
+class _TrackerHolder:
     """The tracker of this process."""
 
     def __init__(self) -> None:
         self.tracker: CudaRNGStatesTracker | None = None
 
 
-_HOLDER = _Holder()
+_HOLDER = _TrackerHolder()
 
 
 def initialize_rng_tracker(
