@@ -294,10 +294,11 @@ def _arrows(
         for kind in kinds
     ]
     parts.append("</defs>")
-    for place, kind in enumerate(kinds):
-        at = left + 110 * place
+    at = left
+    for kind in kinds:
         parts.append(_line(f"M{at} 14h22", COLOUR_OF[kind], ' stroke-width="2.5"'))
         parts.append(_text(at + 27, 18, kind))
+        at += 44 + 7 * len(kind)
     gone = {node: (at_s, text) for node, at_s, text in ends}
     for node in nodes:
         last_s, text = gone.get(node, (end_s, ""))
