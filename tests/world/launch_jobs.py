@@ -18,10 +18,10 @@ from braid.errors import PeerLostError
 from braid.runtime.events import EventRing, Recorder
 from braid.runtime.rendezvous import (
     ControlClient,
-    Failed,
-    Hello,
     JobEnvironment,
     Left,
+    RankFailed,
+    RankHello,
     RankLost,
     Saved,
 )
@@ -51,7 +51,7 @@ class Rank:
         self.control = ControlClient.dial(env.store_address, secret, me, timeout_s=10)
         self.store = StoreClient(connect(env.store_address, secret, me, timeout_s=10))
         faulthandler.register(signal.SIGUSR1, file=env.stacks_fd, all_threads=True)
-        self.control.send(Hello(os.getpid()))
+        self.control.send(RankHello(os.getpid()))
 
     def barrier(self, number: int) -> None:
         """Wait for all ranks, or until one is lost."""
@@ -168,7 +168,7 @@ def train(how: str, at_step: str) -> None:
                 rank.barrier(step)
     except Exception as exc:
         if how == "say":
-            rank.control.send(Failed(type(exc).__name__, str(exc), "train.py:7 in step"))
+            rank.control.send(RankFailed(type(exc).__name__, str(exc), "train.py:7 in step"))
             if rank.env.rank == 1:
                 wait("deaf")
         raise
