@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import asdict
 from training import said_by
 
 from braid.comm import Group
@@ -111,9 +112,9 @@ def test_plain_forms_copy_and_direct_forms_do_not():
             seen.append(build) or original(nodes, build, **own)
         )
         worker.wait(worker.push(keys, vals, copy=False))
-        from braid.ps.kv.app import RequestHeader
+        from braid.ps.kv.messages import KVRequest
 
-        _, buffers = seen[0](RequestHeader(0, 0, 0, 0, 0))
+        _, buffers = seen[0](KVRequest(app=0, customer=0, timestamp=0, seen=0, part=0))
         addresses = [np.frombuffer(each, dtype=np.uint8).ctypes.data for each in buffers]
         assert addresses == [keys.data_ptr(), vals.data_ptr()]
 
@@ -406,7 +407,7 @@ def test_what_no_worker_of_ours_sends_is_refused_by_the_server():
                     "specs": specs,
                     "codings": [],
                 } | others
-                return Transfer(**header._asdict(), **fields), buffers
+                return Transfer(**asdict(header), **fields), buffers
 
             return said_by(lambda: worker.wait(worker._ask({0: "server:0"}, build), 10), CommError)
 

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError
 from braid.ps.customer import Customer, Memory
@@ -32,20 +32,10 @@ from braid.runtime.wire import Buffer
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode
 
-__all__ = ["App", "Build", "RequestHeader", "Ticket"]
+__all__ = ["App", "Build", "Ticket"]
 
 LOG = logging.getLogger(__name__)
 MAX_APP = 1 << 31
-
-
-class RequestHeader(NamedTuple):
-    """First fields of a request."""
-
-    app: int
-    customer: int
-    timestamp: int
-    seen: int
-    part: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +50,7 @@ class Ticket:
     priority: int
 
 
-Build: TypeAlias = Callable[[RequestHeader], "tuple[Message, Sequence[Buffer]]"]
+Build: TypeAlias = Callable[[KVRequest], "tuple[Message, Sequence[Buffer]]"]
 OnAnswer: TypeAlias = Callable[[int, Delivery], None]
 
 
@@ -159,8 +149,15 @@ class App(ABC):
         def build_part(parts: tuple[int, ...]) -> tuple[Message, Sequence[Buffer]]:
             customer = self._customer
             (part,) = parts  # each node has one
-            numbers = self.app_id, self.customer_id, timestamp, customer.first_open
-            return build(RequestHeader(*numbers, part))
+            return build(
+                KVRequest(
+                    app=self.app_id,
+                    customer=self.customer_id,
+                    timestamp=timestamp,
+                    seen=customer.first_open,
+                    part=part,
+                )
+            )
 
         def answered(delivery: Delivery, parts: tuple[int, ...]) -> None:
             try:

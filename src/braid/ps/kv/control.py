@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from msgspec.structs import asdict
+
 from braid.errors import BraidError, CommError
-from braid.ps.kv.app import App, RequestHeader, Ticket
+from braid.ps.kv.app import App, Ticket
 from braid.ps.kv.messages import Candidate, Depart, Enter, KVRequest, Members, Numbered, Passed
 from braid.ps.kv.protocol.members_state import (
     Instruction,
@@ -38,14 +40,14 @@ class Control(App):
 
     def enter(self, group: int, number: int) -> int:
         """Come to a barrier; returns the timestamp to wait for."""
-        return self._ask_scheduler(lambda own: Enter(**own._asdict(), group=group, number=number))
+        return self._ask_scheduler(lambda own: Enter(**asdict(own), group=group, number=number))
 
     def depart(self) -> int:
         """Inform the scheduler that this node is done; returns the timestamp to wait for."""
-        return self._ask_scheduler(lambda own: Depart(**own._asdict()))
+        return self._ask_scheduler(lambda own: Depart(**asdict(own)))
 
-    def _ask_scheduler(self, make: Callable[[RequestHeader], Message]) -> int:
-        def build(header: RequestHeader) -> tuple[Message, Sequence[Buffer]]:
+    def _ask_scheduler(self, make: Callable[[KVRequest], Message]) -> int:
+        def build(header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
             return make(header), ()
 
         return self._ask({0: SCHEDULER}, build)

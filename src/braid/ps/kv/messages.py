@@ -41,7 +41,7 @@ __all__ = [
 
 
 class KVRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of all requests that are executed once.
+    """First fields of all requests that are executed once.
 
     Attributes:
         app: Number of the program's part that asks, and of the one that answers.

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from msgspec.structs import asdict
+
 from braid.errors import CommError, ConfigError
-from braid.ps.kv.app import App, RequestHeader, Ticket
+from braid.ps.kv.app import App, Ticket
 from braid.ps.kv.groups import id_of, members_of
 from braid.ps.kv.messages import KVRequest, Note, NoteReceived
 from braid.ps.messages import check_type
@@ -99,8 +101,8 @@ class SimpleApp(App):
             msg = f"{self._node.name} is itself in {to}: a node does not ask itself"
             raise ConfigError(msg)
 
-        def build(header: RequestHeader) -> tuple[Message, Sequence[Buffer]]:
-            return Note(**header._asdict(), head=head, body=body), ()
+        def build(header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
+            return Note(**asdict(header), head=head, body=body), ()
 
         def on_answer(part: int, delivery: Delivery) -> None:
             message, handle = delivery.message, self._response_handle

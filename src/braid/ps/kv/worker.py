@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import asdict
 
 from braid.errors import CommError, ConfigError
-from braid.ps.kv.app import RequestHeader
 from braid.ps.kv.filters import Filter, KeyCache
 from braid.ps.kv.layout import KeyLayout
-from braid.ps.kv.messages import Head, Transfer, Transferred
+from braid.ps.kv.messages import Head, KVRequest, Transfer, Transferred
 from braid.ps.kv.pairs import Keys, KVPairs, Lens, check_pairs
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp
@@ -243,11 +243,11 @@ class KVWorker(SimpleApp):
         codings = [each.coding() for each in own.filters] if out is not None else []
         ranged = self._slicer is by_range
 
-        def build(header: RequestHeader) -> tuple[Message, Sequence[Buffer]]:
+        def build(header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
             parcel = self._parcel_to_send(own, header.part)
             names, specs, buffers = parcel.pack()
             message = Transfer(
-                **header._asdict(),
+                **asdict(header),
                 cmd=cmd,
                 push=push,
                 pull=out is not None,
