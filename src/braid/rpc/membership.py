@@ -237,11 +237,13 @@ def _wait_for_all(agent: Agent, timeout_s: float | None) -> None:
 
 def _has_written(agent: Agent, node: int, key: str, until: float) -> bool:
     """Wait until a node has set a key, is lost, or time is up; return whether it has set it."""
-    while agent.is_alive(node) and (left_s := until - time.monotonic()) > 0:
+    while not agent.store.check([key]):  # first, since a node that has left takes long to reach
+        left_s = until - time.monotonic()
+        if left_s <= 0 or not agent.is_alive(node):
+            return agent.store.check([key])
         with contextlib.suppress(CommTimeout):
             agent.store.wait([key], min(left_s, _LOOK_S))
-            return True
-    return agent.store.check([key])
+    return True
 
 
 def _meet(
