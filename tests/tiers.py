@@ -27,7 +27,6 @@ ALL: Tier = "all"
 TIERS: dict[str, Tier] = {
     "frameworks/": ALL,
     "gpu/": ALL,
-    "gpu/test_gpu_nccl.py": TEST,
     "netns/": ALL,
     # a few tests of each package that starts launchers
     "world/test_bench.py::test_benches_that_make_no_sense": TEST,
@@ -36,6 +35,7 @@ TIERS: dict[str, Tier] = {
     "world/test_probe.py": TEST,
     "world/test_probe.py::test_the_file_is_read": ALL,
     "world/test_rl.py::test_a_killed_actor": ALL,
+    "world/test_rl.py::test_two_actors": VALUES,
     "world/test_train.py::test_ranks_compute_the_same_bits": TEST,
     # pages and examples
     "unit/test_docs_collectives.py::test_page_and_picture": ALL,
@@ -54,7 +54,7 @@ TIERS: dict[str, Tier] = {
     "unit/test_ps_simulation.py::test_each_accepted_push_of_a_worker": PAIRS,
     "unit/test_ps_simulation.py::test_hot_shards_move_to_servers_with_little_load[1": ALL,
     "unit/test_schedule_pipelines.py::test_v_half_and_v_min": ALL,
-    "world/test_comm_c10d.py::test_claim_holds_over_gloo": VALUES,
+    "world/test_comm_c10d.py::test_claim_holds_over_gloo": ALL,
     "world/test_comm_device_waits.py::test_claim_holds": ALL,
     "world/test_comm_explorer.py::test_collectives_that_follow_each_other_do_not_race[3": ALL,
     "world/test_comm_explorer.py::test_hosts_never_wait_for_each_other_nor_write_what_is_still_read[hosts3": ALL,
