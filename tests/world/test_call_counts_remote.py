@@ -1,0 +1,74 @@
+"""The paths of a push, of a remote call and of `parallelize` through braid stay short.
+
+Limits are the counts that were reached. A wait costs calls of its own, so the smallest of many counts is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from braid import ps, rpc
+from braid.comm import Group
+from braid.parallel.tensor_parallel import parallelize
+from rpc_nodes import first_of
+from support.call_counts import CallCounts, count_calls
+
+ROUNDS = 60
+
+
+def _fewest(counts: list[CallCounts]) -> CallCounts:
+    return min(counts, key=lambda c: c.calls)
+
+
+def _pushes(group: Group) -> CallCounts | None:
+    """Count a step of a worker: a push, and the pull of what the server made of it."""
+    with ps.join(group, 1) as node:
+        table = node.dense("w", torch.ones(256), lambda params: torch.optim.SGD(params, lr=0.1))
+        if not node.is_worker:
+            node.serve()
+            return None
+        x = torch.ones(256)
+
+        def step() -> None:
+            table.push(x)
+            table.pull()
+
+        return _fewest([count_calls(step) for _ in range(ROUNDS)])
+
+
+def test_a_push_and_a_pull_make_few_calls(procs):
+    *_, counts = procs(3, _pushes)
+    assert counts.calls <= 241, counts.by_function
+    assert counts.files <= 25, counts.by_function
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_remote_call_makes_few_calls():
+    x = torch.ones(256)
+    with first_of(2, allowed_modules=[__name__]):
+        counts = [count_calls(lambda: rpc.rpc_sync("w1", twice, (x,))) for _ in range(ROUNDS)]
+    counts = _fewest(counts)
+    assert counts.calls <= 79, counts.by_function
+    assert counts.files <= 26, counts.by_function
+
+
+def _divides(group: Group, num_pairs: int) -> CallCounts:
+    plan = {str(i): "row" if i % 2 else "column" for i in range(2 * num_pairs)}
+    nets = [nn.Sequential(*(nn.Linear(8, 8) for _ in plan)) for _ in range(10)]
+    return _fewest([count_calls(lambda net=net: parallelize(net, group, plan)) for net in nets])
+
+
+def _own(counts: CallCounts) -> int:
+    """Calls of the package, without those of a rank that waits for the others."""
+    return sum(n for name, n in counts.by_function.items() if name.startswith("parallel/"))
+
+
+def test_parallelize_makes_few_calls_and_as_many_for_each_layer(procs):
+    few, many = (_fewest(procs(2, _divides, num_pairs)) for num_pairs in (1, 2))
+    assert _own(few) <= 132, few.by_function
+    assert few.files <= 29, few.by_function
+    assert _own(many) - _own(few) <= 103, many.by_function
