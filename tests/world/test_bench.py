@@ -37,7 +37,7 @@ def test_every_operation_is_measured_by_every_library(tmp_path, quiet, monkeypat
         rounds=1,
         budget_s=0.001,
         out=tmp_path,
-        plot=False,
+        no_plot=True,
     )
     report = comm.run_comm(bench, console=quiet)
     assert [row.operation for row in report.rows] == list(comm.OPERATIONS)
@@ -61,7 +61,7 @@ def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
         rounds=1,
         budget_s=0.001,
         out=tmp_path,
-        plot=False,
+        no_plot=True,
     )
     report = comm.run_comm(bench, console=quiet)
     with_mpi = {row.dtype: "mpi" in row.seconds for row in report.rows}

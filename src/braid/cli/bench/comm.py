@@ -113,7 +113,7 @@ class CommBench:
         rounds: Number of alternating rounds for each row.
         budget_s: Seconds of one library in one round, about.
         out: Directory for `comm.json`, `comm.png` and the run's logs.
-        plot: Draw `comm.png` if matplotlib is installed.
+        no_plot: Do not draw `comm.png`, which is drawn where matplotlib is installed.
     """
 
     ranks: Annotated[tuple[int, ...], tyro.conf.arg(name="num-ranks", aliases=["-n"])] = (2,)
@@ -123,7 +123,7 @@ class CommBench:
     rounds: int = 5
     budget_s: Budget = 0.1
     out: Path = Path("runs/bench-comm")
-    plot: bool = True
+    no_plot: bool = False
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.operations if name not in OPERATIONS]
@@ -185,7 +185,7 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
         rows=rows,
     )
     save(report, bench.out / "comm.json")
-    if bench.plot and importlib.util.find_spec("matplotlib") is not None:
+    if not bench.no_plot and importlib.util.find_spec("matplotlib") is not None:
         plot(report, bench.out / "comm.png")
     return report
 
