@@ -40,7 +40,7 @@ $(VENV)-torch-%/.ready: pyproject.toml constraints.txt
 
 proof: $(READY) engines check
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not frameworks" --hypothesis-profile=proof
-	$(BIN)/python tests/proof.py
+	PYTHONPATH=. $(BIN)/python tests/proof.py
 	$(MAKE) frameworks
 
 # the engines of clusters, as far as they can be installed here; tests of those that cannot are skipped with the reason
@@ -53,7 +53,7 @@ engines: $(READY)
 # other people's libraries, in an environment of their own: they bring plugins for pytest
 frameworks: $(VENV)-frameworks/.ready
 	$(VENV)-frameworks/bin/python -m pytest tests/frameworks
-	$(VENV)-frameworks/bin/python tests/proof.py tp
+	PYTHONPATH=. $(VENV)-frameworks/bin/python tests/proof.py tp
 
 $(VENV)-frameworks/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)-frameworks

@@ -21,7 +21,7 @@ from benchmarks.faults import FaultReport, run_fault_trials
 from benchmarks.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
 from benchmarks.horovod import FusionBench, fusion_verdicts, run_fusion
 from benchmarks.lab import what_is_missing
-from benchmarks.model import ModelReport, ModelRun, run_model, verdicts
+from benchmarks.model import ModelReport, ModelBench, run_model, verdicts
 from benchmarks.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
 from benchmarks.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
 from benchmarks.ps import PsBench, ps_verdicts, run_ps
@@ -333,7 +333,7 @@ def network_proof(commit: str) -> list[str]:
         print(f"figures over a network are left as they are: {reason}", file=sys.stderr)
         return []
     net = run_net(NetBench(out=ROOT / "runs" / "proof-net"))
-    model = run_model(ModelRun(out=ROOT / "runs" / "proof-net"))
+    model = run_model(ModelBench(out=ROOT / "runs" / "proof-net"))
     replace_section("network", network_section(net, model, commit), FIGURES)
     told = missed(verdicts(model))
     return [*(str(target) for target in targets(net) if not target.held), *told]
