@@ -21,7 +21,7 @@ from benchmarks.faults import FaultReport, run_fault_trials
 from benchmarks.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
 from benchmarks.horovod import FusionBench, fusion_verdicts, run_fusion
 from benchmarks.lab import what_is_missing
-from benchmarks.model import ModelReport, ModelBench, run_model, verdicts
+from benchmarks.model import ModelBench, ModelReport, run_model, verdicts
 from benchmarks.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
 from benchmarks.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
 from benchmarks.ps import PsBench, ps_verdicts, run_ps
