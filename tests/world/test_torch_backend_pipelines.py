@@ -81,7 +81,9 @@ def test_gradients_of_a_pipeline_are_those_of_one_process(
     pool: ProcessPool, tmp_path: Path, name: str
 ) -> None:
     if name in V_SHAPED and torch.__version__.startswith(("2.10.", "2.11.")):
-        pytest.skip("this schedule of torch 2.10 and 2.11 sends to its own rank, which Gloo refuses, too")
+        pytest.skip(
+            "this schedule of torch 2.10 and 2.11 sends to its own rank, which Gloo refuses, too"
+        )
     expected = in_one_process(2 if name in SINGLE else 4)
     found: dict[int, Any] = {}
     for stages in run(pool, tmp_path, 2, pipelined, name):
