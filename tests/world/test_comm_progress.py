@@ -6,6 +6,7 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -289,6 +290,11 @@ def _fails_in_the_middle(group: Group, gate: threading.Barrier) -> tuple[bool, b
     part.close()
     gate.wait(10)
     part.close()
+    for _ in range(100):  # a collection does nothing while the other thread collects
+        if alive() is None:
+            break
+        gc.collect()
+        time.sleep(0.01)
     return found, alive() is not None
 
 
