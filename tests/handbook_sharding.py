@@ -184,8 +184,8 @@ def _noting(
             note("reduce", gradients.flat)
         launch(gradients)
 
-    def entered(residency: Residency, unit: Unit) -> None:
-        backward(residency, unit)
+    def entered(residency: Residency, unit: Unit, *call: Any) -> None:
+        backward(residency, unit, *call)
         if id(unit.flats[0]) in names:
             events.append(Event("B", unit.name or "head"))
 

@@ -29,7 +29,7 @@ def test_ranks_measure_layers_together_whole_and_shared(profile: Path) -> None:
     assert read.host is not None
     assert set(read.host.collectives) == {"all_reduce/2", "reduce_scatter/2", "all_gather/2"}
     assert read.host.ranks == 2
-    assert read.host.action_s > 0
+    assert read.host.action_s >= 0  # a difference of times
     assert set(read.shared) == {2}
     whole, half = read.layers[1], read.shared[2][1]
     assert half.flops_per_row == pytest.approx(whole.flops_per_row / 2, rel=0.1)

@@ -223,7 +223,7 @@ def test_balanced_stages_train_like_even_ones(world, config, balance):
     assert len(pictures) == (balance != "3,1")
     for picture in pictures:
         assert picture.count("stage ") == 2
-        assert picture.count(" Block ") == 2
+        assert picture.count(" TransformerBlock ") == 2
 
 
 @pytest.mark.parametrize(
