@@ -52,7 +52,7 @@ def test_a_remote_call_makes_few_calls():
     with first_of(2, allowed_modules=[__name__]):
         counts = [count_calls(lambda: rpc.rpc_sync("w1", twice, (x,))) for _ in range(ROUNDS)]
     counts = _fewest(counts)
-    assert counts.calls <= 79, counts.by_function
+    assert counts.calls <= 85, counts.by_function  # 78 on Python 3.11
     assert counts.files <= 26, counts.by_function
 
 
