@@ -16,6 +16,7 @@ from rich.table import Table
 
 from benchmarks.lab import Lab
 from benchmarks.workers.hooks import EXACT, Plan, Way, main
+from braid.cli.bench.harness.options import GBIT
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import (
     BenchVerdict,
@@ -26,7 +27,6 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.cli.bench.harness.sizes import GBIT
 
 __all__ = ["HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks", "run_hooks"]
 

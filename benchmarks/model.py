@@ -19,10 +19,9 @@ from rich.table import Table
 
 from benchmarks.lab import Lab
 from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan, main
-from braid.cli.bench.harness.options import Ranks
+from braid.cli.bench.harness.options import GBIT, KIB, MIB, Ranks
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import BenchVerdict, Report, measured_on, new_table, save, show
-from braid.cli.bench.harness.sizes import GBIT, KIB, MIB
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES

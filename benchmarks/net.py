@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.lab import Lab, bucket_bytes
 from benchmarks.workers.net import BASE, Plan, Row, main
-from braid.cli.bench.harness.options import Budget, Size
+from braid.cli.bench.harness.options import GBIT, KIB, MIB, Budget, Size
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import (
     Report,
@@ -35,7 +35,6 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.cli.bench.harness.sizes import GBIT, KIB, MIB
 from braid.launch import parse_hosts
 from braid.runtime.text import bytes_text
 

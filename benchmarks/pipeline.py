@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.workers.pipeline import Case, Figures, Measured, Plan, main
 from benchmarks.workers.pipeline_models import MODEL_NAMES, NUM_BLOCKS, TORCH_SCHEDULES
 from benchmarks.workers.pipeline_parts import Held, Swept
-from braid.cli.bench.harness.options import Budget, Ranks, in_fields
+from braid.cli.bench.harness.options import MIB, Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
     BenchVerdict,
@@ -32,7 +32,6 @@ from braid.cli.bench.harness.report import (
     save,
     show,
 )
-from braid.cli.bench.harness.sizes import MIB
 from braid.errors import ConfigError
 from braid.programs.schedule.pipeline import SCHEDULES
 from braid.runtime.text import bytes_text

@@ -1,6 +1,6 @@
-"""The paths of a push, of a remote call and of `parallelize` through braid stay short.
+"""The beginnings of a push and of a remote call, and `parallelize`, make few calls inside of braid.
 
-Limits are the counts that were reached. A wait costs calls of its own, so the smallest of many counts is taken.
+Limits are the counts that were reached. What waits for an answer is not counted, since another thread may receive it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,22 @@ def _fewest(counts: list[CallCounts]) -> CallCounts:
 
 
 def _pushes(group: Group) -> CallCounts | None:
-    """Count a step of a worker: a push, and the pull of what the server made of it."""
     with ps.join(group, 1) as node:
         table = node.dense("w", torch.ones(256), lambda params: torch.optim.SGD(params, lr=0.1))
         if not node.is_worker:
             node.serve()
             return None
-        x = torch.ones(256)
-
-        def step() -> None:
-            table.push(x)
+        x, counts = torch.ones(256), []
+        for _ in range(ROUNDS):
+            counts.append(count_calls(lambda: table.push(x)))
             table.pull()
+        return _fewest(counts)
 
-        return _fewest([count_calls(step) for _ in range(ROUNDS)])
 
-
-def test_a_push_and_a_pull_make_few_calls(procs):
+def test_a_push_makes_few_calls(procs):
     *_, counts = procs(3, _pushes)
-    assert counts.calls <= 400, counts.by_function  # 241 if another thread takes the answer
-    assert counts.files <= 40, counts.by_function
+    assert counts.calls <= 82, counts.by_function
+    assert counts.files <= 22, counts.by_function
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -48,12 +45,15 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_remote_call_makes_few_calls():
-    x = torch.ones(256)
+    x, counts = torch.ones(256), []
     with first_of(2, allowed_modules=[__name__]):
-        counts = [count_calls(lambda: rpc.rpc_sync("w1", twice, (x,))) for _ in range(ROUNDS)]
-    counts = _fewest(counts)
-    assert counts.calls <= 220, counts.by_function  # 78 if another thread takes the answer
-    assert counts.files <= 40, counts.by_function
+        for _ in range(ROUNDS):
+            futures = []
+            counts.append(count_calls(lambda f=futures: f.append(rpc.rpc_async("w1", twice, (x,)))))
+            futures[0].wait()
+    fewest = _fewest(counts)
+    assert fewest.calls <= 76, fewest.by_function
+    assert fewest.files <= 26, fewest.by_function
 
 
 def _divides(group: Group, num_pairs: int) -> CallCounts:
@@ -70,5 +70,4 @@ def _own(counts: CallCounts) -> int:
 def test_parallelize_makes_few_calls_and_as_many_for_each_layer(procs):
     few, many = (_fewest(procs(2, _divides, num_pairs)) for num_pairs in (1, 2))
     assert _own(few) <= 132, few.by_function
-    assert few.files <= 34, few.by_function
     assert _own(many) - _own(few) <= 103, many.by_function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -272,6 +273,19 @@ def test_a_spawned_function_gets_its_struct(tmp_path, console, monkeypatch):
     arguments = [module.Size(3), {"width": 4}]
     spawn(module.show, 1, arguments, console=console, log_dir=str(tmp_path / "run"))
     assert console.lines == [(0, 1, b"3 {'width': 4}")]
+
+
+def test_what_a_spawned_function_returns_is_kept_or_printed(tmp_path, console, monkeypatch):
+    text = "import os\ndef keep():\n    return [1, 2] if os.environ['RANK'] == '0' else None\n"
+    text += "def show():\n    yield {'a': 1}\n    yield {'b': 2}\n"
+    (tmp_path / "job_of_mine_with_results.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = __import__("job_of_mine_with_results")
+    file = tmp_path / "results.json"
+    spawn(module.keep, 2, console=console, results=file, log_dir=str(tmp_path / "kept"))
+    assert json.loads(file.read_text()) == [1, 2]
+    spawn(module.show, 1, console=console, log_dir=str(tmp_path / "shown"))
+    assert console.lines == [(0, 1, b'{"a":1}'), (0, 1, b'{"b":2}')]
 
 
 def test_spawn_refuses_what_a_rank_cannot_find(tmp_path):

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from braid.cli.bench.harness.options import Budget, Size
-from braid.cli.bench.harness.ranks import run_here, words
+from braid.cli.bench.harness.ranks import run_here
 from braid.cli.bench.harness.report import (
     Benchmark,
     Report,
@@ -40,6 +40,7 @@ from braid.cli.bench.harness.report import (
 from braid.cli.bench.workers.candidates import LIBRARIES
 from braid.cli.bench.workers.comm import CommPlan, Row, main
 from braid.errors import ConfigError
+from braid.launch.supervise.spawning import spawned_command
 from braid.runtime.text import bytes_text
 
 __all__ = [
@@ -222,7 +223,7 @@ def _run_ranks(
     ) as progress:
         bar = _Bar(progress, total + ("barrier" in bench.operations))
         if with_mpi:
-            _run_under_mpi(words(main, plan), ranks, bar)
+            _run_under_mpi(spawned_command(main, (plan,)), ranks, bar)
         else:
             run_here(ranks, main, plan, on_line=bar.on_line, log_dir=bench.out / f"run-{ranks}")
     return bar.explained, bar.rows

@@ -23,7 +23,7 @@ from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console
 from braid.launch.supervise.supervisor import Supervisor
 
-__all__ = ["spawn"]
+__all__ = ["spawn", "spawned_command"]
 
 RUNNER = "braid.launch.process.spawned"
 
@@ -34,6 +34,7 @@ def spawn(
     args: Sequence[Any] = (),
     *,
     console: Console | None = None,
+    results: Path | None = None,
     **options: Any,
 ) -> Outcome:
     """Run `fn(*args)` in `n` processes and wait for their end.
@@ -43,6 +44,8 @@ def spawn(
         n: Number of ranks.
         args: Arguments of the function, of types that JSON can represent, or of `msgspec.Struct`.
         console: Console for output; kept in memory when None.
+        results: File for the value that `fn` returns on one rank, as JSON. Without it, the items of
+            an iterator are printed, one JSON line each.
         **options: Further fields of `JobSpec`.
 
     Returns:
@@ -51,6 +54,23 @@ def spawn(
     Raises:
         ConfigError: The function cannot be imported by its name, or an argument cannot be sent.
     """
+    environ = dict(options.pop("environ", os.environ))
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    environ["PYTHONPATH"] = os.pathsep.join(paths)  # so that ranks import the same modules
+    job = JobSpec(
+        command=spawned_command(fn, args, results),
+        kind="module",
+        num_ranks=n,
+        environ=environ,
+        **options,
+    )
+    return Supervisor(console).run(job)
+
+
+def spawned_command(
+    fn: Callable[..., object], args: Sequence[Any], results: Path | None = None
+) -> tuple[str, ...]:
+    """Return the module and its arguments with which `python -m` calls `fn`; see `spawn`."""
     target = f"{fn.__module__}:{fn.__qualname__}"
     if fn.__module__ == "__main__" or "<" in fn.__qualname__:
         msg = (
@@ -63,10 +83,4 @@ def spawn(
     except TypeError as exc:
         msg = f"arguments of {target} cannot be sent as JSON: {exc}; pass names or paths instead"
         raise ConfigError(msg) from exc
-    environ = dict(options.pop("environ", os.environ))
-    paths = [path or str(Path.cwd()) for path in sys.path]
-    environ["PYTHONPATH"] = os.pathsep.join(paths)  # so that ranks import the same modules
-    job = JobSpec(
-        command=(RUNNER, target, text), kind="module", num_ranks=n, environ=environ, **options
-    )
-    return Supervisor(console).run(job)
+    return RUNNER, target, text, *([] if results is None else [str(results.resolve())])

@@ -87,6 +87,6 @@ class ForwardCalls(Generic[Called]):
         return sorted(missing, key=lambda call: call.place)
 
     def reset(self) -> None:
-        """Let another backward reach all calls again."""
+        """Mark all calls as unreached, for another backward."""
         for call in self.calls:
             call.is_reached = False

@@ -7,13 +7,14 @@ from typing import Annotated, TypeVar
 import msgspec
 import tyro
 
-from braid.cli.bench.harness.sizes import KIB, MIB
 from braid.errors import ConfigError
 from braid.runtime.text import bytes_text
 
-__all__ = ["Budget", "Ranks", "Size", "in_fields", "read_fields", "read_size"]
+__all__ = ["GBIT", "KIB", "MIB", "Budget", "Ranks", "Size", "in_fields", "read_fields", "read_size"]
 
 T = TypeVar("T", bound=msgspec.Struct)
+KIB, MIB = 1 << 10, 1 << 20
+GBIT = 1e9
 
 
 def read_fields(kind: type[T], text: str) -> T:
@@ -24,15 +25,15 @@ def read_fields(kind: type[T], text: str) -> T:
     """
     names = kind.__struct_fields__
     try:
-        given = dict(zip(names, text.split(":"), strict=True))
-        return msgspec.convert(given, kind, strict=False)
+        fields = dict(zip(names, text.split(":"), strict=True))
+        return msgspec.convert(fields, kind, strict=False)
     except (ValueError, msgspec.ValidationError) as exc:
-        msg = f"expected {':'.join(names)} in place of {text!r}"
+        msg = f"expected {':'.join(names)}, got {text!r}"
         raise ConfigError(msg) from exc
 
 
 def in_fields(kind: type[T]) -> tyro.constructors.PrimitiveConstructorSpec[T]:
-    """Let tyro read a struct as its fields, separated by colons."""
+    """Return how tyro reads a struct: its fields, separated by colons."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=":".join(kind.__struct_fields__).upper(),
@@ -52,7 +53,7 @@ def read_size(text: str) -> int:
     unit = next((unit for unit in units if text.endswith(unit)), "")
     number = text.removesuffix(unit).strip()
     if not number.isdecimal():
-        msg = f"expected a size such as 16KiB, 4MiB or 512 (bytes) in place of {text!r}"
+        msg = f"expected a size such as 16KiB, 4MiB or 512 (bytes), got {text!r}"
         raise ConfigError(msg)
     return int(number) * units.get(unit, 1)
 

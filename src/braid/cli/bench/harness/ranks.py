@@ -20,22 +20,15 @@ from typing import TypeVar
 import msgspec
 
 from braid.errors import ConfigError
-from braid.launch import JobSpec, QuietConsole, Supervisor
+from braid.launch import QuietConsole, spawn
+from braid.launch.supervise.spawning import spawned_command
 
-__all__ = ["Where", "figures_in", "figures_of", "run_here", "run_there", "words"]
+__all__ = ["Where", "figures_in", "figures_of", "run_here", "run_there"]
 
 P = TypeVar("P", bound=msgspec.Struct)
 T = TypeVar("T")
-RUNNER = "braid.cli.bench.harness.rank"
 END_S = 15.0  # until a job is killed after Ctrl-C, with its hosts
 FIRST = "[rank 0] {"
-
-
-def words(function: Callable[[P], object], plan: P, file: Path | None = None) -> tuple[str, ...]:
-    """Return the arguments of Python that call a function of a module; see `rank`."""
-    target = f"{function.__module__}:{function.__qualname__}"
-    given = (RUNNER, target, msgspec.json.encode(plan).decode())
-    return given if file is None else (*given, str(file.resolve()))
 
 
 def run_here(
@@ -45,7 +38,7 @@ def run_here(
     *,
     log_dir: Path,
     on_line: Callable[[str], None] | None = None,
-    file: Path | None = None,
+    results: Path | None = None,
 ) -> None:
     """Call a function on ranks of this host.
 
@@ -55,20 +48,21 @@ def run_here(
         plan: Its argument.
         log_dir: Directory for the run's logs.
         on_line: Called with each JSON object that the first rank prints.
-        file: File for the figures that one rank returns; printed when None.
+        results: File for the figures that one rank returns.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    job = JobSpec(
-        command=words(function, plan, file),
-        kind="module",
-        num_ranks=num_ranks,
+    outcome = spawn(
+        function,
+        num_ranks,
+        (plan,),
+        console=_LineConsole(on_line),
+        results=results,
         threads=1,
         log_dir=str(log_dir),
         hang_report_s=0.0,
     )
-    outcome = Supervisor(_LineConsole(on_line)).run(job)
     if not outcome.ok:
         raise ConfigError(str(outcome))
 
@@ -97,7 +91,7 @@ def figures_of(
     """
     out.mkdir(parents=True, exist_ok=True)
     file = out / "figures.json"
-    run_here(num_ranks, function, plan, log_dir=out / run, file=file)  # type: ignore[arg-type]
+    run_here(num_ranks, function, plan, log_dir=out / run, results=file)  # type: ignore[arg-type]
     figures = msgspec.json.decode(file.read_bytes(), type=kind)
     file.unlink()
     return figures
@@ -169,7 +163,7 @@ def run_there(
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            where.command(words(function, plan), log_dir),
+            where.command(spawned_command(function, (plan,)), log_dir),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
