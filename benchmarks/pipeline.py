@@ -176,9 +176,6 @@ def run_pipeline(bench: PipelineBench, *, console: RichConsole | None = None) ->
         swept=f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else "",
     )
     save(report, bench.out / "pipeline.json")
-    if bench.sweep and importlib.util.find_spec("matplotlib") is not None:
-        for suffix in ("png", "svg"):
-            plot_sweep(report, bench.out / f"{bench.sweep}.{suffix}")
     return report
 
 
@@ -383,6 +380,9 @@ def plot_sweep(report: PipelineReport, path: Path) -> Path:
 
 
 def print_pipeline(report: PipelineReport, out: Path) -> None:
-    """Print the tables, the verdicts and the path of the figures."""
+    """Print the tables, the verdicts and the path of the figures, and draw those of a sweep."""
+    if report.swept and importlib.util.find_spec("matplotlib") is not None:
+        for suffix in ("png", "svg"):
+            plot_sweep(report, out / f"microbatches.{suffix}")
     lines = [*pipeline_verdicts(report), *pipeline_doubts(report)]
     show(pipeline_tables(report), lines, out / "pipeline.json")

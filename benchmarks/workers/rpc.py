@@ -228,7 +228,8 @@ def _take(own: _Measure, name: str, seconds: dict[str, dict[str, list[float]]]) 
 def main(plan: Plan) -> list[Measured] | None:
     """Be the caller or the callee."""
     is_caller = os.environ["RANK"] == "0"
-    rpc.init_rpc("caller" if is_caller else "callee")
+    options = rpc.RpcOptions(allowed_modules=[__name__])
+    rpc.init_rpc("caller" if is_caller else "callee", rpc_backend_options=options)
     figures = measure(plan) if is_caller else None
     rpc.shutdown()
     return figures

@@ -146,7 +146,8 @@ def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
     assert set(row.step_s) == set(row.speedup) == set(zero_worker.VARIANTS)
     assert row.num_params == 4 * 32 * 32
     sent = {stage: live.sent for stage, live in row.live.items()}
-    assert sent == {"stage1": 2.0, "stage2": 2.0, "stage3": 2.75}  # the last layer is kept
+    expected = {"stage1": 2.0, "stage2": 2.0, "stage3": 2.75}  # the last layer is kept
+    assert sent == pytest.approx(expected, abs=1e-3)  # and bytes that say who had gradients
     held = {stage: live.peak - live.slots for stage, live in row.live.items()}
     states = 8 * 32 * 32 * 4 // 2 + 4 * 4  # and four numbers of steps
     assert held == {

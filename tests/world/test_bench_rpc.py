@@ -14,13 +14,14 @@ from braid.errors import ConfigError
 SMALL = Plan(num_small=5, window=20, requests=3)
 
 
-@pytest.mark.proof
+@pytest.mark.launcher
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's RPC
 def test_both_systems_are_measured(tmp_path):
-    bench = rpc.RpcBench(rounds=2, sizes=SMALL, out=tmp_path)
+    bench = rpc.RpcBench(rounds=1, sizes=SMALL, out=tmp_path)
     report = rpc.run_rpc(bench, console=Console(quiet=True))
     assert [row.name for row in report.rows] == list(PARTS)
     for row in report.rows:
-        assert [len(row.seconds[system]) for system in (BRAID, TORCH)] == [2, 2]
+        assert [len(row.seconds[system]) for system in (BRAID, TORCH)] == [1, 1]
         assert min(min(own) for own in row.seconds.values()) > 0
     assert len(list(rpc.rpc_verdicts(report))) == len(PARTS)
     assert (tmp_path / "rpc.json").exists()
