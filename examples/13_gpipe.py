@@ -47,9 +47,7 @@ def main() -> None:
     if group.rank == 0:
         print("micro-batches   ms of a step   work / (work + bubble)")
     for m in (1, 2, 4, 8, 16):
-        pipeline = braid.Pipeline(
-            new_model(), num_microbatches=m, schedule="gpipe", process_group=group
-        )
+        pipeline = braid.Pipeline(new_model(), num_microbatches=m, schedule="gpipe", group=group)
         seconds = []
         for _ in range(STEPS):
             pipeline.zero_grad()

@@ -43,7 +43,7 @@ def main() -> None:
     alone = group.split(group.rank)  # a pipeline of one stage, on each rank
     whole, (x, y) = new_model(), batch()
     functional.cross_entropy(whole(x), y).backward()
-    pipeline = braid.Pipeline(new_model(), num_microbatches=3, process_group=alone)
+    pipeline = braid.Pipeline(new_model(), num_microbatches=3, group=alone)
     pipeline.step(x, y, loss=functional.cross_entropy)
     assert all(map(torch.equal, grads_of(pipeline), by_hand(weighted=True)))
     for name, grads in (

@@ -64,7 +64,7 @@ def main() -> None:
             new_model(),
             num_microbatches=MICROBATCHES,
             schedule="gpipe",
-            process_group=group,
+            group=group,
             recompute=mode,
         )
         pipeline.step(x, x, loss=functional.mse_loss)

@@ -44,7 +44,7 @@ def main() -> None:
             stages = program.header.num_units
             print(f"{name:13} {stages:6} {bubble(timeline):7.1%}  {held}")
         pipeline = braid.Pipeline(
-            new_model(), num_microbatches=MICROBATCHES, schedule=name, process_group=group
+            new_model(), num_microbatches=MICROBATCHES, schedule=name, group=group
         )
         pipeline.step(x, x, loss=functional.mse_loss)
         for layer, param in pipeline.named_parameters():

@@ -52,7 +52,7 @@ def main() -> None:
         losses = emulation.train_on(microbatches(), loss=functional.mse_loss)
         note = ""
         if name != "fresh":
-            pipeline = AsynchronousPipeline(new_model(), SGD, process_group=group, **options)
+            pipeline = AsynchronousPipeline(new_model(), SGD, group=group, **options)
             own = pipeline.train_on(microbatches(), loss=functional.mse_loss)
             assert torch.equal(own, losses)
             known = model.state_dict()

@@ -35,7 +35,7 @@ def trained(group: braid.Group) -> tuple[list[float], dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = Residual()
     graph = braid.capture(model, torch.randn(BATCH, WIDTH))
-    pipeline = braid.Pipeline(graph, num_microbatches=4, process_group=group)
+    pipeline = braid.Pipeline(graph, num_microbatches=4, group=group)
     if group.size > 1 and not group.rank:
         print(graph)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)

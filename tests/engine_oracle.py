@@ -509,7 +509,7 @@ def train_fsdp(case: Case, group: Group, found: Outcome) -> None:
 
 def train_pipeline(case: Case, group: Group, found: Outcome) -> None:
     pipeline = braid.Pipeline(
-        case.model(), num_microbatches=case.micro, process_group=group, **case.options
+        case.model(), num_microbatches=case.micro, group=group, **case.options
     )
     _steps_of(case, found, pipeline, pipeline.parameters(), pipeline.zero_grad)
 

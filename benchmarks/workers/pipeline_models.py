@@ -100,7 +100,7 @@ class Job(NamedTuple):
             self.blocks,
             num_microbatches=num_microbatches,
             schedule=schedule,
-            process_group=group,
+            group=group,
         )
 
     def step_of_braid(self, pipeline: Pipeline) -> Step:

@@ -92,7 +92,7 @@ def measure_held(group: Group, schedule: str, recompute: str) -> Held:
         job.blocks,
         num_microbatches=NUM_MICROBATCHES,
         schedule=schedule,
-        process_group=group,
+        group=group,
         recompute=recompute,
     )
     measured = _peak(job, job.step_of_braid(pipeline))

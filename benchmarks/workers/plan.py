@@ -25,7 +25,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _synchronous(group: Group, layers: list[torch.nn.Module], size: int) -> Callable[[Pairs], None]:
-    pipeline = Pipeline(layers, num_microbatches=size, process_group=group)
+    pipeline = Pipeline(layers, num_microbatches=size, group=group)
     optimizer = SGD(pipeline.parameters())
 
     def train(pairs: Pairs) -> None:
@@ -41,7 +41,7 @@ def _synchronous(group: Group, layers: list[torch.nn.Module], size: int) -> Call
 def _asynchronous(
     group: Group, layers: list[torch.nn.Module], rule: VersionRule, every: int
 ) -> Callable[[Pairs], None]:
-    pipeline = AsynchronousPipeline(layers, SGD, process_group=group, versions=rule, every=every)
+    pipeline = AsynchronousPipeline(layers, SGD, group=group, versions=rule, every=every)
 
     def train(pairs: Pairs) -> None:
         pipeline.train_on(pairs, loss=mean_loss)

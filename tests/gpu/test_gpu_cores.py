@@ -126,7 +126,7 @@ def _stage(group: Group, schedule: str) -> dict[str, torch.Tensor]:
         _deep(group.size),
         num_microbatches=2 * group.size,
         schedule=schedule,
-        process_group=group,
+        group=group,
     )
     x = rows("cpu", 0, 4 * group.size)
     pipeline.step(x, torch.zeros_like(x), loss=nn.functional.mse_loss)

@@ -56,7 +56,7 @@ def test_torchgpipe_runs_on_it(device):
 
 def _stages(group: Group, device: str, schedule: str) -> dict[str, torch.Tensor]:
     model = mlp(device)
-    pipeline = Pipeline(model, num_microbatches=4, schedule=schedule, process_group=group)
+    pipeline = Pipeline(model, num_microbatches=4, schedule=schedule, group=group)
     x = rows(device, 0, 8)
     pipeline.step(x, torch.zeros(8, 4, device=device), loss=nn.functional.mse_loss)
     return {name: p.grad.cpu() for name, p in pipeline.named_parameters() if p.grad is not None}

@@ -79,9 +79,7 @@ def reference(
 
 
 def _train(group: Group, schedule: str, rows: list[int], num_microbatches: int) -> Any:
-    pipeline = Pipeline(
-        layers(), num_microbatches=num_microbatches, schedule=schedule, process_group=group
-    )
+    pipeline = Pipeline(layers(), num_microbatches=num_microbatches, schedule=schedule, group=group)
     losses = [
         pipeline.step(*batch_of(count, step), loss=loss_of).item()
         for step, count in enumerate(rows)
@@ -112,7 +110,7 @@ def shared_layers() -> nn.Sequential:
 
 
 def _train_shared(group: Group, schedule: str) -> tuple[dict[str, torch.Tensor], float, float]:
-    pipeline = Pipeline(shared_layers(), num_microbatches=4, schedule=schedule, process_group=group)
+    pipeline = Pipeline(shared_layers(), num_microbatches=4, schedule=schedule, group=group)
     pipeline.step(*batch_of(6, 0), loss=loss_of)
     before = {name: p.grad.clone() for name, p in pipeline.named_parameters()}
     norm = pipeline.clip_grad_norm_(0.5).item()
@@ -150,9 +148,7 @@ def layers_used_twice() -> nn.Sequential:
 
 
 def _train_used_twice(group: Group, schedule: str) -> dict[str, torch.Tensor]:
-    pipeline = Pipeline(
-        layers_used_twice(), num_microbatches=2, schedule=schedule, process_group=group
-    )
+    pipeline = Pipeline(layers_used_twice(), num_microbatches=2, schedule=schedule, group=group)
     pipeline.step(*batch_of(6, 0), loss=loss_of)
     return {name: p.grad for name, p in pipeline.named_parameters()}
 
@@ -170,7 +166,7 @@ def test_layers_that_a_stage_uses_twice_have_their_gradients_once(world, schedul
 
 
 def _accumulate_shared(group: Group) -> list[torch.Tensor]:
-    pipeline = Pipeline(shared_layers(), num_microbatches=4, process_group=group)
+    pipeline = Pipeline(shared_layers(), num_microbatches=4, group=group)
     for _ in range(2):
         pipeline.step(*batch_of(6, 0), loss=loss_of)
     twice = dict(pipeline.named_parameters())
@@ -184,7 +180,7 @@ def test_shared_weights_accumulate_over_steps(world):
 
 
 def _evaluate(group: Group, schedule: str) -> tuple[float, bool]:
-    pipeline = Pipeline(layers(), num_microbatches=3, schedule=schedule, process_group=group)
+    pipeline = Pipeline(layers(), num_microbatches=3, schedule=schedule, group=group)
     value = pipeline.evaluate(*batch_of(7, 0), loss=loss_of).item()
     return value, all(p.grad is None for p in pipeline.parameters())
 
@@ -220,7 +216,7 @@ class Breaks(nn.Module):
 def _break(group: Group, backward: bool) -> str:
     model = layers()
     model[5] = Breaks(backward=backward)
-    pipeline = Pipeline(model, num_microbatches=4, process_group=group)
+    pipeline = Pipeline(model, num_microbatches=4, group=group)
     try:
         pipeline.step(*batch_of(8, 0), loss=loss_of)
     except (FileNotFoundError, CommError) as error:
@@ -246,12 +242,12 @@ def test_an_exception_is_named_on_all_ranks_with_layer_stage_micro_batch_and_act
 
 def _refusals(group: Group) -> list[str]:
     def make(model: Any = None, **options: Any) -> str:
-        options = {"num_microbatches": 2, "process_group": group} | options
+        options = {"num_microbatches": 2, "group": group} | options
         return said_by(
             lambda: Pipeline(layers() if model is None else model, **options), ConfigError
         )
 
-    pipeline = Pipeline(layers(), num_microbatches=2, process_group=group)
+    pipeline = Pipeline(layers(), num_microbatches=2, group=group)
     x, target = batch_of(4, 0)
     return [
         make(balance=[3, 3]),
@@ -287,7 +283,7 @@ def test_rows_are_divided_evenly_and_the_rest_comes_first():
 def _train_captured(group: Group, schedule: str) -> tuple[dict[str, torch.Tensor], float]:
     model = captured_model()
     graph = capture(model, torch.zeros(3, 5, dtype=torch.int64))
-    pipeline = Pipeline(graph, num_microbatches=3, schedule=schedule, process_group=group)
+    pipeline = Pipeline(graph, num_microbatches=3, schedule=schedule, group=group)
     loss = pipeline.step((tokens(7),), tokens(7), loss=captured_loss)
     return {name: p.grad for name, p in pipeline.named_parameters()}, loss.item()
 

@@ -27,13 +27,13 @@ def layers(*widths: int) -> list[nn.Module]:
 
 def _other_model(group: Group) -> str:
     own = layers(4, 4, 4) if group.rank else layers(4, 5, 4)
-    return said_by(lambda: Pipeline(own, num_microbatches=2, process_group=group), MismatchError)
+    return said_by(lambda: Pipeline(own, num_microbatches=2, group=group), MismatchError)
 
 
 def _other_arguments(group: Group) -> str:
     return said_by(
         lambda: Pipeline(
-            layers(4, 4, 4), num_microbatches=2 + group.rank, process_group=group, seed=group.rank
+            layers(4, 4, 4), num_microbatches=2 + group.rank, group=group, seed=group.rank
         ),
         MismatchError,
     )
@@ -55,7 +55,7 @@ def _wrong_in_three_ways(group: Group) -> str:
             num_microbatches=0,
             balance=[5],
             recompute="sometimes",
-            process_group=group,
+            group=group,
         ),
         ConfigError,
     )
@@ -84,11 +84,11 @@ def _unequal_copies(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     first = nn.Linear(4, 4)
     pair, replicas = group.split(group.rank // 2), group.split(group.rank % 2)
     assert pair is not None
-    tied = Pipeline([first, Head(first.weight)], num_microbatches=1, process_group=pair)
+    tied = Pipeline([first, Head(first.weight)], num_microbatches=1, group=pair)
     plain = Pipeline(
         [nn.Linear(4, 4), nn.Linear(4, 4)],
         num_microbatches=1,
-        process_group=pair,
+        group=pair,
         replicas=replicas,
     )
     return next(tied.parameters()).detach(), next(plain.parameters()).detach()
@@ -134,7 +134,7 @@ def _convolutions(group: Group, schedule: str) -> tuple[list[Any], list[torch.Te
         for param in layer.parameters():
             param.data = torch.randn(param.shape, generator=generator)
         layer.to(memory_format=torch.channels_last)
-    pipeline = Pipeline(own, num_microbatches=2, schedule=schedule, process_group=group)
+    pipeline = Pipeline(own, num_microbatches=2, schedule=schedule, group=group)
     pipeline.step(*images(), loss=mse)
     seen = [set(layer.seen) for layer in own if layer.seen]
     return seen, [p.grad for p in pipeline.parameters() if p.grad is not None]

@@ -63,7 +63,7 @@ def lower(pipeline):
 
 def _train(group: Group, counts, rounds, options):
     options = {"make_optimizer": SGD, **options}
-    pipeline = AsynchronousPipeline(layers(), process_group=group, replicas=counts, **options)
+    pipeline = AsynchronousPipeline(layers(), group=group, replicas=counts, **options)
     before_step = lower(pipeline)
     losses = [
         pipeline.train_on(
@@ -164,7 +164,7 @@ def test_a_stage_knows_the_age_of_its_gradients(world, counts, options, ages):
 
 
 def _age(group: Group, counts, options) -> int:
-    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group, replicas=counts, **options)
+    pipeline = AsynchronousPipeline(layers(), SGD, group=group, replicas=counts, **options)
     return pipeline.age
 
 
@@ -194,12 +194,12 @@ def _fail(group: Group):
             raise ArithmeticError("no loss")
         return nn.functional.cross_entropy(output, target)
 
-    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group)
+    pipeline = AsynchronousPipeline(layers(), SGD, group=group)
     pipeline.train_on(microbatches(6), loss=loss)
 
 
 def _too_few(group: Group):
-    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group)
+    pipeline = AsynchronousPipeline(layers(), SGD, group=group)
     pipeline.train_on(microbatches(2), loss=nn.functional.cross_entropy, count=3)
 
 
@@ -222,23 +222,23 @@ def _refused(group: Group) -> list[str]:
     shared[3].weight = nn.Parameter(torch.ones(8, 8))
     shared[7].weight = shared[3].weight
     tries = [
-        lambda: AsynchronousPipeline(shared, SGD, process_group=group, balance=(5, 3)),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, replicas=(2, 1)),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, versions="2bw"),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, versions="none"),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group, balance=(7, 2)),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group).train_on(
+        lambda: AsynchronousPipeline(shared, SGD, group=group, balance=(5, 3)),
+        lambda: AsynchronousPipeline(layers(), SGD, group=group, replicas=(2, 1)),
+        lambda: AsynchronousPipeline(layers(), SGD, group=group, versions="2bw"),
+        lambda: AsynchronousPipeline(layers(), SGD, group=group, versions="none"),
+        lambda: AsynchronousPipeline(layers(), SGD, group=group, balance=(7, 2)),
+        lambda: AsynchronousPipeline(layers(), SGD, group=group).train_on(
             iter(microbatches(2)), loss=nn.functional.cross_entropy
         ),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group).train_on(
+        lambda: AsynchronousPipeline(layers(), SGD, group=group).train_on(
             microbatches(2 + group.rank), loss=nn.functional.cross_entropy
         ),
-        lambda: AsynchronousPipeline(layers(), SGD, process_group=group)(torch.ones(1)),
+        lambda: AsynchronousPipeline(layers(), SGD, group=group)(torch.ones(1)),
         lambda: AsynchronousPipeline(
-            [nn.Tanh(), nn.Tanh(), *layers()], SGD, process_group=group, balance=(2, 8)
+            [nn.Tanh(), nn.Tanh(), *layers()], SGD, group=group, balance=(2, 8)
         ),
         lambda: AsynchronousPipeline(
-            nn.Sequential(OrderedDict(optimizer=nn.Tanh(), own=layers())), SGD, process_group=group
+            nn.Sequential(OrderedDict(optimizer=nn.Tanh(), own=layers())), SGD, group=group
         ),
     ]
     return [_text(group, lambda _, call=call: call()) for call in tries]
@@ -262,7 +262,7 @@ def test_mistakes_are_named(world):
 
 
 def _evaluate(group: Group, counts, rows) -> float:
-    pipeline = AsynchronousPipeline(layers(), SGD, process_group=group, replicas=counts).eval()
+    pipeline = AsynchronousPipeline(layers(), SGD, group=group, replicas=counts).eval()
     batch, target = (x[:rows] for x in microbatches(3)[2])
     return pipeline.evaluate(batch, target, loss=nn.functional.cross_entropy).item()
 
@@ -296,7 +296,7 @@ class Skipping(nn.Module):
 def _train_captured(group: Group):
     model = Skipping()
     graph = capture(model, torch.ones(4, 6))
-    pipeline = AsynchronousPipeline(graph, SGD, process_group=group)
+    pipeline = AsynchronousPipeline(graph, SGD, group=group)
     losses = pipeline.train_on(microbatches(5), loss=nn.functional.cross_entropy)
     return losses, {name: x.clone() for name, x in pipeline.state_dict().items()}
 

@@ -59,7 +59,7 @@ def made() -> Any:
 
 def _train(group: Group, schedule: str, recompute: str | int) -> Any:
     pipeline = Pipeline(
-        made(), num_microbatches=3, schedule=schedule, process_group=group, recompute=recompute
+        made(), num_microbatches=3, schedule=schedule, group=group, recompute=recompute
     )
     received: dict[int, set[int]] = {}
     for stage, own in pipeline.stages.items():
@@ -106,7 +106,7 @@ def test_stages_between_do_not_receive_a_value_that_a_later_one_uses(world):
 
 
 def _modes(group: Group) -> list[bool]:
-    pipeline = Pipeline(made(), num_microbatches=2, process_group=group)
+    pipeline = Pipeline(made(), num_microbatches=2, group=group)
     segment = next(iter(pipeline.stages.values())).layers[0].module
     modes = [pipeline.training, segment.training]
     pipeline.train()

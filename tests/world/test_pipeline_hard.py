@@ -127,7 +127,7 @@ def _train(
         model(),
         num_microbatches=num_microbatches,
         schedule=schedule,
-        process_group=group,
+        group=group,
         recompute=recompute,
         seed=SEED,
     )
@@ -190,7 +190,7 @@ def _train_replicas(group: Group, num_stages: int, schedule: str) -> Any:
         model(),
         num_microbatches=2,
         schedule=schedule,
-        process_group=group.split(replica),
+        group=group.split(replica),
         replicas=group.split(stage),
         seed=SEED,
     )
@@ -225,9 +225,7 @@ def _train_unequal_replicas(group: Group) -> tuple[torch.Tensor, torch.Tensor | 
     torch.manual_seed(0)
     layers = nn.Sequential(linear(WIDTH, WIDTH), nn.Identity(), linear(WIDTH, WIDTH))
     layers[2].bias.requires_grad_(False)
-    pipeline = Pipeline(
-        layers, num_microbatches=2, process_group=group.split(group.rank), replicas=group
-    )
+    pipeline = Pipeline(layers, num_microbatches=2, group=group.split(group.rank), replicas=group)
     x, target = batch_of(9)
     mine = slice(0, 2) if group.rank == 0 else slice(2, 9)
     for _ in range(2):
@@ -250,7 +248,7 @@ def test_replicas_of_unequal_batches_weigh_samples_alike_and_accumulate(procs):
 def _refusals(group: Group) -> list[str]:
     def make(layers: list[nn.Module], **options: Any) -> str:
         return said_by(
-            lambda: Pipeline(layers, num_microbatches=2, process_group=group, **options),
+            lambda: Pipeline(layers, num_microbatches=2, group=group, **options),
             (ConfigError, TypeError),
         )
 
@@ -333,7 +331,7 @@ def wired_loss(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) 
 
 
 def _train_wired(group: Group) -> dict[str, torch.Tensor]:
-    pipeline = Pipeline(wires(), num_microbatches=2, process_group=group)
+    pipeline = Pipeline(wires(), num_microbatches=2, group=group)
     x, target = batch_of(6)
     pipeline.step({"x": x}, target, loss=wired_loss)
     return {name: p.grad for name, p in pipeline.named_parameters()}
@@ -356,9 +354,7 @@ def test_modules_with_named_inputs_and_outputs_are_a_pipeline(world, size):
 
 def _refused_wires(group: Group) -> list[str]:
     def make(layers: list[Any]) -> str:
-        return said_by(
-            lambda: Pipeline(layers, num_microbatches=1, process_group=group), ConfigError
-        )
+        return said_by(lambda: Pipeline(layers, num_microbatches=1, group=group), ConfigError)
 
     def step(batch: Any) -> str:
         layers = [
@@ -367,7 +363,7 @@ def _refused_wires(group: Group) -> list[str]:
             (Adds(), ["c", "d"], ["e"]),
         ]
         own = group.split(0)  # a step that fails ends its group
-        pipeline = Pipeline(layers, num_microbatches=1, process_group=own)
+        pipeline = Pipeline(layers, num_microbatches=1, group=own)
         return said_by(lambda: pipeline.step(batch, target, loss=wired_loss), ConfigError)
 
     x, target = batch_of(2)
@@ -392,7 +388,7 @@ def _deferred(group: Group) -> dict[str, torch.Tensor]:
     pipeline = Pipeline(
         nn.Sequential(linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), linear(WIDTH, WIDTH)),
         num_microbatches=3,
-        process_group=group,
+        group=group,
         deferred_batch_norm=True,
         recompute="always",
     )
@@ -427,7 +423,7 @@ def _reuse(group: Group) -> str:
         [Reuses(), linear(8192, 1)],
         num_microbatches=4,
         schedule="gpipe",
-        process_group=group,
+        group=group,
     )
     x = torch.ones(256, 8192)
     return said_by(lambda: pipeline.evaluate(x, x[:, :1], loss=loss_of), (ConfigError, CommError))
@@ -454,7 +450,7 @@ class Ends(nn.Module):
 
 def _end(group: Group) -> tuple[str, float]:
     layers = nn.Sequential(linear(WIDTH, WIDTH), Ends() if group.rank == 1 else nn.Identity())
-    pipeline = Pipeline(layers, num_microbatches=4, process_group=group)
+    pipeline = Pipeline(layers, num_microbatches=4, group=group)
     began = time.monotonic()
     said = said_by(lambda: pipeline.step(*batch_of(8), loss=loss_of), PeerLostError)
     return said, time.monotonic() - began
@@ -497,7 +493,7 @@ def _train_plan(group: Group, plan: dict[str, Any]) -> dict[str, torch.Tensor]:
         model(),
         num_microbatches=plan["num_microbatches"],
         schedule=plan["schedule"],
-        process_group=group,
+        group=group,
         recompute=plan["recompute"],
         seed=SEED,
     )
@@ -512,7 +508,7 @@ def _step_in_program(group: Group, num_stages: int, schedule: str, *, in_program
         model(),
         num_microbatches=4,
         schedule=schedule,
-        process_group=group.split(replica),
+        group=group.split(replica),
         replicas=group.split(group.rank // (group.size // num_stages)),
         seed=SEED,
     )
@@ -547,7 +543,7 @@ def test_steps_of_stages_inside_of_the_program_are_those_after_it(
 
 
 def _predict(group: Group) -> torch.Tensor | None:
-    pipeline = Pipeline(model(), num_microbatches=3, process_group=group)
+    pipeline = Pipeline(model(), num_microbatches=3, group=group)
     return pipeline.eval().predict(batch_of(7)[0])
 
 

@@ -33,7 +33,7 @@ def batch_of(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(group: Group, layers: Any, **options: Any) -> Pipeline:
-    return Pipeline(layers, **{"num_microbatches": 2, "process_group": group} | options)
+    return Pipeline(layers, **{"num_microbatches": 2, "group": group} | options)
 
 
 def _repeated(group: Group) -> tuple[float, float, tuple[int, ...]]:

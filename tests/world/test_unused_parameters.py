@@ -116,7 +116,7 @@ def sharded(group: Group, stage: int) -> Any:
 
 
 def pipeline(group: Group, schedule: str) -> Any:
-    net = Pipeline(model(), num_microbatches=RANKS, schedule=schedule, process_group=group)
+    net = Pipeline(model(), num_microbatches=RANKS, schedule=schedule, group=group)
 
     def step(number: int) -> None:
         x = whole_batch(number)

@@ -91,7 +91,7 @@ class AsynchronousStages:
             self._pipeline = AsynchronousPipeline(
                 layers,
                 lambda _: optimizer,
-                process_group=group,
+                group=group,
                 recompute=config.recompute,
                 **options,
             )

@@ -63,7 +63,7 @@ def main(config):
         balance=config["balance"],
         schedule=config["schedule"],
         num_microbatches=config["microbatches"],
-        process_group=group.split(here["dp"]),
+        group=group.split(here["dp"]),
         replicas=group.split(here["pp"]),
     )
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.01)

@@ -149,7 +149,7 @@ class HybridParallel:
         self.pipeline = Pipeline(
             layers if isinstance(layers, CapturedGraph) else whole,
             num_microbatches=num_microbatches,
-            process_group=self.groups["pp"],
+            group=self.groups["pp"],
             replicas=self._replicas if self._adds_in_pipeline(shard) else None,
             **options,
         )

@@ -1,6 +1,6 @@
 """`Pipeline`: a model of layers in a row, trained over the stages of a group of ranks.
 
-    pipeline = braid.Pipeline(model, num_microbatches=8, schedule="1f1b", process_group=group)
+    pipeline = braid.Pipeline(model, num_microbatches=8, schedule="1f1b", group=group)
     optimizer = torch.optim.AdamW(pipeline.parameters())  # those of this rank's stages
     for batch, target in batches:
         loss = pipeline.step(batch, target, loss=nn.functional.cross_entropy)
@@ -83,7 +83,7 @@ class Pipeline(nn.Module):
             torch's CSV, or a function of the numbers of ranks and micro-batches that returns a
             program.
         balance: Number of layers of each stage; as even as possible when None.
-        process_group: Ranks of the pipeline.
+        group: Ranks of the pipeline.
         replicas: Ranks that have the stages of this one and train on other samples, in the order of
             their samples; gradients are added over them. None without replicas.
         recompute: Micro-batches whose layers run again in backward, so that a stage keeps their
@@ -115,14 +115,14 @@ class Pipeline(nn.Module):
         num_microbatches: int,
         schedule: str | Schedule = "1f1b",
         balance: Sequence[int] | None = None,
-        process_group: Group,
+        group: Group,
         replicas: Group | None = None,
         recompute: str | int = "never",
         deferred_batch_norm: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.group = process_group
+        self.group = group
         self.num_steps = 0
         self._seed = seed
         self._make = schedule if callable(schedule) else schedule_named(schedule)
@@ -135,7 +135,7 @@ class Pipeline(nn.Module):
         with noting(problems):
             self._recompute, every = _recompute_of(recompute)
         with noting(problems):
-            self._homes = stage_ranks(self._make(process_group.size, num_microbatches))
+            self._homes = stage_ranks(self._make(group.size, num_microbatches))
         with noting(problems):
             num_stages = max(len(self._homes), 1)
             parts = parts_of(self, layers, num_stages, balance, deferred=deferred_batch_norm)
@@ -146,16 +146,16 @@ class Pipeline(nn.Module):
         arguments = {"num_microbatches": num_microbatches, "balance": self.balance}
         arguments |= {"recompute": recompute, "seed": seed, "stages by rank": self._homes}
         table = table_of(layer for part in parts for layer in part)
-        table.compare(process_group, arguments)
-        self._tied = TiedParams(parts, self._homes, process_group)
+        table.compare(group, arguments)
+        self._tied = TiedParams(parts, self._homes, group)
         self.stages = {
             stage: Stage(stage, part, edges, every=every)
             for stage, part in enumerate(parts)
-            if self._homes[stage] == process_group.rank
+            if self._homes[stage] == group.rank
         }
         params = [p for own in self.stages.values() for p in own.parameters()]
         self.device = params[0].device if params else torch.device("cpu")
-        self._messages = Messages(process_group, self.device)
+        self._messages = Messages(group, self.device)
         self._messages.others += [g for g in (replicas, *self._tied.groups) if g is not None]
         self._tied.make_equal()
         if replicas is not None:

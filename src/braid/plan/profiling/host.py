@@ -167,7 +167,7 @@ def _action_s(group: Group, device: torch.device) -> float:
     stages = [nn.Linear(1, 1, bias=False, device=device) for _ in range(p)]
     for stage in stages:
         nn.init.ones_(stage.weight)
-    pipeline = Pipeline(stages, num_microbatches=MICROBATCHES, process_group=group)
+    pipeline = Pipeline(stages, num_microbatches=MICROBATCHES, group=group)
     x, y = torch.ones(2, MICROBATCHES, 1, device=device)
 
     def step() -> None:

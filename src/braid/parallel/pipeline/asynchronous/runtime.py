@@ -1,7 +1,7 @@
 """`AsynchronousPipeline`: PipeDream's training, which never waits for the end of a batch.
 
     pipeline = AsynchronousPipeline(
-        model, partial(torch.optim.SGD, lr=0.1), versions="stash", process_group=group
+        model, partial(torch.optim.SGD, lr=0.1), versions="stash", group=group
     )
     for epoch in range(10):
         losses = pipeline.train_on(micro_batches, loss=nn.functional.cross_entropy)
@@ -78,7 +78,7 @@ class AsynchronousPipeline(nn.Module):
     Args:
         layers: The model; see `braid.Pipeline`.
         make_optimizer: Function of a stage's parameters that returns an optimizer for them.
-        process_group: Ranks of the pipeline.
+        group: Ranks of the pipeline.
         replicas: Number of ranks of each stage, which take turns with micro-batches; their
             gradients of a round are averaged. One rank per stage when None.
         versions: Rule for the weights that the forward of a micro-batch uses: `stash`, the newest
@@ -112,7 +112,7 @@ class AsynchronousPipeline(nn.Module):
         layers: nn.Sequential | Sequence[nn.Module] | Sequence[Wire] | CapturedGraph,
         make_optimizer: MakeOptimizer,
         *,
-        process_group: Group,
+        group: Group,
         replicas: Sequence[int] | None = None,
         versions: VersionRule = "stash",
         every: int = 1,
@@ -121,14 +121,14 @@ class AsynchronousPipeline(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.group = process_group
+        self.group = group
         self.num_microbatches = self.num_steps = 0
         self.staleness: Counter[int] = Counter()
-        counts = tuple(replicas or (1,) * process_group.size)
-        if sum(counts) != process_group.size:
+        counts = tuple(replicas or (1,) * group.size)
+        if sum(counts) != group.size:
             msg = (
                 f"replicas={list(counts)} are {sum(counts)} ranks, and the group has "
-                f"{process_group.size}: give each rank a place"
+                f"{group.size}: give each rank a place"
             )
             raise ConfigError(msg)
         self._counts, self._rule, self._every = counts, versions, every
@@ -149,9 +149,9 @@ class AsynchronousPipeline(nn.Module):
             "recompute": recompute,
             "seed": seed,
         }
-        table_of(layer for part in parts for layer in part).compare(process_group, arguments)
+        table_of(layer for part in parts for layer in part).compare(group, arguments)
         self._placement = placement_of(counts)
-        self.stage = next(s for s, own in enumerate(self._placement) if process_group.rank in own)
+        self.stage = next(s for s, own in enumerate(self._placement) if group.rank in own)
         filled = self.program(2 * sum(counts) * every)
         self.age = oldest_ages(filled)[self.stage]
         own_layers = parts[self.stage]
@@ -160,10 +160,8 @@ class AsynchronousPipeline(nn.Module):
         self._versions = WeightVersions(params)
         own = Stage(self.stage, own_layers, edges_of(parts), versions=self._versions)
         self._stages = {self.stage: own}
-        self._messages = Messages(
-            process_group, next((p.device for p in params), torch.device("cpu"))
-        )
-        alike = process_group.split(self.stage) if max(counts) > 1 else None
+        self._messages = Messages(group, next((p.device for p in params), torch.device("cpu")))
+        alike = group.split(self.stage) if max(counts) > 1 else None
         if alike is not None and alike.size > 1:
             self._messages.others.append(alike)
             table_of(own_layers).make_equal(alike, arguments)
