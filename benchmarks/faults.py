@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 
 from braid.launch import JobSpec, Outcome, Supervisor
-from braid.runtime.diagnose import last_operation_end
+from braid.runtime.diagnose.last_events import last_operation_end
 from braid.runtime.events import EventRing
 
 __all__ = ["FaultReport", "Trial", "run_fault_trials", "shared_memory"]

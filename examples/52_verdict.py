@@ -8,14 +8,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from braid.runtime.diagnose import (
-    ParsedError,
-    RankEnd,
-    StopReport,
-    error_block,
-    judge,
-    render_block,
-)
+from braid.runtime.diagnose.block import StopReport, error_block, render_block
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import RankEnd, judge
 
 MS = 1_000_000
 DOING = "waiting in all_reduce(float32[4], sum)#408 called at train.py:41 in step"

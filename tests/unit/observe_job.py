@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from braid.runtime.clock import VirtualClock
-from braid.runtime.diagnose import ParsedError, RankEnd, SavedCheckpoint, StopReport, judge
+from braid.runtime.diagnose.block import SavedCheckpoint, StopReport
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import RankEnd, judge
 from braid.runtime.events import EventRing, Recorder
 
 MS = 1_000_000

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.runtime.diagnose import Process, RankView, SpanView, find_hang
+from braid.runtime.diagnose.hang import find_hang
 from braid.runtime.diagnose.hang_causes import ADVICE
 from braid.runtime.diagnose.hang_stack import parse_threads, waits_for_peers
-from braid.runtime.diagnose.hang_view import LinkView
+from braid.runtime.diagnose.hang_view import LinkView, Process, RankView, SpanView
 from braid.runtime.diagnose.tracebacks import BRAID_ROOT
 from braid.runtime.events import OPEN
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.runtime.diagnose import (
+from braid.runtime.diagnose.tracebacks import (
+    BRAID_ROOT,
     ParsedError,
     Stack,
     final_error,
@@ -19,7 +20,6 @@ from braid.runtime.diagnose import (
     printable,
     short_site,
 )
-from braid.runtime.diagnose.tracebacks import BRAID_ROOT
 
 PLAIN = """\
 epoch 3 begins

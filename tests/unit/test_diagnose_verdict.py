@@ -10,18 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.runtime.diagnose import (
-    MemoryKill,
-    ParsedError,
-    RankEnd,
+from braid.runtime.diagnose.block import (
     SavedCheckpoint,
     StopReport,
-    describe,
     error_block,
-    judge,
     rank_list,
     render_block,
 )
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import MemoryKill, RankEnd, describe, judge
 
 
 def raised(rank: int, text: str, *, at: int = 0, **more: object) -> RankEnd:

@@ -27,7 +27,7 @@ from braid.launch.process.process_facts import (
     process_between,
     sample,
 )
-from braid.runtime.diagnose import Process
+from braid.runtime.diagnose.hang_view import Process
 from braid.runtime.events import EventRing, Recorder
 
 S = 1_000_000_000

@@ -14,7 +14,7 @@ from braid.errors import ConfigError
 from braid.launch import JobSpec
 from braid.launch.process.job import check_command, choose_threads, command_line
 from braid.launch.process.oom import OomMonitor, parse_counter, parse_limit
-from braid.runtime.diagnose import MemoryKill
+from braid.runtime.diagnose.verdict import MemoryKill
 
 
 @pytest.fixture

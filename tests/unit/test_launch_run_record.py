@@ -16,7 +16,7 @@ from braid.launch.supervise.run_record import (
     package_versions,
     write_record,
 )
-from braid.runtime.diagnose import RunRecord
+from braid.runtime.diagnose.run_record import RunRecord
 
 
 def test_files_of_an_earlier_run_are_set_aside(tmp_path):

@@ -20,16 +20,9 @@ from braid.launch.supervise.supervisor_state import (
     Tick,
     TimeLimits,
 )
-from braid.runtime.diagnose import (
-    ParsedError,
-    RankEnd,
-    StopReport,
-    Verdict,
-    error_block,
-    exit_code,
-    judge,
-    render_block,
-)
+from braid.runtime.diagnose.block import StopReport, error_block, render_block
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import RankEnd, Verdict, exit_code, judge
 from survived_deaths import FIRST, STORIES, Story
 
 S = 1_000_000_000

@@ -23,14 +23,9 @@ from rich.console import Console
 from braid.errors import ConfigError
 from braid.launch.observe import build_story, print_summary, publish, read_run, render_page
 from braid.launch.observe.figures import line_chart, ticks
-from braid.runtime.diagnose import (
-    MemoryKill,
-    ParsedError,
-    RankEnd,
-    error_block,
-    judge,
-    render_block,
-)
+from braid.runtime.diagnose.block import error_block, render_block
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import MemoryKill, RankEnd, judge
 
 METRICS = [
     {"step": step, "loss": 5.0 - 0.5 * step, "tokens_per_s": 1000.0 + step, "mfu": 0.25}

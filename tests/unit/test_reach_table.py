@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from braid.runtime.diagnose import reach_table, why_unreachable
+from braid.runtime.diagnose.reach_table import reach_table, why_unreachable
 
 
 def test_the_table_says_who_cannot_reach_whom():

@@ -19,7 +19,8 @@ import pytest
 
 from braid.errors import ConfigError
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor, spawn
-from braid.runtime.diagnose import RunRecord, error_block, render_block
+from braid.runtime.diagnose.block import error_block, render_block
+from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import EventRing
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
-from braid.runtime.diagnose import RunRecord
+from braid.runtime.diagnose.run_record import RunRecord
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = Path(__file__).with_name("hang_jobs.py")

@@ -18,7 +18,7 @@ import pytest
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
-from braid.runtime.diagnose import RunHost, RunRecord
+from braid.runtime.diagnose.run_record import RunHost, RunRecord
 from support.leaks import no_leaks
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]

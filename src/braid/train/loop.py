@@ -45,7 +45,6 @@ from braid.train.reports import (
 from braid.train.sampling import OrderedSampler, SampleOrder
 from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
-from braid.train.zero_shards import ZeroShards
 from braid.types import Shares
 
 __all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError"]
@@ -135,10 +134,8 @@ class Trainer:
             return stages
         if config.reference_shards:
             return ReferenceShards(self._model, windows, self._group, self._num_shards)
-        if config.shard and not config.is_on_mesh:
-            return ZeroShards(self._model, self._optimizer, windows, self._group, config.shard)
         if not config.is_on_mesh:
-            return ParallelShards(self._model, windows, self._group)
+            return ParallelShards(self._model, self._optimizer, windows, self._group, config.shard)
         balance, picture = stage_balance(
             config, self._group, self._model.layers(), lambda rows: windows.batch(range(rows))[0]
         )
@@ -229,7 +226,7 @@ class Trainer:
         grads = [p.grad for p in self._model.parameters() if p.grad is not None]
         # ZeRO's optimizer steps parts of parameters, beside which the model has its own
         whole = list(self._model.parameters()) if self._config.shard else []
-        memory = self._shards.memory() if isinstance(self._shards, ZeroShards) else []
+        memory = self._shards.memory() if isinstance(self._shards, ParallelShards) else []
         return [*trained, *grads, *kept, *whole, *memory]
 
     def numerics(self) -> dict[str, Any]:

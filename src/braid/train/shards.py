@@ -8,6 +8,7 @@ things only: gradients and losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,14 @@ from braid.checkpoint import (
 from braid.comm import Group
 from braid.parallel.data_parallel import DistributedDataParallel, accumulate
 from braid.parallel.gradients.exact_norm import clip_pieces_
+from braid.parallel.sharding import (
+    ShardedSnapshot,
+    Sharding,
+    ShardingOptions,
+    attach,
+    memory_of,
+    sharded_numbers,
+)
 from braid.train.data import Windows
 from braid.train.gpt import GPT
 from braid.train.sampling import share_of
@@ -74,34 +83,63 @@ class Shards(Protocol):
 class ParallelShards:
     """Shards of which each rank has one; a world of one rank is allowed.
 
+    The model and the optimizer are made, and resumed, whole; the engine is made before the first
+    step. A checkpoint can be resumed on another number of ranks, and with another `stage`.
+
     Args:
         model: The model, equal on all ranks.
+        optimizer: Its optimizer.
         windows: Samples to train on.
         group: Group of all ranks that train.
+        stage: 0 lets ranks have the same (DDP), 1 divides states of the optimizer (ZeRO), 2
+            gradients, too, and 3 parameters, too.
     """
 
-    def __init__(self, model: GPT, windows: Windows, group: Group) -> None:
+    def __init__(
+        self, model: GPT, optimizer: Optimizer, windows: Windows, group: Group, stage: int
+    ) -> None:
         self._model = model
-        # the trainer checks and reports losses before it uses gradients
-        self._parallel = DistributedDataParallel(model, process_group=group, nonfinite="ignore")
+        self._optimizer = optimizer
         self._windows = windows
         self._group = group
+        self._stage = stage
+
+    @cached_property
+    def _sharding(self) -> Sharding | None:
+        """The divided model and states of its optimizer."""
+        if not self._stage:
+            return None
+        sharding = Sharding(self._model, self._group, ShardingOptions(stage=self._stage))
+        attach(sharding, self._optimizer)
+        return sharding
+
+    @cached_property
+    def _parallel(self) -> nn.Module:
+        """The model that averages gradients."""
+        if self._sharding is not None:
+            return self._model
+        # the trainer checks and reports losses before it uses gradients
+        return DistributedDataParallel(self._model, process_group=self._group, nonfinite="ignore")
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """See `Shards`.
 
-        Cost: the all_reduce of the gradients and one all_gather of 16 bytes a rank.
+        Cost: the engine's exchange of gradients and one all_gather of 16 bytes a rank.
         """
-        events = self._group.context.events
+        parallel, events = self._parallel, self._group.context.events
         with events.span("data"):
             inputs, targets = self._windows.batch(self._share(batch))
         with events.span("forward"):
-            loss: torch.Tensor = self._parallel(inputs, targets)
+            loss: torch.Tensor = parallel(inputs, targets)
         with events.span("backward"):
             loss.backward()  # type: ignore[no-untyped-call]  # torch's signature is untyped
         mine = torch.tensor([[loss.item(), float(stop)]], dtype=torch.float64)
         losses, stops = self._group.all_gather(mine).t().tolist()
         return StepAgreement(tuple(losses), any(stops))
+
+    def memory(self) -> list[torch.Tensor]:
+        """Return the memory of divided parameters and gradients, gathered ones included."""
+        return [x for own in memory_of(self._sharding) for x in own] if self._sharding else []
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
         """See `Shards`."""
@@ -112,16 +150,22 @@ class ParallelShards:
 
     def clip(self, max_norm: float) -> float:
         """See `Shards`."""
+        if self._sharding is not None:
+            return self._sharding.clip_grad_norm_(max_norm).item()
         return clip_whole(self._model, max_norm)
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
-        """See `Shards`."""
+        """See `Shards`; a collective if the model is divided."""
+        if (sharding := self._sharding) is not None:
+            return ShardedSnapshot(sharding, optimizer), sharded_numbers(sharding, optimizer)
         tensors = training_tensors(self._model, optimizer)
         snapshot = ReplicatedSnapshot(tensors, rank=self._group.rank, size=self._group.size)
         return snapshot, training_numbers(self._model, optimizer)
 
     def share_weights(self) -> None:
-        """See `Shards`: every rank has them."""
+        """See `Shards`: every rank has them, or they become whole again."""
+        if self._sharding is not None:
+            self._sharding.undo()
 
     def _share(self, indices: Sequence[int]) -> list[int]:
         return share_of(indices, self._group.rank, self._group.size)

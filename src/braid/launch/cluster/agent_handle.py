@@ -21,7 +21,7 @@ from braid.launch.cluster.agent_messages import (
 from braid.launch.cluster.agent_stream import FirstLine
 from braid.launch.cluster.remote_shell import Placed
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import signal_name
+from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.message import Delivery, Message, PeerLost, PipeStream, PipeVan
 
 __all__ = ["END_LIMIT_S", "SILENCE_S", "AgentHandle", "OnLost", "OnMessage"]

@@ -29,7 +29,8 @@ import msgspec
 
 from braid.launch.cluster.reachability import Attempt, Endpoint
 from braid.launch.process.hang_state import OpenWait
-from braid.runtime.diagnose import MemoryKill, RankView
+from braid.runtime.diagnose.hang_view import RankView
+from braid.runtime.diagnose.verdict import MemoryKill
 from braid.runtime.message import NUM_PRIORITIES, Schema
 from braid.runtime.rendezvous import JobEnvironment
 

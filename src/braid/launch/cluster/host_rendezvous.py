@@ -54,7 +54,7 @@ from braid.launch.process.hang_state import LOOKS_PER_LIMIT
 from braid.launch.process.job import JobSpec
 from braid.launch.process.processes import SignalInbox
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import signal_name
+from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.message import Message
 from braid.runtime.rendezvous.interfaces import interfaces, machine
 from braid.runtime.wire import SECRET_BYTES, Secret

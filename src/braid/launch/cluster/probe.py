@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from braid.errors import ConfigError
 from braid.launch.cluster.reachability import Attempt, Endpoint
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import why_unreachable
+from braid.runtime.diagnose.reach_table import why_unreachable
 from braid.runtime.rendezvous.interfaces import Interface
 from braid.runtime.wire import (
     Address,

@@ -18,7 +18,7 @@ import ipaddress
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from braid.runtime.diagnose import reach_table
+from braid.runtime.diagnose.reach_table import reach_table
 
 __all__ = ["LAUNCHER", "Attempt", "Endpoint", "Reachability", "decide", "eligible", "matrix_text"]
 

@@ -31,7 +31,8 @@ from braid.launch.cluster.remote_rank import RemoteRank
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import MemoryKill, RunHost
+from braid.runtime.diagnose.run_record import RunHost
+from braid.runtime.diagnose.verdict import MemoryKill
 from braid.runtime.message import Message
 from braid.runtime.wire import Address, Secret
 

@@ -21,7 +21,9 @@ from braid.launch.process.rank_snapshot import RankObserver
 from braid.launch.supervise.backend import RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.supervisor_state import RankFacts
-from braid.runtime.diagnose import ParsedError, RankEnd, RankView, clause
+from braid.runtime.diagnose.hang_view import RankView
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import RankEnd, clause
 
 __all__ = ["OfRank", "RemoteRank"]
 

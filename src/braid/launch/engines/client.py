@@ -30,7 +30,7 @@ from braid.launch.engines.from_client import FromClient
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.options import CLIENTS
 from braid.launch.process.processes import SignalInbox
-from braid.runtime.diagnose import signal_name
+from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.rendezvous.interfaces import machine
 
 __all__ = ["EngineClient"]

@@ -12,7 +12,7 @@ from statistics import median
 from braid.launch.observe.figures import Chart, line_chart
 from braid.launch.observe.run_directory import Run
 from braid.launch.observe.timeline import StepKey, StepTime
-from braid.runtime.diagnose import rank_list
+from braid.runtime.diagnose.block import rank_list
 from braid.runtime.metrics import MEASURED
 from braid.runtime.text import duration_text
 

@@ -13,7 +13,7 @@ from statistics import median
 from braid.launch.observe.buckets import late_buckets
 from braid.launch.observe.operations import bucket_waits, operations
 from braid.launch.observe.timeline import RankTimeline, StepKey, StepTime
-from braid.runtime.diagnose import rank_list
+from braid.runtime.diagnose.block import rank_list
 from braid.runtime.text import bytes_text, duration_text, percent_text
 
 __all__ = ["by_step", "facts", "slowest_step"]

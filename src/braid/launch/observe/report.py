@@ -32,7 +32,7 @@ from braid.launch.observe.run_directory import Run
 from braid.launch.observe.servers import ServerRow, servers
 from braid.launch.observe.timeline import RankTimeline, StepKey, StepTime, shares
 from braid.launch.observe.weight_versions import VersionRow, version_rows
-from braid.runtime.diagnose import error_block, render_block
+from braid.runtime.diagnose.block import error_block, render_block
 from braid.runtime.text import bytes_text, count_text, duration_text, percent_text
 from braid.types import Shares
 

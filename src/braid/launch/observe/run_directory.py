@@ -21,7 +21,7 @@ import msgspec
 from braid._version import __version__
 from braid.errors import ConfigError
 from braid.launch.observe.timeline import RankTimeline, read_timelines
-from braid.runtime.diagnose import RunRecord
+from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import HEADER_BYTES, EventRing
 from braid.runtime.metrics import FOLDER, MetricRows, average_rows, read_metrics
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from braid.launch.observe.timeline import RankTimeline
-from braid.runtime.diagnose import rank_list
+from braid.runtime.diagnose.block import rank_list
 
 __all__ = ["VersionRow", "version_rows", "versions_text"]
 

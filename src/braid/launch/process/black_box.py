@@ -15,7 +15,8 @@ from pathlib import Path
 
 from braid.errors import CommError
 from braid.launch.process.open_spans import OpenSpans
-from braid.runtime.diagnose import last_events, last_operation_end, last_step, parse_stack
+from braid.runtime.diagnose.last_events import last_events, last_operation_end, last_step
+from braid.runtime.diagnose.tracebacks import parse_stack
 from braid.runtime.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
 
 __all__ = ["BlackBox"]

@@ -18,7 +18,7 @@ from rich.color import ColorSystem
 from rich.console import Console as RichConsole
 from rich.style import Style
 
-from braid.runtime.diagnose import printable
+from braid.runtime.diagnose.tracebacks import printable
 
 __all__ = ["QuietConsole", "TerminalConsole"]
 

@@ -21,7 +21,8 @@ from typing import Literal
 import psutil
 
 from braid.errors import ConfigError
-from braid.runtime.diagnose import RankEnd, StopReport, error_block, render_block
+from braid.runtime.diagnose.block import StopReport, error_block, render_block
+from braid.runtime.diagnose.verdict import RankEnd
 from braid.runtime.rendezvous import JobEnvironment
 
 __all__ = [

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from braid.runtime.diagnose import MemoryKill
+from braid.runtime.diagnose.verdict import MemoryKill
 
 __all__ = ["OomMonitor", "cgroup_paths", "parse_counter", "parse_limit"]
 

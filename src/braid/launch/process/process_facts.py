@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from braid.runtime.diagnose import Process
+from braid.runtime.diagnose.hang_view import Process
 
 __all__ = ["Sample", "catches", "parse_sample", "process_between", "sample"]
 

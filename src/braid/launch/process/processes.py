@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from braid.errors import ConfigError
-from braid.runtime.diagnose import MemoryKill
+from braid.runtime.diagnose.verdict import MemoryKill
 
 __all__ = ["Change", "SignalInbox", "changes_of", "end_descendants", "send_signal", "subreaper"]
 

@@ -13,7 +13,7 @@ from braid.launch.process.links import LinkObserver
 from braid.launch.process.process_facts import Sample, catches, process_between, sample
 from braid.launch.process.processes import send_signal, send_signal_to_thread
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import RankView, SpanView
+from braid.runtime.diagnose.hang_view import RankView, SpanView
 from braid.runtime.events import Event, EventRing
 from braid.runtime.rendezvous.stack_thread import ASK
 

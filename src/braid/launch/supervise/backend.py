@@ -15,7 +15,8 @@ from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.supervise.rank import Rank
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import MemoryKill, RunHost
+from braid.runtime.diagnose.run_record import RunHost
+from braid.runtime.diagnose.verdict import MemoryKill
 from braid.runtime.rendezvous import FromRank, JobEnvironment
 from braid.runtime.wire import Secret
 

@@ -21,7 +21,8 @@ from braid.launch.process.hang_state import (
 )
 from braid.launch.supervise.rank import Rank
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import HangReport, find_hang, rank_list
+from braid.runtime.diagnose.block import rank_list
+from braid.runtime.diagnose.hang import HangReport, find_hang
 
 __all__ = ["HangMonitor"]
 

@@ -21,7 +21,8 @@ from braid.launch.process.processes import changes_of, end_descendants, subreape
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.rank_process import RankProcess
-from braid.runtime.diagnose import MemoryKill, RunHost
+from braid.runtime.diagnose.run_record import RunHost
+from braid.runtime.diagnose.verdict import MemoryKill
 from braid.runtime.wire import Secret
 
 __all__ = ["LocalBackend"]

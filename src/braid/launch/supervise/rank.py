@@ -18,7 +18,9 @@ from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.supervise.supervisor_state import RankFacts
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import ParsedError, RankEnd, RankView, final_error, parse_error
+from braid.runtime.diagnose.hang_view import RankView
+from braid.runtime.diagnose.tracebacks import ParsedError, final_error, parse_error
+from braid.runtime.diagnose.verdict import RankEnd
 from braid.runtime.rendezvous import Exiting, FromLauncher, FromRank, RankFailed
 from braid.runtime.rendezvous.control import decode_from_rank, encode
 from braid.runtime.wire import SocketConnection

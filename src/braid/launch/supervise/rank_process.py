@@ -17,7 +17,8 @@ from braid.launch.process.rank_snapshot import RankObserver
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.supervisor_state import RankFacts
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import RankEnd, RankView, clause
+from braid.runtime.diagnose.hang_view import RankView
+from braid.runtime.diagnose.verdict import RankEnd, clause
 from braid.runtime.rendezvous import FromRank
 
 __all__ = ["RankProcess"]

@@ -15,7 +15,7 @@ import msgspec
 
 from braid.errors import ConfigError
 from braid.launch.process.job import JobSpec
-from braid.runtime.diagnose import RunRecord
+from braid.runtime.diagnose.run_record import RunRecord
 
 __all__ = ["git_commit", "make_log_dir", "package_versions", "write_record"]
 

@@ -49,16 +49,15 @@ from braid.launch.supervise.supervisor_state import (
     Warn,
 )
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import (
+from braid.runtime.diagnose.block import SavedCheckpoint, rank_list
+from braid.runtime.diagnose.run_record import RunRecord
+from braid.runtime.diagnose.verdict import (
     Ending,
     RankEnd,
-    RunRecord,
-    SavedCheckpoint,
     Verdict,
     clause,
     exit_code,
     judge,
-    rank_list,
     signal_name,
 )
 from braid.runtime.metrics import MetricsFiles

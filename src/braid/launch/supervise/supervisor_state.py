@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from braid.runtime.diagnose import signal_name
+from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.rendezvous import RankLost, Stop
 
 __all__ = [

@@ -23,7 +23,7 @@ import psutil
 from braid._version import __version__
 from braid.errors import ConfigError
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import RunRecord
+from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import Recorder
 from braid.runtime.metrics.files import MetricsFiles
 from braid.runtime.metrics.rows import row_of

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from braid.errors import CommTimeout, encodable, message_of
 from braid.runtime.clock import Clock, MonotonicClock
-from braid.runtime.diagnose import parse_error
+from braid.runtime.diagnose.tracebacks import parse_error
 from braid.runtime.events import Recorder
 from braid.runtime.rendezvous.control import (
     ControlClient,

@@ -24,17 +24,10 @@ import msgspec
 
 from braid.errors import BraidError
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import (
-    Ending,
-    ParsedError,
-    RankEnd,
-    StopReport,
-    error_block,
-    judge,
-    last_events,
-    last_operation_end,
-    render_block,
-)
+from braid.runtime.diagnose.block import StopReport, error_block, render_block
+from braid.runtime.diagnose.last_events import last_events, last_operation_end
+from braid.runtime.diagnose.tracebacks import ParsedError
+from braid.runtime.diagnose.verdict import Ending, RankEnd, judge
 from braid.runtime.events import Recorder
 from braid.runtime.store import Store
 from braid.runtime.transport import Health

@@ -23,7 +23,7 @@ import sys
 from typing import NamedTuple
 
 from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
-from braid.runtime.diagnose import reach_table
+from braid.runtime.diagnose.reach_table import reach_table
 from braid.runtime.store.exchange import LOOK_S
 from braid.runtime.transport.meeting import Meeting
 from braid.runtime.transport.reachability import own_address_towards, probe

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 
 from braid.runtime.clock import Clock
-from braid.runtime.diagnose import why_unreachable
+from braid.runtime.diagnose.reach_table import why_unreachable
 from braid.runtime.wire import Address
 
 __all__ = ["PROBE_LIMIT_S", "own_address_towards", "probe"]
