@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parents[2] / "src"
 RETIRED = re.compile(
     r"(^|_)(settles?|settled|attends?|hears?|heard|obeys?|tells?|told|says?|said|found|came|"
@@ -76,35 +74,45 @@ def _docs(tree: ast.AST) -> Iterator[str]:
                         yield text
 
 
-@pytest.fixture(scope="module")
-def trees() -> dict[str, ast.Module]:
-    """The syntax tree of each file of `src`, by its path there."""
-    files = sorted(SOURCE.rglob("*.py"))
-    return {file.relative_to(SOURCE).as_posix(): ast.parse(file.read_text()) for file in files}
+def _texts() -> Iterator[tuple[str, str]]:
+    """Paths and texts of the files of `src`."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).as_posix(), path.read_text()
 
 
-def test_no_name_has_a_retired_word(trees):
-    names = {(file, name) for file, tree in trees.items() for name in _names(tree)}
-    wrong = {name for name in {name for _, name in names} if RETIRED.search(name)}
-    retired = {(file, name) for file, name in names if name in wrong}
-    retired |= {(file, Path(file).stem) for file in trees if Path(file).stem in MODULES}
-    assert sorted(retired - ALLOWED.keys()) == []
+def test_no_name_has_a_retired_word():
+    retired = set()
+    for file, text in _texts():
+        words = set(re.findall(r"\w+", re.sub(r'"""[^"]*"""|#.*', "", text)))
+        if any(map(RETIRED.search, words)):  # some are in strings, or of other libraries
+            names = set(_names(ast.parse(text)))
+            retired |= {(file, name) for name in names if RETIRED.search(name)}
+        if (stem := Path(file).stem) in MODULES:
+            retired.add((file, stem))
+    assert sorted(retired) == sorted(ALLOWED)
 
 
-def test_no_doc_begins_with_a_pronoun(trees):
-    docs = [(file, doc) for file, tree in trees.items() for doc in _docs(tree)]
-    assert [(file, doc) for file, doc in docs if re.match(PRONOUN, doc)] == []
+def test_no_doc_begins_with_a_pronoun():
+    wrong = [
+        (file, doc)
+        for file, text in _texts()
+        if re.search(rf'("""|: ){PRONOUN}', text)
+        for doc in _docs(ast.parse(text))
+        if re.match(PRONOUN, doc)
+    ]
+    assert wrong == []
 
 
-def test_class_names_are_unique(trees):
+def test_class_names_are_unique():
     files: dict[str, list[str]] = {}
-    for file, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and (file, node.name) not in OTHER_SYSTEMS:
-                files.setdefault(node.name, []).append(file)
+    for file, text in _texts():
+        code = re.sub(r'""".*?"""', "", text, flags=re.S)
+        for name in re.findall(r"^ *class (\w+)", code, re.M):
+            if (file, name) not in OTHER_SYSTEMS:
+                files.setdefault(name, []).append(file)
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
 
 
-def test_every_exception_is_needed(trees):
-    for file, name in (*ALLOWED, *OTHER_SYSTEMS):
-        assert name in set(_names(trees[file])), (file, name)
+def test_every_exception_is_needed():
+    for file, name in OTHER_SYSTEMS:
+        assert f"class {name}" in (SOURCE / file).read_text(), (file, name)

@@ -8,7 +8,6 @@ things only: gradients and losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -103,30 +102,30 @@ class ParallelShards:
         self._windows = windows
         self._group = group
         self._stage = stage
+        self._sharding: Sharding | None = None
+        self._parallel: nn.Module | None = (
+            None  # what averages gradients, made before the first step
+        )
 
-    @cached_property
-    def _sharding(self) -> Sharding | None:
-        """The divided model and states of its optimizer."""
-        if not self._stage:
-            return None
-        sharding = Sharding(self._model, self._group, ShardingOptions(stage=self._stage))
-        attach(sharding, self._optimizer)
-        return sharding
-
-    @cached_property
-    def _parallel(self) -> nn.Module:
-        """The model that averages gradients."""
-        if self._sharding is not None:
-            return self._model
-        # the trainer checks and reports losses before it uses gradients
-        return DistributedDataParallel(self._model, process_group=self._group, nonfinite="ignore")
+    def _make(self) -> nn.Module:
+        """Divide the model and the states of its optimizer, or wrap it; once."""
+        if self._parallel is None and self._stage:
+            self._sharding = Sharding(self._model, self._group, ShardingOptions(stage=self._stage))
+            attach(self._sharding, self._optimizer)
+            self._parallel = self._model
+        elif self._parallel is None:
+            # the trainer checks and reports losses before it uses gradients
+            self._parallel = DistributedDataParallel(
+                self._model, process_group=self._group, nonfinite="ignore"
+            )
+        return self._parallel
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> StepAgreement:
         """See `Shards`.
 
         Cost: the engine's exchange of gradients and one all_gather of 16 bytes a rank.
         """
-        parallel, events = self._parallel, self._group.context.events
+        parallel, events = self._make(), self._group.context.events
         with events.span("data"):
             inputs, targets = self._windows.batch(self._share(batch))
         with events.span("forward"):
@@ -156,6 +155,7 @@ class ParallelShards:
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """See `Shards`; a collective if the model is divided."""
+        self._make()
         if (sharding := self._sharding) is not None:
             return ShardedSnapshot(sharding, optimizer), sharded_numbers(sharding, optimizer)
         tensors = training_tensors(self._model, optimizer)

@@ -152,11 +152,11 @@ class Division(dict[str, str]):
 
     def __init__(
         self,
-        kinds: Mapping[str, str],
+        kinds: Mapping[str, object],
         rows: Sequence[ExplanationRow] = (),
         whole: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(kinds)
+        super().__init__({name: str(kind) for name, kind in kinds.items()})
         self.rows = list(rows)
         self.whole = dict(whole or {})
 

@@ -1,0 +1,207 @@
+"""Resolves plans: the kind of each layer, before anything is changed.
+
+A plan of one's own comes first, then the built-in one of the model's family. All problems that can
+be known are in one error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from braid.errors import ConfigError
+from braid.parallel.tensor_parallel.insertion import Strategy, check_expressions
+from braid.parallel.tensor_parallel.plans import KINDS, Family, check_heads, family_of
+from braid.parallel.tensor_parallel.slices import Slicing
+from braid.parallel.tensor_parallel.transposed import is_transposed
+from braid.programs.layout import Layout
+
+__all__ = ["LayerKind", "resolve"]
+
+MATRIX = 2  # dims
+KIND = re.compile(rf"({'|'.join(KINDS)})|(column|slice):\d+")
+
+
+class LayerKind(NamedTuple):
+    """A way of dividing a layer; see `plans`.
+
+    Attributes:
+        name: Word of a plan.
+        number: Blocks of packed matrices for `column`, dim for `slice`.
+    """
+
+    name: str
+    number: int = 1
+
+    @classmethod
+    def of(cls, value: str | Layout | Strategy, size: int) -> LayerKind:
+        """Return the kind that a value of a plan means; a layout is that of a weight [out, in].
+
+        Raises:
+            ConfigError: The value is no kind, or a layout for other numbers of ranks than `size`.
+        """
+        if isinstance(value, str):
+            if not KIND.fullmatch(value):
+                msg = f"{value!r} is no kind: use {', '.join(KINDS)}, or column:N"
+                raise ConfigError(msg)
+            name, _, number = value.partition(":")
+            return cls(name, int(number or 1))
+        if not isinstance(value, Layout | tuple | list):
+            msg = f"a plan has kinds ({', '.join(KINDS)}) or layouts by expression, got {value!r}"
+            raise ConfigError(msg)
+        if not isinstance(value, Layout):
+            msg = (
+                f"{value} is an annotation of an operator, which needs inputs=: a batch to capture"
+            )
+            raise ConfigError(msg)
+        split = [dim for dim, axes in enumerate(value.dims) if axes]
+        if len(split) != 1 or value.partial or len(value.dims) != MATRIX:
+            msg = f"a layout of a weight splits one of its two dims, got {value}"
+            raise ConfigError(msg)
+        parts = math.prod(value.mesh.axes[axis] for axis in value.dims[split[0]])
+        if parts != size:
+            msg = f"the layout {value} of a weight has {parts} parts, and the group {size} ranks"
+            raise ConfigError(msg)
+        return cls("row") if split[0] else cls("column", value.blocks[0] if value.blocks else 1)
+
+    @classmethod
+    def from_slicing(cls, module: nn.Module, slicing: Slicing) -> LayerKind:
+        """Return the kind of a layer whose weight is divided like this; see `slicing`."""
+        if isinstance(module, nn.Embedding):
+            return cls("slice", slicing.dim) if slicing.dim else cls("vocab")
+        by_outputs = slicing.dim == cls("column").slicing(module).dim
+        return cls("column" if by_outputs else "row", slicing.blocks)
+
+    def slicing(self, module: nn.Module) -> Slicing:
+        """Return how the weight of a layer is divided."""
+        if self.name == "slice":
+            return Slicing(self.number)
+        by_outputs = self.name in {"column", "head", "vocab"}
+        return Slicing(int(by_outputs == is_transposed(module)), self.number)
+
+    def __str__(self) -> str:
+        """Return the kind as a plan has it."""
+        has_number = self.name == "slice" or self.number > 1
+        return f"{self.name}:{self.number}" if has_number else self.name
+
+
+def resolve(
+    model: nn.Module,
+    plan: Mapping[str, str | Layout | Strategy] | None,
+    size: int,
+    *,
+    by_graph: bool,
+) -> dict[str, LayerKind]:
+    """Return the kinds of a model's layers that are divided over `size` ranks, by name.
+
+    Args:
+        model: The model.
+        plan: See `parallelize`.
+        size: Number of ranks.
+        by_graph: Whether the model's graph is divided, which can find a plan: without one, and
+            without a family, the result is empty.
+
+    Raises:
+        ConfigError: See `parallelize`.
+    """
+    family = family_of(model)
+    if plan is None and family is None:
+        if by_graph:
+            return {}
+        msg = (
+            f"there is no built-in plan for {type(model).__name__}: pass inputs=, a batch, to find "
+            r"one from its graph, or give one, such as {r'\.up$': 'column', r'\.down$': 'row'}"
+        )
+        raise ConfigError(msg)
+    kinds = dict(_kinds_of(model, plan or {}, family or Family({}), size))
+    if not kinds:
+        msg = f"no layer of {type(model).__name__} fits the plan: name them in a plan of your own"
+        raise ConfigError(msg)
+    if family is not None:
+        check_heads(model, family, size)
+    _check(model, kinds, size, by_graph=by_graph)
+    return kinds
+
+
+def _kinds_of(
+    model: nn.Module, plan: Mapping[str, Any], family: Family, size: int
+) -> Iterator[tuple[str, LayerKind]]:
+    """Yield the modules that plans name, with their kinds."""
+    own, problems = {}, []
+    for expression, value in plan.items():
+        try:
+            own[expression] = LayerKind.of(value, size)
+        except ConfigError as exc:
+            problems.append(str(exc))
+    known = {expression: LayerKind.of(text, size) for expression, text in family.plan.items()}
+    names = [name for name, _ in model.named_modules()]
+    problems += check_expressions(plan, names)
+    decided: set[str] = set()
+    for name in names if not problems else ():
+        for expression, kind in (*own.items(), *known.items()):
+            if re.search(expression, name):
+                decided.add(expression)
+                if kind.name != "whole":
+                    yield name, kind
+                break
+    if not problems:
+        problems = [
+            f"{expression!r} fits only modules for which an expression before it decides: put it "
+            "in front"
+            for expression in own
+            if expression not in decided
+        ]
+    if problems:
+        raise ConfigError("; ".join(dict.fromkeys(problems)))
+
+
+def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_graph: bool) -> None:
+    """Raise ConfigError with everything that cannot be divided, before anything is changed."""
+    problems = []
+    plans: dict[nn.Parameter, tuple[str, Slicing]] = {}
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        if not isinstance(getattr(module, "weight", None), nn.Parameter):
+            problems.append(f"{name} ({type(module).__name__}) has no weight to divide")
+            continue
+        weight, slicing = cast("nn.Parameter", module.weight), kind.slicing(module)
+        if (problem := _unfit(module, kind, slicing.dim, weight, by_graph=by_graph)) is not None:
+            problems.append(f"{name} {problem}")
+            continue
+        try:
+            slicing.check(name, weight.shape[slicing.dim], size)
+        except ConfigError as exc:
+            problems.append(str(exc))
+        other, known = plans.setdefault(weight, (name, slicing))
+        if known != slicing:
+            problems.append(f"{name} and {other} share a weight and divide it in two ways")
+    problems += [
+        f"{name} shares the weight of {plans[param][0]}, which is divided: name it in the plan, "
+        "too, such as 'head' for a last layer that shares an embedding's rows"
+        for name, module in (model.named_modules() if not by_graph else ())
+        for param in module.parameters(recurse=False)
+        if param in plans and name not in kinds
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _unfit(
+    module: nn.Module, kind: LayerKind, dim: int, weight: torch.Tensor, *, by_graph: bool
+) -> str | None:
+    """Return why a kind does not fit a module."""
+    if dim >= weight.dim():
+        return f"has a weight of {weight.dim()} dims, and dim {dim} was to be divided"
+    if by_graph or kind.name == "slice":
+        return None
+    embedding, linear = isinstance(module, nn.Embedding), isinstance(module, nn.Linear)
+    if embedding if kind.name == "vocab" else linear or is_transposed(module):
+        return None
+    fits = "vocab or slice:1" if embedding else "column, row or head" if linear else "whole"
+    advice = "" if embedding or linear else ", or pass inputs=, a batch, to divide it by its graph"
+    return f"({type(module).__name__}) cannot be divided as {str(kind)!r}: use {fits}{advice}"
