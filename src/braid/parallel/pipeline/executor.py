@@ -36,7 +36,10 @@ __all__ = ["Executor", "LossOf"]
 LossOf = Callable[[Any, int], torch.Tensor]
 DrawsOf = Callable[[int], Draws]
 Gradients = list["torch.Tensor"]
-Place = tuple[int, int]  # stage and micro-batch
+# of what is under way on this rank: its sort, the stage or connection that takes it, micro-batch
+Key = tuple[str, "int | Edge", int]
+VALUE, OUTPUT, GRADS, INPUT_GRADS = "input", "output", "gradients of outputs", "those of inputs"
+STASHED, STASHED_GRADS = "stashed value", "gradients of a stashed value"
 MICROBATCH_BITS = 20
 BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
 
@@ -99,13 +102,7 @@ class Executor:
         self._final = {a.unit: a for a in self._actions if a.kind in {"B", "W"}}
         self._on_gradients = on_gradients
         self._on_step = on_step
-        self._values: dict[Place, Any] = {}  # inputs
-        self._outputs: dict[Place, Any] = {}
-        self._grads: dict[Place, Gradients] = {}  # of outputs
-        self._input_grads: dict[Place, Gradients] = {}
-        # of connections between stages of this rank, by edge and micro-batch
-        self._stashed: dict[tuple[Edge, int], Any] = {}
-        self._stashed_grads: dict[tuple[Edge, int], Gradients] = {}
+        self._under_way: dict[Key, Any] = {}
         self._results: dict[int, Any] = {}
         self._table: dict[str, Callable[[Action], None]] = {
             "recv_f": self._recv_f,
@@ -146,7 +143,7 @@ class Executor:
         """
         self._batches, self._loss_of, self._draws = microbatches, loss_of, draws
         results = self._perform(self._actions)
-        self._input_grads.clear()  # those of the batch, which nobody asks for
+        self._under_way.clear()  # gradients of the batch, which nobody asks for
         return results
 
     def run_forwards(
@@ -172,10 +169,11 @@ class Executor:
             micro-batch.
         """
         if self._last in self._stages:
-            self._grads |= {(self._last, i): own for i, own in enumerate(grads)}
+            self._under_way |= {(GRADS, self._last, i): own for i, own in enumerate(grads)}
         self._perform([a for a in self._actions if a.kind in BACKWARD])
-        grads_of_batch = {i: own for (stage, i), own in self._input_grads.items() if not stage}
-        self._input_grads.clear()
+        left = self._under_way.items()
+        grads_of_batch = {i: own for (sort, at, i), own in left if (sort, at) == (INPUT_GRADS, 0)}
+        self._under_way.clear()
         return grads_of_batch
 
     def _perform(self, actions: Sequence[Action]) -> dict[int, Any]:
@@ -212,10 +210,7 @@ class Executor:
 
     def clear(self) -> None:
         """Forget all that is under way, after a failure."""
-        for kept in (self._values, self._outputs, self._grads, self._input_grads):
-            kept.clear()
-        for kept_of_edges in (self._stashed, self._stashed_grads):
-            kept_of_edges.clear()
+        self._under_way.clear()
         self._results.clear()
         for stage in self._stages.values():
             stage.clear()
@@ -223,11 +218,13 @@ class Executor:
     # One method for each kind of action
 
     def _recv_f(self, action: Action) -> None:
-        self._values[action.unit, action.index] = self._carrier.recv_value(action.peer)
+        self._under_way[VALUE, action.unit, action.index] = self._carrier.recv_value(action.peer)
 
     def _forward(self, action: Action) -> None:
         stage, i = self._stages[action.unit], action.index
-        value = self._batches[i] if not stage.index else self._values.pop((stage.index, i))
+        value = (
+            self._batches[i] if not stage.index else self._under_way.pop((VALUE, stage.index, i))
+        )
         output, stashed = stage.forward(
             i,
             value,
@@ -239,19 +236,19 @@ class Executor:
         )
         for edge, tensor in stashed.items():
             if self._ranks[edge.target, i] == self._carrier.rank:
-                self._stashed[edge, i] = tensor
+                self._under_way[STASHED, edge, i] = tensor
             else:
                 self._carrier.send_value(tensor, self._ranks[edge.target, i], _tag(edge, i))
         if stage.index == self._last:
             self._conclude(stage, i, output)
         elif self._ranks[stage.index + 1, i] == self._carrier.rank:
-            self._values[stage.index + 1, i] = output
+            self._under_way[VALUE, stage.index + 1, i] = output
         else:
-            self._outputs[stage.index, i] = output
+            self._under_way[OUTPUT, stage.index, i] = output
 
     def _popped(self, edge: Edge, i: int) -> Any:
         if self._ranks[edge.source, i] == self._carrier.rank:
-            return self._stashed.pop((edge, i))
+            return self._under_way.pop((STASHED, edge, i))
         return self._carrier.recv_value(self._ranks[edge.source, i], _tag(edge, i))
 
     def _conclude(self, stage: Stage, i: int, output: Any) -> None:
@@ -269,10 +266,12 @@ class Executor:
 
     def _begin_backward_at(self, stage: Stage, i: int, loss: torch.Tensor) -> None:
         stage.replace_outputs(i, loss)
-        self._grads[stage.index, i] = [torch.ones_like(loss)] if loss.requires_grad else []
+        seed = [torch.ones_like(loss)] if loss.requires_grad else []
+        self._under_way[GRADS, stage.index, i] = seed
 
     def _send_f(self, action: Action) -> None:
-        self._carrier.send_value(self._outputs.pop((action.unit, action.index)), action.peer)
+        output = self._under_way.pop((OUTPUT, action.unit, action.index))
+        self._carrier.send_value(output, action.peer)
 
     def _recompute(self, action: Action) -> None:
         stage, i = self._stages[action.unit], action.index
@@ -286,7 +285,7 @@ class Executor:
     def _recv_b(self, action: Action) -> None:
         outputs = self._stages[action.unit].outputs(action.index)
         grads = self._carrier.recv_tensors(outputs, action.peer)
-        self._grads[action.unit, action.index] = grads
+        self._under_way[GRADS, action.unit, action.index] = grads
 
     def _backward(self, action: Action) -> None:
         stage = self._stages[action.unit]
@@ -307,10 +306,10 @@ class Executor:
     def _grads_of_outputs(self, action: Action) -> Mapping[Edge | None, Gradients]:
         """Return the gradients of a stage's output and of what it has stashed."""
         stage, i = self._stages[action.unit], action.index
-        grads: dict[Edge | None, Gradients] = {None: self._grads.pop((stage.index, i))}
+        grads: dict[Edge | None, Gradients] = {None: self._under_way.pop((GRADS, stage.index, i))}
         for edge in stage.stashes:
             if self._ranks[edge.target, i] == self._carrier.rank:
-                grads[edge] = self._stashed_grads.pop((edge, i))
+                grads[edge] = self._under_way.pop((STASHED_GRADS, edge, i))
             else:
                 like, peer = stage.outputs(i, edge), self._ranks[edge.target, i]
                 grads[edge] = self._carrier.recv_tensors(like, peer, _tag(edge, i))
@@ -321,15 +320,15 @@ class Executor:
         stage, i = self._stages[action.unit], action.index
         for edge in stage.pops:
             if self._ranks[edge.source, i] == self._carrier.rank:
-                self._stashed_grads[edge, i] = grads[edge]
+                self._under_way[STASHED_GRADS, edge, i] = grads[edge]
             else:
                 peer = self._ranks[edge.source, i]
                 self._carrier.send_tensors(grads[edge], peer, _tag(edge, i))
         if stage.index and self._ranks[stage.index - 1, i] == self._carrier.rank:
-            self._grads[stage.index - 1, i] = grads[None]
+            self._under_way[GRADS, stage.index - 1, i] = grads[None]
         else:
-            self._input_grads[stage.index, i] = grads[None]
+            self._under_way[INPUT_GRADS, stage.index, i] = grads[None]
 
     def _send_b(self, action: Action) -> None:
-        grads = self._input_grads.pop((action.unit, action.index))
+        grads = self._under_way.pop((INPUT_GRADS, action.unit, action.index))
         self._carrier.send_tensors(grads, action.peer)
