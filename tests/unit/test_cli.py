@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from braid.cli import COMMANDS, main
+from braid.cli.command_line import Lazy
 from braid.cli.commands.overview import GROUPS
 
 
@@ -19,6 +20,14 @@ def exit_and_output(arguments: list[str], capsys: pytest.CaptureFixture[str]) ->
         code = int(exc.code or 0)
     found = capsys.readouterr()
     return code, found.out + found.err
+
+
+def test_commands_that_are_imported_late_are_listed_with_their_own_words():
+    for command in COMMANDS.values():
+        if isinstance(command, Lazy):
+            target = command.load()
+            doc = target.__doc__ if callable(target) else target.options.__doc__
+            assert doc.split("\n\n")[0] == command.summary
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import math
 import re
@@ -13,7 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from braid.cli import command_line as cli
 from braid.errors import ConfigError
 from braid.runtime.clock import VirtualClock
 from braid.train.command import last_run
@@ -57,14 +55,6 @@ def started(**changes: object) -> TrainingStarted:
 def test_a_configuration_survives_the_command_line():
     config = TrainConfig(data=("a b", "c"), steps=7, warmup=0, lr=0.1 + 0.2)
     assert TrainConfig.from_json(config.to_json()) == config
-
-
-def test_the_command_line_has_the_defaults_of_the_configuration():
-    given = inspect.signature(cli.train).parameters
-    assert {name: given[name].default for name in given if hasattr(TrainConfig(), name)} == {
-        name: getattr(TrainConfig(), name) if name != "log_dir" else None
-        for name in TrainConfig.__dataclass_fields__
-    }
 
 
 def test_every_bad_number_is_listed():

@@ -12,7 +12,7 @@ import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -41,7 +41,6 @@ from braid.cli.commands.schedule import (
     schedule_simulate,
 )
 from braid.cli.commands.torchrun_options import OWN_FLAGS, translated
-from braid.cli.commands.train import train
 from braid.errors import ConfigError
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
@@ -102,11 +101,11 @@ def _dispatch(given: list[str]) -> int:
         if name in COMMANDS:
             prog, rest = f"braid {name}", given[words:]
             command = COMMANDS[name]
-            if isinstance(command, BenchCommand):
-                bench = import_module(f"braid.cli.bench.{command.module}").BENCH
-                options = tyro.cli(bench.options, prog=prog, args=rest, config=TYRO_CONFIG)
-                return int(bench.run(options))
-            return tyro.cli(command, prog=prog, args=rest, config=TYRO_CONFIG)
+            target = command.load() if isinstance(command, Lazy) else command
+            if callable(target):
+                return int(tyro.cli(target, prog=prog, args=rest, config=TYRO_CONFIG))
+            options = tyro.cli(target.options, prog=prog, args=rest, config=TYRO_CONFIG)
+            return int(target.run(options))
     family, *rest = given or [""]
     asked = not rest or rest[0] in HELP_OPTIONS
     if family in HELP_OPTIONS:
@@ -365,25 +364,34 @@ def doctor(
     return 0 if diagnosis.usable else 1
 
 
-class BenchCommand(NamedTuple):
-    """A benchmark as a command; its module imports torch, so it is imported when it runs.
+class Lazy(NamedTuple):
+    """A command that is imported when it runs, as its options need more than the list of commands.
 
     Attributes:
-        module: Name of the module in `braid.cli.bench`, which has a `BENCH`.
+        module: Module below `braid.cli`.
+        name: Function or `Benchmark` in it.
         summary: First line of the help.
     """
 
     module: str
+    name: str
     summary: str
 
+    def load(self) -> Any:
+        """Return the function or the benchmark."""
+        return getattr(import_module(f"braid.cli.{self.module}"), self.name)
 
-COMMANDS: Mapping[str, Callable[..., int] | BenchCommand] = {
+
+COMMANDS: Mapping[str, Callable[..., int] | Lazy] = {
     "run": run,
-    "bench comm": BenchCommand(
-        "comm", "Measure collectives against Gloo and MPI, in turns in one run: table, JSON, plot."
+    "bench comm": Lazy(
+        "bench.comm",
+        "BENCH",
+        "Measure collectives against Gloo and MPI, in turns in one run: table, JSON, plot.",
     ),
-    "bench ddp": BenchCommand(
-        "ddp",
+    "bench ddp": Lazy(
+        "bench.ddp",
+        "BENCH",
         "Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own.",
     ),
     "slurm script": slurm_script,
@@ -398,7 +406,7 @@ COMMANDS: Mapping[str, Callable[..., int] | BenchCommand] = {
     "schedule simulate": schedule_simulate,
     "schedule compare": schedule_compare,
     "prove": prove,
-    "train": train,
+    "train": Lazy("commands.train", "train", "Train a GPT on bytes, on N ranks of this host."),
     "demo": demo,
     "report": report,
     "doctor": doctor,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
+import tyro
 
 from braid.errors import ConfigError
 from braid.programs.layout import Mesh
@@ -18,7 +19,7 @@ from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 from braid.train.sampling import share_of
 
-__all__ = ["DEVICES", "DTYPES", "MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
+__all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 
 
 class ModelSize(NamedTuple):
@@ -49,67 +50,74 @@ MODELS = {
 }
 
 MEASURED = ("time", "size")  # costs by which stages are balanced
-DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("fp32", "bf16")
+DeviceName = Literal["auto", "cpu", "cuda"]
+DtypeName = Literal["fp32", "bf16"]
+
+
+def _shown_as(metavar: str) -> Any:
+    """Return how the help shows an option without a default value."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Configuration of one training.
+    """Configuration of one training, as `braid train` takes it.
 
     Attributes:
-        model: Name of a size in `MODELS`.
-        data: Text files; Python's standard library when empty.
+        model: tiny, mini, small, medium, gpt2, gpt2-medium or gpt2-large.
+        data: Text files; Python's own standard library when there are none.
         steps: Number of optimizer steps in all.
-        batch: Number of sequences of a global batch; a multiple of the number of shards.
-        context: Number of tokens (bytes) of a sequence.
+        batch: Sequences of a global batch; a multiple of N.
+        context: Bytes of a sequence.
         lr: Peak learning rate.
-        warmup: Number of steps of linear warm-up; a twentieth of all steps when None.
-        weight_decay: Weight decay of AdamW for matrices.
+        warmup: Steps of linear warm-up (default: a twentieth of all).
+        weight_decay: Weight decay of matrices.
         clip: Largest global norm of the gradient.
         seed: Seed of the initial weights and of the order of samples.
-        eval_every: Steps between evaluations; 0 for one at the end only.
+        eval_every: Steps between evaluations on held-out text; 0 for one at the end.
         eval_samples: Largest number of sequences of an evaluation.
-        checkpoint_every: Steps between checkpoints; 0 for one at the end only.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end.
         keep: Number of checkpoints to keep.
-        log_dir: Directory of metrics and checkpoints.
-        reference_shards: Number of shards that a single rank runs in rank order, as that many ranks
-            would; 0 for as many shards as ranks.
+        log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with
+            --resume auto the last run).
+        reference_shards: Run this many shards in turn on one rank: the same bits as that many
+            ranks.
         sample_bytes: Length of the text that is generated at the end.
-        mesh: Arrangement of the ranks, such as `pp=2,dp=2`; all of them data parallel when empty.
-        schedule: Schedule of a pipeline: a name, or a file with a program.
-        microbatches: Number of micro-batches of a pipeline; of a step, with 2bw.
-        balance: Cost by which layers are balanced over stages (`time` or `size`), or their numbers,
-            such as 3,4,3; as even as possible when empty.
-        recompute: Micro-batches of a pipeline that are computed again in backward: `always`,
-            `except_last`, `never`, or a number of layers; see `Pipeline`.
-        versions: Weights that a stage uses for a micro-batch of an asynchronous pipeline, which
-            steps without waiting: `stash`, `vertical_sync` or `2bw`; see `AsynchronousPipeline`.
-            Nothing for a synchronous pipeline.
-        stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1; one each when
-            empty.
-        flush_every: Steps between flushes of an asynchronous pipeline, at which signals and losses
-            are seen. A flush is also at each evaluation and checkpoint.
-        stale_lr_steps: Steps in which the learning rate of a stage with old gradients grows to the
-            whole, from the rate divided by their age (PipeMare); 0 for the whole rate always. See
-            `braid.parallel.pipeline.asynchronous.stale_lr_scale`.
+        mesh: Arrangement of the ranks: pp=2 for a pipeline, tp=2 for divided layers, with dp=2 for
+            two of either (default: all data parallel).
+        schedule: Schedule of a pipeline, such as gpipe, 1f1b, zbv or v_half; or a file with a
+            program, also as CSV of torch's pipelining.
+        microbatches: Micro-batches of a pipeline; of a step, with --versions 2bw.
+        balance: Layers of the stages of a pipeline: by measured time or size, or their numbers,
+            such as 3,4,3 (default: as even as possible).
+        recompute: Micro-batches that are computed again in backward to save memory: always,
+            except_last, never, or a number of layers between what is kept.
+        versions: Train on an asynchronous pipeline, which steps without waiting, with the weights
+            of stash, vertical_sync or 2bw (PipeDream). Without --mesh, each of -n ranks (default:
+            2) is a stage.
+        stage_replicas: Ranks of each stage of an asynchronous pipeline, such as 3,1 (default: 1).
+        flush_every: Steps between flushes of an asynchronous pipeline, at which Ctrl-C is noticed;
+            lower it if so many take longer than 30 s.
+        stale_lr_steps: Steps of an asynchronous pipeline in which each stage's learning rate grows
+            from 1 / (age of its gradients) of --lr to the whole (PipeMare); 0 for whole rates.
         shard: State that is divided over ranks instead of copied: 1 for states of the optimizer, 2
-            for gradients, too, 3 for parameters, too (ZeRO's stages); 0 for nothing.
-        strategy: `ps` for a parameter server: the ranks are its workers. Nothing for collectives.
-        servers: Servers beside the workers, with a scheduler.
-        replicas: Copies of each shard on other servers.
+            for gradients, too, 3 for parameters, too; 0 for nothing.
+        strategy: ps for a parameter server with N workers (default: collectives).
+        servers: Servers of a parameter server.
+        replicas: Copies of each shard of its tables on other servers.
         staleness: Steps that a worker may be ahead of the slowest one.
-        device: Device of each rank: `cpu`, `cuda`, or `auto` for a GPU if torch sees one.
-        dtype: Dtype of matrix products: `fp32`, or `bf16` by autocast. Parameters are float32.
+        device: Device of each rank: auto for the GPU of its local rank if torch sees one, else the
+            CPU. Ranks share GPUs if there are fewer.
+        dtype: Dtype of matrix products: fp32, or bf16 by autocast. Parameters are float32.
     """
 
     model: str = "tiny"
-    data: tuple[str, ...] = ()
+    data: Annotated[tuple[str, ...], _shown_as("FILE [FILE ...]")] = ()
     steps: int = 200
     batch: int = 16
     context: int = 128
     lr: float = 3e-3
-    warmup: int | None = None
+    warmup: Annotated[int | None, _shown_as("INT")] = None
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -117,29 +125,30 @@ class TrainConfig:
     eval_samples: int = 64
     checkpoint_every: int = 100
     keep: int = 3
-    log_dir: str = "runs/train"
+    log_dir: Annotated[str, _shown_as("DIR")] = ""
     reference_shards: int = 0
     sample_bytes: int = 240
-    mesh: str = ""
+    mesh: Annotated[str, _shown_as("AXES")] = ""
     schedule: str = "1f1b"
     microbatches: int = 4
-    balance: str = ""
+    balance: Annotated[str, _shown_as("BY")] = ""
     recompute: str = "never"
     versions: str = ""
-    stage_replicas: str = ""
+    stage_replicas: Annotated[str, _shown_as("COUNTS")] = ""
     flush_every: int = 20
     stale_lr_steps: int = 0
     shard: int = 0
-    strategy: str = ""
+    strategy: Annotated[str, _shown_as("NAME")] = ""
     servers: int = 1
     replicas: int = 0
     staleness: int = 0
-    device: str = "auto"
-    dtype: str = "fp32"
+    device: DeviceName = "auto"
+    dtype: DtypeName = "fp32"
 
     def __post_init__(self) -> None:
         problems = []
-        for name, known in (("model", MODELS), ("device", DEVICES), ("dtype", DTYPES)):
+        known_of = {"model": MODELS, "device": get_args(DeviceName), "dtype": get_args(DtypeName)}
+        for name, known in known_of.items():
             if (value := getattr(self, name)) not in known:
                 problems.append(f"{name} must be one of {', '.join(known)}, got {value!r}")
         least = {
@@ -402,7 +411,7 @@ class TrainConfig:
     @property
     def checkpoints(self) -> str:
         """Directory of the checkpoints."""
-        return f"{self.log_dir}/checkpoints"
+        return str(Path(self.log_dir, "checkpoints"))
 
     def lr_at(self, step: int) -> float:
         """Learning rate of a step (the first is 0): linear warm-up, then half a cosine to a tenth.

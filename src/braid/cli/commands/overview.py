@@ -24,7 +24,7 @@ FAMILIES: Mapping[str, str] = {
     "slurm": "Files for Slurm.",
 }
 
-Commands = Mapping[str, Callable[..., int] | tuple[str, str]]
+Commands = Mapping[str, Callable[..., int] | tuple[str, ...]]
 
 
 def overview(commands: Commands, version: str) -> str:
@@ -62,7 +62,7 @@ def family_text(family: str, commands: Commands) -> str:
     return "\n".join(lines)
 
 
-def _entry(name: str, call: Callable[..., int] | tuple[str, str], column: int) -> list[str]:
+def _entry(name: str, call: Callable[..., int] | tuple[str, ...], column: int) -> list[str]:
     summary = getattr(call, "summary", None) or (call.__doc__ or "").split("\n\n")[0]
     return _lines(name, " ".join(summary.split()), column)
 

@@ -13,58 +13,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from braid.compat.megatron.expert_state import (
-    get_data_modulo_expert_parallel_group,
-    get_expert_data_parallel_group,
-    get_expert_data_parallel_group_gloo,
-    get_expert_data_parallel_rank,
-    get_expert_data_parallel_world_size,
-    get_expert_model_parallel_group,
-    get_expert_model_parallel_rank,
-    get_expert_model_parallel_src_rank,
-    get_expert_model_parallel_world_size,
-    get_expert_tensor_and_model_parallel_group,
-    get_expert_tensor_and_model_parallel_rank,
-    get_expert_tensor_and_model_parallel_world_size,
-    get_expert_tensor_model_pipeline_parallel_group,
-    get_expert_tensor_parallel_group,
-    get_expert_tensor_parallel_rank,
-    get_expert_tensor_parallel_world_size,
-    get_inter_distributed_optimizer_instance_group,
-    get_intra_distributed_optimizer_instance_group,
-    set_expert_model_parallel_rank,
-    set_expert_model_parallel_world_size,
-    set_expert_tensor_parallel_rank,
-    set_expert_tensor_parallel_world_size,
-)
 from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
+from braid.compat.megatron.getters import (
+    first_of,
+    group_of,
+    rank_of,
+    set_rank_of,
+    set_size_of,
+    size_of,
+)
 from braid.compat.megatron.group_plan import (
     default_embedding_ranks,
     default_position_embedding_ranks,
 )
 from braid.compat.megatron.groups import create_group
 from braid.compat.megatron.initialization import initialize_model_parallel
-from braid.compat.megatron.pipeline_state import (
-    get_embedding_group,
-    get_pipeline_model_parallel_first_rank,
-    get_pipeline_model_parallel_group,
-    get_pipeline_model_parallel_last_rank,
-    get_pipeline_model_parallel_next_rank,
-    get_pipeline_model_parallel_prev_rank,
-    get_pipeline_model_parallel_rank,
-    get_pipeline_model_parallel_world_size,
-    get_position_embedding_group,
-    get_virtual_pipeline_model_parallel_rank,
-    get_virtual_pipeline_model_parallel_world_size,
-    is_pipeline_first_stage,
-    is_pipeline_last_stage,
-    is_rank_in_embedding_group,
-    is_rank_in_position_embedding_group,
-    set_pipeline_model_parallel_rank,
-    set_pipeline_model_parallel_world_size,
-    set_virtual_pipeline_model_parallel_rank,
-    set_virtual_pipeline_model_parallel_world_size,
-)
 from braid.compat.megatron.rank_generator import (
     RankGenerator,
     generate_masked_orthogonal_rank_groups,
@@ -231,44 +194,14 @@ def destroy_global_memory_buffer() -> None:
 # Tensor parallelism, and whole models.
 
 
-def get_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group of one copy of the model."""
-    return STATE.group("mp", check_initialized=check_initialized)
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return its first rank, counted in the world."""
-    return STATE.members("mp")[0]
-
-
-def get_tensor_model_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group that shares each layer."""
-    return STATE.group("tp", check_initialized=check_initialized)
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of its ranks."""
-    return STATE.size("tp")
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return the rank in it."""
-    return STATE.rank("tp")
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return its first rank, counted in the world."""
-    return STATE.members("tp")[0]
-
-
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Set the number of ranks that the function returns; None for the group's."""
-    STATE.override("tp size", world_size)
-
-
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Set the rank that the function returns; None for the group's."""
-    STATE.override("tp rank", rank)
+get_model_parallel_group = group_of("mp")
+get_model_parallel_src_rank = first_of("mp")
+get_tensor_model_parallel_group = group_of("tp")
+get_tensor_model_parallel_world_size = size_of("tp")
+get_tensor_model_parallel_rank = rank_of("tp")
+get_tensor_model_parallel_src_rank = first_of("tp")
+set_tensor_model_parallel_world_size = set_size_of("tp")
+set_tensor_model_parallel_rank = set_rank_of("tp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -279,19 +212,9 @@ def get_tensor_and_data_parallel_group(
     return STATE.group(kind, check_initialized=check_initialized)
 
 
-def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group of tensor and context parallel ranks."""
-    return STATE.group("tp_cp", check_initialized=check_initialized)
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Return the number of its ranks; 0 without torch.distributed."""
-    return STATE.size("tp_cp") if dist.is_initialized() else 0
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Return the rank in it; 0 without torch.distributed."""
-    return STATE.rank("tp_cp") if dist.is_initialized() else 0
+get_tensor_and_context_parallel_group = group_of("tp_cp")
+get_tensor_and_context_parallel_world_size = size_of("tp_cp", alone=0)
+get_tensor_and_context_parallel_rank = rank_of("tp_cp", alone=0)
 
 
 def get_amax_reduction_group(
@@ -365,9 +288,7 @@ def get_data_parallel_rank(
     return STATE.rank(_data_kind(with_cp=with_context_parallel, partial=partial_data_parallel))
 
 
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Set the rank that the function returns; None for the group's."""
-    STATE.override("dp rank", rank)
+set_data_parallel_rank = set_rank_of("dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -375,9 +296,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return STATE.members("dp_cp" if with_context_parallel else "dp")[0]
 
 
-def get_context_parallel_group(check_initialized: bool = True) -> Any:
-    """Return the group that shares a sequence."""
-    return STATE.group("cp", check_initialized=check_initialized)
+get_context_parallel_group = group_of("cp")
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
@@ -387,14 +306,8 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return STATE.ranks.get("cp")
 
 
-def get_context_parallel_world_size() -> int:
-    """Return the number of its ranks; 0 without torch.distributed."""
-    return STATE.size("cp") if dist.is_initialized() else 0
-
-
-def get_context_parallel_rank() -> int:
-    """Return the rank in it; 0 without torch.distributed."""
-    return STATE.rank("cp") if dist.is_initialized() else 0
+get_context_parallel_world_size = size_of("cp", alone=0)
+get_context_parallel_rank = rank_of("cp", alone=0)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
@@ -412,3 +325,173 @@ def get_hybrid_data_context_parallel_groups(
     if group_size == get_data_parallel_world_size(with_context_parallel=True):
         return STATE.group("dp_cp", check_initialized=check_initialized)
     return STATE.group(f"hybrid{group_size}", check_initialized=check_initialized)
+
+
+# Pipelines.
+
+
+get_pipeline_model_parallel_group = group_of("pp")
+get_pipeline_model_parallel_world_size = size_of("pp")
+get_pipeline_model_parallel_rank = rank_of("pp")
+set_pipeline_model_parallel_world_size = set_size_of("pp")
+set_pipeline_model_parallel_rank = set_rank_of("pp")
+get_pipeline_model_parallel_first_rank = first_of("pp")
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Return the rank of the last stage, counted in the world."""
+    return STATE.members("pp")[STATE.size("pp") - 1]
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Return the rank of the next stage, counted in the world; after the last comes the first."""
+    return STATE.members("pp")[(STATE.rank("pp") + 1) % STATE.size("pp")]
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Return the rank of the previous stage, counted in the world."""
+    return STATE.members("pp")[(STATE.rank("pp") - 1) % STATE.size("pp")]
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Return the number of stages of this rank; None without interleaving."""
+    return STATE.virtual_size
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the number of stages of this rank."""
+    STATE.virtual_size = world_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Return the stage of this rank that runs; None without interleaving."""
+    return STATE.virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Set the stage of this rank that runs; deprecated: pass `vp_stage`."""
+    msg = "pass vp_stage to is_pipeline_first_stage and others instead of setting it for all"
+    warnings.warn(msg, DeprecationWarning, stacklevel=2)
+    STATE.virtual_rank = rank
+
+
+def _is_virtual_stage(wanted: int, vp_stage: int | None) -> bool:
+    """Return whether this rank's stage is that of a number, counted from the end if negative."""
+    if STATE.virtual_size is None:
+        return True
+    if vp_stage is None:
+        msg = (
+            f"vp_stage must be passed, since this rank has {STATE.virtual_size} stages: 0 to "
+            f"{STATE.virtual_size - 1}"
+        )
+        raise UsageError(msg)
+    return vp_stage == wanted % STATE.virtual_size
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank, or its stage `vp_stage`, is the first of the pipeline."""
+    if not ignore_virtual and not _is_virtual_stage(0, vp_stage):
+        return False
+    return STATE.rank("pp") == 0
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank, or its stage `vp_stage`, is the last of the pipeline."""
+    if not ignore_virtual and not _is_virtual_stage(-1, vp_stage):
+        return False
+    return STATE.rank("pp") == STATE.size("pp") - 1
+
+
+get_embedding_group = group_of("embd")
+get_position_embedding_group = group_of("pos_embd")
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank, or its stage `vp_stage`, has the embedding."""
+    ranks, rank = STATE.ranks.get("embd", []), dist.get_rank()
+    if ignore_virtual or rank not in ranks:
+        return rank in ranks
+    if rank == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if rank == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Return whether this rank has embeddings of positions."""
+    return dist.get_rank() in STATE.ranks.get("pos_embd", [])
+
+
+# Experts.
+
+
+get_expert_model_parallel_group = group_of("ep")
+get_expert_model_parallel_src_rank = first_of("ep")
+get_expert_model_parallel_world_size = size_of("ep", alone=0)
+get_expert_model_parallel_rank = rank_of("ep", alone=0)
+set_expert_model_parallel_world_size = set_size_of("ep")
+set_expert_model_parallel_rank = set_rank_of("ep")
+get_expert_tensor_parallel_group = group_of("ep_tp")
+
+
+def get_expert_tensor_parallel_world_size() -> int | None:
+    """Return the number of its ranks; without groups that which is set for tensor parallelism."""
+    if "ep_tp size" in STATE.overrides or STATE.initialized:
+        return STATE.size("ep_tp")
+    return STATE.overrides.get("tp size")
+
+
+def get_expert_tensor_parallel_rank() -> int | None:
+    """Return the rank in it; without groups that which is set for tensor parallelism."""
+    if "ep_tp rank" in STATE.overrides or STATE.initialized:
+        return STATE.rank("ep_tp")
+    return STATE.overrides.get("tp rank")
+
+
+set_expert_tensor_parallel_world_size = set_size_of("ep_tp")
+set_expert_tensor_parallel_rank = set_rank_of("ep_tp")
+get_expert_tensor_and_model_parallel_group = group_of("tp_ep")
+get_expert_tensor_and_model_parallel_world_size = size_of("tp_ep", alone=0)
+get_expert_tensor_and_model_parallel_rank = rank_of("tp_ep", alone=0)
+get_expert_tensor_model_pipeline_parallel_group = group_of("tp_ep_pp")
+
+
+def _expert_data_kind(*, partial: bool) -> str:
+    return "intra_ep_dp" if partial else "ep_dp"
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> Any:
+    """Return the group whose ranks have the same experts."""
+    kind = _expert_data_kind(partial=partial_expert_data_parallel)
+    return STATE.group(kind, check_initialized=check_initialized)
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Any:
+    """Return the group whose ranks have the same experts; deprecated."""
+    msg = "use get_expert_data_parallel_group instead of get_data_modulo_expert_parallel_group"
+    warnings.warn(msg, DeprecationWarning, stacklevel=2)
+    return STATE.group(_expert_data_kind(partial=partial_expert_data_parallel))
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
+    """Return that group for CPU tensors, which is the same one."""
+    return STATE.gloo_group(_expert_data_kind(partial=partial_expert_data_parallel))
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """Return the rank in it; 0 without torch.distributed."""
+    kind = _expert_data_kind(partial=partial_expert_data_parallel)
+    return STATE.rank(kind) if dist.is_initialized() else 0
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Return the number of its ranks; 0 without torch.distributed."""
+    kind = _expert_data_kind(partial=partial_expert_data_parallel)
+    return STATE.size(kind) if dist.is_initialized() else 0
+
+
+get_intra_distributed_optimizer_instance_group = group_of("intra_dist_opt")
+get_inter_distributed_optimizer_instance_group = group_of("inter_ep_dp")

@@ -7,10 +7,12 @@ from typing import Any
 import torch.distributed as dist
 
 from braid.comm import Group
-from braid.compat.megatron.expert_state import get_expert_tensor_parallel_group
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.groups import braid_group
-from braid.compat.megatron.parallel_state import get_tensor_model_parallel_group
+from braid.compat.megatron.parallel_state import (
+    get_expert_tensor_parallel_group,
+    get_tensor_model_parallel_group,
+)
 
 __all__ = [
     "divide",

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from braid.compat.megatron.expert_state import (
+from braid.compat.megatron.failure import UnsupportedError, UsageError
+from braid.compat.megatron.parallel_state import (
     get_expert_model_parallel_rank,
     get_expert_tensor_parallel_rank,
+    get_tensor_model_parallel_rank,
 )
-from braid.compat.megatron.failure import UnsupportedError, UsageError
-from braid.compat.megatron.parallel_state import get_tensor_model_parallel_rank
 
 __all__ = [
     "CudaRNGStatesTracker",

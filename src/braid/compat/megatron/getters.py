@@ -1,0 +1,104 @@
+"""Makes the functions of `parallel_state` that only differ in the kind of group.
+
+get_tensor_model_parallel_group = group_of("tp")
+get_tensor_model_parallel_world_size = size_of("tp")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from braid.compat.megatron.state import NAMES, STATE
+
+__all__ = [
+    "GroupGetter",
+    "first_of",
+    "group_of",
+    "rank_of",
+    "set_rank_of",
+    "set_size_of",
+    "size_of",
+]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GroupGetter(Protocol):
+    """Function that returns a group."""
+
+    def __call__(self, check_initialized: bool = True) -> Any:
+        """Return the group; None without one if that is not checked."""
+        ...
+
+
+def group_of(kind: str) -> GroupGetter:
+    """Return the function that returns the group of a kind."""
+
+    def group(check_initialized: bool = True) -> Any:
+        return STATE.group(kind, check_initialized=check_initialized)
+
+    return _documented(group, f"Return the {NAMES[kind]}.")
+
+
+def size_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
+    """Return the function that returns the number of ranks of a kind.
+
+    Args:
+        kind: The kind.
+        alone: Number without torch.distributed; an error when None.
+    """
+
+    def size() -> int:
+        return STATE.size(kind) if alone is None or _is_known(kind, "size") else alone
+
+    return _documented(size, f"Return the number of ranks of the {NAMES[kind]}.")
+
+
+def rank_of(kind: str, *, alone: int | None = None) -> Callable[[], int]:
+    """Return the function that returns the rank in the group of a kind; see `size_of`."""
+
+    def rank() -> int:
+        return STATE.rank(kind) if alone is None or _is_known(kind, "rank") else alone
+
+    return _documented(rank, f"Return the rank in the {NAMES[kind]}.")
+
+
+def first_of(kind: str) -> Callable[[], int]:
+    """Return the function that returns the first rank of a kind, counted in the world."""
+
+    def first() -> int:
+        return STATE.members(kind)[0]
+
+    return _documented(first, f"Return the first rank of the {NAMES[kind]}, counted in the world.")
+
+
+def set_size_of(kind: str) -> Callable[[int | None], None]:
+    """Return the function that sets what `size_of` returns."""
+
+    def set_size(world_size: int | None) -> None:
+        STATE.override(f"{kind} size", world_size)
+
+    return _documented(set_size, f"Set the number of ranks of the {NAMES[kind]}; None: its own.")
+
+
+def set_rank_of(kind: str) -> Callable[[int | None], None]:
+    """Return the function that sets what `rank_of` returns."""
+
+    def set_rank(rank: int | None) -> None:
+        STATE.override(f"{kind} rank", rank)
+
+    return _documented(set_rank, f"Set the rank in the {NAMES[kind]}; None: its own.")
+
+
+def _is_known(kind: str, what: str) -> bool:
+    """Return whether a value can be asked for: it is set, or there is torch.distributed."""
+    return f"{kind} {what}" in STATE.overrides or dist.is_initialized()
+
+
+def _documented(function: F, text: str) -> F:
+    function.__doc__ = text
+    return function
