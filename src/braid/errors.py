@@ -19,6 +19,8 @@ for most mistakes and programs written for it catch them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "BraidError",
     "CheckpointError",
@@ -104,3 +106,18 @@ def message_of(exc: BaseException) -> str:
 def encodable(text: str) -> str:
     """Return `text` with lone surrogates written as escapes."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> None:
+    """Raise one error with all problems, each of them once; do nothing without any."""
+    if text := "; ".join(dict.fromkeys(problems)):
+        raise kind(text)
+
+
+def below(least: float, **values: float | None) -> list[str]:
+    """Return a problem for each value that is less than `least`, by its name; None is no value."""
+    return [
+        f"{name} must be at least {least}, got {value}"
+        for name, value in values.items()
+        if value is not None and value < least
+    ]

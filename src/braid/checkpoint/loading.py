@@ -30,7 +30,7 @@ from braid.checkpoint.manifest import (
 from braid.checkpoint.snapshot import own_name, owner_of
 from braid.checkpoint.tensor_file import DTYPES, hash_file, read_piece
 from braid.comm import Group
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import CheckpointError, ConfigError, raise_all
 from braid.types import TensorSpec, dtype_name
 
 __all__ = [
@@ -289,8 +289,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
                 )
             elif actual.sha256 != expected.sha256:
                 problems.append(f"sha256 mismatch in {name}")
-    if problems:
-        raise CheckpointError("; ".join(problems))
+    raise_all(problems, CheckpointError)
     return manifest
 
 

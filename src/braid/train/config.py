@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 import msgspec
 import tyro
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, below, raise_all
 from braid.programs.layout import Mesh
 from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
@@ -171,9 +171,7 @@ class TrainConfig:
             "staleness": 0,
         }
         for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                problems.append(f"{name} must be at least {low}, got {value}")
+            problems += below(low, **{name: getattr(self, name)})
         if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append(
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
@@ -200,8 +198,7 @@ class TrainConfig:
                 f"{self.reference_shards} runs on one: leave one of them out"
             )
         problems += self._server_problems() + self._version_problems()
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def _server_problems(self) -> list[str]:
         """Return what is wrong with the options of a parameter server."""

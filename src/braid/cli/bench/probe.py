@@ -17,7 +17,7 @@ from rich.console import Console as RichConsole
 
 from braid.cli.bench.harness.ranks import Where, run_here, run_there
 from braid.cli.bench.workers.probe import MeasuredLevel, Probed, ProbePlan, main
-from braid.errors import ConfigError
+from braid.errors import below, raise_all
 from braid.programs.topology import LEVEL_NAMES, Cluster, Level
 
 __all__ = ["Probe", "as_cluster", "level_of", "probe", "run_probe"]
@@ -58,12 +58,10 @@ class Probe:
         problems = []
         if self.ranks < 2 and self.where is None:
             problems.append(f"the number of ranks must be at least 2, got {self.ranks}")
-        if self.rounds < 1:
-            problems.append(f"rounds must be at least 1, got {self.rounds}")
+        problems += below(1, rounds=self.rounds)
         if self.sizes is not None and (not self.sizes or any(n < 4 or n % 4 for n in self.sizes)):
             problems.append(f"sizes must be multiples of 4 bytes, got {self.sizes}")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
 
 def probe(wanted: Probe, *, console: RichConsole | None = None) -> Cluster:

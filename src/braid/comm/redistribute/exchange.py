@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.programs.layout import Box, Layout
 
 __all__ = ["Exchange", "intersection", "relative"]
@@ -66,8 +66,7 @@ class Exchange:
                     f"the {role} mesh {layout.mesh} needs {layout.mesh.size} different ranks of "
                     f"0..{self.size - 1}, got {ranks}"
                 )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def source_box(self, rank: int) -> Box | None:
         """Return the part that a rank of the group holds before; None if it holds none."""

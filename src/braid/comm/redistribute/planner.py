@@ -20,7 +20,7 @@ from itertools import count
 
 from braid.comm.redistribute.axis_moves import AxisMove, AxisState, Prices, possible_moves
 from braid.comm.redistribute.steps import AxisCost, RedistributionPlan, RedistributionStep
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.programs.layout import Layout
 
 __all__ = ["plan"]
@@ -145,5 +145,4 @@ def _check(
     unknown = [axis for axis in costs if axis not in source.mesh.axes]
     if unknown:
         problems.append(f"there are costs of {','.join(unknown)}, no axis of {source.mesh}")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)

@@ -15,7 +15,7 @@ from typing import Any
 
 from braid.compat.horovod.fusion import Autotuner, FusionOptions, StateOptions, TuneOptions
 from braid.compat.horovod.variables import LEVELS, read_variables
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["HorovodEnvironment", "collecting_s", "write_search"]
 
@@ -88,8 +88,7 @@ class HorovodEnvironment:
         ]
         if self.log_level not in LEVELS:
             problems.append(f"log_level must be one of {', '.join(LEVELS)}, got {self.log_level!r}")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> HorovodEnvironment:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["PREFIX", "WITHOUT_MEANING", "VariablesRead", "closest", "read_variables"]
 
@@ -81,8 +81,7 @@ def read_variables(environ: Mapping[str, str]) -> VariablesRead:
         else:
             hint = closest(name, [*VARIABLES, *WITHOUT_MEANING])
             notes.append(f"{name} is no variable of Horovod's and changes nothing{hint}")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     return VariablesRead(values, tuple(notes), tuple(ignored))
 
 

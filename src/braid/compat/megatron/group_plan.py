@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from braid.compat.megatron.failure import UsageError
 from braid.compat.megatron.rank_generator import RankGenerator, hierarchical_ranks
+from braid.errors import raise_all
 
 __all__ = ["Parallelism", "default_embedding_ranks", "default_position_embedding_ranks"]
 
@@ -80,8 +81,7 @@ class Parallelism:
         ]
         if not problems:
             problems = [*self._misfits(expert_tp)]
-        if problems:
-            raise UsageError("; ".join(problems))
+        raise_all(problems, UsageError)
         dp = self.world_size // (self.tp * self.pp * self.cp)
         expert_dp = self.world_size // (expert_tp * self.ep * self.pp)
         dense = RankGenerator(self.tp, 1, dp, self.pp, self.cp, self.order)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from braid.compat.megatron.failure import GroupNotInitializedError, UsageError
 from braid.compat.megatron.groups import check_initialized, create_group
 from braid.compat.megatron.rank_generator import generate_masked_orthogonal_rank_groups
+from braid.errors import raise_all
 
 __all__ = ["HyperCommGrid"]
 
@@ -55,8 +56,7 @@ class HyperCommGrid:
                 f"shape {self.shape} from rank {rank_offset} needs {self.size + rank_offset} "
                 f"ranks, and there are {world_size}"
             )
-        if problems:
-            raise UsageError("; ".join(problems))
+        raise_all(problems, UsageError)
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> Any:
         """Make the groups along some dims; all ranks call this.

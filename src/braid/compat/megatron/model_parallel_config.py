@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from braid.compat.megatron.failure import UnsupportedError, UsageError
+from braid.errors import raise_all
 
 __all__ = ["ModelParallelConfig", "check_served"]
 
@@ -132,8 +133,7 @@ class ModelParallelConfig:
                 "overlap_p2p_comm_warmup_flush=True needs overlap_p2p_comm=True and "
                 "batch_p2p_comm=False"
             )
-        if problems:
-            raise UsageError("; ".join(problems))
+        raise_all(problems, UsageError)
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = self.tensor_model_parallel_size
         if self.autocast_dtype is None:

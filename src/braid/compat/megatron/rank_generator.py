@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from braid.compat.megatron.failure import UsageError
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.programs.layout import Grid, Mesh
 
 __all__ = ["RankGenerator", "generate_masked_orthogonal_rank_groups", "hierarchical_ranks"]
@@ -89,8 +89,7 @@ def generate_masked_orthogonal_rank_groups(
             f"parallel_size {list(parallel_size)} has {math.prod(parallel_size)} ranks, and the "
             f"world {world_size}: make them equal"
         )
-    if problems:
-        raise UsageError("; ".join(problems))
+    raise_all(problems, UsageError)
     names = [f"dim{number}" for number in range(len(mask))]
     mesh = Mesh(dict(reversed([*zip(names, parallel_size, strict=True), ("all", 1)])))
     along = [name for name, masked in zip(names, mask, strict=True) if masked]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.launch.cluster.rank_assignment import Host, assign
 from braid.launch.cluster.remote_shell import (
     DEFAULT_RSH,
@@ -112,8 +112,7 @@ class Nodes:
                 if not self.secret_file
                 else "BRAID_SECRET_FILE and --insecure-network exclude each other"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         _check_listen(self.listen)
         _check_limit("join_limit_s", self.join_limit_s)
 

@@ -18,7 +18,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["PORT", "SECRET_FILE", "KubernetesManifest"]
 
@@ -128,8 +128,7 @@ class KubernetesManifest:
         for what, quantity in (("processors", self.cpus), ("memory", self.memory)):
             if quantity and QUANTITY.fullmatch(quantity) is None:
                 problems.append(f"{what} must be such as 4, 500m or 16Gi, got {quantity!r}")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     @property
     def words(self) -> list[str]:

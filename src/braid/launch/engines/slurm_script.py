@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["BatchScript"]
 
@@ -87,8 +87,7 @@ class BatchScript:
         problems += [
             f"{option!r} is no option of sbatch" for option in self.options if option[:1] != "-"
         ]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def text(self) -> str:
         """Return the script."""

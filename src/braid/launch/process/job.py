@@ -20,7 +20,7 @@ from typing import Literal
 
 import psutil
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, below, raise_all
 from braid.runtime.diagnose.block import StopReport, error_block, render_block
 from braid.runtime.diagnose.verdict import RankEnd
 from braid.runtime.rendezvous import JobEnvironment
@@ -101,8 +101,7 @@ class JobSpec:
             problems.append(f"number of ranks must be 1 to {MAX_RANKS}, got {self.num_ranks}")
         if self.port is not None and not 1 <= self.port <= 65535:
             problems.append(f"port must be 1 to 65535 or auto, got {self.port}")
-        if self.threads is not None and self.threads < 1:
-            problems.append(f"threads must be at least 1, got {self.threads}")
+        problems += below(1, threads=self.threads)
         if self.timeout_s is not None and self.timeout_s <= 0:
             problems.append(f"timeout must be more than 0 s, got {self.timeout_s:g} s")
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.num_ranks:
@@ -115,8 +114,7 @@ class JobSpec:
             for name in limits
             if not getattr(self, name) >= 0
         ]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def resume_line(self, checkpoint: str) -> str:
         """Return the command line that resumes this job from a checkpoint; see `resume`."""

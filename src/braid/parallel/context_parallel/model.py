@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.context_parallel.heads import all_to_all_attention
 from braid.parallel.context_parallel.ring import ring_attention
 from braid.parallel.context_parallel.sequence import position_ids, split_sequence
@@ -97,8 +97,7 @@ def context_parallel(
             f"of positions of its arguments ({', '.join(names)}) as inputs, such as "
             "inputs={'tokens': 1}"
         )
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     return ContextParallel(model, group, WAYS[attention], wanted)
 
 
@@ -247,8 +246,7 @@ class ContextParallel:
             problems.append(
                 f"{query.shape[1]} heads of queries and {key.shape[1]} of keys need enable_gqa=True"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         scale = options.get("scale")
         return self._attention(self._group, query, key, value, causal=is_causal, scale=scale)
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.mixture import MixtureOfExperts, check_experts, mark_experts
 
@@ -62,8 +62,7 @@ def divide_experts(model: nn.Module, group: Group) -> list[str]:
             problems.append(f"{name} is divided already")
             continue
         problems += [f"{name}: {p}" for p in check_experts(_number(module), group.size)]
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     for name in names:
         _divide(model.get_submodule(name), group)
     return names

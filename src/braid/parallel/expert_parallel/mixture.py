@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.expert_parallel.dispatch import Dispatch
 from braid.parallel.expert_parallel.routing import load_balance_loss, route, router_z_loss
 from braid.types import text_digest
@@ -78,8 +78,7 @@ class MixtureOfExperts(nn.Module):
             problems.append(f"top_k must be from 1 to the {num_experts} experts, got {top_k}")
         if capacity_factor is not None and not capacity_factor > 0:
             problems.append(f"capacity_factor must be positive or None, got {capacity_factor}")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         self.group = group
         self.num_experts = num_experts
         self.top_k = top_k
@@ -122,8 +121,7 @@ class MixtureOfExperts(nn.Module):
         problems = check_experts(self.num_experts, group.size)
         if self.group.size > 1:
             problems.append(f"the experts are divided over {self.group.size} ranks already")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         count = self.num_experts // group.size
         for param in (self.up, self.down):
             param.data = param.data[group.rank * count : (group.rank + 1) * count].clone()

@@ -36,7 +36,7 @@ from braid.checkpoint.snapshot import OWN, JoinedSnapshot, param_of
 from braid.checkpoint.training_state import kept_buffers, merged_numbers
 from braid.comm import Group
 from braid.comm.autograd.nested import map_tensors, tensors_in
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.context_parallel import (
     ContextParallel,
     context_parallel,
@@ -432,5 +432,4 @@ def _check(
         problems.append(
             f"{type(model).__name__} is no nn.Sequential: give its layers in a row as layers="
         )
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)

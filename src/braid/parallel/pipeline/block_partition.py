@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["block_partition"]
 
@@ -55,8 +55,7 @@ def block_partition(costs: Sequence[float], num_parts: int) -> list[int]:
     if wrong:
         listed = ", ".join(f"{cost} of layer {i}" for i, cost in wrong.items())
         problems.append(f"costs must be finite and not negative, got {listed}")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     ends = [0, *accumulate(_integers(costs))]
     return _most_even(ends, num_parts, _least_limit(ends, num_parts))
 

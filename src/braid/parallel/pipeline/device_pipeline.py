@@ -36,7 +36,7 @@ from torch import nn
 from braid.comm.autograd import phony
 from braid.comm.autograd.nested import flatten, map_tensors, unflatten
 from braid.comm.autograd.streams import Stream, current_stream, default_stream, wait_stream
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
 from braid.parallel.pipeline.edges import edges_of
 from braid.parallel.pipeline.executor import Executor
@@ -164,8 +164,7 @@ class DevicePipeline(nn.Module):
             problems.append(
                 f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, got {self.recompute!r}"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def _parts(self) -> list[list[Layer]]:
         return [[Layer(name, layer) for name, layer in layers_of(part)] for part in self.partitions]

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from braid.errors import CommError, ConfigError, StaleError
+from braid.errors import CommError, StaleError, raise_all
 from braid.parallel.pipeline.messages import Carrier
 from braid.parallel.pipeline.stage import Edge, Stage, StageError
 from braid.programs.schedule import Action, Program
@@ -90,8 +90,7 @@ class Executor:
             problems.append(
                 f"{program} takes optimizer steps: give optimizers with step_in_program"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         self._actions = program.ranks[carrier.rank]
         self._trains = program.header.operation == TRAIN
         self._last = program.header.num_units - 1

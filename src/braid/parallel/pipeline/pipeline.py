@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.comm import Group
-from braid.errors import CommError, ConfigError
+from braid.errors import CommError, ConfigError, raise_all
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.pipeline.cutting import (
@@ -139,8 +139,7 @@ class Pipeline(nn.Module):
         with noting(problems):
             num_stages = max(len(self._homes), 1)
             parts = parts_of(self, layers, num_stages, balance, deferred=deferred_batch_norm)
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         self.balance = tuple(map(len, parts))
         edges = edges_of(parts)
         arguments = {"num_microbatches": num_microbatches, "balance": self.balance}

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.exact_norm import clip_pieces_, exact_norm
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
@@ -410,8 +410,7 @@ class Sharding:
                 f"{first_few(names)} were frozen when the model was sharded, and require a "
                 "gradient now: unfreeze them before"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled, which would share the ranks' memory and channels.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients.optimizer_in_place import refuse_copy
 from braid.parallel.gradients.optimizer_kinds import kind_of_optimizer, refusal_of_optimizer
 from braid.parallel.gradients.process_groups import group_of
@@ -243,8 +243,7 @@ def _check(sharding: Sharding, optimizer: torch.optim.Optimizer, whole: bool | N
             f"{type(optimizer).__name__} needs whole parameters, and elements were divided: pass "
             "whole=True"
         )
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
 
 
 def _cut(value: Any, shape: torch.Size, begin: int, end: int, *, whole: bool) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.parallel.sharding.flat_shard import Dtypes
 from braid.parallel.sharding.layouts import STAGES
 from braid.parallel.sharding.policies import CPUOffloadPolicy, OffloadPolicy
@@ -65,8 +65,7 @@ class ShardingOptions:
                 f"param_dtype={self.param_dtype} needs stage 3, got stage {self.stage}: convert "
                 "the model, and pass master_dtype=torch.float32"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     def dtypes_of(self, dtype: torch.dtype) -> Dtypes:
         """Return the data types of a flat vector of parameters."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.types import first_few
 
@@ -147,8 +147,7 @@ def check_params(model: nn.Module, table: ParamTable) -> None:
     sparse = [record.name for record in table if record.sparse]
     if sparse:
         problems.append(f"{first_few(sparse)} have sparse gradients: pass sparse=False")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
 
 
 def _is_meta(param: torch.Tensor) -> bool:

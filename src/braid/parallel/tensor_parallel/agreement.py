@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.gradients import ParamTable
 from braid.parallel.gradients.hashing import compare_values
 from braid.parallel.tensor_parallel.whole import slicing_of
@@ -52,8 +52,7 @@ def check_call(model: Any, group: Any, plan: Any, inputs: Any, options: Any) -> 
         problems.append(
             "sequence_parallel, strict and gather_outputs need inputs: a batch to capture"
         )
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     if any(slicing_of(param) is not None for param in model.parameters()):
         msg = "the model is divided already: undivide(model, group) makes it whole again"
         raise ConfigError(msg)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["KINDS", "Family", "family_of"]
 
@@ -146,5 +146,4 @@ def check_heads(model: nn.Module, family: Family, size: int) -> None:
         if isinstance(count, int) and count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             problems.append(f"{name} {count} cannot be divided over {size} ranks; valid: {valid}")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)

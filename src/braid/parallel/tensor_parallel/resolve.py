@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.tensor_parallel.insertion import Strategy, check_expressions
 from braid.parallel.tensor_parallel.plans import KINDS, Family, check_heads, family_of
 from braid.parallel.tensor_parallel.slices import Slicing
@@ -156,8 +156,7 @@ def _kinds_of(
             for expression in own
             if expression not in decided
         ]
-    if problems:
-        raise ConfigError("; ".join(dict.fromkeys(problems)))
+    raise_all(problems)
 
 
 def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_graph: bool) -> None:
@@ -187,8 +186,7 @@ def _check(model: nn.Module, kinds: Mapping[str, LayerKind], size: int, *, by_gr
         for param in module.parameters(recurse=False)
         if param in plans and name not in kinds
     ]
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
 
 
 def _unfit(

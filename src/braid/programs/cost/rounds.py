@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from braid.errors import ConfigError
+from braid.errors import below, raise_all
 from braid.programs.schedule.collective import Round, Rounds
 from braid.programs.topology import Cluster
 
@@ -58,9 +58,7 @@ def simulate_rounds(
         ConfigError: The cluster has fewer ranks, or `nbytes` is negative.
     """
     cluster.check_size(rounds.num_ranks)
-    if nbytes < 0:
-        msg = f"nbytes must be at least 0, got {nbytes}"
-        raise ConfigError(msg)
+    raise_all(below(0, nbytes=nbytes))
     block_bytes = rounds.block_bytes(nbytes)
     ready = np.zeros(rounds.num_ranks)
     totals = np.zeros(len(cluster.levels))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.programs.layout.mesh import Mesh
 
 __all__ = ["KINDS", "Grid"]
@@ -52,8 +52,7 @@ class Grid:
             for name, size in sizes.items()
             if size != 1 and name not in names
         ]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         self.order = tuple(names) + tuple(name for name in KINDS if name not in names)
         self.sizes = {name: sizes.get(name, 1) for name in self.order}
         self.first_rank = first_rank

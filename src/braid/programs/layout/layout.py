@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, repeat
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.programs.layout.mesh import Mesh
 
 __all__ = ["Box", "Layout"]
@@ -93,8 +93,7 @@ class Layout:
                 for axis, times in Counter(used).items()
                 if times > 1
             ]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
         object.__setattr__(self, "dims", tuple(tuple(axes) for axes in self.dims))
         for name, axes in replicas:
             object.__setattr__(self, name, tuple(axis for axis in self.mesh.axes if axis in axes))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from operator import mul
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 
 __all__ = ["Mesh"]
 
@@ -49,8 +49,7 @@ class Mesh:
         ]
         if not self.axes:
             problems.append("a mesh needs at least one axis, such as dp=2")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

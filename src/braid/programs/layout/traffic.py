@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.programs.layout.mesh import Mesh
 from braid.runtime.text import bytes_text
 
@@ -62,8 +62,7 @@ class Traffic:
             problems.append(f"nbytes must be at least 0, got {self.nbytes}")
         if type(self.count) is not int or self.count < 0:
             problems.append(f"count must be a whole number from 0, got {self.count!r}")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     @property
     def step_bytes(self) -> float:
@@ -116,8 +115,7 @@ def traffic_of(mesh: Mesh, given: Mapping[str, float | Traffic] | None) -> dict[
             made[name] = value if isinstance(value, Traffic) else _number(value, usual.get(name))
         except ConfigError as exc:
             problems.append(f"axis {name}: {exc}")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     return made
 
 

@@ -28,7 +28,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, StaleError
+from braid.errors import (
+    CommError,
+    CommTimeout,
+    ConfigError,
+    PeerLostError,
+    StaleError,
+    below,
+    raise_all,
+)
 from braid.runtime.message.protocol.schema import Failed, Message, PeerLost
 from braid.runtime.message.protocol.send_queue import Sending
 from braid.runtime.message.protocol.vocabulary import Delivery, split_node
@@ -107,9 +115,7 @@ class Service:
         *,
         num_remembered: int = 256,
     ) -> None:
-        if num_remembered < 1:
-            msg = f"num_remembered must be at least 1, got {num_remembered}"
-            raise ConfigError(msg)
+        raise_all(below(1, num_remembered=num_remembered))
         self._van = van
         self._handlers = dict(handlers or {})
         self._num_remembered = num_remembered

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import ConfigError, MismatchError
+from braid.errors import MismatchError, below, raise_all
 from braid.parallel.data_parallel import accumulate
 from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.hashing import compare_values
@@ -85,9 +85,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
     Raises:
         ConfigError: `steps` is less than 1.
     """
-    if steps < 1:
-        msg = f"steps must be at least 1, got {steps}"
-        raise ConfigError(msg)
+    raise_all(below(1, steps=steps))
     model = task.model()
     wrapped = task.wrap(model, group)
     optimizer = task.optimizer(model.parameters())

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from braid._version import __version__
-from braid.errors import ConfigError
+from braid.errors import below, raise_all
 
 __all__ = [
     "BenchVerdict",
@@ -128,9 +128,8 @@ def check_minimums(
     Raises:
         ConfigError: Some value is too small, or there are other problems; names all of them.
     """
-    small = [f"{name} must be at least {least}, got {n}" for name, n, least in values if n < least]
-    if small or problems:
-        raise ConfigError("; ".join([*small, *problems]))
+    small = [problem for name, value, least in values for problem in below(least, **{name: value})]
+    raise_all([*small, *problems])
 
 
 def unknown_parts(only: Sequence[str], parts: Sequence[str]) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Literal
 from braid.compat.horovod.launcher.flags import Flags
 from braid.compat.horovod.launcher.options import BY_NAME
 from braid.compat.horovod.variables import PREFIX, VARIABLES, read_variables
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.launch import RANK_VARIABLES, Host, Hosts, JobSpec, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 
@@ -101,8 +101,7 @@ def plan(
         problems.append("number of ranks is missing: give -np")
     if not flags.command:
         problems.append("command is missing: end with one such as `python train.py`")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     kind, command = program(flags.command, is_own_python)
     environment = {**environ, **variables}
     variables_read = read_variables(environment)

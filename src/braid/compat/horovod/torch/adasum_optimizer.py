@@ -21,7 +21,7 @@ from braid.compat.horovod.torch.compression import Compressor
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import allreduce_async_
 from braid.compat.horovod.torch.reductions import Adasum
-from braid.errors import ConfigError
+from braid.errors import below, raise_all
 
 __all__ = ["AdasumSteps"]
 
@@ -47,9 +47,7 @@ class AdasumSteps:
         passes: int,
         process_set: ProcessSet,
     ) -> None:
-        if passes < 1:
-            msg = f"backward_passes_per_step must be at least 1, got {passes}"
-            raise ConfigError(msg)
+        raise_all(below(1, backward_passes_per_step=passes))
         self.names = names
         self._compression = compression
         self.process_set = process_set

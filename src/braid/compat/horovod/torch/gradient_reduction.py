@@ -27,7 +27,7 @@ from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
 from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
-from braid.errors import CommError, ConfigError
+from braid.errors import CommError, below, raise_all
 from braid.parallel.gradients import GradientHooks, ParamTable
 from braid.parallel.gradients.gradient_hooks import GradientListener
 
@@ -121,9 +121,7 @@ class GradientReduction(GradientListener):
 
     def set_passes(self, passes: int) -> None:
         """Reduce in every so many backwards."""
-        if passes < 1:
-            msg = f"backward_passes_per_step must be at least 1, got {passes}"
-            raise ConfigError(msg)
+        raise_all(below(1, backward_passes_per_step=passes))
         self.passes = passes
         self._left = dict.fromkeys(self.names, passes)
 

@@ -34,6 +34,7 @@ from braid.compat.megatron.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from braid.compat.megatron.utils import part_size
+from braid.errors import raise_all
 from braid.parallel.tensor_parallel import Slicing
 
 __all__ = [
@@ -220,8 +221,7 @@ class RowParallelLinear(DividedLinear):
             problems.append("sequence_parallel=True needs input_is_parallel=True")
         if self.explicit_expert_comm and not skip_bias_add:
             problems.append("is_expert=True needs skip_bias_add=True")
-        if problems:
-            raise UsageError("; ".join(problems))
+        raise_all(problems, UsageError)
         self.input_size_per_partition = part_size("input_size", input_size, self.group.size)
         self.weight = self.make_weight(
             (output_size, input_size),

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.parallel.tensor_parallel.insertion.calls import OperatorCall, module_of, shape_of
 from braid.parallel.tensor_parallel.insertion.labels import Labels
 from braid.parallel.tensor_parallel.insertion.rules import rule_of
@@ -78,8 +78,7 @@ def strategies_in(model: nn.Module, plan: Mapping[str, Any] | None) -> dict[str,
             f"kinds or layouts of weights ({', '.join(map(repr, kinds))}) do not go together with "
             f"annotations of operators ({', '.join(strategies)}): annotate these, too"
         )
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     return strategies
 
 
@@ -126,8 +125,7 @@ def annotated(
             problems.append(str(exc))
             continue
         arrays[node] = ([size // math.prod(counts.values()), *counts.values()], counts)
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
     mesh = mesh_of([array for array, _ in arrays.values()])
     return mesh, {node: _axes(mesh, array, counts) for node, (array, counts) in arrays.items()}
 

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.parallel.tensor_parallel.insertion.calls import (
     OperatorCall,
     length_of,
@@ -489,8 +489,7 @@ class Insertion:
                 f"no rule says how to divide {named}: pass strict=False to gather the inputs, or "
                 "leave the layers in front whole"
             )
-        if problems:
-            raise ConfigError("; ".join(dict.fromkeys(problems)))
+        raise_all(problems)
 
 
 def _is_gathered(source: Layout, target: Layout) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.programs.schedule.program import LOCAL, RECEIVE, SEND, Kind, Vocabulary
 
 __all__ = [
@@ -140,5 +140,4 @@ def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) 
 
 def _check(operation: str, num_ranks: int, num_blocks: int, root: int) -> None:
     problems = header_problems(operation, num_ranks, num_blocks, root)
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 from braid.programs.schedule.pipeline.linear import StageWork, check_size, pipeline_program
 from braid.programs.schedule.pipeline.versions import ASYNCHRONOUS
 from braid.programs.schedule.program import Action, Program
@@ -169,8 +169,7 @@ def _check(replicas: Sequence[int], versions: str, every: int) -> None:
             f"2bw needs a step every {len(replicas)} micro-batches or more, one for each stage, "
             f"got {every}"
         )
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
 
 
 def _version(rule: str, i: int, steps: int, entry: dict[int, int], per_step: int) -> int:
