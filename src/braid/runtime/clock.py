@@ -23,6 +23,10 @@ class Clock(Protocol):
         """Nanoseconds since an arbitrary fixed origin; never goes back."""
         ...
 
+    def after_ns(self, duration_s: float) -> int:
+        """Time in `duration_s` seconds, such as a deadline."""
+        ...
+
     def sleep(self, duration_s: float) -> None:
         """Let `duration_s` seconds pass."""
         ...
@@ -33,6 +37,10 @@ class MonotonicClock:
 
     now_ns = staticmethod(time.monotonic_ns)
     sleep = staticmethod(time.sleep)
+
+    def after_ns(self, duration_s: float) -> int:
+        """See `Clock`."""
+        return time.monotonic_ns() + round(duration_s * 1e9)
 
     def __repr__(self) -> str:
         return "MonotonicClock()"
@@ -53,6 +61,10 @@ class VirtualClock:
     def now_ns(self) -> int:
         """Nanoseconds since the start of this clock."""
         return self._now_ns
+
+    def after_ns(self, duration_s: float) -> int:
+        """See `Clock`."""
+        return self._now_ns + round(duration_s * 1e9)
 
     def sleep(self, duration_s: float) -> None:
         """Advance by `duration_s` seconds at once."""

@@ -71,7 +71,7 @@ def meet_survivors(
     lost = ",".join(str(r) for r in ranks if r in context.health.lost)
     # a second attempt keeps the first entry, which other ranks may have read
     context.store.compare_set(f"{topic}/{context.rank}", b"", f"{lost}|{value}".encode())
-    deadline_ns = context.clock.now_ns() + round(timeout_s * 1e9)
+    deadline_ns = context.clock.after_ns(timeout_s)
     while True:
         decided = _decision(context, ranks, topic, agreed=survivors is not None)
         if decided:

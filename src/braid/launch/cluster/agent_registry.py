@@ -78,7 +78,7 @@ class AgentRegistry:
     def close(self) -> None:
         """Close all connections and wait for the agents, which end their ranks. Idempotent."""
         self.unregister()
-        deadline_ns = self._clock.now_ns() + round(END_LIMIT_S * 1e9)
+        deadline_ns = self._clock.after_ns(END_LIMIT_S)
         with ExitStack() as stack:
             for agent in self._agents.values():
                 stack.callback(agent.close, deadline_ns)

@@ -125,7 +125,7 @@ class Prober:
         clock: Clock,
         selector: selectors.BaseSelector,
     ) -> None:
-        self.deadline_ns = clock.now_ns() + round(limit_s * 1e9)
+        self.deadline_ns = clock.after_ns(limit_s)
         self._results: dict[Endpoint, str] = {}
         self._tries = [
             _Try(target, Identity(run_id, PROBE_ROLE, node), secret, clock, selector)

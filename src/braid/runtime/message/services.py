@@ -161,7 +161,7 @@ class Service:
             StaleError: The peer is in a later epoch, or the van is closed.
         """
         seconds = 300.0 if timeout_s is None else timeout_s
-        deadline_ns = self._van.clock.now_ns() + round(seconds * 1e9)
+        deadline_ns = self._van.clock.after_ns(seconds)
         number = message_id or self._van.new_id()
         call = _OpenRequest(to)
         with self._changed:
@@ -213,7 +213,7 @@ class Service:
         """
         deadline_ns = None
         if timeout_s is not None:
-            deadline_ns = self._van.clock.now_ns() + round(timeout_s * 1e9)
+            deadline_ns = self._van.clock.after_ns(timeout_s)
         return self._receive(deadline_ns, lambda: False)
 
     def handle(self, delivery: Delivery) -> None:
@@ -256,7 +256,7 @@ class Service:
         """Wait for the answer, but not longer than until the next repetition."""
         until_ns = deadline_ns
         if retry_s is not None:
-            until_ns = min(until_ns, self._van.clock.now_ns() + round(retry_s * 1e9))
+            until_ns = min(until_ns, self._van.clock.after_ns(retry_s))
 
         def is_over() -> bool:
             return call.answer is not None or bool(call.lost)

@@ -296,7 +296,7 @@ class Van(ABC):
                 return
             self._is_closed = True
             self._ended = self._ended or f"the van of {self.node} is closed: open a new one"
-            until_ns = self._clock.now_ns() + round(linger_s * 1e9)
+            until_ns = self._clock.after_ns(linger_s)
             self._wait_until(lambda: self._state.is_drained, until_ns)
             self._state.send_bye()
             self._act()
@@ -396,7 +396,7 @@ class Van(ABC):
         head = Open(number, name, priority, self._state.epoch, answers, 0, b"", 0, ())
         deadline_ns = None
         if deadline_s is not None:
-            deadline_ns = self._clock.now_ns() + round(deadline_s * 1e9)
+            deadline_ns = self._clock.after_ns(deadline_s)
         return Outgoing.make(head, body, buffers, deadline_ns)
 
     def _next_delivery(self) -> Delivery | None:
@@ -448,7 +448,7 @@ class Van(ABC):
 
     def _deadline_ns(self, timeout_s: float | None) -> int:
         seconds = self._state.config.timeout_s if timeout_s is None else timeout_s
-        return self._clock.now_ns() + round(seconds * 1e9)
+        return self._clock.after_ns(seconds)
 
     def _check_open(self) -> None:
         if self._ended:

@@ -113,14 +113,14 @@ class Survivor(NamedTuple):
             _within(EXCHANGE_LIMIT_S, self._until_printed)
 
     def _until_printed(self) -> None:
-        deadline_ns = self.clock.now_ns() + round(WAIT_S * 1e9)
+        deadline_ns = self.clock.after_ns(WAIT_S)
         while self.clock.now_ns() < deadline_ns and not self.store.check([PRINTED]):
             self.clock.sleep(POLL_S)
 
     def _others(self) -> dict[int, RankEnd]:
         """Return the ends that other ranks have told, once all have, or after a moment."""
         known: dict[int, RankEnd] = {}
-        deadline_ns = self.clock.now_ns() + round(WAIT_S * 1e9)
+        deadline_ns = self.clock.after_ns(WAIT_S)
         while self.clock.now_ns() < deadline_ns:
             self.health.collect()
             others = set(range(self.world_size)) - {self.rank}

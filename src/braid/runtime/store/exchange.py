@@ -85,7 +85,7 @@ def wait_for_ranks(
     """Wait until all `ranks` have published; arguments and errors are those of `exchange`."""
     clock = clock or MonotonicClock()
     keys = [f"{topic}/{rank}" for rank in ranks]
-    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    deadline_ns = clock.after_ns(timeout_s)
     while True:
         left_s = (deadline_ns - clock.now_ns()) / 1e9
         try:

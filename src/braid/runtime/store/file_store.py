@@ -133,7 +133,7 @@ class FileStore(RequestStore):
             pause_s = min(2 * pause_s, _PAUSE_MOST_S)
 
     def _deadline_ns(self, timeout_s: float) -> int:
-        return self._clock.now_ns() + round(timeout_s * 1e9)
+        return self._clock.after_ns(timeout_s)
 
     @contextmanager
     def _locked(self, kind: int, deadline_ns: int) -> Iterator[None]:

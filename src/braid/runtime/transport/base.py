@@ -206,7 +206,7 @@ class MemoryTransport:
         self.publish(self.audience(ranks), ROOT_LINE)
         others = [(rank, self._peers.root(rank).words) for rank in ranks]
         lost = self.health.lost
-        deadline_ns = self.clock.now_ns() + round(linger_s * 1e9)
+        deadline_ns = self.clock.after_ns(linger_s)
 
         def all_gone() -> bool:
             gone = all(words[STATE] == LEFT or rank in lost for rank, words in others)

@@ -151,7 +151,7 @@ class Health:
         Returns:
             The verdict; None if there was none within a second.
         """
-        deadline_ns = self._clock.now_ns() + round(CONFIRM_S * 1e9)
+        deadline_ns = self._clock.after_ns(CONFIRM_S)
         while rank not in self.lost and self._clock.now_ns() < deadline_ns:
             self.collect()
             self._clock.sleep(0.001)
@@ -210,7 +210,7 @@ class Health:
         if self._is_leaving(rank):
             self.report(Loss(rank, f"(pid {pid}) has already left", left=True))
             return
-        deadline_ns = self._clock.now_ns() + round(REASON_GRACE_S * 1e9)
+        deadline_ns = self._clock.after_ns(REASON_GRACE_S)
         while self._witnesses and self._clock.now_ns() < deadline_ns:
             self._ask_witnesses()
             if rank in self.lost:

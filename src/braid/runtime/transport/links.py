@@ -238,7 +238,7 @@ class Links:
         Args:
             linger_s: Seconds that peers have to receive it.
         """
-        deadline_ns = self._clock.now_ns() + round(linger_s * 1e9)
+        deadline_ns = self._clock.after_ns(linger_s)
         self.drain()
         while any(link.backlog for link in self._by_fd.values()):
             if self._clock.now_ns() > deadline_ns:

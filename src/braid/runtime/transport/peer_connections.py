@@ -294,7 +294,7 @@ def _call(
 
 
 def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> SocketConnection:
-    deadline_ns = meeting.clock.now_ns() + round(meeting.timeout_s * 1e9)
+    deadline_ns = meeting.clock.after_ns(meeting.timeout_s)
     while True:
         left_s = (deadline_ns - meeting.clock.now_ns()) / 1e9
         try:

@@ -53,7 +53,7 @@ def probe(
         else:
             failed[key] = why_unreachable(code)
             sock.close()
-    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    deadline_ns = clock.after_ns(timeout_s)
     while waiting:
         ready = poller.poll(max(0.0, (deadline_ns - clock.now_ns()) / 1e6))
         for fd, _ in ready:

@@ -205,7 +205,7 @@ class SocketConnection:
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
             self._queue(pieces, has_buffers=bool(buffers))
-            deadline_ns = self._clock.now_ns() + round(self._send_timeout_s * 1e9)
+            deadline_ns = self._clock.after_ns(self._send_timeout_s)
             while not self._drain():
                 if not self._wait(select.POLLOUT, deadline_ns):
                     self._end("this process gave up sending to it")
@@ -258,7 +258,7 @@ class SocketConnection:
         if frame is not None:
             return frame
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        deadline_ns = self._clock.now_ns() + round(timeout_s * 1e9)
+        deadline_ns = self._clock.after_ns(timeout_s)
         while self._wait(select.POLLIN, deadline_ns):
             frame = self.try_recv(allocate)
             if frame is not None:
@@ -294,7 +294,7 @@ class SocketConnection:
         """Wait up to `timeout_s`; returns whether a frame can be read, or the end of the stream."""
         if self._decoder.has_bytes or self._ended:
             return True
-        return self._wait(select.POLLIN, self._clock.now_ns() + round(timeout_s * 1e9))
+        return self._wait(select.POLLIN, self._clock.after_ns(timeout_s))
 
     def close(self) -> None:
         """Close the socket; threads that wait in this connection get PeerLostError. Idempotent."""

@@ -163,7 +163,7 @@ class Listener:
             CommTimeout: No client did within `timeout_s`; the text lists the refused clients.
             StaleError: The listener is closed.
         """
-        deadline_ns = self._clock.now_ns() + round(timeout_s * 1e9)
+        deadline_ns = self._clock.after_ns(timeout_s)
         while not self._accepted:
             now_ns = self._clock.now_ns()
             overdue_ns = self.next_deadline_ns()
@@ -247,7 +247,7 @@ class Listener:
             "server", self._secret, self._identity, nonce, seals_frames=seals_frames
         )
         handshake.start()
-        deadline_ns = self._clock.now_ns() + round(HANDSHAKE_LIMIT_S * 1e9)
+        deadline_ns = self._clock.after_ns(HANDSHAKE_LIMIT_S)
         half = _HalfOpen(sock, handshake, deadline_ns, where, host)
         fd = sock.fileno()
         self._half_open[fd] = half
@@ -360,7 +360,7 @@ def connect(
         msg = f"refused the listener at {address}: {problem}"
         raise RendezvousError(msg)
     clock = clock or MonotonicClock()
-    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    deadline_ns = clock.after_ns(timeout_s)
     pause_s = _RETRY_FIRST_S
     while True:
         try:
@@ -380,7 +380,7 @@ def connect(
                 raise
         except OSError as exc:
             problem = exc.strerror or str(exc) or type(exc).__name__
-            if clock.now_ns() + round(pause_s * 1e9) >= deadline_ns:
+            if clock.after_ns(pause_s) >= deadline_ns:
                 msg = (
                     f"no braid process answered at {address} within {timeout_s:g} s: "
                     f"{problem}; is it running, and can {identity} reach it?"
