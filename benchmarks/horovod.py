@@ -28,7 +28,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
@@ -36,6 +35,7 @@ from braid.cli.bench.workers.ddp import Case
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.compat.horovod.fusion import FusionState, Request
 from braid.errors import ConfigError
+from braid.runtime.terminal_table import new_table
 
 __all__ = [
     "FusionBench",

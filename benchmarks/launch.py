@@ -23,7 +23,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
@@ -31,6 +30,7 @@ from braid.errors import ConfigError
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
 from braid.launch.engines.options import EngineOptions
 from braid.launch.engines.supervisor import EngineSupervisor
+from braid.runtime.terminal_table import new_table
 
 __all__ = ["LaunchBench", "LaunchReport", "launch_verdicts", "print_launch", "run_launch"]
 

@@ -21,12 +21,13 @@ from benchmarks.lab import Lab
 from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan, main
 from braid.cli.bench.harness.options import GBIT, KIB, MIB, Ranks
 from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import BenchVerdict, Report, measured_on, new_table, save, show
+from braid.cli.bench.harness.report import BenchVerdict, Report, measured_on, save, show
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
 from braid.programs.cost import hierarchical_s, program_s
 from braid.programs.schedule.collective import algorithm, program
+from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [

@@ -31,11 +31,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
 from braid.launch import parse_hosts
+from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [

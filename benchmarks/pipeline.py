@@ -28,12 +28,12 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
 from braid.errors import ConfigError
 from braid.programs.schedule.pipeline import SCHEDULES
+from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [

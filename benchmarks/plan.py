@@ -37,11 +37,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
     unknown_parts,
 )
+from braid.runtime.terminal_table import new_table
 from braid.train.config import MODELS
 
 __all__ = [

@@ -29,11 +29,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
     unknown_parts,
 )
+from braid.runtime.terminal_table import new_table
 
 __all__ = ["PsBench", "PsReport", "print_ps", "ps_table", "ps_verdicts", "run_ps"]
 

@@ -21,11 +21,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
     unknown_parts,
 )
+from braid.runtime.terminal_table import new_table
 
 __all__ = ["RpcBench", "RpcReport", "print_rpc", "rpc_table", "rpc_verdicts", "run_rpc"]
 

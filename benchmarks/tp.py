@@ -22,11 +22,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
 from braid.errors import ConfigError
+from braid.runtime.terminal_table import new_table
 
 __all__ = ["CASES", "TpBench", "TpReport", "print_tp", "run_tp"]
 

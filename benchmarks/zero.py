@@ -23,10 +23,10 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
+from braid.runtime.terminal_table import new_table
 
 __all__ = ["CASES", "ZeroBench", "ZeroReport", "print_zero", "run_zero"]
 

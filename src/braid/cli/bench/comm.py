@@ -33,7 +33,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
@@ -41,6 +40,7 @@ from braid.cli.bench.workers.candidates import LIBRARIES
 from braid.cli.bench.workers.comm import CommPlan, Row, main
 from braid.errors import ConfigError
 from braid.launch.supervise.spawning import spawned_command
+from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [

@@ -27,13 +27,13 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    new_table,
     save,
     show,
 )
 from braid.cli.bench.workers.ddp import VARIANTS, Case, DDPPlan, MeasuredCase, main
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
+from braid.runtime.terminal_table import new_table
 
 __all__ = [
     "BENCH",

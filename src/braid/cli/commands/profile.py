@@ -152,21 +152,18 @@ def _alone(request: ProfileRequest, threads: int | None) -> Profile:
 
 def _table(profile: Profile) -> Table:
     """Return the profile of the largest micro-batch; slow layers are red."""
-    from rich.box import SIMPLE
-    from rich.table import Table
     from rich.text import Text as Styled
 
     from braid.plan.profiling.picture import HEAT
+    from braid.runtime.terminal_table import new_table
 
     rows = max(profile.rows)
     threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
     place = f"{profile.device} in {profile.dtype}, {threads}"
     title = f"{profile.model} on {place}, {rows} rows: ms and MB"
-    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("layer", "class"):
-        table.add_column(name, no_wrap=True)
-    for name in ("forward", "inputs", "weights", "keeps", "output", "params", "FLOP/B"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("forward", "inputs", "weights", "keeps", "output", "params", "FLOP/B")
+    table = new_table(title, ("layer", "class"), figures)
+    table.padding, table.show_edge, table.pad_edge = (0, 1, 0, 0), False, False  # 80 columns
     times = [layer.forward_s.of(rows) + layer.backward_s(rows) for layer in profile.layers]
     slowest = max(times, default=0.0) or 1.0
     for layer, seconds in zip(profile.layers, times, strict=True):

@@ -190,10 +190,8 @@ def schedule_compare(
         latency_us: Microseconds before the first byte.
         gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
     """
-    from rich import box
-    from rich.table import Table
-
     from braid.programs.cost import compare
+    from braid.runtime.terminal_table import new_table
     from braid.runtime.text import seconds_text
 
     if not sizes:
@@ -203,10 +201,7 @@ def schedule_compare(
     comparison = compare(operation, ranks, [bytes_in(size) for size in sizes], net)
     levels = ", ".join(f"{level.size} per {level.name}" for level in net.levels)
     print(f"{operation} on {ranks} ranks ({levels}); the fastest is marked *")
-    grid = Table(box=box.SIMPLE_HEAD)
-    grid.add_column("algorithm", no_wrap=True)
-    for size in sizes:
-        grid.add_column(size, justify="right", no_wrap=True)
+    grid = new_table(None, ["algorithm"], sizes)
     for name, estimates in comparison.estimates.items():
         marks = ["*" if comparison.is_best(name, i) else " " for i in range(len(sizes))]
         cells = (
@@ -374,16 +369,12 @@ def _wide_console() -> Console:
 
 
 def _print_table(console: Console, program: Program) -> None:
-    from rich import box
-    from rich.table import Table
-
     from braid.programs.schedule.plot import table
+    from braid.runtime.terminal_table import new_table
 
     head, *rows = table(program)
     print(program)
-    grid = Table(box=box.SIMPLE_HEAD)
-    for name in head:
-        grid.add_column(name)
+    grid = new_table(None, head, ())
     for row in rows:
         grid.add_row(*row)
     console.print(grid)

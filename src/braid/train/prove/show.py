@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from braid.runtime.terminal_table import new_table
 from braid.train.prove.proving import Proof
 
 __all__ = ["show"]
@@ -16,9 +15,8 @@ MAX_NAMES = 5
 def show(proof: Proof, console: Console | None = None) -> None:
     """Print the losses of both runs by step, and the verdict."""
     console = console or Console()
-    grid = Table(box=box.SIMPLE_HEAD)
-    for head in ("step", f"loss on {proof.ranks} ranks", "in one process", "parameters"):
-        grid.add_column(head, justify="right" if head == "step" else "left", no_wrap=True)
+    heads = ("step", f"loss on {proof.ranks} ranks", "in one process", "parameters")
+    grid = new_table(None, heads, ())
     for step, (parallel, alone) in enumerate(proof.losses, 1):
         same = step != proof.step
         grid.add_row(str(step), parallel, alone, "the same bits" if same else "[red]differ[/red]")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import psutil
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +27,6 @@ __all__ = [
     "Report",
     "check_minimums",
     "measured_on",
-    "new_table",
     "save",
     "show",
     "unknown_parts",
@@ -136,22 +134,6 @@ def unknown_parts(only: Sequence[str], parts: Sequence[str]) -> list[str]:
     """Return the problems with a choice of parts, for `check_minimums`."""
     known = ", ".join(parts)
     return [f"there is no part {each}: choose out of {known}" for each in only if each not in parts]
-
-
-def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """Make an empty table.
-
-    Args:
-        title: Line above it.
-        left: Headings of columns of text.
-        right: Headings of columns of figures, which come after them.
-    """
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in left:
-        grid.add_column(name, no_wrap=True)
-    for name in right:
-        grid.add_column(name, justify="right", no_wrap=True)
-    return grid
 
 
 def save(report: Report, path: Path) -> None:
