@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_models import lost, mlp, rows
+from timing import interleaved_ms
 from torch import nn
 
 from braid import Pipeline
@@ -52,6 +53,31 @@ def test_torchgpipe_runs_on_it(device):
     model = GPipe(mlp("cpu"), [2, 3], devices=[device] * 2, chunks=4)
     model(rows(device, 0, 8)).square().mean().backward()
     assert lost([param.grad for param in model.parameters()], _expected("cpu")) < 1e-5
+
+
+@torch.no_grad()
+def test_copies_to_a_stage_hide_behind_its_work(device, figures):
+    """`hidden`: part of the copies, or of the work if that is shorter, which costs no time together."""
+    (width, num_rows), count = {"cpu": (64, 64), "cuda": (4096, 32768)}[device], 8
+    torch.manual_seed(0)
+    work = nn.Sequential(*(nn.Linear(width, width) for _ in range(2)))
+    model = DevicePipeline(
+        nn.Sequential(nn.Identity(), *work), ["cpu", device], balance=[1, 2], num_microbatches=count
+    )
+    x = torch.randn(num_rows, width)
+    there = [part.to(device) for part in x.chunk(count)]
+    ms = interleaved_ms(
+        {
+            "together": lambda: model(x),
+            "copies": lambda: [part.to(device) for part in x.chunk(count)],
+            "work": lambda: [work(part) for part in there],
+        },
+        device,
+        rounds=5,
+    )
+    hidden = (ms["copies"] + ms["work"] - ms["together"]) / min(ms["copies"], ms["work"])
+    figures(**{f"{name}_ms": round(value, 3) for name, value in ms.items()}, hidden=hidden)
+    assert lost([model(x)], [torch.cat([work(part) for part in there])]) < 1e-5
 
 
 def _stages(group: Group, device: str, schedule: str) -> dict[str, torch.Tensor]:
