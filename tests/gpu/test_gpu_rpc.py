@@ -13,7 +13,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.compat.torch_rpc import DistributedOptimizer, RemoteModule, dist_autograd, rpc
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 
 
 def on(device: str) -> str:

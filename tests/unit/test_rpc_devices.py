@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braid.rpc.devices import placed
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 
 
 def test_a_map_to_a_gpu_that_the_receiver_lacks_names_the_sender():

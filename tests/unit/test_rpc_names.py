@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from braid.rpc.mistakes import RpcError
 from braid.rpc.names import Names
+from braid.rpc.outcomes import RpcError
 
 MODULE = "def own(x):\n    return x + 1\n\n\nclass Failed(Exception):\n    pass\n"
 ENVIRONMENTS = (

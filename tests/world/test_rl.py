@@ -15,7 +15,7 @@ from braid.cli.commands.roles import Roles
 from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.rpc import RRef, rl, rpc_sync
 from braid.rpc.current import acting_for
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.rpc.rl.losses import a3c_loss, impala_loss, join_unrolls
 from example_runs import run_example
 from rpc_nodes import nodes

@@ -20,7 +20,7 @@ from braid.rpc import RpcOptions
 from braid.rpc.agent import Agent
 from braid.rpc.current import acting_for
 from braid.rpc.membership import join, leave
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.rpc.scope import Scope, enter
 from braid.runtime.store import HashStore, PrefixStore
 from rpc_nodes import SECRET, everywhere, first_of

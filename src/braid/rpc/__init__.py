@@ -15,10 +15,10 @@ from braid.rpc import autograd as dist_autograd
 from braid.rpc import functions
 from braid.rpc.api import get_worker_info, is_cancelled, remote, rpc_async, rpc_sync
 from braid.rpc.membership import init_rpc, shutdown
-from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
 from braid.rpc.optimizer import DistributedOptimizer
 from braid.rpc.options import RpcOptions
+from braid.rpc.outcomes import RpcError
 from braid.rpc.references import RRef
 from braid.rpc.remote_module import RemoteModule
 from braid.rpc.retries import idempotent

@@ -41,7 +41,7 @@ from braid.rpc.options import RpcOptions
 from braid.rpc.protocol.autograd_state import AutogradMessage
 from braid.rpc.protocol.references_state import Fork
 from braid.rpc.references import References
-from braid.rpc.spans import CallSpans
+from braid.rpc.scope import CallSpans
 from braid.rpc.turns import Turns
 from braid.rpc.workers import WorkerDirectory, WorkerInfo, node_of
 from braid.runtime.message import Delivery, Message, PeerLost, Van, split_node

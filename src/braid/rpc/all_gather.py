@@ -19,9 +19,8 @@ import torch
 from braid.errors import CommTimeout
 from braid.rpc.current import current_agent
 from braid.rpc.functions import async_execution
-from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
-from braid.rpc.outcomes import AnswerFuture
+from braid.rpc.outcomes import AnswerFuture, RpcError
 
 if TYPE_CHECKING:
     from braid.rpc.agent import Agent

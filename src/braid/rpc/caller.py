@@ -27,8 +27,7 @@ from braid.errors import (
 )
 from braid.rpc.codec import tensors_of
 from braid.rpc.messages import Call, CallReply, CancelCall, Creation, Raised
-from braid.rpc.mistakes import RpcError
-from braid.rpc.outcomes import AnswerFuture, CallOutcome, error_like
+from braid.rpc.outcomes import AnswerFuture, CallOutcome, RpcError, error_like
 from braid.rpc.pending import Finish, PendingCall, PendingCalls
 from braid.rpc.protocol.references_state import Id
 from braid.rpc.references import RRef

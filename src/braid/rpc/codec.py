@@ -25,9 +25,9 @@ import torch
 from braid.errors import BraidError, CommError
 from braid.rpc.devices import placed
 from braid.rpc.messages import Body
-from braid.rpc.mistakes import RpcError
 from braid.rpc.names import Names
-from braid.rpc.protocol.sparse_spec import SparseSpec
+from braid.rpc.outcomes import RpcError
+from braid.rpc.protocol.autograd_state import SparseSpec
 from braid.runtime.message.tensors import as_buffers, from_buffers
 from braid.runtime.torch_internals import sparse_indices, sparse_values
 from braid.types import dtype_name

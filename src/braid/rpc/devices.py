@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from braid.errors import ConfigError
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.rpc.workers import WorkerRecord
 
 __all__ = ["place_of", "placed"]

@@ -22,10 +22,10 @@ from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.rpc.agent import Agent
 from braid.rpc.current import current_agent, has_default, set_default
 from braid.rpc.messages import SCHEMA
-from braid.rpc.mistakes import RpcError
 from braid.rpc.options import RpcOptions
+from braid.rpc.outcomes import RpcError
 from braid.rpc.roles import own_role
-from braid.rpc.spans import CallSpans
+from braid.rpc.scope import CallSpans
 from braid.rpc.workers import LOOK_S, WorkerDirectory, WorkerInfo, WorkerRecord, check_name, node_of
 from braid.runtime.events import Recorder
 from braid.runtime.message import SocketVan, VanConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from braid.rpc.protocol.autograd_state import AutogradMessage
+from braid.rpc.protocol.autograd_state import AutogradMessage, SparseSpec
 from braid.rpc.protocol.references_state import (
     Confirmed,
     Deleted,
@@ -14,7 +14,6 @@ from braid.rpc.protocol.references_state import (
     Noted,
     UserDelete,
 )
-from braid.rpc.protocol.sparse_spec import SparseSpec
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from braid.errors import ConfigError
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.runtime.torch_internals import (
     OpOverload,
     OpOverloadPacket,
@@ -52,7 +52,7 @@ _PLAIN_TYPES = {
         *(type(None), slice, range, torch.Tensor, torch.Size, torch.dtype, torch.device),
     )
 }
-_ERROR_MODULES = frozenset({"torch", "braid.errors", "braid.rpc.mistakes"})
+_ERROR_MODULES = frozenset({"torch", "braid.errors", "braid.rpc.outcomes"})
 _REGISTERED: dict[str, Any] = {}
 _NAMES: dict[Any, str] = {}
 

@@ -21,9 +21,9 @@ import torch
 
 from braid.errors import ConfigError
 from braid.rpc import optimizer_checkpoints
+from braid.rpc.autograd.accumulation import PARAM_LOCKS
 from braid.rpc.current import current_agent
 from braid.rpc.names import register
-from braid.rpc.param_locks import PARAM_LOCKS
 from braid.rpc.references import RRef, call_methods
 
 __all__ = ["DistributedOptimizer", "DistributedScheduler"]

@@ -26,12 +26,14 @@ import msgspec
 import torch
 
 from braid import errors
+from braid.errors import ConfigError
 from braid.runtime.torch_internals import Future, set_unwrap_function
 
 __all__ = [
     "AnswerFuture",
     "CallOutcome",
     "Later",
+    "RpcError",
     "awaited",
     "described",
     "error_like",
@@ -42,6 +44,13 @@ __all__ = [
 MAX_TEXT = 64 << 10  # characters: a text is for people
 MAX_PART = 4 << 10
 TEXT_S = 1.0  # for an error to make its text
+
+
+class RpcError(ConfigError, RuntimeError):
+    """A call, a reference or a context cannot be used in this way.
+
+    A ConfigError of braid. It is also a RuntimeError, which torch raises in these cases.
+    """
 
 
 class AnswerFuture(torch.futures.Future[Any]):

@@ -23,9 +23,8 @@ import torch
 from braid.errors import CommError
 from braid.rpc.current import current_agent
 from braid.rpc.functions import MARK, is_async_execution
-from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
-from braid.rpc.outcomes import AnswerFuture, CallOutcome, awaited
+from braid.rpc.outcomes import AnswerFuture, CallOutcome, RpcError, awaited
 from braid.rpc.protocol.references_state import (
     Drop,
     Id,

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import msgspec
 
 from braid.errors import CommTimeout, RendezvousError
-from braid.rpc.mistakes import RpcError
 from braid.rpc.names import register
+from braid.rpc.outcomes import RpcError
 from braid.runtime.store import Store
 
 __all__ = ["LOOK_S", "To", "WorkerDirectory", "WorkerInfo", "WorkerRecord", "check_name", "node_of"]

@@ -11,7 +11,7 @@ from braid.rpc.autograd.accumulation import run_hooks
 from braid.rpc.autograd.api import backward, context, get_gradients
 from braid.rpc.autograd.node_context import Context
 from braid.rpc.current import current_agent
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.runtime.torch_internals import active_ddp
 
 __all__ = ["backward", "context", "get_gradients", "is_available", "run_hooks"]

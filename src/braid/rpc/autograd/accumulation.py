@@ -9,17 +9,20 @@ is the context's for that time: it begins with what the context has, and is put 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from braid.rpc.param_locks import PARAM_LOCKS
 from braid.runtime.torch_internals import accumulate_hooks, has_internal_overlap, storage_id
 
 __all__ = [
+    "PARAM_LOCKS",
     "HookGroup",
     "accumulated",
     "has_hooks",
@@ -27,6 +30,30 @@ __all__ = [
     "in_own_memory",
     "run_hooks",
 ]
+
+
+class ParamLocks:
+    """A lock for each parameter: an optimizer or a local backward uses its `.grad`, not both."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks = WeakTensorKeyDictionary()
+
+    @contextlib.contextmanager
+    def held(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Hold the locks of some parameters, in one order for all who do."""
+        with self._guard:
+            for p in params:
+                if p not in self._locks:
+                    self._locks[p] = threading.Lock()
+            locks = {id(p): self._locks[p] for p in params}
+        with contextlib.ExitStack() as stack:
+            for key in sorted(locks):
+                stack.enter_context(locks[key])
+            yield
+
+
+PARAM_LOCKS = ParamLocks()
 
 
 @dataclass(slots=True, eq=False)

@@ -27,7 +27,7 @@ from braid.rpc.autograd.accumulation import (
 from braid.rpc.autograd.graph import Receive, add_grads
 from braid.rpc.autograd.node_context import Context
 from braid.rpc.messages import AutogradEdge, Body
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
     AutogradMessage,

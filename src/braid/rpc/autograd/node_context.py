@@ -12,7 +12,7 @@ import torch
 from braid.errors import CommTimeout
 from braid.rpc.autograd.accumulation import HookGroup
 from braid.rpc.autograd.graph import Reached, Receive, SendFunction, reached_from
-from braid.rpc.mistakes import RpcError
+from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import BackwardFinished, ContextState, Mode
 from braid.rpc.protocol.references_state import Id
 

@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from braid.rpc.protocol.references_state import Id, Send
-from braid.rpc.protocol.sparse_spec import SparseSpec
 from braid.types import TensorSpec
 
 __all__ = [
@@ -48,9 +47,26 @@ __all__ = [
     "Release",
     "RunBackward",
     "Ship",
+    "SparseSpec",
 ]
 
 Mode: TypeAlias = Literal["smart", "fast"]
+
+
+class SparseSpec(NamedTuple):
+    """A sparse tensor of a message: two buffers, its indices and its values.
+
+    Attributes:
+        place: Place of its indices among the buffers; the values follow.
+        shape: Extent of each dim.
+        is_coalesced: Whether each index occurs once.
+        requires_grad: Whether autograd follows it.
+    """
+
+    place: int
+    shape: tuple[int, ...]
+    is_coalesced: bool
+    requires_grad: bool
 
 
 class PendingEdges(NamedTuple):
