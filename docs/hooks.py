@@ -29,7 +29,7 @@ PACKAGES = (
     "braid.parallel.hybrid",
     "braid.ps",
     "braid.rpc",
-    "braid.rpc.autograd",
+    "braid.rpc.dist_autograd",
     "braid.rpc.rl",
     "braid.parallel.graph",
     "braid.runtime.seeding",

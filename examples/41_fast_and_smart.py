@@ -20,14 +20,14 @@ NAMES = ("a", "b", "c")
 
 
 def count_messages() -> None:
-    agent = current_agent()
-    transmit = agent.transmit
+    peers = current_agent().peers
+    transmit = peers.transmit
 
     def counted(to: int, message: object, *args: object, **options: object) -> None:
         SENT[type(message).__name__] += 1
         transmit(to, message, *args, **options)
 
-    agent.transmit = counted
+    peers.transmit = counted
 
 
 def taken() -> dict[str, int]:

@@ -97,7 +97,7 @@ def a_call() -> str:
     rows: list[Row] = []
     with first_of(2) as agents:
         for place, agent in enumerate(agents):
-            agent.send = _recorded(place, agent.send, rows)
+            agent.peers.send = _recorded(place, agent.peers.send, rows)
 
         def ended(note: str, first: int) -> int:
             """Put a note beside the first of the messages that belong together."""
@@ -137,7 +137,7 @@ def a_call() -> str:
 
 
 def _recorded(place: int, send: Callable[..., None], rows: list[Row]) -> Callable[..., None]:
-    def record(to: int, message: Any, *args: Any) -> None:
+    def record(to: int, message: Any, *args: Any, **options: Any) -> None:
         name, *text = type(message).__name__, ""
         if isinstance(message, Call | CallReply):
             text = [str(each) for each in message.body.specs]
@@ -146,7 +146,7 @@ def _recorded(place: int, send: Callable[..., None], rows: list[Row]) -> Callabl
             text = [message.function.removeprefix("braid.rpc."), *text]
         kind = name if isinstance(message, Call | CallReply | Raised) else "other"
         rows.append(Row(place, to, f"{name} {', '.join(text)}".strip(), kind))
-        send(to, message, *args)
+        send(to, message, *args, **options)
 
     return record
 

@@ -220,7 +220,7 @@ def test_calls_that_run_do_not_hold_answers_up():
 
 def test_an_answer_that_does_not_fit_is_an_error_at_once():
     with first_of(2, **ALLOWED) as agents:
-        agents[0].names._known["test_rpc_ends:Colour"] = enum.Enum("Colour", ["BLUE"])
+        agents[0].codec.names._known["test_rpc_ends:Colour"] = enum.Enum("Colour", ["BLUE"])
         for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
             with pytest.raises(KeyError, match="RED"):
                 call("w1", colour)
@@ -281,7 +281,7 @@ def test_nodes_come_and_leave_while_others_call():
             with pytest.raises(Exception, match=r"'second' is not unique: node 1 .* node 7"):
                 nodes.come("second", 7)
             leave(second)
-            until(lambda: 1 in first.lost_nodes)
+            until(lambda: 1 in first.peers.lost)
             with pytest.raises((RpcError, PeerLostError)):
                 rpc.rpc_sync("second", count, (2,))
             third = nodes.come("second", 2)  # the name is free again
@@ -297,7 +297,7 @@ def test_calls_that_may_be_repeated_wait_for_the_node_to_come_back():
         with acting_for(first):
             assert rpc.rpc_sync("second", lookup, (3,)) == 9
             leave(second)
-            until(lambda: 1 in first.lost_nodes)
+            until(lambda: 1 in first.peers.lost)
             future = rpc.rpc_async("second", lookup, (5,), timeout=20)
             assert not future.done()
             nodes.come("second", 2)
@@ -333,7 +333,7 @@ def test_a_call_that_is_sent_again_belongs_to_whoever_made_it():
         with acting_for(first):
             waiting = rpc.rpc_async("second", hold, ("held",), timeout=20)
         first._turns._tick = lambda: None
-        other = Scope(first.now_ns() + 20 * 10**9)  # of a call that has nothing to do with it
+        other = Scope(first.peers.now_ns() + 20 * 10**9)  # of a call that has nothing to do with it
         nodes.come("second", 1)
 
         def send_what_is_due() -> None:
@@ -356,7 +356,7 @@ def test_an_earlier_life_of_a_node_does_not_disturb_the_next_one():
             until(lambda: BEGUN == ["old"])
             first.directory.remove_own(first.info)
             first.close()
-        until(lambda: 0 in second.lost_nodes and not second.contexts.numbers)
+        until(lambda: 0 in second.peers.lost and not second.contexts.numbers)
         with acting_for(nodes.come("first", 0)), rpc.dist_autograd.context() as again:
             assert context != again
             new = rpc.rpc_async("second", wait_for_release, ("new",))

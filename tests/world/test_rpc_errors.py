@@ -311,17 +311,17 @@ def test_calls_of_a_node_out_of_reach_do_not_each_wait_for_it(monkeypatch, is_lo
         msg = "timed out"
         raise RendezvousError(msg)
 
-    monkeypatch.setattr("braid.rpc.agent.probe", black_hole)
+    monkeypatch.setattr("braid.rpc.peers.probe", black_hole)
     with first_of(2, **ALLOWED) as agents, monkeypatch.context() as patched:
         patched.setattr(agents[0]._van, "connect", connect)
-        patched.setattr(agents[0], "now_ns", lambda: now_ns[0])
+        patched.setattr(agents[0].peers, "now_ns", lambda: now_ns[0])
         if is_lost:
-            agents[0].lost_nodes.add(1)
+            agents[0].peers.lost.add(1)
         for now_ns[0] in (0, 0, 10**9, 3 * 10**9, 3 * 10**9):
             with pytest.raises((PeerLostError, RendezvousError), match=r"reached.*: timed out"):
                 rpc.rpc_async("w1", fine, timeout=20).wait()
         assert tried == ([0.5, 0.5] if is_lost else [10.0, 0.5])
-        agents[0].lost_nodes.clear()
+        agents[0].peers.lost.clear()
 
 
 def test_a_reference_of_an_ended_node_says_what_to_do():

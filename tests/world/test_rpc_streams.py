@@ -121,7 +121,7 @@ def test_as_many_streams_as_threads_run():
 
 def test_a_last_result_that_does_not_arrive_is_an_error():
     with first_of(2, **OPTIONS) as agents:
-        agents[0].names._known["test_rpc_streams:Colour"] = enum.Enum("Colour", ["BLUE"])
+        agents[0].codec.names._known["test_rpc_streams:Colour"] = enum.Enum("Colour", ["BLUE"])
         with pytest.raises(Exception, match="RED"):
             list(rpc.stream("w1", colours, timeout=20))
 

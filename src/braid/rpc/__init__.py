@@ -11,8 +11,7 @@ rpc.shutdown()
 
 from __future__ import annotations
 
-from braid.rpc import autograd as dist_autograd
-from braid.rpc import functions
+from braid.rpc import dist_autograd, functions
 from braid.rpc.api import get_worker_info, is_cancelled, remote, rpc_async, rpc_sync
 from braid.rpc.membership import init_rpc, shutdown
 from braid.rpc.names import register

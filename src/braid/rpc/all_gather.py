@@ -12,20 +12,18 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from braid.errors import CommTimeout
+from braid.rpc.agent import Agent
 from braid.rpc.current import current_agent
 from braid.rpc.functions import async_execution
 from braid.rpc.names import register
 from braid.rpc.outcomes import AnswerFuture, RpcError
 
-if TYPE_CHECKING:
-    from braid.rpc.agent import Agent
-
-__all__ = ["AllGathers", "all_gather", "barrier"]
+__all__ = ["all_gather", "barrier"]
 
 Key = tuple[int, tuple[str, ...]]
 
@@ -82,18 +80,19 @@ def all_gather(
         RpcError: This node is not among the names.
         CommTimeout: Somebody has not come.
     """
-    chosen = tuple(sorted({each.name for each in agent.infos()} if names is None else set(names)))
+    known = [each.name for each in agent.directory.infos]
+    chosen = tuple(sorted(set(known if names is None else names)))
     if agent.info.name not in chosen:
         msg = f"{agent.info.name} takes part in an all_gather of {', '.join(chosen)} without it"
         raise RpcError(msg)
-    number = agent.all_gathers.next_number(chosen)
+    number = agent.part(AllGathers).next_number(chosen)
     arguments = (number, list(chosen), agent.info.name, value)
     try:
         values: dict[str, Any] = agent.caller.call_sync(
             chosen[0], _gather, arguments, None, timeout
         )
     except CommTimeout as exc:
-        seconds = agent.timeout_s if timeout < 0 else timeout
+        seconds = agent.options.rpc_timeout if timeout < 0 else timeout
         msg = (
             f"{agent.info.name} timed out in _all_gather after {seconds:.2f} seconds: one of "
             f"{', '.join(chosen)} has not called it"
@@ -114,10 +113,10 @@ def _gather(
     number: int, names: list[str], name: str, value: Any
 ) -> torch.futures.Future[dict[str, Any]]:
     """Take the value of a node; in the first of the names."""
-    return current_agent().all_gathers.add((number, tuple(names)), name, value)
+    return current_agent().part(AllGathers).add((number, tuple(names)), name, value)
 
 
 @register
 def _end_early(number: int, names: list[str], reason: str) -> None:
     """End an all_gather that has taken too long; in the first of the names."""
-    current_agent().all_gathers.end_early((number, tuple(names)), reason)
+    current_agent().part(AllGathers).end_early((number, tuple(names)), reason)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from braid.rpc.current import current_agent
-from braid.rpc.references import RRef
+from braid.rpc.references import RRef, create
 from braid.rpc.scope import current_scope
 from braid.rpc.workers import To, WorkerInfo
 
@@ -69,7 +69,7 @@ def remote(
 
     An error of the function shows when the value is used. See `rpc_sync`.
     """
-    return current_agent().caller.remote(to, func, args or (), kwargs, timeout)
+    return create(current_agent(), to, func, args or (), kwargs, timeout)
 
 
 def is_cancelled() -> bool:
@@ -81,7 +81,7 @@ def is_cancelled() -> bool:
     scope = current_scope()
     if scope is None:
         return False
-    late = scope.deadline_ns is not None and current_agent().now_ns() >= scope.deadline_ns
+    late = scope.deadline_ns is not None and current_agent().peers.now_ns() >= scope.deadline_ns
     return scope.is_cancelled or late
 
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from braid.errors import CommTimeout
-from braid.rpc.codec import Packed, tensors_of
-from braid.rpc.current import act_for
+from braid.rpc.autograd.contexts import Contexts
+from braid.rpc.codec import Codec, Packed, tensors_of
 from braid.rpc.functions import is_async_execution
 from braid.rpc.messages import AutogradEdge, Call, CallReply, Raised
 from braid.rpc.names import is_operator
 from braid.rpc.outcomes import Later, awaited, described, is_described, outcome
-from braid.rpc.scope import Scope, enter
+from braid.rpc.peers import Peers
+from braid.rpc.reference_table import References
+from braid.rpc.scope import CallSpans, Scope, enter
 from braid.runtime.message import Delivery
-
-if TYPE_CHECKING:
-    from braid.rpc.agent import Agent
 
 __all__ = ["Callee"]
 
@@ -39,14 +39,39 @@ class Callee:
     """Calls of peers that run in a node.
 
     Args:
-        agent: The node.
+        peers: Sends the answers.
+        codec: Unpacks arguments and packs results.
+        references: Values that stay in this node.
+        contexts: Contexts of distributed autograd that calls carry.
+        spans: Records of the calls.
+        act: Function that makes code of its context, see `contextvars`, run for this node.
+        cancel: Function that cancels a call of this node, by its number.
+        on_end: Function that is called when a call has been answered.
 
     Attributes:
         num_running: Calls that are not answered; those that wait for a future count.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(
+        self,
+        peers: Peers,
+        codec: Codec,
+        references: References,
+        contexts: Contexts,
+        *,
+        spans: CallSpans,
+        act: Callable[[], object],
+        cancel: Callable[[int], object],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._peers = peers
+        self._codec = codec
+        self._references = references
+        self._contexts = contexts
+        self._spans = spans
+        self._act = act
+        self._cancel_own = cancel
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._scopes: dict[tuple[int, int], Scope] = {}  # by sender and number of the call
         self._cancelled: deque[tuple[int, int]] = deque(maxlen=NUM_CANCELLED)
@@ -62,7 +87,7 @@ class Callee:
             scope.is_cancelled = True
             calls = list(scope.calls)
         for each in calls:
-            self._agent.caller.cancel(each)
+            self._cancel_own(each)
 
     def lost(self, sender: int) -> None:
         """Let the calls of a lost peer learn that nobody waits for them, by `rpc.is_cancelled`."""
@@ -75,10 +100,10 @@ class Callee:
 
     def run(self, delivery: Delivery, call: Call, sender: int, arrived_ns: int) -> None:
         """Run a call that came at a time, and answer it now or when its future completes."""
-        agent, creation = self._agent, call.creation
+        creation = call.creation
         if creation is not None:
-            if sender != agent.info.id:
-                agent.references.accept(creation.ref, creation.fork, sender, creation.oldest_open)
+            if sender != self._peers.info.id:
+                self._references.accept(creation.ref, creation.fork, sender, creation.oldest_open)
             self._reply(delivery, sender, Packed(NOTHING, []), None)
         key = sender, delivery.id
         until_ns = arrived_ns + round(call.timeout_s * 1e9) if call.timeout_s else None
@@ -90,7 +115,7 @@ class Callee:
             self._scopes[key] = scope
             self.num_running += 1
         value, error = None, None
-        span = agent.spans.serve(call.function, sender, delivery.id, arrived_ns)
+        span = self._spans.serve(call.function, sender, delivery.id, arrived_ns)
         try:
             value = copy_context().run(self._execute, call, delivery, sender, scope)
         except BaseException as exc:  # noqa: BLE001 - the caller must learn it
@@ -106,29 +131,29 @@ class Callee:
 
     def _execute(self, call: Call, delivery: Delivery, sender: int, scope: Scope) -> Any:
         """Run the function of a call, in a context of its own."""
-        agent = self._agent
-        act_for(agent)
+        self._act()
         enter(scope)
         if call.edge is None:
             return self._result(call, delivery, sender, scope)
-        with agent.contexts.entered(call.edge):
+        with self._contexts.entered(call.edge):
             return self._result(call, delivery, sender, scope)
 
     def _result(self, call: Call, delivery: Delivery, sender: int, scope: Scope) -> Any:
-        agent = self._agent
         tensors = tensors_of(call.body, delivery.buffers)
-        tensors = agent.contexts.incoming(call.edge, tensors, sender)
-        args, kwargs = agent.codec.unpack(
+        tensors = self._contexts.incoming(call.edge, tensors, sender)
+        args, kwargs = self._codec.unpack(
             call.body.packed, tensors, delivery.sender, will_answer=call.creation is None
         )
         del tensors
         if scope.is_cancelled:  # after the arguments, too
             msg = f"{call.function} was cancelled before it began"
             raise CancelledError(msg)
-        if scope.deadline_ns is not None and agent.now_ns() >= scope.deadline_ns:
-            msg = f"{call.function} did not begin in time: {agent.info.name} was busy"
+        if scope.deadline_ns is not None and self._peers.now_ns() >= scope.deadline_ns:
+            msg = f"{call.function} did not begin in time: {self._peers.info.name} was busy"
             raise CommTimeout(msg)
-        function = agent.names.find(call.function)  # last: references of arguments must arrive
+        function = self._codec.names.find(
+            call.function
+        )  # last: references of arguments must arrive
         try:
             result = function(*args, **kwargs)
         except TypeError as exc:
@@ -148,44 +173,41 @@ class Callee:
         error: BaseException | None,
     ) -> None:
         """Answer a call, or keep its result; a node that has ended leaves that to its loss."""
-        agent = self._agent
         try:
-            if agent.is_closed:
+            if self._peers.is_closed:
                 return
             if error is None and call.creation is not None:
-                agent.references.set_value(call.creation.ref, value, None)
+                self._references.set_value(call.creation.ref, value, None)
             elif error is not None or (error := self._answer(delivery, call, sender, value)):
                 self._raise(delivery, call, sender, error)
         finally:
             with self._lock:
                 del self._scopes[sender, delivery.id]
                 self.num_running -= 1
-            agent.notify_if_idle()
+            self._on_end()
 
     def _raise(self, delivery: Delivery, call: Call, sender: int, error: BaseException) -> None:
         """Answer a call by an error, or keep it in place of the result."""
-        agent = self._agent
-        name = agent.names.exception_name(error)
-        is_new = not is_described(agent.info.name, error)
-        own, text = described(agent.info.name, error)
+        name = self._codec.names.exception_name(error)
+        is_new = not is_described(self._peers.info.name, error)
+        own, text = described(self._peers.info.name, error)
         if is_new and not issubclass(type(error), CancelledError):
             LOG.warning("%s, called by node %d, failed: %s", call.function, sender, text)
         if call.creation is not None:
-            agent.references.set_value(call.creation.ref, None, own)
+            self._references.set_value(call.creation.ref, None, own)
         else:
-            agent.transmit(sender, Raised(name, text), answers=delivery.id)
+            self._peers.transmit(sender, Raised(name, text), answers=delivery.id)
 
     def _answer(
         self, delivery: Delivery, call: Call, sender: int, value: Any
     ) -> BaseException | None:
         """Send the result; return the error if it cannot travel."""
-        agent = self._agent
         try:
-            packed = agent.codec.pack(value, delivery.sender, "the result")
+            packed = self._codec.pack(value, delivery.sender, "the result")
             edge = None
             if call.edge is not None:
-                with agent.contexts.entered(call.edge):
-                    edge = agent.contexts.outgoing(packed.tensors, sender)
+                with self._contexts.entered(call.edge):
+                    edge = self._contexts.outgoing(packed.tensors, sender)
             self._reply(delivery, sender, packed, edge)
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
             return exc
@@ -195,4 +217,4 @@ class Callee:
         self, delivery: Delivery, to: int, packed: Packed, edge: AutogradEdge | None
     ) -> None:
         body, buffers = packed.as_body()
-        self._agent.transmit(to, CallReply(body, edge), buffers, answers=delivery.id)
+        self._peers.transmit(to, CallReply(body, edge), buffers, answers=delivery.id)

@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError
 from contextvars import copy_context
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,20 +25,20 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.rpc.codec import tensors_of
+from braid.rpc.autograd.contexts import Contexts
+from braid.rpc.codec import Codec, tensors_of
 from braid.rpc.messages import Call, CallReply, CancelCall, Creation, Raised
+from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import AnswerFuture, CallOutcome, RpcError, error_like
+from braid.rpc.peers import Peers
 from braid.rpc.pending import Finish, PendingCall, PendingCalls
 from braid.rpc.protocol.references_state import Id
-from braid.rpc.references import RRef
+from braid.rpc.reference_table import References
 from braid.rpc.retries import Retries, is_idempotent
-from braid.rpc.scope import current_scope, deadline_ns
+from braid.rpc.scope import CallSpans, current_scope, deadline_ns
 from braid.rpc.turns import Turns
 from braid.rpc.workers import To, WorkerInfo, WorkerRecord, node_of
-from braid.runtime.message import Delivery, Van
-
-if TYPE_CHECKING:
-    from braid.rpc.agent import Agent
+from braid.runtime.message import Delivery
 
 __all__ = ["Caller"]
 
@@ -67,19 +67,37 @@ class Caller:
     """Calls that a node makes.
 
     Args:
-        agent: The node.
-        van: Its van.
+        peers: Sends the calls.
         turns: Threads that receive.
+        codec: Packs arguments and unpacks results.
+        references: References that calls carry.
+        contexts: Contexts of distributed autograd that calls carry.
+        spans: Records of the calls.
+        options: Choices of the node.
     """
 
-    def __init__(self, agent: Agent, van: Van, turns: Turns) -> None:
-        self._agent = agent
-        self._van = van
+    def __init__(
+        self,
+        peers: Peers,
+        turns: Turns,
+        codec: Codec,
+        references: References,
+        contexts: Contexts,
+        *,
+        spans: CallSpans,
+        options: RpcOptions,
+    ) -> None:
+        self._peers = peers
         self._turns = turns
+        self._codec = codec
+        self._references = references
+        self._contexts = contexts
+        self._spans = spans
+        self._options = options
         self._pending = PendingCalls(turns)
         self._retries = Retries()
         # of calls: not those of an earlier life of this node, whose answers may still come
-        self._numbers = itertools.count((agent.incarnation % (1 << 30) << 32) + 1)
+        self._numbers = itertools.count((peers.incarnation % (1 << 30) << 32) + 1)
         self._brought: dict[int, tuple[int, list[Id]]] = {}  # forks that go home, by their call
 
     def __len__(self) -> int:
@@ -160,40 +178,42 @@ class Caller:
         self._turns.expect()
         return future
 
-    def remote(
+    def create(
         self,
         to: To,
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = -1.0,
-    ) -> RRef:
-        """Call a function in another node, where its result stays; return a reference to it."""
-        record = self._agent.directory.find(to)
-        rref, ref, fork = self._agent.references.new_remote(WorkerInfo(record.name, record.id))
+    ) -> tuple[Id, Id, WorkerInfo]:
+        """Call a function in another node, where its result stays.
+
+        Returns:
+            Reference of the result, its fork of this node, and its owner.
+        """
+        record = self._peers.directory.find(to)
+        ref, fork = self._references.new_remote(record.id)
 
         def finish(value: Any, error: BaseException | None) -> None:
             del value
-            self._agent.references.created(fork, error)
+            self._references.created(fork, error)
 
-        creation = Creation(ref, fork, self._agent.references.oldest_open)
+        creation = Creation(ref, fork, self._references.oldest_open)
         try:
             self._send_call(OutgoingCall(to, function, args, kwargs, timeout), finish, creation)
         except BaseException:
-            self._agent.references.created(fork)  # it is not, and nobody has the reference
+            self._references.created(fork)  # it is not, and nobody has the reference
+            self._references.released.append((ref, fork))
             raise
-        return rref
+        return ref, fork, WorkerInfo(record.name, record.id)
 
     def cancel(self, number: int) -> bool:
         """Cancel a call of this node; return whether it had no answer yet."""
         call = self._pending.get(number)
         if call is None:
             return False
-        if call.to == self._agent.info.id:
-            self._agent.callee.cancel(self._agent.info.id, number)
-        else:
-            self._agent.transmit(call.to, CancelCall(number))
-        name = self._agent.directory.find(call.to).name
+        self._peers.transmit(call.to, CancelCall(number))
+        name = self._peers.directory.find(call.to).name
         error = CancelledError(f"the call of {call.name} in {name} was cancelled")
         self._pending.finish(number, None, error)
         return True
@@ -204,19 +224,19 @@ class Caller:
         """Let go the forks that a call has brought to their owner; it has come, or never will."""
         brought = self._brought.pop(call, None)
         if brought is not None:
-            self._agent.references.confirmed(brought[1])
+            self._references.confirmed(brought[1])
 
     def answered(self, delivery: Delivery, message: CallReply | Raised, sender: int) -> None:
         """Complete a call with the answer of its callee."""
         self._come_home(delivery.answers)
         if isinstance(message, Raised):
-            kind = self._agent.names.exception_of(message.error) or RuntimeError
+            kind = self._codec.names.exception_of(message.error) or RuntimeError
             self._pending.finish(delivery.answers, None, error_like(kind, message.text))
             return
         try:
             tensors = tensors_of(message.body, delivery.buffers)
-            tensors = self._agent.contexts.incoming(message.edge, tensors, sender)
-            value = self._agent.codec.unpack(message.body.packed, tensors, delivery.sender)
+            tensors = self._contexts.incoming(message.edge, tensors, sender)
+            value = self._codec.unpack(message.body.packed, tensors, delivery.sender)
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
             self._pending.finish(delivery.answers, None, exc)
             return
@@ -232,20 +252,20 @@ class Caller:
 
     def fail_all(self) -> None:
         """Let all calls fail, since the node ends."""
-        error = StaleError(f"{self._agent.info.name} was shut down before an answer came")
+        error = StaleError(f"{self._peers.info.name} was shut down before an answer came")
         self._pending.fail(lambda _: True, lambda _: error)
         self._retries.fail(error)
 
     def tick(self) -> None:
         """Let calls fail whose deadline has passed, and send again what may be."""
-        now_ns = self._agent.now_ns()
+        now_ns = self._peers.now_ns()
         self._retries.tick(now_ns)
         self._pending.fail(
             lambda call: call.deadline_ns is not None and call.deadline_ns <= now_ns, self._late
         )
 
     def _late(self, call: PendingCall) -> CommTimeout:
-        name = self._agent.directory.find(call.to).name
+        name = self._peers.directory.find(call.to).name
         text = (
             f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
             "call; raise the timeout if that is right. Calls that call each other more deeply than "
@@ -275,17 +295,17 @@ class Caller:
         Returns:
             Function that cancels the attempt under way; see `cancel`.
         """
-        name = self._agent.names.name_of(asked.function)
-        until_ns = self._deadline_ns(name, asked.timeout, self._agent.now_ns())
+        name = self._codec.names.name_of(asked.function)
+        until_ns = self._deadline_ns(name, asked.timeout, self._peers.now_ns())
         context, numbers = copy_context(), [0]  # others may send it again, from calls of their own
 
         def send(on_end: Finish) -> None:
             try:
-                self._agent.directory.find(asked.to)
+                self._peers.directory.find(asked.to)
             except RpcError as exc:  # there is no node of that name now
                 on_end(None, PeerLostError(str(exc)))
                 return
-            left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self._agent.now_ns()) / 1e9)
+            left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self._peers.now_ns()) / 1e9)
             again = asked._replace(timeout=left_s)
             numbers[0] = context.copy().run(self._send_once, again, on_end)
 
@@ -293,7 +313,7 @@ class Caller:
             finish(value, error)
             self._turns.notify()
 
-        self._retries.attempt(send, on_end, until_ns, self._agent.now_ns)
+        self._retries.attempt(send, on_end, until_ns, self._peers.now_ns)
         return lambda: self.cancel(numbers[0])
 
     def _send_once(
@@ -305,34 +325,34 @@ class Caller:
     ) -> int:
         """Send a call, and return its number."""
         to, function, args, kwargs, timeout = asked
-        record = self._agent.directory.find(to)
+        record = self._peers.directory.find(to)
         if isinstance(function, MethodType) and not isinstance(function.__self__, type):
             method = function  # which needs its object at the callee
             function, args = method.__func__, (method.__self__, *(args or ()))
-        name = self._agent.names.name_of(function)
-        now_ns = self._van.clock.now_ns()
+        name = self._codec.names.name_of(function)
+        now_ns = self._peers.now_ns()
         until_ns = self._deadline_ns(name, timeout, now_ns)
-        self._agent.references.collect()
-        if self._pending.count(record.id) >= self._agent.options.max_unanswered:
+        self._references.collect()
+        if self._pending.count(record.id) >= self._options.max_unanswered:
             self._wait_for_room(record, name, until_ns)
         values = [list(args or ()), dict(kwargs or ())]
-        packed = self._agent.codec.pack(values, node_of(record.id), f"an argument of {name}")
-        edge = self._agent.contexts.outgoing(packed.tensors, record.id)
+        packed = self._codec.pack(values, node_of(record.id), f"an argument of {name}")
+        edge = self._contexts.outgoing(packed.tensors, record.id)
         body, buffers = packed.as_body()
         number = next(self._numbers)
         left_s = 0.0 if until_ns is None else (until_ns - now_ns) / 1e9
         message = Call(name, body, creation, edge, left_s)
-        span = self._agent.spans.call(name, record.id, number)
+        span = self._spans.call(name, record.id, number)
         call = PendingCall(record.id, name, until_ns, finish, waiter, current_scope(), span)
         self._pending.add(number, call)
-        if packed.shared and creation is None and record.id != self._agent.info.id:
+        if packed.shared and creation is None and record.id != self._peers.info.id:
             going = [Id(*child) for _, child, _, owner in packed.shared if owner == record.id]
             self._brought[number] = record.id, going
         try:
-            self._agent.send(record.id, message, buffers, 0, number)
+            self._peers.send(record.id, message, buffers, number=number)
         except (CommError, RendezvousError) as exc:
             if not isinstance(exc, CommTimeout):
-                self._agent.undelivered(record.id)
+                self._peers.undelivered(record.id)
             self._come_home(number)
             self._pending.finish(number, None, exc)
         except BaseException:
@@ -342,15 +362,15 @@ class Caller:
         return number
 
     def _deadline_ns(self, name: str, timeout: float, now_ns: int) -> int | None:
-        return deadline_ns(name, self._agent.timeout_s if timeout < 0 else timeout, now_ns)
+        return deadline_ns(name, self._options.rpc_timeout if timeout < 0 else timeout, now_ns)
 
     def _wait_for_room(self, to: WorkerRecord, name: str, until_ns: int | None) -> None:
         """Wait until a node has answered some of the calls that it has from here."""
-        limit = self._agent.options.max_unanswered
-        left_s = None if until_ns is None else max(0.0, (until_ns - self._agent.now_ns()) / 1e9)
+        limit = self._options.max_unanswered
+        left_s = None if until_ns is None else max(0.0, (until_ns - self._peers.now_ns()) / 1e9)
 
         def has_room() -> bool:
-            return self._pending.count(to.id) < limit or self._agent.is_closed
+            return self._pending.count(to.id) < limit or self._peers.is_closed
 
         if not self._turns.wait(has_room, left_s, self.is_quick):
             msg = f"{name} was not called: {to.name} has not answered {limit:,} calls from here"

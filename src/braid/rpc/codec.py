@@ -107,7 +107,7 @@ class Codec:
     """Packs and unpacks the values of one node.
 
     Args:
-        names: Names of functions and classes.
+        names: Names of functions and classes; public.
         share: Function of a value and a receiver that returns what stands for a remote reference
             there, as plain data; None if the value is no reference.
         unshare: Function of that data, for a reference that will not leave.
@@ -128,7 +128,7 @@ class Codec:
         *,
         allow_pickle: bool = False,
     ) -> None:
-        self._names = names
+        self.names = names
         self._share = share
         self._unshare = unshare
         self._receive = receive
@@ -231,19 +231,19 @@ class Codec:
         if kind is bytearray:
             return self._extension(_BYTEARRAY, bytes(value))
         if isinstance(value, enum.Enum):
-            return self._extension(_ENUM, [self._names.name_of(kind), value.name])
+            return self._extension(_ENUM, [self.names.name_of(kind), value.name])
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             inner = self._trees(value, packing, where)
-            return self._extension(_NAMED_TUPLE, [self._names.name_of(kind), inner])
+            return self._extension(_NAMED_TUPLE, [self.names.name_of(kind), inner])
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
             inner = self._tree(fields, packing, where)
-            return self._extension(_DATACLASS, [self._names.name_of(kind), inner])
+            return self._extension(_DATACLASS, [self.names.name_of(kind), inner])
         if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
-            return self._extension(_TARGET, self._names.name_of(value))
+            return self._extension(_TARGET, self.names.name_of(value))
         if _has_plain_state(value):
             plain = self._trees(value._plain_state(), packing, where)  # noqa: SLF001 - see `RemoteModule`
-            return self._extension(_STATEFUL, [self._names.name_of(kind), plain])
+            return self._extension(_STATEFUL, [self.names.name_of(kind), plain])
         if self._allow_pickle:
             return self._extension(_PICKLE, self._pickled(value, packing, where))
         msg = (
@@ -333,7 +333,7 @@ class Codec:
         if code == _BYTEARRAY:
             return bytearray(value)
         if code == _TARGET:
-            return self._names.find(value)
+            return self.names.find(value)
         if code == _PICKLE:
             if not self._allow_pickle:
                 msg = f"{sender} sent a pickle, which this node refuses: RpcOptions(allow_pickle=)"
@@ -343,7 +343,7 @@ class Codec:
             except Exception as exc:
                 msg = f"{sender} sent a pickle that cannot be read here: {exc!r}"
                 raise CommError(msg) from exc
-        kind = self._names.find(value[0])
+        kind = self.names.find(value[0])
         if code == _STATEFUL and hasattr(kind, "_of_state"):
             return kind._of_state(value[1])  # noqa: SLF001 - the other half of `_plain_state`
         if code == _ENUM and issubclass(kind, enum.Enum):

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
 from braid.errors import StaleError
+from braid.rpc.agent import ACTING, Agent
 
-if TYPE_CHECKING:
-    from braid.rpc.agent import Agent
-
-__all__ = ["act_for", "acting_for", "current_agent", "has_default", "set_default"]
-
-_ACTING: ContextVar[Agent | None] = ContextVar("braid-rpc-agent", default=None)
+__all__ = ["acting_for", "current_agent", "has_default", "set_default"]
 
 
 class _DefaultNode:
@@ -42,7 +36,7 @@ def current_agent() -> Agent:
     Raises:
         StaleError: `init_rpc` has not been called, or `shutdown` has.
     """
-    agent = _ACTING.get()
+    agent = ACTING.get()
     if agent is not None:
         return agent
     if _DEFAULT.agent is None:
@@ -62,16 +56,11 @@ def has_default() -> bool:
     return _DEFAULT.agent is not None
 
 
-def act_for(agent: Agent) -> None:
-    """Let what follows in this context, see `contextvars`, run for a node."""
-    _ACTING.set(agent)
-
-
 @contextlib.contextmanager
 def acting_for(agent: Agent) -> Iterator[None]:
     """Let the code inside run for a node."""
-    token = _ACTING.set(agent)
+    token = ACTING.set(agent)
     try:
         yield
     finally:
-        _ACTING.reset(token)
+        ACTING.reset(token)

@@ -24,8 +24,10 @@ from braid.rpc.current import current_agent, has_default, set_default
 from braid.rpc.messages import SCHEMA
 from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import RpcError
+from braid.rpc.references import receive, share
 from braid.rpc.roles import own_role
 from braid.rpc.scope import CallSpans
+from braid.rpc.streams import OpenStreams
 from braid.rpc.workers import LOOK_S, WorkerDirectory, WorkerInfo, WorkerRecord, check_name, node_of
 from braid.runtime.events import Recorder
 from braid.runtime.message import SocketVan, VanConfig
@@ -174,7 +176,8 @@ def join(
         if rank == 0 and isinstance(exc, RendezvousError):
             time.sleep(LOOK_S + 1.0)  # node 0 may hold the store, in which the others look
         raise
-    agent = Agent(van, WorkerInfo(name, rank), directory, options, CallSpans(recorder, rank))
+    info, spans = WorkerInfo(name, rank), CallSpans(recorder, rank)
+    agent = Agent(van, info, directory, options, spans, share=share, receive=receive)
     agent.world_size = world_size
     agent.store = store
     return agent
@@ -199,7 +202,7 @@ def leave(agent: Agent, *, graceful: bool = True, timeout_s: float | None = None
     """End a node; see `shutdown`. Idempotent."""
     if agent.is_closed:
         return
-    for each in list(agent.streams):
+    for each in list(agent.part(OpenStreams)):
         each.close_for(threading.get_ident())
     try:
         if graceful:
@@ -239,7 +242,7 @@ def _has_written(agent: Agent, node: int, key: str, until: float) -> bool:
     """Wait until a node has set a key, is lost, or time is up; return whether it has set it."""
     while not agent.store.check([key]):  # first, since a node that has left takes long to reach
         left_s = until - time.monotonic()
-        if left_s <= 0 or not agent.is_alive(node):
+        if left_s <= 0 or not agent.peers.is_alive(node):
             return agent.store.check([key])
         with contextlib.suppress(CommTimeout):
             agent.store.wait([key], min(left_s, _LOOK_S))

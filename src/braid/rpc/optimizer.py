@@ -24,7 +24,7 @@ from braid.rpc import optimizer_checkpoints
 from braid.rpc.autograd.accumulation import PARAM_LOCKS
 from braid.rpc.current import current_agent
 from braid.rpc.names import register
-from braid.rpc.references import RRef, call_methods
+from braid.rpc.references import RRef, call_methods, create
 
 __all__ = ["DistributedOptimizer", "DistributedScheduler"]
 
@@ -196,7 +196,7 @@ class DistributedOptimizer:
         for owner, own in by_owner.items():
             self._owners[owner] = [n for n, group in enumerate(own) if group["params"]]
             filled = [group for group in own if group["params"]]
-            made[owner] = agent.caller.remote(owner, _make, (optimizer_class, filled, kwargs))
+            made[owner] = create(agent, owner, _make, (optimizer_class, filled, kwargs))
         for rref in made.values():
             rref._get_type()  # noqa: SLF001 - raises what the constructor has raised
         self._optimizers = made

@@ -33,7 +33,7 @@ from braid.rpc.names import register
 from braid.rpc.references import RRef
 from braid.rpc.workers import To
 
-__all__ = ["Stream", "stream"]
+__all__ = ["OpenStreams", "Stream", "stream"]
 
 Future = torch.futures.Future
 
@@ -136,6 +136,10 @@ class Stream(Iterator[Any]):
             self.close()
 
 
+class OpenStreams(weakref.WeakSet[Stream]):
+    """Streams of a node that Python has not collected."""
+
+
 def stream(
     to: To,
     func: Callable[..., Iterable[Any]],
@@ -167,7 +171,7 @@ def stream(
         msg = f"a stream needs window >= 1, got {window}"
         raise ConfigError(msg)
     agent = current_agent()
-    seconds = agent.timeout_s if timeout < 0 else timeout
+    seconds = agent.options.rpc_timeout if timeout < 0 else timeout
     inbox = _Inbox()
     call = agent.caller.call_async(
         to, _run, (RRef(inbox), func, list(args or ()), dict(kwargs or {}), window), timeout=0
@@ -182,7 +186,7 @@ def stream(
 
     call.add_done_callback(on_end)
     made = Stream(inbox, getattr(func, "__qualname__", str(func)), seconds or None)
-    agent.streams.add(made)
+    agent.part(OpenStreams).add(made)
     return made
 
 

@@ -96,7 +96,9 @@ class Turns:
             self._spawn()
 
     def submit(self, delivery: Delivery) -> None:
-        """Let the pool handle a message."""
+        """Handle a message of this node to itself as one that arrives."""
+        if self._handle_at_once(delivery):
+            return
         with self._lock:
             self._put_off(delivery, self._now_ns())
 

@@ -162,6 +162,11 @@ class WorkerDirectory:
         with self._lock:
             return [self._by_id[number] for number in sorted(self._by_id)]
 
+    @property
+    def infos(self) -> list[WorkerInfo]:
+        """Names and numbers of the nodes that are known here."""
+        return [WorkerInfo(each.name, each.id) for each in self.known]
+
     def find(self, to: To) -> WorkerRecord:
         """Return the record of a node.
 

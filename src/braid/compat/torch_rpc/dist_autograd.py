@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.rpc.autograd.accumulation import run_hooks
-from braid.rpc.autograd.api import backward, context, get_gradients
 from braid.rpc.autograd.node_context import Context
 from braid.rpc.current import current_agent
+from braid.rpc.dist_autograd import backward, context, get_gradients, run_hooks
 from braid.rpc.outcomes import RpcError
 from braid.runtime.torch_internals import active_ddp
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import get_args
 
 import torch
 
@@ -26,8 +26,11 @@ from braid.rpc.autograd.accumulation import (
 )
 from braid.rpc.autograd.graph import Receive, add_grads
 from braid.rpc.autograd.node_context import Context
+from braid.rpc.codec import Codec, tensors_of
 from braid.rpc.messages import AutogradEdge, Body
+from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import RpcError
+from braid.rpc.peers import Peers
 from braid.rpc.protocol.autograd_state import (
     Acknowledge,
     AutogradMessage,
@@ -43,9 +46,8 @@ from braid.rpc.protocol.autograd_state import (
     Ship,
 )
 from braid.rpc.protocol.references_state import Id, Send
-
-if TYPE_CHECKING:
-    from braid.rpc.agent import Agent
+from braid.rpc.turns import Turns
+from braid.rpc.workers import node_of
 
 __all__ = ["Contexts"]
 
@@ -53,36 +55,43 @@ _CURRENT: ContextVar[int] = ContextVar("braid-rpc-autograd", default=-1)
 _NO_EDGE = Id(-1, -1)
 _ID_BITS = 48  # of a context's number; those above are its origin, as torch has them
 _NUM_OVER = 1024
+_MESSAGES = get_args(AutogradMessage)
 
 
 class Contexts:
     """All contexts of a node.
 
     Args:
-        agent: The node.
+        peers: Sends the messages of the protocol.
+        turns: Threads that receive.
+        codec: Packs gradients.
+        options: Choices of the node.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, peers: Peers, turns: Turns, codec: Codec, options: RpcOptions) -> None:
+        self._peers = peers
+        self._turns = turns
+        self._codec = codec
+        self._options = options
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._over: deque[int] = deque(maxlen=_NUM_OVER)  # calls of theirs may still come
         # not those of an earlier life of this node, which others may still know
-        self._numbers = itertools.count((agent.incarnation % (1 << 23) << 24) + 1)
+        self._numbers = itertools.count((peers.incarnation % (1 << 23) << 24) + 1)
 
     # -- life of a context
 
     def open(self) -> int:
-        """Begin a context in this thread; see `api.context`."""
+        """Begin a context in this thread; see `dist_autograd.context`."""
         if _CURRENT.get() >= 0:
             msg = (
                 f"Already have an autograd context id for this thread: {_CURRENT.get()}. "
                 "Distributed autograd contexts do not nest: leave that one first"
             )
             raise RpcError(msg)
-        number = (self._agent.info.id << _ID_BITS) + next(self._numbers)
+        number = (self._peers.info.id << _ID_BITS) + next(self._numbers)
         with self._lock:
-            self._contexts[number] = Context(self._agent.info.id, number)
+            self._contexts[number] = Context(self._peers.info.id, number)
         _CURRENT.set(number)
         return number
 
@@ -100,7 +109,7 @@ class Contexts:
     @property
     def largest_number(self) -> int:
         """Largest number that a context of this node can have."""
-        return (self._agent.info.id << _ID_BITS) + (1 << _ID_BITS) - 1
+        return (self._peers.info.id << _ID_BITS) + (1 << _ID_BITS) - 1
 
     @property
     def num_backwards(self) -> int:
@@ -118,7 +127,7 @@ class Contexts:
         if own is None:
             msg = (
                 f"Could not find autograd context with id: {number}. It is over, or no call of it "
-                f"has come to {self._agent.info.name}"
+                f"has come to {self._peers.info.name}"
             )
             raise RpcError(msg)
         return own
@@ -161,7 +170,7 @@ class Contexts:
             own.state.met(to)
             if not places:
                 return AutogradEdge(number, _NO_EDGE, [], is_recording)
-            edge = Id(self._agent.info.id, next(self._numbers))
+            edge = Id(self._peers.info.id, next(self._numbers))
             own.state.sent(edge, to)
             own.sends[edge] = [tensors[place] for place in places]
         return AutogradEdge(number, edge, places, is_recording)
@@ -198,9 +207,9 @@ class Contexts:
         """Return a context, which may be new here; None if it is over."""
         with self._lock:
             own = self._contexts.get(number)
-            is_own = number >> _ID_BITS == self._agent.info.id
+            is_own = number >> _ID_BITS == self._peers.info.id
             if own is None and not is_own and number not in self._over:
-                own = self._contexts[number] = Context(self._agent.info.id, number)
+                own = self._contexts[number] = Context(self._peers.info.id, number)
             return own
 
     # -- backward
@@ -214,7 +223,7 @@ class Contexts:
         timeout_s: float | None = None,
         mode: Mode = "smart",
     ) -> None:
-        """Run a backward as its origin; see `api.backward`."""
+        """Run a backward as its origin; see `dist_autograd.backward`."""
         own = self.get(number)
         for place, root in enumerate(roots):
             if not root.requires_grad or root.numel() != 1:
@@ -228,7 +237,7 @@ class Contexts:
             msg = "the backward needs at least one root"
             raise RpcError(msg)
         with own.lock:
-            this = Id(self._agent.info.id, next(self._numbers))
+            this = Id(self._peers.info.id, next(self._numbers))
             if own.state.failure_of(this):
                 msg = f"context {number} has failed: {own.state.failure_of(this)}"
                 raise CommError(msg)
@@ -236,9 +245,12 @@ class Contexts:
             own.retains, own.mode = retain_graph, mode
             done = own.state.begin(this, mode)
         self._act(own, done)
-        seconds = self._agent.timeout_s if timeout_s is None else timeout_s
-        is_over = self._agent.wait_until(
-            lambda: own.finished is not None or bool(own.state.failure_of(this)), seconds or None
+        seconds = self._options.rpc_timeout if timeout_s is None else timeout_s
+        is_over = self._turns.wait(
+            lambda: own.finished is not None or bool(own.state.failure_of(this)),
+            seconds or None,
+            lambda each: isinstance(each.message, _MESSAGES),
+            is_quick=False,
         )
         if not is_over:
             with own.lock:
@@ -253,7 +265,7 @@ class Contexts:
         assert own.finished is not None
         if own.finished.pending:
             unused = sum(map(len, own.finished.pending.values()))
-            nodes = ", ".join(self._agent.directory.find(n).name for n in own.finished.pending)
+            nodes = ", ".join(self._peers.directory.find(n).name for n in own.finished.pending)
             msg = (
                 f"the backward of context {number} is incomplete: {unused} messages to {nodes} had "
                 "results that the roots do not depend on. Use mode='smart'"
@@ -270,8 +282,8 @@ class Contexts:
         own = self._contexts.get(message.context)
         if own is None:
             if isinstance(message, Mark | Gradients):
-                reason = f"{self._agent.info.name} has released context {message.context}"
-                self._agent.transmit(sender, BackwardFailed(message.context, reason))
+                reason = f"{self._peers.info.name} has released context {message.context}"
+                self._peers.transmit(sender, BackwardFailed(message.context, reason))
             return
         with own.lock:
             match message:
@@ -283,7 +295,10 @@ class Contexts:
                     )
                     if own.state.is_current(message.backward):
                         body = Body(message.packed, message.specs, message.sparse)
-                        own.arrived[message.edge] = self._agent.unpack(body, buffers, sender)
+                        tensors = tensors_of(body, buffers)
+                        own.arrived[message.edge] = self._codec.unpack(
+                            body.packed, tensors, node_of(sender)
+                        )
                         own.retains, own.mode = message.retains, message.mode
                 case Acknowledge():
                     done = own.state.on_acknowledge(message)
@@ -306,25 +321,25 @@ class Contexts:
         for each in instructions:
             match each:
                 case Send(to, message):
-                    self._agent.transmit(to, message)
+                    self._peers.transmit(to, message)
                 case RunBackward(edge, backward):
                     self._run(own, edge, backward)
                 case Ship():
                     self._ship(own, each)
                 case BackwardFinished():
                     own.finished = each
-                    self._agent.notify()
+                    self._turns.notify()
                 case FailBackward():
                     own.restore()
-                    self._agent.notify()
+                    self._turns.notify()
 
     def _run(self, own: Context, source: Id | None, backward: Id) -> None:
         """Run the local backward of a source."""
         try:
-            with own.local(backward, self._agent.timeout_s or None):
+            with own.local(backward, self._options.rpc_timeout or None):
                 self._local(own, source, backward)
         except Exception as exc:  # noqa: BLE001 - hooks and functions of users may raise anything
-            name = self._agent.info.name
+            name = self._peers.info.name
             reason = f"the backward in {name} raised {type(exc).__name__}: {exc}"
             with own.lock:
                 done = own.state.fail(reason, backward)
@@ -382,7 +397,7 @@ class Contexts:
                 return
             grads = own.receives[ship.edge].take()
         try:
-            body, buffers = self._agent.pack(grads, ship.to)
+            body, buffers = self._codec.pack(grads, node_of(ship.to)).as_body()
         except BraidError as exc:
             with own.lock:
                 done = own.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
@@ -399,4 +414,4 @@ class Contexts:
             body.sparse,
             own.state.failed,
         )
-        self._agent.transmit(ship.to, message, buffers)
+        self._peers.transmit(ship.to, message, buffers)

@@ -31,7 +31,7 @@ class TensorPipeAgent:
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         """Return names and numbers of all nodes that are known here."""
-        return self._agent.infos()
+        return self._agent.directory.infos
 
     def get_debug_info(self) -> dict[str, str]:
         """Return counts of this node."""
@@ -72,12 +72,12 @@ def _get_current_rpc_agent() -> TensorPipeAgent:
 
 def get_rpc_timeout() -> float:
     """Return the deadline of calls that are given none, in seconds; 0 for never."""
-    return current_agent().timeout_s
+    return current_agent().options.rpc_timeout
 
 
 def _set_rpc_timeout(seconds: float) -> None:
     """Set the deadline of calls that are given none."""
-    current_agent().timeout_s = seconds
+    current_agent().options.rpc_timeout = seconds
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

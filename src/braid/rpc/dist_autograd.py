@@ -1,4 +1,12 @@
-"""The functions of distributed autograd, under torch's names."""
+"""Distributed autograd, under torch's names: gradients through tensors that remote calls carry.
+
+    with dist_autograd.context() as context_id:
+        loss = model(x).sum()                       calls of other nodes inside
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)                  or get_gradients(context_id)
+
+Gradients belong to the context; `.grad` of parameters does not change.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from braid.rpc.autograd.accumulation import run_hooks
 from braid.rpc.current import current_agent
 from braid.rpc.protocol.autograd_state import Mode
 
-__all__ = ["backward", "context", "get_gradients"]
+__all__ = ["backward", "context", "get_gradients", "run_hooks"]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,203 @@
+"""Sends the messages of a node to others; connects to them first, and remembers lost ones.
+
+message ── this node ──────────────────> its own threads
+── connected ──────────────────> van
+── a call, not connected ──────> connect, at most once in `_PAUSE_S`, then van
+── another, not connected ─────> undelivered: the node that it is for is gone
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from braid.errors import (
+    BraidError,
+    CommError,
+    ConfigError,
+    PeerLostError,
+    RendezvousError,
+    StaleError,
+)
+from braid.rpc.messages import Call
+from braid.rpc.protocol.references_state import Fork
+from braid.rpc.workers import WorkerDirectory, WorkerInfo, node_of
+from braid.runtime.message import Delivery, Message, Van
+from braid.runtime.transport.reachability import probe
+from braid.runtime.wire import Buffer
+
+__all__ = ["Peers"]
+
+LOG = logging.getLogger(__name__)
+
+_CONNECT_S = 10.0
+_PROBE_S = 3.0  # for a node that has been here to accept a connection
+_AGAIN_S = 0.5  # for one that was lost, or could not be reached
+_PAUSE_S = 2.0  # between two attempts to reach such a node; calls fail immediately meanwhile
+
+
+class _Unreachable(NamedTuple):
+    """A node that could not be reached.
+
+    Attributes:
+        address: Address that was tried.
+        again_ns: Time of the next attempt.
+        reason: Reason in a few words.
+    """
+
+    address: str
+    again_ns: int
+    reason: str
+
+
+class Peers:
+    """Sends messages to the nodes of a group.
+
+    Args:
+        van: Van of this node.
+        info: Name and number of this node.
+        directory: Records of all nodes.
+        deliver: Function that handles a message of this node to itself.
+        release: Function that releases the references of a node to which a message was not sent.
+
+    Attributes:
+        now_ns: Clock of deadlines.
+        lost: Numbers of nodes that were lost, and have not come again.
+        is_closed: Whether this node has ended.
+    """
+
+    def __init__(
+        self,
+        van: Van,
+        info: WorkerInfo,
+        directory: WorkerDirectory,
+        deliver: Callable[[Delivery], None],
+        release: Callable[[int], None],
+    ) -> None:
+        self.info = info
+        self.directory = directory
+        self.now_ns = van.clock.now_ns
+        self.lost: set[int] = set()
+        self.is_closed = False
+        self._van = van
+        self._deliver = deliver
+        self._release = release
+        self._reached: set[int] = set()
+        self._unreachable: dict[int, _Unreachable] = {}
+
+    @property
+    def incarnation(self) -> int:
+        """Number of this life of the node."""
+        return self._van.incarnation
+
+    def transmit(
+        self, to: int, message: Message, buffers: Sequence[Buffer] = (), *, answers: int = 0
+    ) -> None:
+        """Send a message; a node that is gone is reported by its loss."""
+        try:
+            self.send(to, message, buffers, answers=answers)
+        except (PeerLostError, RendezvousError):
+            self.undelivered(to)
+        except BraidError as exc:  # nobody here waits for it
+            if not self.is_closed:
+                LOG.warning("%s could not send to node %d: %s", self.info.name, to, exc)
+
+    def send(
+        self,
+        to: int,
+        message: Message,
+        buffers: Sequence[Buffer],
+        *,
+        answers: int = 0,
+        number: int = 0,
+    ) -> None:
+        """Send a message; connect first if need be.
+
+        Raises:
+            PeerLostError: The node was lost, and cannot be reached again.
+            RendezvousError: The node cannot be reached, at the first attempt or shortly after it.
+            StaleError: This node has ended.
+        """
+        if self.is_closed:
+            raise self.ended()
+        if to == self.info.id:
+            copies = [memoryview(bytearray(each)) for each in buffers]
+            number = number or self._van.new_id()
+            delivery = Delivery(
+                self._van.node, message, copies, number, self.incarnation, answers=answers
+            )
+            self._deliver(delivery)
+            return
+        node = node_of(to)
+        if not self._van.is_connected(node):
+            is_first = isinstance(message, Call) or (  # others go to nodes that were connected
+                isinstance(message, Fork) and to not in self.lost
+            )
+            if answers or not is_first:
+                self.undelivered(to)
+                return
+            self._connect(to, _CONNECT_S if isinstance(message, Call) else _PROBE_S)
+        self._reached.add(to)
+        self._van.send(node, message, buffers=buffers, answers=answers, message_id=number)
+
+    def undelivered(self, to: int) -> None:
+        """Release the references that a message to a lost node has carried."""
+        if not self.is_closed:
+            self._release(to)
+
+    def is_alive(self, number: int) -> bool:
+        """Whether a node can be reached; connects to it if need be, so that its loss shows."""
+        if number in self.lost:
+            return False
+        if number != self.info.id and not self._van.is_connected(node_of(number)):
+            try:
+                address = self.directory.find(number).address
+                self._van.connect(node_of(number), address, timeout_s=_PROBE_S)
+            except (CommError, RendezvousError, ConfigError):
+                self.lost.add(number)
+                return False
+        return True
+
+    def ended(self) -> StaleError:
+        """Return the error for a call, or a value, of a node that has ended."""
+        msg = (
+            f"the node {self.info.name} has ended by rpc.shutdown(), and its references with it: "
+            "use them before, or call rpc.init_rpc() and make them again"
+        )
+        return StaleError(msg)
+
+    def _connect(self, to: int, within_s: float) -> None:
+        """Connect to a node; one that was out of reach is tried again once in `_PAUSE_S` only."""
+        record = self.directory.find(to)
+        is_lost = to in self.lost or to in self._reached  # its loss may not be known yet
+        known = self._unreachable.get(to)
+        if known is not None and known.address != record.address:
+            known = None
+        if known is None or known.again_ns <= self.now_ns():
+            is_again = is_lost or known is not None
+            reason = self._reach(
+                to, record.address, _AGAIN_S if is_again else within_s, is_again=is_again
+            )
+            if not reason:
+                self._unreachable.pop(to, None)
+                return
+            again_ns = self.now_ns() + round(_PAUSE_S * 1e9)
+            known = self._unreachable[to] = _Unreachable(record.address, again_ns, reason)
+        if is_lost:
+            msg = f"{record.name} is lost, and cannot be reached again: {known.reason}"
+            raise PeerLostError(msg, rank=to)
+        msg = f"{record.name} cannot be reached: {known.reason}"
+        raise RendezvousError(msg)
+
+    def _reach(self, to: int, address: str, within_s: float, *, is_again: bool) -> str:
+        """Connect to a node; return the reason if that fails."""
+        if is_again:  # a connection would try again until its deadline
+            failed = probe({to: address}, self._van.clock, timeout_s=within_s)
+            if failed:
+                return failed[to]
+        try:
+            self._van.connect(node_of(to), address, timeout_s=within_s)
+        except RendezvousError as exc:
+            return str(exc)
+        return ""

@@ -1,0 +1,224 @@
+"""Values that a node owns and references that it has; `protocol.references_state` decides.
+
+A reference that is released here, such as by a handle that Python has collected, is given up at the
+next opportunity, in another thread's time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.errors import CommError
+from braid.rpc.outcomes import AnswerFuture
+from braid.rpc.peers import Peers
+from braid.rpc.protocol.references_state import (
+    Drop,
+    Id,
+    Instruction,
+    ReferenceMessage,
+    ReferencesState,
+    Send,
+    Unknown,
+    Unmade,
+)
+from braid.rpc.workers import WorkerInfo
+
+__all__ = ["References"]
+
+
+class Counts(NamedTuple):
+    """Numbers of references of a node.
+
+    Attributes:
+        shared: Values of this node that others refer to, or that a call has made.
+        forks: References to them.
+        creating: Values that other nodes are about to make.
+        pending: References held or passed on here that their owners have not confirmed.
+    """
+
+    shared: int
+    forks: int
+    creating: int
+    pending: int
+
+
+class References:
+    """Values that this node owns, and references that it has to values of others.
+
+    Args:
+        peers: Sends the messages of the protocol.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._lock = threading.RLock()
+        first = (peers.incarnation % (1 << 30) << 32) + 1
+        self._state = ReferencesState(peers.info.id, first)
+        self._values: dict[Id, torch.futures.Future[Any]] = {}
+        self._errors: dict[Id, BaseException] = {}  # of forks whose value is gone
+        self.released: deque[tuple[Id, Id]] = deque()  # handles that Python has collected
+
+    @property
+    def state(self) -> ReferencesState:
+        """Decisions, for introspection."""
+        return self._state
+
+    def counts(self) -> Counts:
+        """Return how many references there are."""
+        with self._lock:
+            return Counts(*self._state.counts())
+
+    @property
+    def oldest_open(self) -> int:
+        """Number below which all requests of this node are over."""
+        with self._lock:
+            return self._state.oldest_open
+
+    def new_owned(self, value: Any) -> tuple[Id, Id]:
+        """Take a value of this node."""
+        future: torch.futures.Future[Any] = AnswerFuture()
+        future.set_result(value)
+        with self._lock:
+            ref, fork = self._state.new_owned()
+            self._values[ref] = future
+        return ref, fork
+
+    def new_remote(self, owner: int) -> tuple[Id, Id]:
+        """Return a reference to a value that a node is about to make."""
+        with self._lock:
+            if owner != self._peers.info.id:
+                return self._state.new_remote(owner)
+            ref, fork = self._state.new_owned()
+            self._values[ref] = AnswerFuture()
+            return ref, fork
+
+    def created(self, fork: Id, error: BaseException | None = None) -> None:
+        """Note that the owner makes the value of `new_remote`, or that it cannot be asked."""
+        with self._lock:
+            if error is not None and self._state.is_held(fork):
+                self._errors[fork] = error.with_traceback(None)  # whose frames have arguments
+            done = self._state.created(fork)
+        self._act(done)
+
+    def accept(self, ref: Id, fork: Id, user: int, oldest_open: int) -> None:
+        """Register a value that a peer is about to make here."""
+        with self._lock:
+            self._values.setdefault(ref, AnswerFuture())
+            done = self._state.accept(ref, fork, user, oldest_open)
+        self._act(done)
+
+    def set_value(self, ref: Id, value: Any, error: BaseException | None) -> None:
+        """Complete a value; nobody may want it any more."""
+        with self._lock:
+            future = self._values.get(ref)
+        if future is not None and not future.done():
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+    def share(self, ref: Id, fork: Id, receiver: int) -> Id:
+        """Return a fork for a message to a node."""
+        self.check(fork)
+        with self._lock:
+            return self._state.share(ref, fork, receiver)
+
+    def unshare(self, data: Sequence[Any]) -> None:
+        """Take a reference back that was shared for a message which will not leave."""
+        with self._lock:
+            done = self._state.unshare(Id(*data[0]), Id(*data[1]))
+        self._act(done)
+
+    def confirmed(self, children: Sequence[Id]) -> None:
+        """Learn that a call which brought forks home is answered, or has not left."""
+        with self._lock:
+            done = [each for child in children for each in self._state.confirmed(child)]
+        self._act(done)
+
+    def receive(
+        self, ref: Id, fork: Id, owner: WorkerInfo, sender: int, *, will_answer: bool
+    ) -> Id:
+        """Return the fork that this node has of a reference that came in a message.
+
+        Raises:
+            CommError: The value is gone.
+        """
+        with self._lock:
+            held, done = self._state.receive(ref, fork, owner.id, sender, will_answer=will_answer)
+            if held is not None and owner.id == self._peers.info.id:  # it may still be to come
+                self._values.setdefault(ref, AnswerFuture())
+        self._act(done)
+        if held is None:
+            msg = f"the value of a reference that {owner.name} has had is gone"
+            raise CommError(msg)
+        return held
+
+    def future_of(self, ref: Id) -> torch.futures.Future[Any]:
+        """Return the future of a value of this node.
+
+        Raises:
+            CommError: It is gone.
+        """
+        with self._lock:
+            future = self._values.get(ref)
+        if future is None:
+            msg = f"{self._peers.info.name} has no value for reference {tuple(ref)} any more"
+            raise CommError(msg)
+        return future
+
+    def check(self, fork: Id) -> None:
+        """Raise if the value of a handle is known to be gone, or could not be made."""
+        error = self._errors.get(fork)
+        if error is not None:
+            raise error
+
+    def is_confirmed(self, fork: Id) -> bool:
+        """Whether the owner knows a fork."""
+        with self._lock:
+            return self._state.is_confirmed(fork)
+
+    def on_message(self, sender: int, message: ReferenceMessage) -> None:
+        """Handle a message of the protocol."""
+        with self._lock:
+            done = self._state.on_message(sender, message)
+        self._act(done)
+
+    def lost(self, process: int) -> None:
+        """Let go what a lost node held."""
+        with self._lock:
+            done = self._state.lost(process)
+        self._act(done)
+
+    def collect(self) -> None:
+        """Release the handles that Python has collected."""
+        while self.released:
+            ref, fork = self.released.popleft()
+            with self._lock:
+                self._errors.pop(fork, None)
+                done = self._state.release(ref, fork)
+            self._act(done)
+
+    def close(self) -> None:
+        """Drop all values. One that refers to another node would keep this node for ever."""
+        with self._lock:
+            self._values.clear()
+            self._errors.clear()
+
+    def _act(self, instructions: Sequence[Instruction]) -> None:
+        """Execute instructions, without the lock: a send may wait, and may come in any order."""
+        for each in instructions:
+            match each:
+                case Send(to, message):
+                    self._peers.transmit(to, message)
+                case Drop(ref):
+                    self._values.pop(ref, None)
+                case Unknown(fork, reason):
+                    self._errors[fork] = CommError(f"the value of a reference is gone: {reason}")
+                case Unmade(ref, reason):
+                    error = CommError(f"the value of a reference is gone: {reason}")
+                    self.set_value(ref, None, error)
