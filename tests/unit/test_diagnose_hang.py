@@ -376,10 +376,10 @@ def test_a_thread_in_the_background_does_not_make_its_rank_wait(owner):
 def test_a_function_that_a_peer_has_called_makes_its_rank_wait():
     serving = dump(
         "/opt/python/lib/python3.11/threading.py:320 in wait",
-        f"{BRAID_ROOT}/rpc/turns.py:141 in wait",
+        f"{BRAID_ROOT}/rpc/leader_followers.py:141 in wait",
         "/home/me/train.py:28 in relay",
         f"{BRAID_ROOT}/rpc/callee.py:91 in run",
-        f"{BRAID_ROOT}/rpc/turns.py:269 in _run",
+        f"{BRAID_ROOT}/rpc/leader_followers.py:269 in _run",
     ).replace("Current thread", "Thread")
     assert waits_for_peers(parse_threads(f"{serving}\n\n{IN_USERS_CODE}"))
 
@@ -512,7 +512,7 @@ def test_one_packet_that_was_lost_is_no_broken_link():
 
 IN_CALL = dump(
     f"{BRAID_ROOT}/runtime/message/vans/stream_van.py:300 in recv",
-    f"{BRAID_ROOT}/rpc/turns.py:150 in wait",
+    f"{BRAID_ROOT}/rpc/leader_followers.py:150 in wait",
     "/home/me/train.py:7 in relay",
 )
 SERVES = "\n".join(
@@ -520,9 +520,11 @@ SERVES = "\n".join(
         "Thread 0x00007f2 (most recent call first):",
         '  File "/home/me/train.py", line 4 in slow',
         f'  File "{BRAID_ROOT}/rpc/callee.py", line 90 in _result',
-        f'  File "{BRAID_ROOT}/rpc/turns.py", line 240 in _run',
+        f'  File "{BRAID_ROOT}/rpc/leader_followers.py", line 240 in _run',
         "",
-        dump(f"{BRAID_ROOT}/rpc/turns.py:150 in wait", "/home/me/train.py:16 in <module>"),
+        dump(
+            f"{BRAID_ROOT}/rpc/leader_followers.py:150 in wait", "/home/me/train.py:16 in <module>"
+        ),
     ]
 )
 

@@ -28,7 +28,7 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
-from braid.rpc import dist_autograd, membership, turns
+from braid.rpc import dist_autograd, leader_followers, membership
 from braid.rpc.current import acting_for, current_agent, set_default
 from braid.rpc.membership import join
 from braid.runtime.rendezvous.job_store import JobStore
@@ -334,7 +334,7 @@ def test_what_cannot_leave_leaves_nothing_behind():
 def asks_often(times: int) -> None:
     for n in range(times):
         assert rpc.rpc_sync("w0", same, (n,)) == n
-        time.sleep(5 * turns.REST_S)  # so that the pool leads before the next call
+        time.sleep(5 * leader_followers.REST_S)  # so that the pool leads before the next call
 
 
 def _slowly(act: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,7 +346,7 @@ def _slowly(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_a_thread_that_receives_learns_what_others_have_handled(monkeypatch):
-    monkeypatch.setattr(turns, "_TICK_S", 60.0)  # longer than this test may take
+    monkeypatch.setattr(leader_followers, "_TICK_S", 60.0)  # longer than this test may take
     with first_of(3) as agents:
         for each in agents[1:]:
             monkeypatch.setattr(each.codec, "unpack", _slowly(each.codec.unpack))

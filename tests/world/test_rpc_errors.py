@@ -261,7 +261,7 @@ def test_seventeen_bad_exceptions_leave_a_node_that_hears():
 
 def test_a_thread_of_the_pool_that_ends_is_replaced(monkeypatch):
     with first_of(2, **ALLOWED) as agents:
-        run, turns = agents[1].callee.run, agents[1]._turns
+        run, pool = agents[1].callee.run, agents[1]._pool
 
         def break_down(*args: object) -> None:
             monkeypatch.setattr(agents[1].callee, "run", run)
@@ -272,7 +272,7 @@ def test_a_thread_of_the_pool_that_ends_is_replaced(monkeypatch):
         with pytest.raises(TimeoutError):
             lost.wait()
         assert rpc.rpc_sync("w1", fine, timeout=20) == 5
-        assert all(thread.is_alive() for thread in turns._threads)
+        assert all(thread.is_alive() for thread in pool._threads)
 
 
 def test_a_two_argument_exception_keeps_its_type_and_the_traceback():

@@ -4,12 +4,12 @@
     pack arguments ── Call ──> van ── a thread of its pool: find, unpack, run, pack
     the future completes    <── CallReply or Raised ──────────┘
 
-Each part holds only parts that stand before it here; what it needs of others are functions:
+Each part has only parts that are before it in this list; it gets functions of others:
 
-    turns   peers   references   codec   contexts   caller   callee
+    pool, peers, references, codec, contexts, caller, callee
 
-The thread that waits for an answer receives it itself; see `turns`. A call has a deadline, and a
-lost peer fails all calls that it was to answer.
+The thread that waits for an answer receives it itself; see `leader_followers`. A call has a
+deadline, and a lost peer fails all calls that it was to answer.
 
 Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984.
 """
@@ -31,6 +31,7 @@ from braid.rpc.callee import Callee
 from braid.rpc.caller import Caller
 from braid.rpc.codec import Codec
 from braid.rpc.devices import place_of
+from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.messages import Call, CallReply, CancelCall, Raised
 from braid.rpc.names import Names
 from braid.rpc.options import RpcOptions
@@ -38,7 +39,6 @@ from braid.rpc.peers import Peers
 from braid.rpc.protocol.autograd_state import AutogradMessage
 from braid.rpc.reference_table import References
 from braid.rpc.scope import CallSpans
-from braid.rpc.turns import Turns
 from braid.rpc.workers import WorkerDirectory, WorkerInfo
 from braid.runtime.message import Delivery, PeerLost, Van, split_node
 from braid.runtime.store import HashStore, Store
@@ -84,7 +84,7 @@ class Agent:
         self.resources = contextlib.ExitStack()  # closed with the node
         self._parts: dict[type, Any] = {}
         self._van = van
-        self._turns = turns = Turns(
+        self._pool = pool = LeaderFollowers(
             van,
             self._handle,
             self._handle_at_once,
@@ -92,7 +92,7 @@ class Agent:
             lambda each: isinstance(each.message, Call),
             options.num_worker_threads,
         )
-        self.peers = peers = Peers(van, info, directory, turns.submit, self._release)
+        self.peers = peers = Peers(van, info, directory, pool.submit, self._release)
         self.references = references = References(peers)
         self.codec = codec = Codec(
             Names(options.allowed_modules, is_open=options.allow_pickle),
@@ -104,10 +104,8 @@ class Agent:
             ),
             allow_pickle=options.allow_pickle,
         )
-        self.contexts = contexts = Contexts(peers, turns, codec, options)
-        self.caller = Caller(
-            peers, turns, codec, references, contexts, spans=spans, options=options
-        )
+        self.contexts = contexts = Contexts(peers, pool, codec, options)
+        self.caller = Caller(peers, pool, codec, references, contexts, spans=spans, options=options)
         self.callee = Callee(
             peers,
             codec,
@@ -118,7 +116,7 @@ class Agent:
             cancel=self.caller.cancel,
             on_end=self._notify_if_idle,
         )
-        turns.start()
+        pool.start()
 
     def part(self, kind: type[Part]) -> Part:
         """Return the node's only object of a class; made at the first use."""
@@ -132,8 +130,8 @@ class Agent:
         if self.is_closed:
             raise self.peers.ended()
         seconds = self.options.rpc_timeout if timeout < 0 else timeout
-        future.add_done_callback(lambda _: self._turns.notify())
-        if not self._turns.wait(future.done, seconds or None, lambda _: False):
+        future.add_done_callback(lambda _: self._pool.notify())
+        if not self._pool.wait(future.done, seconds or None, lambda _: False):
             msg = f"a value of {self.info.name} was not made within {seconds:g} s"
             raise CommTimeout(msg)
         return future.value()
@@ -152,12 +150,12 @@ class Agent:
 
     def wait_idle(self, timeout_s: float | None) -> bool:
         """Wait until nothing is under way; False at the deadline."""
-        return self._turns.wait(lambda: not self.num_under_way, timeout_s, lambda _: False)
+        return self._pool.wait(lambda: not self.num_under_way, timeout_s, lambda _: False)
 
     def _notify_if_idle(self) -> None:
         """Wake threads in `wait_idle` if nothing is under way."""
         if not self.num_under_way:
-            self._turns.notify()
+            self._pool.notify()
 
     def close(self) -> None:
         """End the node; calls under way fail. Idempotent."""
@@ -165,7 +163,7 @@ class Agent:
         self.caller.fail_all()
         self._van.close()
         self.caller.fail_all()  # calls that were just being sent
-        self._turns.close()
+        self._pool.close()
         self.references.close()
         self.resources.close()
 

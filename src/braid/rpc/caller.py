@@ -27,6 +27,7 @@ from braid.errors import (
 )
 from braid.rpc.autograd.contexts import Contexts
 from braid.rpc.codec import Codec, tensors_of
+from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.messages import Call, CallReply, CancelCall, Creation, Raised
 from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import AnswerFuture, CallOutcome, RpcError, error_like
@@ -36,7 +37,6 @@ from braid.rpc.protocol.references_state import Id
 from braid.rpc.reference_table import References
 from braid.rpc.retries import Retries, is_idempotent
 from braid.rpc.scope import CallSpans, current_scope, deadline_ns
-from braid.rpc.turns import Turns
 from braid.rpc.workers import To, WorkerInfo, WorkerRecord, node_of
 from braid.runtime.message import Delivery
 
@@ -68,7 +68,7 @@ class Caller:
 
     Args:
         peers: Sends the calls.
-        turns: Threads that receive.
+        pool: Threads that receive.
         codec: Packs arguments and unpacks results.
         references: References that calls carry.
         contexts: Contexts of distributed autograd that calls carry.
@@ -79,7 +79,7 @@ class Caller:
     def __init__(
         self,
         peers: Peers,
-        turns: Turns,
+        pool: LeaderFollowers,
         codec: Codec,
         references: References,
         contexts: Contexts,
@@ -88,13 +88,13 @@ class Caller:
         options: RpcOptions,
     ) -> None:
         self._peers = peers
-        self._turns = turns
+        self._pool = pool
         self._codec = codec
         self._references = references
         self._contexts = contexts
         self._spans = spans
         self._options = options
-        self._pending = PendingCalls(turns)
+        self._pending = PendingCalls(pool)
         self._retries = Retries()
         # of calls: not those of an earlier life of this node, whose answers may still come
         self._numbers = itertools.count((peers.incarnation % (1 << 30) << 32) + 1)
@@ -131,7 +131,7 @@ class Caller:
         """
         own = CallOutcome()
         self._send_call(OutgoingCall(to, function, args, kwargs, timeout), own.finish, waiter=own)
-        self._turns.wait(lambda: own.is_here, None, self.is_quick, own)
+        self._pool.wait(lambda: own.is_here, None, self.is_quick, own)
         error, own.error = own.error, None
         if error is None:
             return own.value
@@ -152,7 +152,7 @@ class Caller:
         for call in calls:
             own.append(CallOutcome())
             self._send_call(OutgoingCall(*call), own[-1].finish, waiter=id(own))
-        self._turns.wait(lambda: all(each.is_here for each in own), None, self.is_quick, id(own))
+        self._pool.wait(lambda: all(each.is_here for each in own), None, self.is_quick, id(own))
         return own
 
     def call_async(
@@ -175,7 +175,7 @@ class Caller:
         future.on_cancel = self._send_call(
             OutgoingCall(to, function, args, kwargs, timeout), finish
         )
-        self._turns.expect()
+        self._pool.expect()
         return future
 
     def create(
@@ -311,7 +311,7 @@ class Caller:
 
         def on_end(value: Any, error: BaseException | None) -> None:
             finish(value, error)
-            self._turns.notify()
+            self._pool.notify()
 
         self._retries.attempt(send, on_end, until_ns, self._peers.now_ns)
         return lambda: self.cancel(numbers[0])
@@ -372,6 +372,6 @@ class Caller:
         def has_room() -> bool:
             return self._pending.count(to.id) < limit or self._peers.is_closed
 
-        if not self._turns.wait(has_room, left_s, self.is_quick):
+        if not self._pool.wait(has_room, left_s, self.is_quick):
             msg = f"{name} was not called: {to.name} has not answered {limit:,} calls from here"
             raise CommTimeout(msg)

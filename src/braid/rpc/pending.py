@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.scope import Scope
-from braid.rpc.turns import Turns
 from braid.runtime.events import Span
 
 __all__ = ["Finish", "PendingCall", "PendingCalls"]
@@ -26,8 +26,8 @@ class PendingCall(msgspec.Struct, eq=False):
         name: Name of the function.
         deadline_ns: Time after which it fails; None for never.
         finish: Function of the result and of the error, of which one is None.
-        waiter: Key of the thread that waits for it, see `Turns.wait`; `finish` takes no time then.
-            None if none does.
+        waiter: Key of the thread that waits for it, see `LeaderFollowers.wait`; `finish` takes no
+            time then. None if none does.
         scope: Call that has made it; None for one of the program.
         span: Span of the call in the trace; None without a launcher that reads it.
     """
@@ -45,11 +45,11 @@ class PendingCalls:
     """All calls of a node that are not answered, by the number of their message.
 
     Args:
-        turns: Threads that wait for them.
+        pool: Threads that wait for them.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
+    def __init__(self, pool: LeaderFollowers) -> None:
+        self._pool = pool
         self._lock = threading.Lock()
         self._calls: dict[int, PendingCall] = {}
         self._counts: Counter[int] = Counter()  # by callee
@@ -86,9 +86,9 @@ class PendingCalls:
             return
         call.finish(value, error)
         if call.waiter is not None:
-            self._turns.wake(call.waiter)
+            self._pool.wake(call.waiter)
         else:
-            self._turns.notify()
+            self._pool.notify()
 
     def _take(self, number: int) -> PendingCall | None:
         with self._lock:

@@ -27,6 +27,7 @@ from braid.rpc.autograd.accumulation import (
 from braid.rpc.autograd.graph import Receive, add_grads
 from braid.rpc.autograd.node_context import Context
 from braid.rpc.codec import Codec, tensors_of
+from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.messages import AutogradEdge, Body
 from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import RpcError
@@ -46,7 +47,6 @@ from braid.rpc.protocol.autograd_state import (
     Ship,
 )
 from braid.rpc.protocol.references_state import Id, Send
-from braid.rpc.turns import Turns
 from braid.rpc.workers import node_of
 
 __all__ = ["Contexts"]
@@ -63,14 +63,16 @@ class Contexts:
 
     Args:
         peers: Sends the messages of the protocol.
-        turns: Threads that receive.
+        pool: Threads that receive.
         codec: Packs gradients.
         options: Choices of the node.
     """
 
-    def __init__(self, peers: Peers, turns: Turns, codec: Codec, options: RpcOptions) -> None:
+    def __init__(
+        self, peers: Peers, pool: LeaderFollowers, codec: Codec, options: RpcOptions
+    ) -> None:
         self._peers = peers
-        self._turns = turns
+        self._pool = pool
         self._codec = codec
         self._options = options
         self._lock = threading.Lock()
@@ -246,7 +248,7 @@ class Contexts:
             done = own.state.begin(this, mode)
         self._act(own, done)
         seconds = self._options.rpc_timeout if timeout_s is None else timeout_s
-        is_over = self._turns.wait(
+        is_over = self._pool.wait(
             lambda: own.finished is not None or bool(own.state.failure_of(this)),
             seconds or None,
             lambda each: isinstance(each.message, _MESSAGES),
@@ -328,10 +330,10 @@ class Contexts:
                     self._ship(own, each)
                 case BackwardFinished():
                     own.finished = each
-                    self._turns.notify()
+                    self._pool.notify()
                 case FailBackward():
                     own.restore()
-                    self._turns.notify()
+                    self._pool.notify()
 
     def _run(self, own: Context, source: Id | None, backward: Id) -> None:
         """Run the local backward of a source."""

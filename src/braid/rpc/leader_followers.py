@@ -1,0 +1,352 @@
+"""Leader/followers: which thread of a node receives, and which threads process what arrives.
+
+Problem: a thread that receives and hands each call to another costs two changes of threads for a
+call, which take longer than a small call itself. A thread that receives and processes is deaf
+meanwhile.
+
+Idea: one thread at a time receives, the leader. It processes its message itself, and a follower
+becomes the leader. A thread of the program that waits for an answer leads as well: it processes its
+answer, and hands calls of peers to the pool. While programs wait in quick succession the pool stays
+back, and leads after `REST_S` without a leader.
+
+               rpc_sync begins    a peer calls     rpc_sync ends    REST_S later   a peer calls
+    program  ──┼─── LEADS ────────┼─── LEADS ──────┼─── computes ──────────────────────────────
+    pool     LEADS ── follows ────┼── processes ───┼── follows ─────┼─── LEADS ────┼─ processes
+    pool     ──────── follows ──────────────────────── follows ────────────────────┼─── LEADS
+
+A bound holds for the calls that are processed at the same time, and for nothing else: each of them
+may wait for an answer, or for the loss of a node, which comes after it.
+
+Source: D. Schmidt et al., "Leader/Followers", PLoP 2000.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from braid.errors import CommTimeout, StaleError
+from braid.runtime.message import Delivery, Van
+
+__all__ = ["LeaderFollowers"]
+
+LOG = logging.getLogger(__name__)
+
+REST_S = 0.002
+_ALERT_S = 0.2  # after the last message, for which a follower looks whether there is a leader
+_TICK_S = 0.25  # longest receive, so that deadlines are noticed
+_TICK_NS = round(_TICK_S * 1e9)
+
+
+class _Backlog:
+    """Messages of one kind, of which the pool processes at most `limit` at the same time."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.waiting: deque[tuple[Delivery, int]] = deque()  # with its time of arrival
+        self.num_processed = 0
+
+
+class LeaderFollowers:
+    """Receives the messages of a van, and processes them in a pool of threads.
+
+    Args:
+        van: The van.
+        handle: Function for each message, and the time at which it came; it may block.
+        handle_at_once: Function for each message that comes, before `handle`: whether it was one
+            that overtakes others and takes no time.
+        tick: Function that is called often, for deadlines.
+        is_bounded: Function that returns whether `max_running` holds for a message.
+        max_running: Such messages that the pool processes at the same time at most.
+    """
+
+    def __init__(
+        self,
+        van: Van,
+        handle: Callable[[Delivery, int], None],
+        handle_at_once: Callable[[Delivery], bool],
+        tick: Callable[[], None],
+        is_bounded: Callable[[Delivery], bool],
+        max_running: int,
+    ) -> None:
+        self._van = van
+        self._now_ns = van.clock.now_ns
+        self._handle = handle
+        self._handle_at_once = handle_at_once
+        self._tick = tick
+        self._is_bounded = is_bounded
+        self._lock = threading.RLock()
+        self._is_closed = False
+        # the leader
+        self._has_leader = False
+        self._leader_key: object = None  # of the thread of the program that leads
+        self._led_ns = van.clock.now_ns()  # when a thread led or waited last
+        self._ticked_ns = 0
+        # threads of the program
+        self._num_waiting = 0
+        self._waiters: dict[object, threading.Condition] = {}  # those that do not lead
+        self._waited_ns = 0  # when one waited last
+        # threads of the pool
+        self._threads: list[threading.Thread] = []
+        self._numbers = itertools.count()  # of threads
+        self._follower = threading.Condition(self._lock)
+        self._num_followers = 0  # with a leader of the pool
+        self._has_standby = False  # a follower that looks whether there is a leader
+        self._bounded, self._urgent = _Backlog(max_running), _Backlog(float("inf"))
+
+    def start(self) -> None:
+        """Begin to receive."""
+        with self._lock:
+            self._spawn()
+            self._spawn()
+
+    def close(self) -> None:
+        """End the threads; the van is closed already."""
+        with self._lock:
+            self._is_closed = True
+            self._follower.notify_all()
+            self._wake_waiters()
+        for thread in list(self._threads):  # each takes itself out
+            if thread is not threading.current_thread():
+                thread.join(5.0)
+
+    # -- the leader: a thread of the program or of the pool
+
+    def _lead(self, timeout_s: float) -> Delivery | None:
+        """Receive one message, without the lock; None at the deadline."""
+        self._has_leader = True
+        delivery = None
+        self._lock.release()
+        try:
+            delivery = self._van.recv(timeout_s)
+            self._leader_key = None  # this thread looks again by itself
+            if self._handle_at_once(delivery):
+                delivery = None
+        except CommTimeout:
+            pass
+        finally:
+            self._lock.acquire()
+            self._has_leader = False
+            self._leader_key = None
+            self._led_ns = self._now_ns()
+            if self._led_ns - self._ticked_ns > _TICK_NS:
+                self._ticked_ns = self._led_ns
+                self._unlocked(self._tick)
+        return delivery
+
+    # -- a thread of the program
+
+    def wait(
+        self,
+        is_over: Callable[[], bool],
+        timeout_s: float | None,
+        is_own: Callable[[Delivery], bool],
+        key: object = None,
+        *,
+        is_quick: bool = True,
+    ) -> bool:
+        """Wait in a thread of the program, which leads meanwhile if no other thread does.
+
+        Args:
+            is_over: Condition.
+            is_own: Function that returns whether this thread processes a message itself.
+            timeout_s: Deadline; none when None.
+            key: Name of this wait for `wake`; only `notify` wakes it when None.
+            is_quick: Whether those messages take no time; else others lead meanwhile.
+
+        Returns:
+            Whether it is over.
+
+        Raises:
+            StaleError: The van is closed.
+        """
+        until_ns = None if timeout_s is None else self._now_ns() + round(timeout_s * 1e9)
+        key = object() if key is None else key
+        with self._lock:
+            self._num_waiting += 1
+            try:
+                while not is_over():
+                    left_s = _TICK_S
+                    if until_ns is not None:
+                        left_s = min(left_s, (until_ns - self._now_ns()) / 1e9)
+                    if left_s <= 0:
+                        return False
+                    if self._has_leader:
+                        self._waiters[key] = waiter = threading.Condition(self._lock)
+                        waiter.wait(left_s)
+                        del self._waiters[key]
+                        continue
+                    self._leader_key = key
+                    delivery = self._lead(left_s)
+                    if delivery is None:
+                        continue
+                    if is_own(delivery):
+                        self._process_own(delivery, is_quick=is_quick)
+                    else:
+                        self._hand_to_pool(delivery, self._led_ns)
+                return True
+            finally:
+                self._step_back()
+
+    def _process_own(self, delivery: Delivery, *, is_quick: bool) -> None:
+        """Process a message in a thread that waits; others lead if that takes long."""
+        if is_quick:
+            self._unlocked(self._handle, delivery, self._led_ns)
+            return
+        self._step_back()
+        try:
+            self._unlocked(self._handle, delivery, self._led_ns)
+        finally:
+            self._num_waiting += 1
+
+    def _step_back(self) -> None:
+        """Wait no longer in this thread: another waiting one leads, or the pool after `REST_S`."""
+        self._num_waiting -= 1
+        self._waited_ns = self._led_ns = self._now_ns()
+        if self._num_waiting and not self._has_leader:
+            self._wake_waiters(1)
+        elif not self._has_standby:
+            self._follower.notify()
+
+    # -- a thread of the pool
+
+    def _run(self) -> None:
+        """Process, lead or follow."""
+        with self._lock, contextlib.suppress(StaleError):
+            self._num_followers += 1
+            try:
+                while not self._is_closed:
+                    if (backlog := self._ready()) is not None:
+                        self._process(backlog)
+                    elif self._may_lead():
+                        self._lead_in_pool()
+                    else:
+                        self._follow()
+            finally:
+                self._num_followers -= 1
+                self._threads.remove(threading.current_thread())
+                self._wake_waiters()
+                if not self._is_closed and not self._num_followers:
+                    self._promote_follower()  # it takes the place of this thread
+
+    def _ready(self) -> _Backlog | None:
+        """Return a backlog with a message that may be processed now."""
+        if self._urgent.waiting:
+            return self._urgent
+        bounded = self._bounded
+        return bounded if bounded.waiting and bounded.num_processed < bounded.limit else None
+
+    def _process(self, backlog: _Backlog) -> None:
+        """Process the next message; a follower must be able to lead meanwhile."""
+        delivery, arrived_ns = backlog.waiting.popleft()
+        backlog.num_processed += 1
+        self._num_followers -= 1
+        is_backed_up = self._bounded.waiting or self._urgent.waiting
+        if not self._num_followers or is_backed_up or not self._has_standby:
+            self._promote_follower()
+        try:
+            self._unlocked(self._handle, delivery, arrived_ns)
+        except StaleError:
+            raise
+        except BaseException:  # what a program does must not end the threads of its node
+            LOG.exception("%s could not handle %s", self._van.node, type(delivery.message).__name__)
+        finally:
+            self._num_followers += 1
+            backlog.num_processed -= 1
+
+    def _may_lead(self) -> bool:
+        if self._has_leader or self._num_waiting:
+            return False
+        return self._now_ns() - self._waited_ns > REST_S * 1e9
+
+    def _lead_in_pool(self) -> None:
+        """Receive one message; this thread processes it next, unless too many are processed."""
+        delivery = self._lead(_TICK_S)
+        if self._num_waiting:
+            self._wake_waiters(1)
+        if delivery is not None:
+            self._backlog_of(delivery).waiting.append((delivery, self._led_ns))
+
+    def _follow(self) -> None:
+        """Wait for a promotion; one follower looks from time to time whether there is a leader."""
+        is_alert = self._now_ns() - self._led_ns < _ALERT_S * 1e9
+        if is_alert and not self._has_standby:
+            self._has_standby = True
+            try:
+                self._follower.wait(REST_S)
+            finally:
+                self._has_standby = False
+        else:
+            self._follower.wait(None if self._has_leader else _TICK_S)
+
+    # -- promotions, with the lock
+
+    def _promote_follower(self) -> None:
+        """Wake a follower, which processes or leads; start one if there is none."""
+        if self._is_closed:
+            return
+        if self._num_followers:
+            self._follower.notify()
+        elif len(self._threads) <= self._bounded.limit + self._urgent.num_processed:
+            self._spawn()
+
+    def _spawn(self) -> None:
+        name = f"braid-rpc-{self._van.node}-{next(self._numbers)}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _wake_waiters(self, limit: int | None = None) -> None:
+        """Wake threads of the program that wait: all, or one to lead if its wait is not over."""
+        for waiter in itertools.islice(self._waiters.values(), limit):
+            waiter.notify()
+
+    def _hand_to_pool(self, delivery: Delivery, arrived_ns: int) -> None:
+        self._backlog_of(delivery).waiting.append((delivery, arrived_ns))
+        self._promote_follower()
+
+    def _backlog_of(self, delivery: Delivery) -> _Backlog:
+        return self._bounded if self._is_bounded(delivery) else self._urgent
+
+    def _unlocked(self, work: Callable[..., None], *args: object) -> None:
+        self._lock.release()
+        try:
+            work(*args)
+        finally:
+            self._lock.acquire()
+
+    # -- from any thread
+
+    def submit(self, delivery: Delivery) -> None:
+        """Handle a message of this node to itself as one that arrives."""
+        if self._handle_at_once(delivery):
+            return
+        with self._lock:
+            self._hand_to_pool(delivery, self._now_ns())
+
+    def expect(self) -> None:
+        """Promote a follower immediately: an answer will come for which no thread may wait."""
+        with self._lock:
+            self._waited_ns = 0
+            if not self._has_leader and not self._num_waiting:
+                self._follower.notify()
+
+    def notify(self) -> None:
+        """Wake all threads of the program that wait, to look at their conditions."""
+        with self._lock:
+            self._wake_waiters()
+            if self._leader_key is not None:
+                self._van.rouse()
+
+    def wake(self, key: object) -> None:
+        """Wake one thread of the program, to look at its condition."""
+        with self._lock:
+            waiter = self._waiters.get(key)
+            if waiter is not None:
+                waiter.notify()
+            elif self._leader_key == key:
+                self._van.rouse()
