@@ -1,11 +1,11 @@
-"""Claims of braid.rpc.devices: where tensors of remote calls arrive."""
+"""Claims of braid.rpc.options: where tensors of remote calls arrive."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from braid.rpc.devices import placed
+from braid.rpc.options import placed
 from braid.rpc.outcomes import RpcError
 
 

@@ -418,7 +418,7 @@ def test_the_first_node_leaves_last():
                 RELEASED.wait(20)
 
     for rank, kind in enumerate((PrefixStore, PrefixStore, SlowStore)):
-        agents[rank].store = kind("ends", store)
+        agents[rank].directory.store = kind("ends", store)
     with acting_for(agents[0]):
         for name in ("w1", "w2"):
             assert rpc.rpc_sync(name, torch.add, (1, 1)) == 2

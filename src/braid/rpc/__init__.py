@@ -18,9 +18,9 @@ from braid.rpc.names import register
 from braid.rpc.optimizer import DistributedOptimizer
 from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import RpcError
+from braid.rpc.pending import idempotent
 from braid.rpc.references import RRef
 from braid.rpc.remote_module import RemoteModule
-from braid.rpc.retries import idempotent
 from braid.rpc.roles import Role, names_of, own_role
 from braid.rpc.serving import batch, broadcast, serial
 from braid.rpc.streams import Stream, stream

@@ -30,18 +30,16 @@ from braid.rpc.autograd.contexts import Contexts
 from braid.rpc.callee import Callee
 from braid.rpc.caller import Caller
 from braid.rpc.codec import Codec
-from braid.rpc.devices import place_of
 from braid.rpc.leader_followers import LeaderFollowers
 from braid.rpc.messages import Call, CallReply, CancelCall, Raised
 from braid.rpc.names import Names
-from braid.rpc.options import RpcOptions
+from braid.rpc.options import RpcOptions, place_of
 from braid.rpc.peers import Peers
 from braid.rpc.protocol.autograd_state import AutogradMessage
 from braid.rpc.reference_table import References
 from braid.rpc.scope import CallSpans
 from braid.rpc.workers import WorkerDirectory, WorkerInfo
 from braid.runtime.message import Delivery, PeerLost, Van, split_node
-from braid.runtime.store import HashStore, Store
 
 __all__ = ["ACTING", "Agent"]
 
@@ -61,6 +59,7 @@ class Agent:
         directory: Records of all nodes.
         options: Choices; `rpc_timeout` of the copy in `Agent.options` may change.
         spans: Records of its calls.
+        world_size: Number of nodes; None if nodes come and go.
         share: Function that returns plain data for a remote reference; see `references`.
         receive: Function that returns the reference of such data.
     """
@@ -72,15 +71,15 @@ class Agent:
         directory: WorkerDirectory,
         options: RpcOptions,
         spans: CallSpans,
+        world_size: int | None,
         *,
-        share: Callable[[References, Any, str], Any],
+        share: Callable[[References, Any, int], Any],
         receive: Callable[[Agent, Any, str, bool], Any],
     ) -> None:
         self.info = info
         self.options = options = copy.copy(options)
         self.directory = directory
-        self.world_size: int | None = None
-        self.store: Store = HashStore()
+        self.world_size = world_size
         self.resources = contextlib.ExitStack()  # closed with the node
         self._parts: dict[type, Any] = {}
         self._van = van
@@ -92,28 +91,28 @@ class Agent:
             lambda each: isinstance(each.message, Call),
             options.num_worker_threads,
         )
-        self.peers = peers = Peers(van, info, directory, pool.submit, self._release)
+        self.peers = peers = Peers(
+            van, info, directory, pool.submit, lambda to: self.references.lost(process=to)
+        )
         self.references = references = References(peers)
         self.codec = codec = Codec(
             Names(options.allowed_modules, is_open=options.allow_pickle),
             partial(share, references),
             references.unshare,
             partial(receive, self),
-            lambda device, to: place_of(
-                device, info.name, options.device_maps, directory.find(split_node(to)[1])
-            ),
+            lambda device, to: place_of(device, info.name, options.device_maps, directory.find(to)),
             allow_pickle=options.allow_pickle,
         )
         self.contexts = contexts = Contexts(peers, pool, codec, options)
-        self.caller = Caller(peers, pool, codec, references, contexts, spans=spans, options=options)
+        self.caller = Caller(peers, pool, codec, references, contexts, spans, options)
         self.callee = Callee(
-            peers,
-            codec,
-            references,
-            contexts,
+            peers=peers,
+            codec=codec,
+            references=references,
+            contexts=contexts,
             spans=spans,
             act=partial(ACTING.set, self),
-            cancel=self.caller.cancel,
+            cancel_made=self.caller.cancel,
             on_end=self._notify_if_idle,
         )
         pool.start()
@@ -127,7 +126,7 @@ class Agent:
         """Wait for a future, and receive meanwhile; 0 for no deadline, -1 for the node's own."""
         if future.done():
             return future.value()
-        if self.is_closed:
+        if self.peers.is_closed:
             raise self.peers.ended()
         seconds = self.options.rpc_timeout if timeout < 0 else timeout
         future.add_done_callback(lambda _: self._pool.notify())
@@ -137,11 +136,6 @@ class Agent:
         return future.value()
 
     # -- the end
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the node has ended."""
-        return self.peers.is_closed
 
     @property
     def num_under_way(self) -> int:
@@ -166,10 +160,6 @@ class Agent:
         self._pool.close()
         self.references.close()
         self.resources.close()
-
-    def _release(self, to: int) -> None:
-        """Release the references of a node to which a message was not sent."""
-        self.references.lost(to)
 
     # -- receiving
 

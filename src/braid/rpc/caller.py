@@ -3,7 +3,7 @@
 find the node, pack, deadline ── Call ──> callee
 the future completes <── CallReply or Raised ──┘      or: lost, late, cancelled
 
-Each call is sent once, but for those of functions marked as idempotent; see `retries`.
+Each call is sent once, but for those of functions marked as idempotent; see `pending`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -32,12 +33,11 @@ from braid.rpc.messages import Call, CallReply, CancelCall, Creation, Raised
 from braid.rpc.options import RpcOptions
 from braid.rpc.outcomes import AnswerFuture, CallOutcome, RpcError, error_like
 from braid.rpc.peers import Peers
-from braid.rpc.pending import Finish, PendingCall, PendingCalls
+from braid.rpc.pending import Finish, PendingCall, PendingCalls, Retries, is_idempotent
 from braid.rpc.protocol.references_state import Id
 from braid.rpc.reference_table import References
-from braid.rpc.retries import Retries, is_idempotent
 from braid.rpc.scope import CallSpans, current_scope, deadline_ns
-from braid.rpc.workers import To, WorkerInfo, WorkerRecord, node_of
+from braid.rpc.workers import To, WorkerInfo, WorkerRecord
 from braid.runtime.message import Delivery
 
 __all__ = ["Caller"]
@@ -63,10 +63,11 @@ class OutgoingCall(NamedTuple):
     timeout: float = -1.0
 
 
+@dataclass(eq=False)
 class Caller:
     """Calls that a node makes.
 
-    Args:
+    Attributes:
         peers: Sends the calls.
         pool: Threads that receive.
         codec: Packs arguments and unpacks results.
@@ -76,28 +77,20 @@ class Caller:
         options: Choices of the node.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        pool: LeaderFollowers,
-        codec: Codec,
-        references: References,
-        contexts: Contexts,
-        *,
-        spans: CallSpans,
-        options: RpcOptions,
-    ) -> None:
-        self._peers = peers
-        self._pool = pool
-        self._codec = codec
-        self._references = references
-        self._contexts = contexts
-        self._spans = spans
-        self._options = options
-        self._pending = PendingCalls(pool)
+    peers: Peers
+    pool: LeaderFollowers
+    codec: Codec
+    references: References
+    contexts: Contexts
+    spans: CallSpans
+    options: RpcOptions
+
+    def __post_init__(self) -> None:
+        """Begin without calls."""
+        self._pending = PendingCalls(self.pool)
         self._retries = Retries()
         # of calls: not those of an earlier life of this node, whose answers may still come
-        self._numbers = itertools.count((peers.incarnation % (1 << 30) << 32) + 1)
+        self._numbers = itertools.count((self.peers.incarnation % (1 << 30) << 32) + 1)
         self._brought: dict[int, tuple[int, list[Id]]] = {}  # forks that go home, by their call
 
     def __len__(self) -> int:
@@ -108,10 +101,6 @@ class Caller:
     def num_begun(self) -> int:
         """Number of calls that the node has made."""
         return self._pending.num_begun
-
-    def is_quick(self, delivery: Delivery) -> bool:
-        """Whether a message is an answer that takes no time, because a thread waits for it."""
-        return self._pending.is_quick(delivery.answers)
 
     def call_sync(
         self,
@@ -131,7 +120,7 @@ class Caller:
         """
         own = CallOutcome()
         self._send_call(OutgoingCall(to, function, args, kwargs, timeout), own.finish, waiter=own)
-        self._pool.wait(lambda: own.is_here, None, self.is_quick, own)
+        self.pool.wait(lambda: own.is_here, None, self._pending.is_quick, own)
         error, own.error = own.error, None
         if error is None:
             return own.value
@@ -152,7 +141,9 @@ class Caller:
         for call in calls:
             own.append(CallOutcome())
             self._send_call(OutgoingCall(*call), own[-1].finish, waiter=id(own))
-        self._pool.wait(lambda: all(each.is_here for each in own), None, self.is_quick, id(own))
+        self.pool.wait(
+            lambda: all(each.is_here for each in own), None, self._pending.is_quick, id(own)
+        )
         return own
 
     def call_async(
@@ -175,7 +166,7 @@ class Caller:
         future.on_cancel = self._send_call(
             OutgoingCall(to, function, args, kwargs, timeout), finish
         )
-        self._pool.expect()
+        self.pool.expect()
         return future
 
     def create(
@@ -191,19 +182,19 @@ class Caller:
         Returns:
             Reference of the result, its fork of this node, and its owner.
         """
-        record = self._peers.directory.find(to)
-        ref, fork = self._references.new_remote(record.id)
+        record = self.peers.directory.find(to)
+        ref, fork = self.references.new_remote(record.id)
 
         def finish(value: Any, error: BaseException | None) -> None:
             del value
-            self._references.created(fork, error)
+            self.references.created(fork, error)
 
-        creation = Creation(ref, fork, self._references.oldest_open)
+        creation = Creation(ref, fork, self.references.oldest_open)
         try:
             self._send_call(OutgoingCall(to, function, args, kwargs, timeout), finish, creation)
         except BaseException:
-            self._references.created(fork)  # it is not, and nobody has the reference
-            self._references.released.append((ref, fork))
+            self.references.created(fork)  # it is not, and nobody has the reference
+            self.references.released.append((ref, fork))
             raise
         return ref, fork, WorkerInfo(record.name, record.id)
 
@@ -212,8 +203,8 @@ class Caller:
         call = self._pending.get(number)
         if call is None:
             return False
-        self._peers.transmit(call.to, CancelCall(number))
-        name = self._peers.directory.find(call.to).name
+        self.peers.transmit(call.to, CancelCall(number))
+        name = self.peers.directory.find(call.to).name
         error = CancelledError(f"the call of {call.name} in {name} was cancelled")
         self._pending.finish(number, None, error)
         return True
@@ -224,19 +215,19 @@ class Caller:
         """Let go the forks that a call has brought to their owner; it has come, or never will."""
         brought = self._brought.pop(call, None)
         if brought is not None:
-            self._references.confirmed(brought[1])
+            self.references.confirmed(brought[1])
 
     def answered(self, delivery: Delivery, message: CallReply | Raised, sender: int) -> None:
         """Complete a call with the answer of its callee."""
         self._come_home(delivery.answers)
         if isinstance(message, Raised):
-            kind = self._codec.names.exception_of(message.error) or RuntimeError
+            kind = self.codec.names.exception_of(message.error) or RuntimeError
             self._pending.finish(delivery.answers, None, error_like(kind, message.text))
             return
         try:
             tensors = tensors_of(message.body, delivery.buffers)
-            tensors = self._contexts.incoming(message.edge, tensors, sender)
-            value = self._codec.unpack(message.body.packed, tensors, delivery.sender)
+            tensors = self.contexts.incoming(message.edge, tensors, sender)
+            value = self.codec.unpack(message.body.packed, tensors, delivery.sender)
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the caller must learn it
             self._pending.finish(delivery.answers, None, exc)
             return
@@ -252,20 +243,20 @@ class Caller:
 
     def fail_all(self) -> None:
         """Let all calls fail, since the node ends."""
-        error = StaleError(f"{self._peers.info.name} was shut down before an answer came")
+        error = StaleError(f"{self.peers.info.name} was shut down before an answer came")
         self._pending.fail(lambda _: True, lambda _: error)
         self._retries.fail(error)
 
     def tick(self) -> None:
         """Let calls fail whose deadline has passed, and send again what may be."""
-        now_ns = self._peers.now_ns()
+        now_ns = self.peers.now_ns()
         self._retries.tick(now_ns)
         self._pending.fail(
             lambda call: call.deadline_ns is not None and call.deadline_ns <= now_ns, self._late
         )
 
     def _late(self, call: PendingCall) -> CommTimeout:
-        name = self._peers.directory.find(call.to).name
+        name = self.peers.directory.find(call.to).name
         text = (
             f"{name} did not answer {call.name} in time: it runs for long, or waits for another "
             "call; raise the timeout if that is right. Calls that call each other more deeply than "
@@ -295,25 +286,25 @@ class Caller:
         Returns:
             Function that cancels the attempt under way; see `cancel`.
         """
-        name = self._codec.names.name_of(asked.function)
-        until_ns = self._deadline_ns(name, asked.timeout, self._peers.now_ns())
+        name = self.codec.names.name_of(asked.function)
+        until_ns = self._deadline_ns(name, asked.timeout, self.peers.now_ns())
         context, numbers = copy_context(), [0]  # others may send it again, from calls of their own
 
         def send(on_end: Finish) -> None:
             try:
-                self._peers.directory.find(asked.to)
+                self.peers.directory.find(asked.to)
             except RpcError as exc:  # there is no node of that name now
                 on_end(None, PeerLostError(str(exc)))
                 return
-            left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self._peers.now_ns()) / 1e9)
+            left_s = 0.0 if until_ns is None else max(1e-9, (until_ns - self.peers.now_ns()) / 1e9)
             again = asked._replace(timeout=left_s)
             numbers[0] = context.copy().run(self._send_once, again, on_end)
 
         def on_end(value: Any, error: BaseException | None) -> None:
             finish(value, error)
-            self._pool.notify()
+            self.pool.notify()
 
-        self._retries.attempt(send, on_end, until_ns, self._peers.now_ns)
+        self._retries.attempt(send, on_end, until_ns, self.peers.now_ns)
         return lambda: self.cancel(numbers[0])
 
     def _send_once(
@@ -325,53 +316,53 @@ class Caller:
     ) -> int:
         """Send a call, and return its number."""
         to, function, args, kwargs, timeout = asked
-        record = self._peers.directory.find(to)
+        record = self.peers.directory.find(to)
         if isinstance(function, MethodType) and not isinstance(function.__self__, type):
             method = function  # which needs its object at the callee
             function, args = method.__func__, (method.__self__, *(args or ()))
-        name = self._codec.names.name_of(function)
-        now_ns = self._peers.now_ns()
+        name = self.codec.names.name_of(function)
+        now_ns = self.peers.now_ns()
         until_ns = self._deadline_ns(name, timeout, now_ns)
-        self._references.collect()
-        if self._pending.count(record.id) >= self._options.max_unanswered:
+        self.references.collect()
+        if self._pending.count(record.id) >= self.options.max_unanswered:
             self._wait_for_room(record, name, until_ns)
         values = [list(args or ()), dict(kwargs or ())]
-        packed = self._codec.pack(values, node_of(record.id), f"an argument of {name}")
-        edge = self._contexts.outgoing(packed.tensors, record.id)
+        packed = self.codec.pack(values, record.id, f"an argument of {name}")
+        edge = self.contexts.outgoing(packed.tensors, record.id)
         body, buffers = packed.as_body()
         number = next(self._numbers)
         left_s = 0.0 if until_ns is None else (until_ns - now_ns) / 1e9
         message = Call(name, body, creation, edge, left_s)
-        span = self._spans.call(name, record.id, number)
+        span = self.spans.call(name, record.id, number)
         call = PendingCall(record.id, name, until_ns, finish, waiter, current_scope(), span)
         self._pending.add(number, call)
-        if packed.shared and creation is None and record.id != self._peers.info.id:
+        if packed.shared and creation is None and record.id != self.peers.info.id:
             going = [Id(*child) for _, child, _, owner in packed.shared if owner == record.id]
             self._brought[number] = record.id, going
         try:
-            self._peers.send(record.id, message, buffers, number=number)
+            self.peers.send(record.id, message, buffers, number=number)
         except (CommError, RendezvousError) as exc:
             if not isinstance(exc, CommTimeout):
-                self._peers.undelivered(record.id)
+                self.peers.undelivered(record.id)
             self._come_home(number)
             self._pending.finish(number, None, exc)
         except BaseException:
             self._come_home(number)
-            self._pending.discard(number)
+            self._pending.take(number)
             raise
         return number
 
     def _deadline_ns(self, name: str, timeout: float, now_ns: int) -> int | None:
-        return deadline_ns(name, self._options.rpc_timeout if timeout < 0 else timeout, now_ns)
+        return deadline_ns(name, self.options.rpc_timeout if timeout < 0 else timeout, now_ns)
 
     def _wait_for_room(self, to: WorkerRecord, name: str, until_ns: int | None) -> None:
         """Wait until a node has answered some of the calls that it has from here."""
-        limit = self._options.max_unanswered
-        left_s = None if until_ns is None else max(0.0, (until_ns - self._peers.now_ns()) / 1e9)
+        limit = self.options.max_unanswered
+        left_s = None if until_ns is None else max(0.0, (until_ns - self.peers.now_ns()) / 1e9)
 
         def has_room() -> bool:
-            return self._pending.count(to.id) < limit or self._peers.is_closed
+            return self._pending.count(to.id) < limit or self.peers.is_closed
 
-        if not self._pool.wait(has_room, left_s, self.is_quick):
+        if not self.pool.wait(has_room, left_s, self._pending.is_quick):
             msg = f"{name} was not called: {to.name} has not answered {limit:,} calls from here"
             raise CommTimeout(msg)

@@ -23,9 +23,9 @@ import msgspec
 import torch
 
 from braid.errors import BraidError, CommError
-from braid.rpc.devices import placed
 from braid.rpc.messages import Body
 from braid.rpc.names import Names
+from braid.rpc.options import placed
 from braid.rpc.outcomes import RpcError
 from braid.rpc.protocol.autograd_state import SparseSpec
 from braid.runtime.message.tensors import as_buffers, from_buffers
@@ -84,12 +84,12 @@ class _Packing:
     """Values that are being packed for a node.
 
     Attributes:
-        receiver: Name of the node.
+        receiver: Number of the node.
         tensors: Tensors of the values.
         shared: References of the values, as plain data.
     """
 
-    def __init__(self, receiver: str, share: Callable[[Any, str], Any]) -> None:
+    def __init__(self, receiver: int, share: Callable[[Any, int], Any]) -> None:
         self.receiver = receiver
         self.tensors: list[torch.Tensor] = []
         self.shared: list[Any] = []
@@ -121,10 +121,10 @@ class Codec:
     def __init__(
         self,
         names: Names,
-        share: Callable[[Any, str], Any],
+        share: Callable[[Any, int], Any],
         unshare: Callable[[Any], None],
         receive: Callable[[Any, str, bool], Any],
-        device_for: Callable[[torch.device, str], str],
+        device_for: Callable[[torch.device, int], str],
         *,
         allow_pickle: bool = False,
     ) -> None:
@@ -136,12 +136,12 @@ class Codec:
         self._allow_pickle = allow_pickle
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def pack(self, value: Any, receiver: str, where: str = "a value") -> Packed:
+    def pack(self, value: Any, receiver: int, where: str = "a value") -> Packed:
         """Pack a value for a node.
 
         Args:
             value: The value.
-            receiver: Name of the node.
+            receiver: Number of the node.
             where: Noun for the value, for errors.
 
         Raises:

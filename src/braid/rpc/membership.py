@@ -177,10 +177,7 @@ def join(
             time.sleep(LOOK_S + 1.0)  # node 0 may hold the store, in which the others look
         raise
     info, spans = WorkerInfo(name, rank), CallSpans(recorder, rank)
-    agent = Agent(van, info, directory, options, spans, share=share, receive=receive)
-    agent.world_size = world_size
-    agent.store = store
-    return agent
+    return Agent(van, info, directory, options, spans, world_size, share=share, receive=receive)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
@@ -200,7 +197,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 def leave(agent: Agent, *, graceful: bool = True, timeout_s: float | None = None) -> None:
     """End a node; see `shutdown`. Idempotent."""
-    if agent.is_closed:
+    if agent.peers.is_closed:
         return
     for each in list(agent.part(OpenStreams)):
         each.close_for(threading.get_ident())
@@ -218,21 +215,21 @@ def leave(agent: Agent, *, graceful: bool = True, timeout_s: float | None = None
 def _wait_for_all(agent: Agent, timeout_s: float | None) -> None:
     """Wait until two rounds give the same number of calls, over all nodes that live."""
     until = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    before = None
+    store, before = agent.directory.store, None
     for number in range(1 << 30):
         agent.wait_idle(timeout_s)
-        agent.store.set(f"end/{number}/{agent.info.id}", str(agent.caller.num_begun).encode())
+        store.set(f"end/{number}/{agent.info.id}", str(agent.caller.num_begun).encode())
         total = 0
         for node in range(agent.world_size or 0):
             key = f"end/{number}/{node}"
             if _has_written(agent, node, key, until):
-                total += int(agent.store.get(key))
+                total += int(store.get(key))
             elif time.monotonic() > until:
                 return
         if total == before:
             break
         before = total
-    agent.store.set(f"end/left/{agent.info.id}", b"1")
+    store.set(f"end/left/{agent.info.id}", b"1")
     if agent.info.id == 0:  # it may hold the store
         for node in range(agent.world_size or 0):
             _has_written(agent, node, f"end/left/{node}", until)
@@ -240,12 +237,13 @@ def _wait_for_all(agent: Agent, timeout_s: float | None) -> None:
 
 def _has_written(agent: Agent, node: int, key: str, until: float) -> bool:
     """Wait until a node has set a key, is lost, or time is up; return whether it has set it."""
-    while not agent.store.check([key]):  # first, since a node that has left takes long to reach
+    store = agent.directory.store
+    while not store.check([key]):  # first, since a node that has left takes long to reach
         left_s = until - time.monotonic()
         if left_s <= 0 or not agent.peers.is_alive(node):
-            return agent.store.check([key])
+            return store.check([key])
         with contextlib.suppress(CommTimeout):
-            agent.store.wait([key], min(left_s, _LOOK_S))
+            store.wait([key], min(left_s, _LOOK_S))
     return True
 
 

@@ -21,10 +21,11 @@ import torch
 
 from braid.errors import ConfigError
 from braid.rpc import optimizer_checkpoints
+from braid.rpc.api import remote
 from braid.rpc.autograd.accumulation import PARAM_LOCKS
 from braid.rpc.current import current_agent
 from braid.rpc.names import register
-from braid.rpc.references import RRef, call_methods, create
+from braid.rpc.references import RRef, call_methods
 
 __all__ = ["DistributedOptimizer", "DistributedScheduler"]
 
@@ -173,7 +174,6 @@ class DistributedOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        agent = current_agent()
         groups = [each if isinstance(each, dict) else {"params": [each]} for each in params_rref]
         if not any(isinstance(each, dict) for each in params_rref):
             groups = [{"params": list(params_rref)}]
@@ -196,7 +196,7 @@ class DistributedOptimizer:
         for owner, own in by_owner.items():
             self._owners[owner] = [n for n, group in enumerate(own) if group["params"]]
             filled = [group for group in own if group["params"]]
-            made[owner] = create(agent, owner, _make, (optimizer_class, filled, kwargs))
+            made[owner] = remote(owner, _make, (optimizer_class, filled, kwargs))
         for rref in made.values():
             rref._get_type()  # noqa: SLF001 - raises what the constructor has raised
         self._optimizers = made

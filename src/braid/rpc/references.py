@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import GenericAlias
 from typing import Any
 
@@ -24,7 +25,7 @@ from braid.rpc.names import register
 from braid.rpc.outcomes import CallOutcome, RpcError, awaited
 from braid.rpc.protocol.references_state import Id
 from braid.rpc.reference_table import References
-from braid.rpc.workers import To, WorkerInfo
+from braid.rpc.workers import WorkerInfo
 from braid.runtime.message import split_node
 
 __all__ = ["RRef", "call_methods", "create", "receive", "share"]
@@ -118,15 +119,15 @@ class RRef:
 
     def rpc_sync(self, timeout: float = -1.0) -> Any:
         """Return a proxy whose methods run on the value in its owner, and return the result."""
-        return _Proxy(self, "sync", timeout)
+        return _Proxy(self, self._agent.caller.call_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> Any:
         """Return a proxy whose methods run on the value, and return futures."""
-        return _Proxy(self, "async", timeout)
+        return _Proxy(self, self._agent.caller.call_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> Any:
         """Return a proxy whose methods run on the value, and return references to the results."""
-        return _Proxy(self, "remote", timeout)
+        return _Proxy(self, partial(create, self._agent), timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run the backward from the value, which is a tensor of one element.
@@ -165,23 +166,16 @@ class RRef:
         return f"<RRef {tuple(self._ref)} of {self._owner.name}>"
 
 
-def create(
-    agent: Agent,
-    to: To,
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = -1.0,
-) -> RRef:
-    """Call a function in another node, where its result stays; return a reference to it."""
-    return RRef._of(agent, *agent.caller.create(to, function, args, kwargs, timeout))  # noqa: SLF001
+def create(agent: Agent, *call: Any) -> RRef:
+    """Call a function in another node; return a reference to its result; see `Caller.create`."""
+    return RRef._of(agent, *agent.caller.create(*call))  # noqa: SLF001 - of this module
 
 
-def share(references: References, value: Any, receiver: str) -> Any:
+def share(references: References, value: Any, receiver: int) -> Any:
     """Return plain data for a reference in a message to a node; None for other values."""
     if not isinstance(value, RRef):
         return None
-    child = references.share(value._ref, value._fork, split_node(receiver)[1])  # noqa: SLF001
+    child = references.share(value._ref, value._fork, receiver)  # noqa: SLF001
     owner = value.owner()
     return [list(value._ref), list(child), owner.name, owner.id]  # noqa: SLF001
 
@@ -202,21 +196,15 @@ def call_methods(rrefs: Sequence[RRef], name: str, args: tuple[Any, ...]) -> lis
 
 
 class _Proxy:
-    """Methods of a value that lives elsewhere."""
+    """Methods of a value that lives elsewhere; `call` is a method of the caller, or `create`."""
 
-    def __init__(self, rref: RRef, how: str, timeout: float) -> None:
-        self._rref, self._how, self._timeout = rref, how, timeout
+    def __init__(self, rref: RRef, call: Callable[..., Any], timeout: float) -> None:
+        self._rref, self._call, self._timeout = rref, call, timeout
 
     def __getattr__(self, name: str) -> Any:
-        rref, agent = self._rref, self._rref._agent  # noqa: SLF001 - of the same module
-
         def invoke(*args: Any, **kwargs: Any) -> Any:
-            to, values = rref.owner().id, (rref, name, args, kwargs)
-            if self._how == "sync":
-                return agent.caller.call_sync(to, _method, values, {}, self._timeout)
-            if self._how == "async":
-                return agent.caller.call_async(to, _method, values, {}, self._timeout)
-            return create(agent, to, _method, values, {}, self._timeout)
+            values = (self._rref, name, args, kwargs)
+            return self._call(self._rref.owner().id, _method, values, {}, self._timeout)
 
         return invoke
 

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 
 from braid.errors import ConfigError
+from braid.rpc.api import remote
 from braid.rpc.current import current_agent
 from braid.rpc.names import register
-from braid.rpc.references import RRef, create
+from braid.rpc.references import RRef
 
 __all__ = ["RemoteModule"]
 
@@ -57,7 +58,7 @@ class RemoteModule(torch.nn.Module):
         super().__init__()
         self.on, self.device = _place(remote_device)
         made = (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
-        self.module_rref = create(current_agent(), self.on, _make, made)
+        self.module_rref = remote(self.on, _make, made)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef) -> RemoteModule:

@@ -82,12 +82,12 @@ class WorkerDirectory:
     """Records of all nodes.
 
     Args:
-        store: Store of all nodes, under a prefix of their own.
+        store: Store of all nodes, under a prefix of their own; public.
         timeout_s: Seconds to wait for a node that has not come.
     """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store = store
+        self.store = store
         self._timeout_s = timeout_s
         self._by_name: dict[str, WorkerRecord] = {}
         self._by_id: dict[int, WorkerRecord] = {}
@@ -101,7 +101,7 @@ class WorkerDirectory:
         """
         packed = msgspec.json.encode(record)
         for key in (f"name/{record.name}", f"id/{record.id}"):
-            owner = self._store.compare_set(key, b"", packed)
+            owner = self.store.compare_set(key, b"", packed)
             if owner != packed:
                 other = msgspec.json.decode(owner, type=WorkerRecord)
                 shared = f"number {record.id}" if key[0] == "i" else f"name {record.name!r}"
@@ -109,15 +109,15 @@ class WorkerDirectory:
                     f"{shared} is not unique: node {other.id} ({other.name}) and node {record.id} "
                     f"({record.name}) both have it. Give each node another name and number"
                 )
-                self._store.set(_CLASH, msg.encode())
+                self.store.set(_CLASH, msg.encode())
                 raise RendezvousError(msg)
-            self._store.set(key, packed)  # torch's older server wakes nobody after a compare_set
+            self.store.set(key, packed)  # torch's older server wakes nobody after a compare_set
         self._remember(record)
 
     def remove_own(self, info: WorkerInfo) -> None:
         """Take the record of this node back, so that its name is free."""
         for key in (f"name/{info.name}", f"id/{info.id}"):
-            self._store.delete_key(key)
+            self.store.delete_key(key)
 
     def forget(self, number: int) -> None:
         """Ask the store again for a node that was lost."""
@@ -135,23 +135,23 @@ class WorkerDirectory:
         keys = [f"id/{number}" for number in range(world_size)]
         until = time.monotonic() + self._timeout_s
         while not self._has_come(keys, until):
-            if self._store.check([_CLASH]):
-                raise RendezvousError(self._store.get(_CLASH, self._timeout_s).decode())
+            if self.store.check([_CLASH]):
+                raise RendezvousError(self.store.get(_CLASH, self._timeout_s).decode())
             if time.monotonic() < until:
                 continue
-            absent = [n for n, key in enumerate(keys) if not self._store.check([key])]
+            absent = [n for n, key in enumerate(keys) if not self.store.check([key])]
             msg = (
                 f"nodes {', '.join(map(str, absent))} of {world_size} did not call init_rpc within "
                 f"{self._timeout_s:g} s: look for the first error there"
             )
             raise RendezvousError(msg)
-        for packed in self._store.multi_get(keys, self._timeout_s):
+        for packed in self.store.multi_get(keys, self._timeout_s):
             self._remember(msgspec.json.decode(packed, type=WorkerRecord))
 
     def _has_come(self, keys: list[str], until: float) -> bool:
         """Wait for a short time until all keys are set; return whether they are."""
         try:
-            self._store.wait(keys, max(0.0, min(LOOK_S, until - time.monotonic())))
+            self.store.wait(keys, max(0.0, min(LOOK_S, until - time.monotonic())))
         except CommTimeout:
             return False
         return True
@@ -178,11 +178,11 @@ class WorkerDirectory:
         if record is not None:
             return record
         key = f"name/{name}" if isinstance(name, str) else f"id/{name}"
-        if not self._store.check([key]):
+        if not self.store.check([key]):
             names = ", ".join(each.name for each in self.known)
             msg = f"there is no node {name!r} (known: {names})"
             raise RpcError(msg)
-        record = msgspec.json.decode(self._store.get(key, self._timeout_s), type=WorkerRecord)
+        record = msgspec.json.decode(self.store.get(key, self._timeout_s), type=WorkerRecord)
         self._remember(record)
         return record
 

@@ -399,7 +399,7 @@ class Contexts:
                 return
             grads = own.receives[ship.edge].take()
         try:
-            body, buffers = self._codec.pack(grads, node_of(ship.to)).as_body()
+            body, buffers = self._codec.pack(grads, ship.to).as_body()
         except BraidError as exc:
             with own.lock:
                 done = own.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
