@@ -332,7 +332,7 @@ def test_a_call_that_is_sent_again_belongs_to_whoever_made_it():
         first = nodes.come("first", 0)
         with acting_for(first):
             waiting = rpc.rpc_async("second", hold, ("held",), timeout=20)
-        first._pool._tick = lambda: None
+        first._pool.tick = lambda: None
         other = Scope(first.peers.now_ns() + 20 * 10**9)  # of a call that has nothing to do with it
         nodes.come("second", 1)
 

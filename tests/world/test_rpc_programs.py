@@ -14,6 +14,7 @@ from braid import rpc
 from braid.errors import CommError
 from braid.rpc import dist_autograd
 from braid.rpc.agent import Agent
+from braid.rpc.caller import OutgoingCall
 from example_runs import EXAMPLES, run_example
 from rpc_nodes import first_of
 
@@ -227,7 +228,9 @@ def test_a_node_hears_while_its_backward_is_blocked():
 
         def hook(grad: torch.Tensor) -> None:
             assert grad.tolist() == [1, 1]
-            threading.Thread(target=agents[1].caller.call_async, args=("w0", opens)).start()
+            threading.Thread(
+                target=agents[1].caller.call_async, args=(OutgoingCall("w0", opens),)
+            ).start()
             was_opened.append(OPENED.wait(10))
 
         y.register_hook(hook)

@@ -6,6 +6,7 @@ import pytest
 
 from braid.errors import RendezvousError
 from braid.rpc import RpcOptions
+from braid.rpc.caller import OutgoingCall
 from braid.rpc.membership import _secret, join, leave
 from braid.rpc.workers import WorkerRecord
 from braid.runtime.rendezvous.job_store import JobStore
@@ -23,7 +24,7 @@ def test_a_stranger_who_knows_what_is_in_the_store_is_not_called(monkeypatch):
         with Listener("tcp://127.0.0.1:0", seen, Identity("rpc", "worker", 7)) as stranger:
             agent.directory.add(WorkerRecord("stranger", 7, stranger.address, {}))
             with pytest.raises(RendezvousError, match="no secret of its own"):
-                agent.caller.call_sync("stranger", max, (1, 2))
+                agent.caller.call_sync(OutgoingCall("stranger", max, (1, 2)))
             assert stranger.accept_ready() == []
         address = agent.directory.find("w0").address
         assert address.startswith("unix:@")

@@ -18,6 +18,7 @@ import torch
 
 from braid.errors import CommTimeout
 from braid.rpc.agent import Agent
+from braid.rpc.api import rpc_async, rpc_sync
 from braid.rpc.current import current_agent
 from braid.rpc.functions import async_execution
 from braid.rpc.names import register
@@ -88,16 +89,14 @@ def all_gather(
     number = agent.part(AllGathers).next_number(chosen)
     arguments = (number, list(chosen), agent.info.name, value)
     try:
-        values: dict[str, Any] = agent.caller.call_sync(
-            chosen[0], _gather, arguments, None, timeout
-        )
+        values: dict[str, Any] = rpc_sync(chosen[0], _gather, arguments, None, timeout)
     except CommTimeout as exc:
         seconds = agent.options.rpc_timeout if timeout < 0 else timeout
         msg = (
             f"{agent.info.name} timed out in _all_gather after {seconds:.2f} seconds: one of "
             f"{', '.join(chosen)} has not called it"
         )
-        agent.caller.call_async(chosen[0], _end_early, (number, list(chosen), msg))
+        rpc_async(chosen[0], _end_early, (number, list(chosen), msg))
         raise CommTimeout(msg) from exc
     return values
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from braid.rpc.caller import OutgoingCall
 from braid.rpc.current import current_agent
 from braid.rpc.references import RRef, create
 from braid.rpc.scope import current_scope
@@ -41,7 +42,7 @@ def rpc_sync(
         PeerLostError: The node is lost.
         ConfigError: There is no such node, or an argument cannot travel.
     """
-    return current_agent().caller.call_sync(to, func, args or (), kwargs, timeout)
+    return current_agent().caller.call_sync(OutgoingCall(to, func, args, kwargs, timeout))
 
 
 def rpc_async(
@@ -55,7 +56,7 @@ def rpc_async(
 
     The future can also be cancelled: `future.cancel()`, see `AnswerFuture`.
     """
-    return current_agent().caller.call_async(to, func, args or (), kwargs, timeout)
+    return current_agent().caller.call_async(OutgoingCall(to, func, args, kwargs, timeout))
 
 
 def remote(
@@ -69,7 +70,7 @@ def remote(
 
     An error of the function shows when the value is used. See `rpc_sync`.
     """
-    return create(current_agent(), to, func, args or (), kwargs, timeout)
+    return create(current_agent(), OutgoingCall(to, func, args, kwargs, timeout))
 
 
 def is_cancelled() -> bool:

@@ -40,7 +40,7 @@ from braid.rpc.scope import CallSpans, current_scope, deadline_ns
 from braid.rpc.workers import To, WorkerInfo, WorkerRecord
 from braid.runtime.message import Delivery
 
-__all__ = ["Caller"]
+__all__ = ["Caller", "OutgoingCall"]
 
 Future = torch.futures.Future
 
@@ -102,14 +102,7 @@ class Caller:
         """Number of calls that the node has made."""
         return self._pending.num_begun
 
-    def call_sync(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = -1.0,
-    ) -> Any:
+    def call_sync(self, call: OutgoingCall) -> Any:
         """Call a function in another node and return its result.
 
         Raises:
@@ -119,7 +112,7 @@ class Caller:
             ConfigError: There is no such node, or an argument cannot travel.
         """
         own = CallOutcome()
-        self._send_call(OutgoingCall(to, function, args, kwargs, timeout), own.finish, waiter=own)
+        self._send_call(call, own.finish, waiter=own)
         self.pool.wait(lambda: own.is_here, None, self._pending.is_quick, own)
         error, own.error = own.error, None
         if error is None:
@@ -129,31 +122,18 @@ class Caller:
         finally:
             del error  # it holds this frame, and with it the arguments
 
-    def call_each(
-        self, calls: Iterable[tuple[To, Callable[..., Any], Sequence[Any]]]
-    ) -> list[CallOutcome]:
-        """Call functions in other nodes at the same time; return when all have ended.
-
-        Args:
-            calls: For each call the node, the function and its arguments.
-        """
+    def call_each(self, calls: Iterable[OutgoingCall]) -> list[CallOutcome]:
+        """Call functions in other nodes at the same time; return when all have ended."""
         own: list[CallOutcome] = []
         for call in calls:
             own.append(CallOutcome())
-            self._send_call(OutgoingCall(*call), own[-1].finish, waiter=id(own))
+            self._send_call(call, own[-1].finish, waiter=id(own))
         self.pool.wait(
             lambda: all(each.is_here for each in own), None, self._pending.is_quick, id(own)
         )
         return own
 
-    def call_async(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = -1.0,
-    ) -> Future[Any]:
+    def call_async(self, call: OutgoingCall) -> Future[Any]:
         """Call a function in another node; the future has its result. See `call_sync`."""
         future = AnswerFuture()
 
@@ -163,26 +143,17 @@ class Caller:
             else:
                 future.set_exception(error)
 
-        future.on_cancel = self._send_call(
-            OutgoingCall(to, function, args, kwargs, timeout), finish
-        )
+        future.on_cancel = self._send_call(call, finish)
         self.pool.expect()
         return future
 
-    def create(
-        self,
-        to: To,
-        function: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        timeout: float = -1.0,
-    ) -> tuple[Id, Id, WorkerInfo]:
+    def create(self, call: OutgoingCall) -> tuple[Id, Id, WorkerInfo]:
         """Call a function in another node, where its result stays.
 
         Returns:
             Reference of the result, its fork of this node, and its owner.
         """
-        record = self.peers.directory.find(to)
+        record = self.peers.directory.find(call.to)
         ref, fork = self.references.new_remote(record.id)
 
         def finish(value: Any, error: BaseException | None) -> None:
@@ -191,7 +162,7 @@ class Caller:
 
         creation = Creation(ref, fork, self.references.oldest_open)
         try:
-            self._send_call(OutgoingCall(to, function, args, kwargs, timeout), finish, creation)
+            self._send_call(call, finish, creation)
         except BaseException:
             self.references.created(fork)  # it is not, and nobody has the reference
             self.references.released.append((ref, fork))

@@ -28,6 +28,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from braid.errors import CommTimeout, StaleError
 from braid.runtime.message import Delivery, Van
@@ -51,10 +52,11 @@ class _Backlog:
         self.num_processed = 0
 
 
+@dataclass(eq=False)
 class LeaderFollowers:
     """Receives the messages of a van, and processes them in a pool of threads.
 
-    Args:
+    Attributes:
         van: The van.
         handle: Function for each message, and the time at which it came; it may block.
         handle_at_once: Function for each message that comes, before `handle`: whether it was one
@@ -64,27 +66,22 @@ class LeaderFollowers:
         max_running: Such messages that the pool processes at the same time at most.
     """
 
-    def __init__(
-        self,
-        van: Van,
-        handle: Callable[[Delivery, int], None],
-        handle_at_once: Callable[[Delivery], bool],
-        tick: Callable[[], None],
-        is_bounded: Callable[[Delivery], bool],
-        max_running: int,
-    ) -> None:
-        self._van = van
-        self._now_ns = van.clock.now_ns
-        self._handle = handle
-        self._handle_at_once = handle_at_once
-        self._tick = tick
-        self._is_bounded = is_bounded
+    van: Van
+    handle: Callable[[Delivery, int], None]
+    handle_at_once: Callable[[Delivery], bool]
+    tick: Callable[[], None]
+    is_bounded: Callable[[Delivery], bool]
+    max_running: int
+
+    def __post_init__(self) -> None:
+        """Begin without threads."""
+        self._now_ns = self.van.clock.now_ns
         self._lock = threading.RLock()
         self._is_closed = False
         # the leader
         self._has_leader = False
         self._leader_key: object = None  # of the thread of the program that leads
-        self._led_ns = van.clock.now_ns()  # when a thread led or waited last
+        self._led_ns = self._now_ns()  # when a thread led or waited last
         self._ticked_ns = 0
         # threads of the program
         self._num_waiting = 0
@@ -96,7 +93,7 @@ class LeaderFollowers:
         self._follower = threading.Condition(self._lock)
         self._num_followers = 0  # with a leader of the pool
         self._has_standby = False  # a follower that looks whether there is a leader
-        self._bounded, self._urgent = _Backlog(max_running), _Backlog(float("inf"))
+        self._bounded, self._urgent = _Backlog(self.max_running), _Backlog(float("inf"))
 
     def start(self) -> None:
         """Begin to receive."""
@@ -122,9 +119,9 @@ class LeaderFollowers:
         delivery = None
         self._lock.release()
         try:
-            delivery = self._van.recv(timeout_s)
+            delivery = self.van.recv(timeout_s)
             self._leader_key = None  # this thread looks again by itself
-            if self._handle_at_once(delivery):
+            if self.handle_at_once(delivery):
                 delivery = None
         except CommTimeout:
             pass
@@ -135,7 +132,7 @@ class LeaderFollowers:
             self._led_ns = self._now_ns()
             if self._led_ns - self._ticked_ns > _TICK_NS:
                 self._ticked_ns = self._led_ns
-                self._unlocked(self._tick)
+                self._unlocked(self.tick)
         return delivery
 
     # -- a thread of the program
@@ -195,11 +192,11 @@ class LeaderFollowers:
     def _process_own(self, delivery: Delivery, *, is_quick: bool) -> None:
         """Process a message in a thread that waits; others lead if that takes long."""
         if is_quick:
-            self._unlocked(self._handle, delivery, self._led_ns)
+            self._unlocked(self.handle, delivery, self._led_ns)
             return
         self._step_back()
         try:
-            self._unlocked(self._handle, delivery, self._led_ns)
+            self._unlocked(self.handle, delivery, self._led_ns)
         finally:
             self._num_waiting += 1
 
@@ -249,11 +246,11 @@ class LeaderFollowers:
         if not self._num_followers or is_backed_up or not self._has_standby:
             self._promote_follower()
         try:
-            self._unlocked(self._handle, delivery, arrived_ns)
+            self._unlocked(self.handle, delivery, arrived_ns)
         except StaleError:
             raise
         except BaseException:  # what a program does must not end the threads of its node
-            LOG.exception("%s could not handle %s", self._van.node, type(delivery.message).__name__)
+            LOG.exception("%s could not handle %s", self.van.node, type(delivery.message).__name__)
         finally:
             self._num_followers += 1
             backlog.num_processed -= 1
@@ -295,7 +292,7 @@ class LeaderFollowers:
             self._spawn()
 
     def _spawn(self) -> None:
-        name = f"braid-rpc-{self._van.node}-{next(self._numbers)}"
+        name = f"braid-rpc-{self.van.node}-{next(self._numbers)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -310,7 +307,7 @@ class LeaderFollowers:
         self._promote_follower()
 
     def _backlog_of(self, delivery: Delivery) -> _Backlog:
-        return self._bounded if self._is_bounded(delivery) else self._urgent
+        return self._bounded if self.is_bounded(delivery) else self._urgent
 
     def _unlocked(self, work: Callable[..., None], *args: object) -> None:
         self._lock.release()
@@ -323,7 +320,7 @@ class LeaderFollowers:
 
     def submit(self, delivery: Delivery) -> None:
         """Handle a message of this node to itself as one that arrives."""
-        if self._handle_at_once(delivery):
+        if self.handle_at_once(delivery):
             return
         with self._lock:
             self._hand_to_pool(delivery, self._now_ns())
@@ -340,7 +337,7 @@ class LeaderFollowers:
         with self._lock:
             self._wake_waiters()
             if self._leader_key is not None:
-                self._van.rouse()
+                self.van.rouse()
 
     def wake(self, key: object) -> None:
         """Wake one thread of the program, to look at its condition."""
@@ -349,4 +346,4 @@ class LeaderFollowers:
             if waiter is not None:
                 waiter.notify()
             elif self._leader_key == key:
-                self._van.rouse()
+                self.van.rouse()

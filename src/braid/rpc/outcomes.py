@@ -26,7 +26,6 @@ import msgspec
 import torch
 
 from braid import errors
-from braid.errors import ConfigError
 from braid.runtime.torch_internals import Future, set_unwrap_function
 
 __all__ = [
@@ -46,7 +45,7 @@ MAX_PART = 4 << 10
 TEXT_S = 1.0  # for an error to make its text
 
 
-class RpcError(ConfigError, RuntimeError):
+class RpcError(errors.ConfigError, RuntimeError):
     """A call, a reference or a context cannot be used in this way.
 
     A ConfigError of braid. It is also a RuntimeError, which torch raises in these cases.

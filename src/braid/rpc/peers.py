@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from braid.errors import (
@@ -51,45 +52,34 @@ class _Unreachable(NamedTuple):
     reason: str
 
 
+@dataclass(eq=False)
 class Peers:
     """Sends messages to the nodes of a group.
 
-    Args:
+    Attributes:
         van: Van of this node.
         info: Name and number of this node.
         directory: Records of all nodes.
         deliver: Function that handles a message of this node to itself.
         release: Function that releases the references of a node to which a message was not sent.
-
-    Attributes:
-        now_ns: Clock of deadlines.
         lost: Numbers of nodes that were lost, and have not come again.
         is_closed: Whether this node has ended.
     """
 
-    def __init__(
-        self,
-        van: Van,
-        info: WorkerInfo,
-        directory: WorkerDirectory,
-        deliver: Callable[[Delivery], None],
-        release: Callable[[int], None],
-    ) -> None:
-        self.info = info
-        self.directory = directory
-        self.now_ns = van.clock.now_ns
-        self.lost: set[int] = set()
-        self.is_closed = False
-        self._van = van
-        self._deliver = deliver
-        self._release = release
+    van: Van
+    info: WorkerInfo
+    directory: WorkerDirectory
+    deliver: Callable[[Delivery], None]
+    release: Callable[[int], None]
+    lost: set[int] = field(default_factory=set)
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin without connections."""
+        self.now_ns = self.van.clock.now_ns  # clock of deadlines
+        self.incarnation = self.van.incarnation  # number of this life of the node
         self._reached: set[int] = set()
         self._unreachable: dict[int, _Unreachable] = {}
-
-    @property
-    def incarnation(self) -> int:
-        """Number of this life of the node."""
-        return self._van.incarnation
 
     def transmit(
         self, to: int, message: Message, buffers: Sequence[Buffer] = (), *, answers: int = 0
@@ -123,14 +113,14 @@ class Peers:
             raise self.ended()
         if to == self.info.id:
             copies = [memoryview(bytearray(each)) for each in buffers]
-            number = number or self._van.new_id()
+            number = number or self.van.new_id()
             delivery = Delivery(
-                self._van.node, message, copies, number, self.incarnation, answers=answers
+                self.van.node, message, copies, number, self.incarnation, answers=answers
             )
-            self._deliver(delivery)
+            self.deliver(delivery)
             return
         node = node_of(to)
-        if not self._van.is_connected(node):
+        if not self.van.is_connected(node):
             is_first = isinstance(message, Call) or (  # others go to nodes that were connected
                 isinstance(message, Fork) and to not in self.lost
             )
@@ -139,21 +129,21 @@ class Peers:
                 return
             self._connect(to, _CONNECT_S if isinstance(message, Call) else _PROBE_S)
         self._reached.add(to)
-        self._van.send(node, message, buffers=buffers, answers=answers, message_id=number)
+        self.van.send(node, message, buffers=buffers, answers=answers, message_id=number)
 
     def undelivered(self, to: int) -> None:
         """Release the references that a message to a lost node has carried."""
         if not self.is_closed:
-            self._release(to)
+            self.release(to)
 
     def is_alive(self, number: int) -> bool:
         """Whether a node can be reached; connects to it if need be, so that its loss shows."""
         if number in self.lost:
             return False
-        if number != self.info.id and not self._van.is_connected(node_of(number)):
+        if number != self.info.id and not self.van.is_connected(node_of(number)):
             try:
                 address = self.directory.find(number).address
-                self._van.connect(node_of(number), address, timeout_s=_PROBE_S)
+                self.van.connect(node_of(number), address, timeout_s=_PROBE_S)
             except (CommError, RendezvousError, ConfigError):
                 self.lost.add(number)
                 return False
@@ -193,11 +183,11 @@ class Peers:
     def _reach(self, to: int, address: str, within_s: float, *, is_again: bool) -> str:
         """Connect to a node; return the reason if that fails."""
         if is_again:  # a connection would try again until its deadline
-            failed = probe({to: address}, self._van.clock, timeout_s=within_s)
+            failed = probe({to: address}, self.van.clock, timeout_s=within_s)
             if failed:
                 return failed[to]
         try:
-            self._van.connect(node_of(to), address, timeout_s=within_s)
+            self.van.connect(node_of(to), address, timeout_s=within_s)
         except RendezvousError as exc:
             return str(exc)
         return ""

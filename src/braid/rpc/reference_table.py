@@ -52,39 +52,37 @@ class References:
 
     Args:
         peers: Sends the messages of the protocol.
+
+    Attributes:
+        state: Decisions; public for introspection.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._lock = threading.RLock()
         first = (peers.incarnation % (1 << 30) << 32) + 1
-        self._state = ReferencesState(peers.info.id, first)
+        self.state = ReferencesState(peers.info.id, first)
         self._values: dict[Id, torch.futures.Future[Any]] = {}
         self._errors: dict[Id, BaseException] = {}  # of forks whose value is gone
         self.released: deque[tuple[Id, Id]] = deque()  # handles that Python has collected
 
-    @property
-    def state(self) -> ReferencesState:
-        """Decisions, for introspection."""
-        return self._state
-
     def counts(self) -> Counts:
         """Return how many references there are."""
         with self._lock:
-            return Counts(*self._state.counts())
+            return Counts(*self.state.counts())
 
     @property
     def oldest_open(self) -> int:
         """Number below which all requests of this node are over."""
         with self._lock:
-            return self._state.oldest_open
+            return self.state.oldest_open
 
     def new_owned(self, value: Any) -> tuple[Id, Id]:
         """Take a value of this node."""
         future: torch.futures.Future[Any] = AnswerFuture()
         future.set_result(value)
         with self._lock:
-            ref, fork = self._state.new_owned()
+            ref, fork = self.state.new_owned()
             self._values[ref] = future
         return ref, fork
 
@@ -92,24 +90,24 @@ class References:
         """Return a reference to a value that a node is about to make."""
         with self._lock:
             if owner != self._peers.info.id:
-                return self._state.new_remote(owner)
-            ref, fork = self._state.new_owned()
+                return self.state.new_remote(owner)
+            ref, fork = self.state.new_owned()
             self._values[ref] = AnswerFuture()
             return ref, fork
 
     def created(self, fork: Id, error: BaseException | None = None) -> None:
         """Note that the owner makes the value of `new_remote`, or that it cannot be asked."""
         with self._lock:
-            if error is not None and self._state.is_held(fork):
+            if error is not None and self.state.is_held(fork):
                 self._errors[fork] = error.with_traceback(None)  # whose frames have arguments
-            done = self._state.created(fork)
+            done = self.state.created(fork)
         self._act(done)
 
     def accept(self, ref: Id, fork: Id, user: int, oldest_open: int) -> None:
         """Register a value that a peer is about to make here."""
         with self._lock:
             self._values.setdefault(ref, AnswerFuture())
-            done = self._state.accept(ref, fork, user, oldest_open)
+            done = self.state.accept(ref, fork, user, oldest_open)
         self._act(done)
 
     def set_value(self, ref: Id, value: Any, error: BaseException | None) -> None:
@@ -126,18 +124,18 @@ class References:
         """Return a fork for a message to a node."""
         self.check(fork)
         with self._lock:
-            return self._state.share(ref, fork, receiver)
+            return self.state.share(ref, fork, receiver)
 
     def unshare(self, data: Sequence[Any]) -> None:
         """Take a reference back that was shared for a message which will not leave."""
         with self._lock:
-            done = self._state.unshare(Id(*data[0]), Id(*data[1]))
+            done = self.state.unshare(Id(*data[0]), Id(*data[1]))
         self._act(done)
 
     def confirmed(self, children: Sequence[Id]) -> None:
         """Learn that a call which brought forks home is answered, or has not left."""
         with self._lock:
-            done = [each for child in children for each in self._state.confirmed(child)]
+            done = [each for child in children for each in self.state.confirmed(child)]
         self._act(done)
 
     def receive(
@@ -149,7 +147,7 @@ class References:
             CommError: The value is gone.
         """
         with self._lock:
-            held, done = self._state.receive(ref, fork, owner.id, sender, will_answer=will_answer)
+            held, done = self.state.receive(ref, fork, owner.id, sender, will_answer=will_answer)
             if held is not None and owner.id == self._peers.info.id:  # it may still be to come
                 self._values.setdefault(ref, AnswerFuture())
         self._act(done)
@@ -180,18 +178,18 @@ class References:
     def is_confirmed(self, fork: Id) -> bool:
         """Whether the owner knows a fork."""
         with self._lock:
-            return self._state.is_confirmed(fork)
+            return self.state.is_confirmed(fork)
 
     def on_message(self, sender: int, message: ReferenceMessage) -> None:
         """Handle a message of the protocol."""
         with self._lock:
-            done = self._state.on_message(sender, message)
+            done = self.state.on_message(sender, message)
         self._act(done)
 
     def lost(self, process: int) -> None:
         """Let go what a lost node held."""
         with self._lock:
-            done = self._state.lost(process)
+            done = self.state.lost(process)
         self._act(done)
 
     def collect(self) -> None:
@@ -200,7 +198,7 @@ class References:
             ref, fork = self.released.popleft()
             with self._lock:
                 self._errors.pop(fork, None)
-                done = self._state.release(ref, fork)
+                done = self.state.release(ref, fork)
             self._act(done)
 
     def close(self) -> None:

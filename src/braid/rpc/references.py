@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from braid.rpc.agent import Agent
+from braid.rpc.caller import OutgoingCall
 from braid.rpc.current import current_agent
 from braid.rpc.functions import MARK, is_async_execution
 from braid.rpc.names import register
@@ -98,7 +99,7 @@ class RRef:
         if self.is_owner():
             return self._made_here(timeout)
         self._agent.references.check(self._fork)
-        return self._agent.caller.call_sync(self._owner.id, _fetch, (self,), {}, timeout)
+        return self._agent.caller.call_sync(self._call(_fetch, timeout=timeout))
 
     def local_value(self) -> Any:
         """Return the value in its owner; waits until it is made.
@@ -143,14 +144,18 @@ class RRef:
                 f"{self._owner.name}"
             )
             raise RpcError(msg)
-        self._agent.caller.call_sync(
-            self._owner.id, _backward, (self, dist_autograd_ctx_id, retain_graph), {}, -1.0
-        )
+        self._agent.caller.call_sync(self._call(_backward, dist_autograd_ctx_id, retain_graph))
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
         caller = self._agent.caller
         call = caller.call_sync if blocking else caller.call_async
-        return call(self._owner.id, _type_of, (self,), {}, timeout)
+        return call(self._call(_type_of, timeout=timeout))
+
+    def _call(
+        self, function: Callable[..., Any], *args: Any, timeout: float = -1.0
+    ) -> OutgoingCall:
+        """Return a call of a function in the owner, with this reference before its arguments."""
+        return OutgoingCall(self._owner.id, function, (self, *args), None, timeout)
 
     def _serialize(self) -> None:
         self.__reduce__()
@@ -166,9 +171,9 @@ class RRef:
         return f"<RRef {tuple(self._ref)} of {self._owner.name}>"
 
 
-def create(agent: Agent, *call: Any) -> RRef:
+def create(agent: Agent, call: OutgoingCall) -> RRef:
     """Call a function in another node; return a reference to its result; see `Caller.create`."""
-    return RRef._of(agent, *agent.caller.create(*call))  # noqa: SLF001 - of this module
+    return RRef._of(agent, *agent.caller.create(call))  # noqa: SLF001 - of this module
 
 
 def share(references: References, value: Any, receiver: int) -> Any:
@@ -192,19 +197,18 @@ def receive(agent: Agent, data: Sequence[Any], sender: str, will_answer: bool) -
 def call_methods(rrefs: Sequence[RRef], name: str, args: tuple[Any, ...]) -> list[CallOutcome]:
     """Call a method of several values at the same time; return when all calls have ended."""
     caller = rrefs[0]._agent.caller  # noqa: SLF001 - of this module
-    return caller.call_each((rref.owner().id, _method, (rref, name, args, {})) for rref in rrefs)
+    return caller.call_each(rref._call(_method, name, args, {}) for rref in rrefs)  # noqa: SLF001
 
 
 class _Proxy:
-    """Methods of a value that lives elsewhere; `call` is a method of the caller, or `create`."""
+    """Methods of a value that lives elsewhere; `make` is a method of the caller, or `create`."""
 
-    def __init__(self, rref: RRef, call: Callable[..., Any], timeout: float) -> None:
-        self._rref, self._call, self._timeout = rref, call, timeout
+    def __init__(self, rref: RRef, make: Callable[[OutgoingCall], Any], timeout: float) -> None:
+        self._rref, self._make, self._timeout = rref, make, timeout
 
     def __getattr__(self, name: str) -> Any:
         def invoke(*args: Any, **kwargs: Any) -> Any:
-            values = (self._rref, name, args, kwargs)
-            return self._call(self._rref.owner().id, _method, values, {}, self._timeout)
+            return self._make(self._rref._call(_method, name, args, kwargs, timeout=self._timeout))  # noqa: SLF001
 
         return invoke
 

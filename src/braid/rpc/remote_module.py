@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from braid.errors import ConfigError
-from braid.rpc.api import remote
+from braid.rpc.api import remote, rpc_sync
 from braid.rpc.current import current_agent
 from braid.rpc.names import register
 from braid.rpc.references import RRef
@@ -87,9 +87,7 @@ class RemoteModule(torch.nn.Module):
         Args:
             recurse: Whether those of submodules are among them.
         """
-        parameters: list[RRef] = current_agent().caller.call_sync(
-            self.on, _parameters, (self.module_rref, recurse)
-        )
+        parameters: list[RRef] = rpc_sync(self.on, _parameters, (self.module_rref, recurse))
         return parameters
 
     def get_module_rref(self) -> RRef:
@@ -98,7 +96,7 @@ class RemoteModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Set the module, in its node, to training."""
-        current_agent().caller.call_sync(self.on, _set_training, (self.module_rref, mode))
+        rpc_sync(self.on, _set_training, (self.module_rref, mode))
         self.training = mode
         return self
 

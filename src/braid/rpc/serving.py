@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from braid.errors import ConfigError
+from braid.rpc.api import rpc_async
 from braid.rpc.current import acting_for, current_agent
 from braid.rpc.functions import MARK, is_async_execution
 from braid.rpc.names import register
@@ -192,11 +193,8 @@ def _spread(
     timeout: float,
 ) -> list[torch.futures.Future[Any]]:
     half = (len(names) + 1) // 2
-    agent = current_agent()
     return [
-        agent.caller.call_async(
-            part[0], _relay, (list(part[1:]), func, tuple(args), dict(kwargs)), {}, timeout
-        )
+        rpc_async(part[0], _relay, (list(part[1:]), func, tuple(args), dict(kwargs)), {}, timeout)
         for part in (names[:half], names[half:])
         if part
     ]

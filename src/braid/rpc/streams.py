@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from braid.errors import CommTimeout, ConfigError
+from braid.rpc.api import rpc_async
 from braid.rpc.current import current_agent
 from braid.rpc.functions import async_execution
 from braid.rpc.names import register
@@ -173,9 +174,8 @@ def stream(
     agent = current_agent()
     seconds = agent.options.rpc_timeout if timeout < 0 else timeout
     inbox = _Inbox()
-    call = agent.caller.call_async(
-        to, _run, (RRef(inbox), func, list(args or ()), dict(kwargs or {}), window), timeout=0
-    )
+    values = (RRef(inbox), func, list(args or ()), dict(kwargs or {}), window)
+    call = rpc_async(to, _run, values, timeout=0)
 
     def on_end(done: Future[int]) -> None:
         try:

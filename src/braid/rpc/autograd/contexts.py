@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -58,28 +59,29 @@ _NUM_OVER = 1024
 _MESSAGES = get_args(AutogradMessage)
 
 
+@dataclass(eq=False)
 class Contexts:
     """All contexts of a node.
 
-    Args:
+    Attributes:
         peers: Sends the messages of the protocol.
         pool: Threads that receive.
         codec: Packs gradients.
         options: Choices of the node.
     """
 
-    def __init__(
-        self, peers: Peers, pool: LeaderFollowers, codec: Codec, options: RpcOptions
-    ) -> None:
-        self._peers = peers
-        self._pool = pool
-        self._codec = codec
-        self._options = options
+    peers: Peers
+    pool: LeaderFollowers
+    codec: Codec
+    options: RpcOptions
+
+    def __post_init__(self) -> None:
+        """Begin without contexts."""
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._over: deque[int] = deque(maxlen=_NUM_OVER)  # calls of theirs may still come
         # not those of an earlier life of this node, which others may still know
-        self._numbers = itertools.count((peers.incarnation % (1 << 23) << 24) + 1)
+        self._numbers = itertools.count((self.peers.incarnation % (1 << 23) << 24) + 1)
 
     # -- life of a context
 
@@ -91,9 +93,9 @@ class Contexts:
                 "Distributed autograd contexts do not nest: leave that one first"
             )
             raise RpcError(msg)
-        number = (self._peers.info.id << _ID_BITS) + next(self._numbers)
+        number = (self.peers.info.id << _ID_BITS) + next(self._numbers)
         with self._lock:
-            self._contexts[number] = Context(self._peers.info.id, number)
+            self._contexts[number] = Context(self.peers.info.id, number)
         _CURRENT.set(number)
         return number
 
@@ -111,7 +113,7 @@ class Contexts:
     @property
     def largest_number(self) -> int:
         """Largest number that a context of this node can have."""
-        return (self._peers.info.id << _ID_BITS) + (1 << _ID_BITS) - 1
+        return (self.peers.info.id << _ID_BITS) + (1 << _ID_BITS) - 1
 
     @property
     def num_backwards(self) -> int:
@@ -129,7 +131,7 @@ class Contexts:
         if own is None:
             msg = (
                 f"Could not find autograd context with id: {number}. It is over, or no call of it "
-                f"has come to {self._peers.info.name}"
+                f"has come to {self.peers.info.name}"
             )
             raise RpcError(msg)
         return own
@@ -172,7 +174,7 @@ class Contexts:
             own.state.met(to)
             if not places:
                 return AutogradEdge(number, _NO_EDGE, [], is_recording)
-            edge = Id(self._peers.info.id, next(self._numbers))
+            edge = Id(self.peers.info.id, next(self._numbers))
             own.state.sent(edge, to)
             own.sends[edge] = [tensors[place] for place in places]
         return AutogradEdge(number, edge, places, is_recording)
@@ -209,9 +211,9 @@ class Contexts:
         """Return a context, which may be new here; None if it is over."""
         with self._lock:
             own = self._contexts.get(number)
-            is_own = number >> _ID_BITS == self._peers.info.id
+            is_own = number >> _ID_BITS == self.peers.info.id
             if own is None and not is_own and number not in self._over:
-                own = self._contexts[number] = Context(self._peers.info.id, number)
+                own = self._contexts[number] = Context(self.peers.info.id, number)
             return own
 
     # -- backward
@@ -239,7 +241,7 @@ class Contexts:
             msg = "the backward needs at least one root"
             raise RpcError(msg)
         with own.lock:
-            this = Id(self._peers.info.id, next(self._numbers))
+            this = Id(self.peers.info.id, next(self._numbers))
             if own.state.failure_of(this):
                 msg = f"context {number} has failed: {own.state.failure_of(this)}"
                 raise CommError(msg)
@@ -247,8 +249,8 @@ class Contexts:
             own.retains, own.mode = retain_graph, mode
             done = own.state.begin(this, mode)
         self._act(own, done)
-        seconds = self._options.rpc_timeout if timeout_s is None else timeout_s
-        is_over = self._pool.wait(
+        seconds = self.options.rpc_timeout if timeout_s is None else timeout_s
+        is_over = self.pool.wait(
             lambda: own.finished is not None or bool(own.state.failure_of(this)),
             seconds or None,
             lambda each: isinstance(each.message, _MESSAGES),
@@ -267,7 +269,7 @@ class Contexts:
         assert own.finished is not None
         if own.finished.pending:
             unused = sum(map(len, own.finished.pending.values()))
-            nodes = ", ".join(self._peers.directory.find(n).name for n in own.finished.pending)
+            nodes = ", ".join(self.peers.directory.find(n).name for n in own.finished.pending)
             msg = (
                 f"the backward of context {number} is incomplete: {unused} messages to {nodes} had "
                 "results that the roots do not depend on. Use mode='smart'"
@@ -284,8 +286,8 @@ class Contexts:
         own = self._contexts.get(message.context)
         if own is None:
             if isinstance(message, Mark | Gradients):
-                reason = f"{self._peers.info.name} has released context {message.context}"
-                self._peers.transmit(sender, BackwardFailed(message.context, reason))
+                reason = f"{self.peers.info.name} has released context {message.context}"
+                self.peers.transmit(sender, BackwardFailed(message.context, reason))
             return
         with own.lock:
             match message:
@@ -298,7 +300,7 @@ class Contexts:
                     if own.state.is_current(message.backward):
                         body = Body(message.packed, message.specs, message.sparse)
                         tensors = tensors_of(body, buffers)
-                        own.arrived[message.edge] = self._codec.unpack(
+                        own.arrived[message.edge] = self.codec.unpack(
                             body.packed, tensors, node_of(sender)
                         )
                         own.retains, own.mode = message.retains, message.mode
@@ -323,25 +325,25 @@ class Contexts:
         for each in instructions:
             match each:
                 case Send(to, message):
-                    self._peers.transmit(to, message)
+                    self.peers.transmit(to, message)
                 case RunBackward(edge, backward):
                     self._run(own, edge, backward)
                 case Ship():
                     self._ship(own, each)
                 case BackwardFinished():
                     own.finished = each
-                    self._pool.notify()
+                    self.pool.notify()
                 case FailBackward():
                     own.restore()
-                    self._pool.notify()
+                    self.pool.notify()
 
     def _run(self, own: Context, source: Id | None, backward: Id) -> None:
         """Run the local backward of a source."""
         try:
-            with own.local(backward, self._options.rpc_timeout or None):
+            with own.local(backward, self.options.rpc_timeout or None):
                 self._local(own, source, backward)
         except Exception as exc:  # noqa: BLE001 - hooks and functions of users may raise anything
-            name = self._peers.info.name
+            name = self.peers.info.name
             reason = f"the backward in {name} raised {type(exc).__name__}: {exc}"
             with own.lock:
                 done = own.state.fail(reason, backward)
@@ -399,7 +401,7 @@ class Contexts:
                 return
             grads = own.receives[ship.edge].take()
         try:
-            body, buffers = self._codec.pack(grads, ship.to).as_body()
+            body, buffers = self.codec.pack(grads, ship.to).as_body()
         except BraidError as exc:
             with own.lock:
                 done = own.state.fail(f"a gradient cannot travel: {exc}", ship.backward)
@@ -416,4 +418,4 @@ class Contexts:
             body.sparse,
             own.state.failed,
         )
-        self._peers.transmit(ship.to, message, buffers)
+        self.peers.transmit(ship.to, message, buffers)
