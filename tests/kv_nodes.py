@@ -12,7 +12,7 @@ import numpy as np
 
 from braid.ps import kv
 from braid.ps.kv.messages import SCHEMA
-from braid.ps.roles import name_of
+from braid.ps.protocol.directory import name_of
 from braid.runtime.message import LocalNetwork, VanConfig
 from support.message_faults import Faults
 from support.simulated_van import Network

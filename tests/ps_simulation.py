@@ -15,8 +15,7 @@ import torch
 from braid.errors import StaleError
 from braid.ps import Consistency, Node, Options
 from braid.ps.messages import SCHEMA, Called
-from braid.ps.protocol.directory import virtual_shard
-from braid.ps.roles import name_of
+from braid.ps.protocol.directory import name_of, virtual_shard
 from braid.runtime.message import Delivery, VanConfig
 from support.message_faults import Faults
 from support.simulated_van import Network
@@ -42,7 +41,7 @@ class Worker:
     @property
     def accepted(self) -> list[int]:
         """Clocks of the pushes of this process that were accepted."""
-        customer = self.table._own_client.customer
+        customer = self.table._own_customer
         first = self.table.clock - len(self.stamps)
         return [
             first + place
@@ -52,8 +51,8 @@ class Worker:
 
     @property
     def is_done(self) -> bool:
-        client = self.table._own_client
-        return len(self.pulled) > self.clocks and all(map(client.is_done, self.stamps))
+        customer = self.table._own_customer
+        return len(self.pulled) > self.clocks and all(map(customer.is_done, self.stamps))
 
     def go_on(self) -> None:
         """Continue when the pull under way is answered."""
@@ -66,9 +65,9 @@ class Worker:
             self.is_removed = True
 
     def _go_on(self) -> None:
-        client = self.table._own_client
+        customer = self.table._own_customer
         if self._pull is not None:
-            if not client.is_done(self._pull):
+            if not customer.is_done(self._pull):
                 return
             self._pull = None
             self.pulled.append(self.values.clone())

@@ -15,18 +15,19 @@ import pytest
 SILENT_S = 3.0
 TRAIN = """
 import os, signal, sys, time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
 import torch
 import braid
 from braid import ps
-from braid.runtime.message import VanConfig
+from braid.ps.rendezvous import VAN
 
 here, silent_s, alone_s, *plan = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:]
 SIZE, WORKERS, STEPS = 100_000, 2, 60  # the table has several shards, of both servers
 make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-quick = partial(VanConfig, lost_after_s=silent_s)
+quick = replace(VAN, lost_after_s=silent_s)
 
 
 def gradient(values, worker, step):
@@ -44,7 +45,7 @@ def is_whole(directory):
 
 
 group = braid.init()
-with mock.patch("braid.ps.rendezvous.VanConfig", quick), mock.patch("braid.ps.node.ALONE_S", alone_s):
+with mock.patch("braid.ps.rendezvous.VAN", quick), mock.patch("braid.ps.node.ALONE_S", alone_s):
     with ps.join(group) as node:
         table = node.dense("weights", torch.zeros(SIZE), make)
         if not node.is_worker:

@@ -36,8 +36,8 @@ def _pushes(group: Group) -> CallCounts | None:
 
 def test_a_push_makes_few_calls(procs):
     *_, counts = procs(3, _pushes)
-    assert counts.calls <= 82, counts.by_function
-    assert counts.files <= 22, counts.by_function
+    assert counts.calls <= 69, counts.by_function
+    assert counts.files <= 18, counts.by_function
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:

@@ -86,8 +86,8 @@ def _mistakes(group: Group) -> list[str]:
             node.serve()
             return said
         other = node.dense("only here", torch.ones(4), MAKE)
-        more = ps.DenseTable(table._client, replace(table._spec, num_shards=2), torch.ones(4))
-        wrong = ps.DenseTable(table._client, table._spec, torch.ones(5))
+        more = ps.DenseTable(table._customer, replace(table._spec, num_shards=2), torch.ones(4))
+        wrong = ps.DenseTable(table._customer, table._spec, torch.ones(5))
         said += [
             said_by(node.serve, ConfigError),
             said_by(lambda: table.push(torch.ones(3)), ConfigError),
@@ -410,7 +410,7 @@ def _ends_with_a_refused_push(group: Group) -> list[str]:
         node.serve()
         node.close()
         return []
-    ps.DenseTable(table._client, table._spec, torch.ones(5)).push(torch.ones(5))
+    ps.DenseTable(table._customer, table._spec, torch.ones(5)).push(torch.ones(5))
     return [said_by(node.close, CommError), said_by(node.postoffice.van.try_recv, StaleError)]
 
 

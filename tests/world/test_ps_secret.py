@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from braid.comm import Group
-from braid.ps import addresses
+from braid.ps import rendezvous
 from braid.runtime.wire import Secret
 from support.worlds import run_threads
 
@@ -16,17 +16,17 @@ DRAWN = bytes(range(32))
 
 
 def _proof(group: Group) -> bytes:
-    return addresses.connection_secret(group).sign(b"proof")
+    return rendezvous.connection_secret(group).sign(b"proof")
 
 
 @pytest.fixture
 def _draws(monkeypatch):
-    monkeypatch.setattr(addresses.os, "urandom", lambda _: DRAWN)
+    monkeypatch.setattr(rendezvous.os, "urandom", lambda _: DRAWN)
 
 
 @pytest.fixture
 def _on_several_hosts(monkeypatch):
-    monkeypatch.setattr(addresses, "host_name", lambda: threading.current_thread().name)
+    monkeypatch.setattr(rendezvous, "host_name", lambda: threading.current_thread().name)
 
 
 @pytest.fixture

@@ -473,12 +473,13 @@ def test_an_answer_that_is_too_large_is_refused():
 
 def test_nodes_with_another_secret_are_refused():
     from braid.errors import RendezvousError
-    from braid.ps.kv.rendezvous import make_van
+    from braid.ps.kv.messages import SCHEMA
+    from braid.ps.rendezvous import VAN, NodePlace, make_van
     from braid.runtime.wire import Secret
 
     def node(role: str, secret: bytes, scheduler: str = "") -> kv.KVNode:
-        name = "scheduler" if role == "scheduler" else f"{role}:0"
-        van = make_van(name, Secret(32 * secret), "run", "tcp://127.0.0.1:0")
+        place = NodePlace(role, 0, Secret(32 * secret), "run", "tcp://127.0.0.1:0")
+        van = make_van(place, SCHEMA, VAN)
         return kv.KVNode(van, role, 0, (1, 1), scheduler)
 
     scheduler = node("scheduler", b"a")

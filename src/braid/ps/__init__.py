@@ -7,8 +7,8 @@ from braid.ps.dense import DenseTable
 from braid.ps.embedding import Embedding
 from braid.ps.module import ParameterServer, ParamGroup
 from braid.ps.node import Node
-from braid.ps.options import Options
 from braid.ps.rendezvous import join, join_running
+from braid.ps.scheduler import Options
 from braid.ps.sparse import SparseTable
 from braid.ps.storage import (
     FTRL,

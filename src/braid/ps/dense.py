@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from braid.errors import ConfigError
+from braid.ps.consistency import Consistency
 from braid.ps.messages import Pull, Pulled, Push
-from braid.ps.storage import parts_in, range_of_shard
-from braid.ps.table import Table
-from braid.ps.tables import TableSpec
+from braid.ps.storage import (
+    DenseStorage,
+    ParameterStorage,
+    Rule,
+    Storage,
+    SumStorage,
+    parts_in,
+    range_of_shard,
+)
+from braid.ps.storage.steppers import MakeOptimizer
+from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import as_buffers, from_buffers, memory_of
+from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers, memory_of
 
 if TYPE_CHECKING:
-    from braid.ps.client import Client
+    from braid.ps.customer import Customer
 
-__all__ = ["DenseTable"]
+__all__ = ["DenseTable", "dense_spec"]
+
+SHARD_BYTES = 1 << 20  # a dense table has a shard for each so many bytes
+MAX_SHARDS = 64
 
 
 class DenseTable(Table):
     """A dense table, as a worker sees it; see `Table` for clocks and consistency.
 
     Args:
-        client: Requests of this worker; None on servers and the scheduler.
+        customer: Requests of this worker; None on servers and the scheduler.
         spec: The table.
         like: Tensor with its shape and dtype.
 
@@ -33,10 +46,12 @@ class DenseTable(Table):
         versions: Records that each shard had when it was pulled last.
     """
 
-    def __init__(self, client: Client | None, spec: TableSpec, like: torch.Tensor) -> None:
-        super().__init__(client, spec)
+    def __init__(self, customer: Customer | None, spec: TableSpec, like: torch.Tensor) -> None:
+        super().__init__(customer, spec)
         self.versions = [0] * spec.num_shards
         self._shape, self._dtype = like.shape, like.dtype
+        numel, count = like.numel(), spec.num_shards
+        self._spans = [range_of_shard(numel, shard, count) for shard in range(count)]
         self._whole = torch.empty(like.numel(), dtype=like.dtype)
 
     def pull(
@@ -57,7 +72,7 @@ class DenseTable(Table):
             CommTimeout: No answer came.
         """
         out = self._whole.view(self._shape) if out is None else out
-        self._client.join(timeout_s)
+        self._customer.postoffice.ensure_joined(timeout_s)
         self.wait(self.pull_async(out), timeout_s)
         return out
 
@@ -74,11 +89,10 @@ class DenseTable(Table):
         flat, clock = out.detach().view(-1), self.clock
 
         def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
-            specs: list[list[object]] = [[] for _ in parts]
-            return Pull(self.epoch, self.name, clock, parts, specs), ()  # type: ignore[arg-type]
+            return Pull(self.epoch, self.name, clock, parts, [[] for _ in parts]), ()
 
         def memory(part: int) -> list[memoryview]:
-            return [memory_of(self._part(flat, part))]
+            return [memory_of(flat[self._spans[part]])]
 
         def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
             message = delivery.message
@@ -86,19 +100,13 @@ class DenseTable(Table):
             flat_specs = [spec for specs in message.specs for spec in specs]
             values = from_buffers(flat_specs, delivery.buffers)
             for number, value, version in zip(message.parts, values, message.versions, strict=True):
-                part = self._part(flat, number)
+                part = flat[self._spans[number]]
                 if number in parts:
                     self.versions[number] = version
                     if value.data_ptr() != part.data_ptr():
                         part.copy_(value)
 
-        return self._request(
-            range(self.num_shards),
-            build,
-            on_answer=on_answer,
-            memory=memory,
-            priority=priority,
-        )
+        return self._request(build, on_answer, memory=memory, priority=priority)
 
     def push(self, grad: torch.Tensor) -> int:
         """Push a gradient for this worker's clock, and begin the next clock.
@@ -145,15 +153,12 @@ class DenseTable(Table):
         self, flat: torch.Tensor, part: int, has: Sequence[bool]
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a push to a shard."""
-        grad = self._part(flat, part)
+        grad = flat[self._spans[part]]
         if all(has):
             return (grad,)
-        inside = parts_in(self._spec.sizes, range_of_shard(len(flat), part, self.num_shards))
+        inside = parts_in(self._spec.sizes, self._spans[part])
         flags = torch.tensor([has[number] for number, _ in inside], dtype=torch.uint8)
         return (grad,) if bool(flags.all()) else (grad, flags)
-
-    def _part(self, flat: torch.Tensor, part: int) -> torch.Tensor:
-        return flat[range_of_shard(len(flat), part, self.num_shards)]
 
     def _check(self, tensor: torch.Tensor, name: str) -> None:
         if tensor.shape != self._shape or tensor.dtype != self._dtype:
@@ -162,3 +167,48 @@ class DenseTable(Table):
                 f"{tensor.dtype}{list(tensor.shape)}"
             )
             raise ConfigError(msg)
+
+
+def dense_spec(
+    name: str,
+    values: torch.Tensor,
+    optimizer: Rule | MakeOptimizer | None,
+    consistency: Consistency,
+    sizes: tuple[int, ...],
+    *,
+    has_first: bool,
+) -> TableSpec:
+    """Return the spec of a dense table, with a checksum of its first values if `has_first`.
+
+    Raises:
+        ConfigError: See `Node.dense`.
+    """
+    if not values.is_floating_point():
+        msg = f"table {name!r} needs floating-point values, got {values.dtype}"
+        raise ConfigError(msg)
+    flat = values.detach().reshape(-1)
+    if sizes and (sum(sizes) != len(flat) or optimizer is None):
+        msg = f"table {name!r} has {len(flat)} values and {optimizer}, got sizes {[*sizes]}"
+        raise ConfigError(msg)
+    num_shards = max(1, min(MAX_SHARDS, -(-values.nbytes // SHARD_BYTES)))
+
+    def make(shard: int) -> Storage:
+        places = range_of_shard(len(flat), shard, num_shards)
+        own = flat[places]
+        if optimizer is None:
+            return SumStorage(own, table=name)
+        if not sizes:
+            return DenseStorage(own, optimizer, table=name)
+        lengths = [length for _, length in parts_in(sizes, places)]
+        return ParameterStorage(own, optimizer, lengths, table=name)
+
+    make(0)  # says what is wrong on all nodes
+    return TableSpec(
+        name=name,
+        num_shards=num_shards,
+        consistency=consistency,
+        make_storage=make,
+        form=f"{values.dtype}{list(values.shape)} {[*sizes]}, {consistency}",
+        first=zlib.crc32(bytes_of(flat)) if has_first and len(flat) else 0,
+        sizes=sizes,
+    )

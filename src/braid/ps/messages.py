@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from braid.errors import ConfigError
@@ -40,10 +42,11 @@ __all__ = [
     "StopAt",
     "TableChange",
     "Update",
+    "ValuesAnswer",
     "check_type",
 ]
 
-Specs = list[list[TensorSpec]]
+Specs: TypeAlias = list[list[TensorSpec]]
 
 
 def check_type(rule: str, value: object, kind: type | tuple[type, ...]) -> None:
@@ -100,14 +103,19 @@ class Accepted(Answer, tag="accepted", frozen=True):
     """Pushes or changes of these shards will not be lost."""
 
 
-class Pulled(Answer, tag="pulled", frozen=True):
+class ValuesAnswer(Answer, frozen=True):
+    """An answer with values, which names the message that it answers."""
+
+    request: int
+
+
+class Pulled(ValuesAnswer, tag="pulled", frozen=True):
     """Values of these shards, each after as many records as `versions` says.
 
     Of a whole state, `names` has the names. Of clocks, `versions` has the next ones of the worker
     that asks, and there are no values.
     """
 
-    request: int
     specs: Specs
     versions: tuple[int, ...]
     names: list[list[str]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,39 +12,31 @@ from typing import Any
 import torch
 
 from braid.errors import BraidError, CheckpointError, CommTimeout, ConfigError, PeerLostError
-from braid.ps.client import Client
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.dense import DenseTable
-from braid.ps.messages import Barrier, StopAt, check_type
-from braid.ps.options import Options
+from braid.ps.customer import Customer
+from braid.ps.dense import DenseTable, dense_spec
+from braid.ps.messages import Barrier, Dealt, NextData, Pulled, StopAt, check_type
 from braid.ps.postoffice import Postoffice
+from braid.ps.protocol.directory import SCHEDULER, SPARE, Role, worker_node
+from braid.ps.protocol.requests_state import OnAnswer, PendingRequest
 from braid.ps.protocol.scheduler_state import SchedulerState
-from braid.ps.roles import SCHEDULER, SPARE, Role, worker_node
-from braid.ps.samples import samples
-from braid.ps.scheduler import Scheduler, read_journal
+from braid.ps.scheduler import Options, Scheduler, read_journal
 from braid.ps.server import Server
-from braid.ps.snapshots import export_table, read_table, write_tables
+from braid.ps.snapshots import read_table, write_tables
 from braid.ps.sparse import SparseTable
 from braid.ps.storage import (
     Admission,
-    DenseStorage,
     Eviction,
     Init,
     Normal,
-    ParameterStorage,
     Rule,
     SparseStorage,
     Storage,
-    SumStorage,
-    parts_in,
-    range_of_shard,
 )
 from braid.ps.storage.steppers import MakeOptimizer
-from braid.ps.table import Table
-from braid.ps.tables import TableSpec, num_dense_shards
+from braid.ps.table import Table, TableSpec
 from braid.runtime.events import Recorder
-from braid.runtime.message import Van
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.message import Delivery, Message, Van
 
 __all__ = ["Node"]
 
@@ -106,11 +97,10 @@ class Node:
         )
         self._options = options
         self._has_ended = has_ended
-        self._specs: list[TableSpec] = []
         self._tables: list[Table] = []
         self._scheduler: Scheduler | None = None
         self._server: Server | None = None
-        self._client: Client | None = None
+        self._customer: Customer | None = None
         self._is_released = False
         if role == "scheduler":
             try:
@@ -121,7 +111,18 @@ class Node:
         elif role == "server":
             self._server = Server(self._postoffice, number, options.rebalance_s)
         elif role == "worker":
-            self._client = Client(self._postoffice)
+            self._customer = Customer(self._postoffice)
+            self._postoffice.receive_into(Pulled)
+            self._postoffice.register({}, on_tick=self._check_left_behind)
+
+    def _check_left_behind(self) -> None:
+        """End waits of a worker when the other nodes have ended, as after it was stopped."""
+        office = self._postoffice
+        if office.is_left_behind and not office.failure:
+            office.remove(
+                f"{office.node} is left behind: it was stopped or cut off, and the scheduler and "
+                "the servers have ended meanwhile"
+            )
 
     def _new_scheduler(self, options: Options) -> Scheduler:
         directory = None if options.journal is None else read_journal(options.journal)
@@ -180,37 +181,10 @@ class Node:
                 optimizer needs a whole parameter, the quorum exceeds the workers, or `sizes` do
                 not add up to the values or have no optimizer.
         """
-        if not values.is_floating_point():
-            msg = f"table {name!r} needs floating-point values, got {values.dtype}"
-            raise ConfigError(msg)
-        flat = values.detach().reshape(-1)
-        if sizes and (sum(sizes) != len(flat) or optimizer is None):
-            msg = f"table {name!r} has {len(flat)} values and {optimizer}, got sizes {[*sizes]}"
-            raise ConfigError(msg)
-        num_shards = num_dense_shards(values.nbytes)
-
-        def make(shard: int) -> Storage:
-            places = range_of_shard(len(flat), shard, num_shards)
-            own = flat[places]
-            if optimizer is None:
-                return SumStorage(own, table=name)
-            if not sizes:
-                return DenseStorage(own, optimizer, table=name)
-            lengths = [length for _, length in parts_in(sizes, places)]
-            return ParameterStorage(own, optimizer, lengths, table=name)
-
-        make(0)  # says what is wrong on all nodes
-        spec = TableSpec(
-            name=name,
-            num_shards=num_shards,
-            consistency=consistency,
-            make_storage=make,
-            form=f"{values.dtype}{list(values.shape)} {[*sizes]}, {consistency}",
-            first=_checksum(flat) if self._server is not None else 0,
-            sizes=tuple(sizes),
-        )
+        is_server = self._server is not None
+        spec = dense_spec(name, values, optimizer, consistency, tuple(sizes), has_first=is_server)
         self._declare(spec)
-        table = DenseTable(self._client, spec, values)
+        table = DenseTable(self._customer, spec, values)
         self._tables.append(table)
         return table
 
@@ -268,7 +242,7 @@ class Node:
             form=f"rows of {dim} {dtype}, {consistency}, seed {seed}, {num_shards} shards",
         )
         self._declare(spec)
-        table = SparseTable(self._client, spec, dim, dtype)
+        table = SparseTable(self._customer, spec, dim, dtype)
         self._tables.append(table)
         return table
 
@@ -300,17 +274,14 @@ class Node:
         On failure: if a worker dies in this call, the others go on. If the dead worker is the
             first one, there is no snapshot of this step, unless its successor repeats the step.
         """
-        if self._client is None:
+        if self._customer is None:
             msg = "workers save; servers serve()"
             raise ConfigError(msg)
-        self._client.wait_all()
+        self._customer.wait_all()
         self._barrier("before a snapshot", step=step)
         try:
             if self.number == min(self._postoffice.workers):
-                states = {
-                    spec.name: export_table(self._client, spec, table.clock)
-                    for spec, table in zip(self._specs, self._tables, strict=True)
-                }
+                states = {table.name: table.export() for table in self._tables}
                 write_tables(directory, states, step, extra=extra, state=state, keep=keep)
         except CheckpointError as exc:
             msg = f"worker {self.number}: {exc}"
@@ -319,7 +290,7 @@ class Node:
             self._barrier("after a snapshot", step=step)
 
     def _declare(self, spec: TableSpec) -> None:
-        if any(spec.name == other.name for other in self._specs):
+        if spec.name in self._postoffice.tables:
             msg = f"there is a table {spec.name!r} already"
             raise ConfigError(msg)
         if not spec.name or "/" in spec.name:
@@ -329,7 +300,6 @@ class Node:
         if quorum is not None and quorum > self.num_workers:
             msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers"
             raise ConfigError(msg)
-        self._specs.append(spec)
         self._postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
             where = self._options.restore
@@ -401,7 +371,7 @@ class Node:
             ConfigError: This node is no worker, or there is no table.
             CommError: This worker has been removed from the run.
         """
-        if self._client is None or not self._tables:
+        if self._customer is None or not self._tables:
             msg = "workers resume, once their tables are declared"
             raise ConfigError(msg)
         clock = min(table.fetch_clock() for table in self._tables)
@@ -416,31 +386,35 @@ class Node:
             ConfigError: This node is no worker, or the name is no text.
             CommTimeout: Some have not come.
         """
-        if self._client is None:
+        if self._customer is None:
             msg = "barriers are for workers"
             raise ConfigError(msg)
         check_type("the name of a barrier is a text", name, str)
         self._barrier(name, timeout_s)
 
     def _barrier(self, name: str, timeout_s: float | None = None, *, step: int = -1) -> None:
-        assert self._client is not None, "barriers are for workers"
-        self._client.join()
+        self._postoffice.ensure_joined()
         members = tuple(worker_node(worker) for worker in self._postoffice.workers)
+        self._ask_scheduler(Barrier(name, members, step), timeout_s=timeout_s)
 
-        def build(parts: tuple[int, ...]) -> tuple[Barrier, Sequence[memoryview]]:
-            del parts
-            return Barrier(name, members, step), ()
-
-        customer = self._client.customer
-        customer.wait(customer.request([0], lambda _: SCHEDULER, build), timeout_s)
+    def _ask_scheduler(
+        self,
+        message: Message,
+        on_answer: OnAnswer | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        customer = self._customer
+        assert customer is not None, "workers ask the scheduler"
+        request = PendingRequest([0], lambda _: SCHEDULER, lambda _: (message, ()), on_answer)
+        customer.wait(customer.request(request), timeout_s)
 
     def samples(
         self, name: str, num_samples: int, *, shard_size: int, epochs: int = 1
     ) -> Iterator[range]:
-        """Yield ranges of samples that the scheduler deals out among workers.
+        """Yield ranges of samples until all workers together have finished all of them.
 
         What a lost worker has not finished goes to others. A range counts as finished when the next
-        one is asked for.
+        one is asked for: finish its pushes before.
 
         Args:
             name: Name of the samples, the same on all workers.
@@ -449,14 +423,42 @@ class Node:
             epochs: Number of times that each sample is dealt out.
 
         Raises:
-            ConfigError: This node is no worker, or a number is less than 1.
+            ConfigError: This node is no worker, a number is less than 1, or the name is no text.
             PeerLostError: The run cannot go on.
         """
-        if self._client is None:
+        if self._customer is None:
             msg = "samples are for workers"
             raise ConfigError(msg)
-        self._client.join()
-        return samples(self._client.customer, name, num_samples, shard_size, epochs)
+        self._postoffice.ensure_joined()
+        return self._samples(name, num_samples, shard_size, epochs)
+
+    def _samples(
+        self, name: str, num_samples: int, shard_size: int, epochs: int
+    ) -> Iterator[range]:
+        check_type("the name of samples is a text", name, str)
+        if min(num_samples, shard_size, epochs) < 1:
+            msg = (
+                f"num_samples, shard_size and epochs must be at least 1, got {num_samples}, "
+                f"{shard_size} and {epochs}"
+            )
+            raise ConfigError(msg)
+        per_epoch = -(-num_samples // shard_size)
+        finished: tuple[int, ...] = ()
+        dealt: list[int] = []
+
+        def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+            del parts
+            assert isinstance(delivery.message, Dealt), "data is answered with a shard"
+            dealt.append(delivery.message.shard)
+
+        while True:
+            self._ask_scheduler(NextData(name, per_epoch * epochs, finished), on_answer)
+            shard = dealt.pop()
+            if shard < 0:
+                return
+            begin = shard % per_epoch * shard_size
+            yield range(begin, min(begin + shard_size, num_samples))
+            finished = (shard,)
 
     def request_stop(self, clock: int) -> None:
         """Ask all workers to stop before a clock; `stop_at` then says which one holds.
@@ -494,11 +496,11 @@ class Node:
             RendezvousError: It has asked for nothing, and the scheduler cannot be reached.
         """
         try:
-            if self._client is not None and not self._is_released:
+            if self._customer is not None and not self._is_released:
                 self._is_released = True
                 try:
-                    self._client.join()
-                    self._client.wait_all()
+                    self._postoffice.ensure_joined()
+                    self._customer.wait_all()
                 finally:
                     self._postoffice.leave()
         finally:
@@ -521,8 +523,3 @@ class Node:
             self._postoffice.leave(f"it raised {kind.__name__}{text}")
             with contextlib.suppress(BraidError):
                 self._postoffice.close(0.0)
-
-
-def _checksum(flat: torch.Tensor) -> int:
-    """Return a checksum of values."""
-    return zlib.crc32(bytes_of(flat)) if len(flat) else 0

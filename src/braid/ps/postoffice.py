@@ -35,9 +35,9 @@ from braid.ps.messages import (
     NodeJoin,
     RequestRefused,
     StopAt,
+    ValuesAnswer,
 )
-from braid.ps.protocol.directory import Directory
-from braid.ps.roles import SCHEDULER
+from braid.ps.protocol.directory import SCHEDULER, Directory
 from braid.ps.waits import Waits
 from braid.runtime.events import Recorder
 from braid.runtime.message import Delivery, Message, PeerLost, Van
@@ -51,6 +51,8 @@ JOIN_S = 10.0  # to reach the scheduler, which listens before others know its ad
 EXPLAIN_S = 1.0  # for nodes to say who waits for whom, after a deadline has passed
 CONNECT_S = 1.0  # how long that may take
 Handler: TypeAlias = Callable[[Delivery], None]
+Views: TypeAlias = list[memoryview]
+Memory: TypeAlias = Callable[[int, Sequence[int], tuple[int, ...]], "Views | None"]
 
 
 class Postoffice:
@@ -63,6 +65,11 @@ class Postoffice:
         resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
         events: Recorder of waits and pushes; a private one when None.
         ranks: Rank of each node, for reports of waits.
+
+    Attributes:
+        scheduler: Address of the scheduler.
+        resend_s: Seconds after which unanswered messages are sent again; None on links that lose
+            none.
     """
 
     def __init__(
@@ -79,14 +86,14 @@ class Postoffice:
         self.events = events or Recorder()
         self.waits = Waits(self.events, van.clock, ranks)
         self.directory: Directory | None = None
+        self.epoch = -1  # of the directory
         self.failure = ""
         self.is_removed = False  # whether the run goes on without this node
         self.stop_at: int | None = None
         self.addresses: dict[str, str] = {}  # of workers that listen
         self.losses: dict[str, PeerLost] = {}  # the last of each node
-        self._scheduler = scheduler
+        self.scheduler, self.resend_s = scheduler, resend_s
         self._start = start
-        self._resend_s = resend_s
         self._handlers: dict[type[Message], Handler] = {
             Here: self._learn,
             Failure: self._fail,
@@ -100,6 +107,7 @@ class Postoffice:
         self._on_resend: list[Callable[[], None]] = []
         self._on_tick: list[Callable[[], None]] = []
         self._waiting: list[Callable[[], list[str]]] = []
+        self._memory: list[Memory] = []
         self.tables: dict[str, tuple[str, int]] = {}  # form and checksum, for the scheduler
         self._expected: dict[int, Handler] = {}
         self._soon: deque[Callable[[], None]] = deque()
@@ -121,21 +129,6 @@ class Postoffice:
     def lock(self) -> threading.Condition:
         """Lock under which handlers run; requests of several threads are made with it."""
         return self._changed
-
-    @property
-    def resend_s(self) -> float | None:
-        """Seconds after which unanswered messages are sent again; None on links that lose none."""
-        return self._resend_s
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the directory; -1 before the first."""
-        return -1 if self.directory is None else self.directory.epoch
-
-    @property
-    def scheduler(self) -> str:
-        """Address of the scheduler."""
-        return self._scheduler
 
     @property
     def has_scheduler(self) -> bool:
@@ -162,10 +155,12 @@ class Postoffice:
         on_resend: Callable[[], None] | None = None,
         on_tick: Callable[[], None] | None = None,
         waiting: Callable[[], list[str]] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """Let a part of the node handle messages, directories, losses and links made again.
 
         `waiting` returns lines that say who waits for whom, for the errors of those who wait.
+        `memory` returns where the answer to a message goes, by its number, parts and sizes.
         """
         self._handlers |= handlers
         self._on_directory += [] if on_directory is None else [on_directory]
@@ -174,6 +169,22 @@ class Postoffice:
         self._on_resend += [] if on_resend is None else [on_resend]
         self._on_tick += [] if on_tick is None else [on_tick]
         self._waiting += [] if waiting is None else [waiting]
+        self._memory += [] if memory is None else [memory]
+
+    def receive_into(self, kind: type[ValuesAnswer]) -> None:
+        """Receive answers of this type into the memory that requests name."""
+
+        def allocate(sender: str, message: Message, sizes: tuple[int, ...]) -> Views | None:
+            """In the thread of the van, without the lock."""
+            del sender
+            assert isinstance(message, ValuesAnswer), "only values have memory that waits for them"
+            for memory in self._memory:
+                views = memory(message.request, message.parts, sizes)
+                if views is not None:
+                    return views
+            return None
+
+        self.van.receive_into(kind, allocate)
 
     def new_id(self) -> int:
         """Return a number for a request, which no life of this node has used."""
@@ -196,7 +207,7 @@ class Postoffice:
             CommTimeout: Not all servers and workers have come.
         """
         within_s = JOIN_S if timeout_s is None else min(timeout_s, JOIN_S)
-        self.van.connect(SCHEDULER, self._scheduler, timeout_s=within_s)
+        self.van.connect(SCHEDULER, self.scheduler, timeout_s=within_s)
         self.announce()
         try:
             with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
@@ -209,6 +220,16 @@ class Postoffice:
             raise self.explained(exc, [SCHEDULER]) from None
         if self.directory is None and not self.failure:
             self.failure = "lost the scheduler before all had joined: look for its first error"
+
+    def ensure_joined(self, timeout_s: float | None = None) -> None:
+        """Join the run unless this node has joined; see `join`.
+
+        Raises:
+            PeerLostError: The run cannot go on.
+        """
+        if self.directory is None:
+            self.join(timeout_s)
+            self.raise_failure()
 
     def announce(self) -> None:
         """Inform the scheduler that this node is here; the directory is its answer."""
@@ -281,8 +302,8 @@ class Postoffice:
             address = self.directory.servers[int(number)]
         elif to in self.addresses:
             address = self.addresses[to]
-        elif to == SCHEDULER and self._scheduler:  # not of the scheduler itself
-            address = self._scheduler
+        elif to == SCHEDULER and self.scheduler:  # not of the scheduler itself
+            address = self.scheduler
         else:
             return False
         try:
@@ -328,7 +349,7 @@ class Postoffice:
                 if self._is_receiving:
                     self._changed.wait(left_s)
                 else:
-                    self._receive(min(left_s, TICK_S, self._resend_s or TICK_S))
+                    self._receive(min(left_s, TICK_S, self.resend_s or TICK_S))
             self._run_callbacks()
 
     def explained(self, error: CommTimeout, nodes: Iterable[str]) -> CommTimeout:
@@ -410,7 +431,7 @@ class Postoffice:
             call()
         for node in [node for node, due_ns in self._broken.items() if due_ns <= now_ns]:
             self._restore(node)
-        if self._resend_s is not None and now_ns - self._resent_ns >= self._resend_s * 1e9:
+        if self.resend_s is not None and now_ns - self._resent_ns >= self.resend_s * 1e9:
             self._resent_ns = now_ns
             if self._announced:
                 self.announce()
@@ -441,10 +462,14 @@ class Postoffice:
         message = delivery.message
         assert isinstance(message, Here), "this handler is for directories"
         if message.directory.epoch > self.epoch:
-            self.directory = message.directory
             self.waits.note_lives(message.directory.lives)
-            for call in self._on_directory:
-                call(message.directory)
+            self.set_directory(message.directory)
+
+    def set_directory(self, directory: Directory) -> None:
+        """Use a later directory from now on."""
+        self.directory, self.epoch = directory, directory.epoch
+        for call in self._on_directory:
+            call(directory)
 
     def _welcomed(self, delivery: Delivery) -> None:
         """The scheduler has this node on its list."""

@@ -15,23 +15,30 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from braid.comm import Group
 from braid.errors import CommTimeout, ConfigError
-from braid.ps.addresses import can_be_reached, connection_secret, listening_address
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
-from braid.ps.options import Options
+from braid.ps.protocol.directory import SCHEDULER, SPARE, Role, name_of
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
-from braid.ps.roles import SCHEDULER, Role, name_of, role_of
-from braid.runtime.message import Delivery, SocketVan, VanConfig
-from braid.runtime.rendezvous import wants_portable
-from braid.runtime.wire import Secret, local_address
+from braid.ps.scheduler import Options
+from braid.runtime.message import Delivery, PeerLost, Schema, SocketVan, VanConfig
+from braid.runtime.rendezvous import wants_frame_codes, wants_portable
+from braid.runtime.rendezvous.network import network_of_program
+from braid.runtime.transport.meeting import host_name
+from braid.runtime.transport.peer_connections import own_address
+from braid.runtime.wire import Address, Secret, local_address
 
-__all__ = ["join", "join_running"]
+__all__ = ["VAN", "NodePlace", "assign_place", "connection_secret", "join", "join_running"]
+__all__ += ["make_van"]
 
+VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # no node waits for a queue
+_LABEL = b"braid parameter server"
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
 ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"  # as `braid run --on-worker-loss` says
 SPARES = "BRAID_SPARES"  # processes for workers that are lost, as `braid run --spares` says
@@ -75,6 +82,51 @@ def join(
         servers = int(text)
     spares = _number(SPARES) if spares is None else spares
     options = _completed(options or Options(), "replace" if spares else "fail")
+    place = assign_place(group, servers, spares, address)
+    van = _van(place, options)
+    scheduler = group.objects.broadcast(van.address)
+    ranks = {name_of(*role_of(place, servers)): rank for place, rank in enumerate(group.ranks)}
+    make = partial(
+        Node,
+        counts=(servers, group.size - 1 - servers - spares),
+        scheduler=scheduler,
+        options=options,
+        events=group.context.events,
+        ranks=ranks,
+    )
+    node = make(van, place.role, place.number, has_ended=partial(_scheduler_ended, group))
+    group.barrier()  # the scheduler listens, and knows what it waits for
+    called = _wait_for_call(node) if place.role == SPARE else None
+    if called is None:
+        return node
+    node.close()
+    return make(_van(place._replace(role="worker", number=called), options), "worker", called)
+
+
+class NodePlace(NamedTuple):
+    """Role of a node, and what its van needs to meet the other nodes.
+
+    Attributes:
+        role: Role of the node.
+        number: Number of this server, worker or spare.
+        secret: Secret of the connections.
+        run_id: Name of the job.
+        listen: Address to listen on.
+    """
+
+    role: Role
+    number: int
+    secret: Secret
+    run_id: str
+    listen: str
+
+
+def assign_place(group: Group, servers: int, spares: int = 0, address: str = "") -> NodePlace:
+    """Return the place of this rank, on which all ranks agree; a collective.
+
+    Raises:
+        ConfigError: There is no server or no worker.
+    """
     workers = group.size - 1 - servers - spares
     if servers < 1 or workers < 1:
         msg = (
@@ -86,23 +138,16 @@ def join(
     run_id = group.objects.broadcast(os.urandom(8).hex())
     role, number = role_of(group.rank, servers)
     if role == "worker" and number >= workers:
-        role, number = "spare", number - workers
+        role, number = SPARE, number - workers
     address = address or listening_address(group, name_of(role, number))
-    van = _van(role, number, secret, run_id, options, address)
-    scheduler = group.objects.broadcast(van.address)
-    events = group.context.events
-    has_ended = partial(_scheduler_ended, group)
-    counts = servers, workers
-    ranks = {name_of(*role_of(place, servers)): rank for place, rank in enumerate(group.ranks)}
-    make = partial(Node, counts=counts, scheduler=scheduler, options=options, events=events)
-    node = make(van, role, number, has_ended=has_ended, ranks=ranks)
-    group.barrier()  # the scheduler listens, and knows what it waits for
-    called = _wait_for_call(node) if role == "spare" else None
-    if called is None:
-        return node
-    node.close()
-    van = _van("worker", called, secret, run_id, options, address)
-    return make(van, "worker", called, ranks=ranks)
+    return NodePlace(role, number, secret, run_id, address)
+
+
+def role_of(rank: int, servers: int) -> tuple[Role, int]:
+    """Return role and number of a rank: the scheduler comes first, then servers, then workers."""
+    if rank == 0:
+        return "scheduler", 0
+    return ("server", rank - 1) if rank <= servers else ("worker", rank - 1 - servers)
 
 
 def _scheduler_ended(group: Group) -> bool:
@@ -210,29 +255,109 @@ def join_running(
         )
         raise ConfigError(msg)
     options = options or Options()
-    van = _van(role, number, secret, run_id, options, address)
+    address = address or local_address(f"ps-{name_of(role, number)}")
+    van = _van(NodePlace(role, number, secret, run_id, address), options)
     return Node(van, role, number, counts, scheduler, options, start=start)
 
 
-def _van(
-    role: Role, number: int, secret: Secret, run_id: str, options: Options, address: str
-) -> SocketVan:
-    """Return the van of a node; a worker does not listen."""
-    config = VanConfig(
-        max_queue_bytes=1 << 40,  # a server waits for nobody
-        max_queue_messages=1 << 20,
+def _van(place: NodePlace, options: Options) -> SocketVan:
+    """Return the van of a node of tables; a worker does not listen."""
+    config = replace(
+        VAN,
         max_message_bytes=1 << 40,  # as large as the tables that the program declares
         shared_memory=options.shared_memory and not wants_portable(),
     )
-    node = name_of(role, number)
-    address = address or local_address(f"ps-{node}")
-    listen = "" if role in {"worker", "spare"} else address
-    return SocketVan(
+    listens = place.role in {"scheduler", "server"}
+    return make_van(place if listens else place._replace(listen=""), SCHEMA, config)
+
+
+def make_van(
+    place: NodePlace,
+    schema: Schema,
+    config: VanConfig,
+    *,
+    drop: float = 0.0,
+    listen_anywhere: bool | None = None,
+) -> SocketVan:
+    """Return the van of a node.
+
+    Args:
+        place: Place of the node.
+        schema: Messages.
+        config: Limits and times.
+        drop: Share of the arriving messages to drop, 0 to 1 (exclusive), for tests of programs.
+        listen_anywhere: Allow an address that other hosts can reach; as the address says when None.
+
+    Raises:
+        ConfigError: The share is out of range, or the address cannot be used.
+    """
+    if not 0 <= drop < 1:
+        msg = f"the share of messages to drop is 0 to 1, got {drop}"
+        raise ConfigError(msg)
+    if listen_anywhere is None:
+        listen_anywhere = bool(place.listen) and not Address.parse(place.listen).is_loopback
+    node = name_of(place.role, place.number)
+    van = (DroppingVan if drop else SocketVan)(
         node,
-        SCHEMA,
-        secret=secret,
-        run_id=run_id,
-        listen=listen,
-        listen_anywhere=can_be_reached(listen),
+        schema,
+        secret=place.secret,
+        run_id=place.run_id,
+        listen=place.listen,
+        listen_anywhere=listen_anywhere,
         config=config,
     )
+    if isinstance(van, DroppingVan):
+        van.drop, van.draws = drop, random.Random(f"0 {node}")
+    return van
+
+
+class DroppingVan(SocketVan):
+    """A `SocketVan` that drops a share of the messages that arrive, as PS-Lite's PS_DROP_MSG does.
+
+    Attributes:
+        drop: Share of the messages to drop.
+        draws: Source of the choices.
+        num_dropped: Number of messages that were dropped.
+    """
+
+    drop = 0.0
+    draws = random.Random()
+    num_dropped = 0
+
+    def _next_delivery(self) -> Delivery | None:
+        """Return the next message that is not dropped; notices of losses are not."""
+        while (delivery := super()._next_delivery()) is not None:
+            if isinstance(delivery.message, PeerLost) or self.draws.random() >= self.drop:
+                return delivery
+            self.num_dropped += 1
+        return None
+
+
+def listening_address(group: Group, node: str) -> str:
+    """Return an address for a node that the ranks of a group can call; a collective.
+
+    Inside a host it is a unix socket, which passes three times as many bytes as TCP's loopback. On
+    several hosts it is this host's address on the network of the job, as for collectives.
+
+    Raises:
+        ConfigError: This host has no address on that network.
+    """
+    if len(set(group.objects.all_gather(host_name()))) == 1:
+        return local_address(f"ps-{node}")
+    _, network = network_of_program()
+    return str(Address(host=network.listen or own_address(network), port=0))
+
+
+def connection_secret(group: Group) -> Secret:
+    """Return the secret of the connections between nodes; a collective.
+
+    Frames between hosts are not encrypted. So random bytes of the first rank are the secret inside
+    a host only; over several hosts the ranks derive it from them and the job's secret.
+    """
+    own, hosts = None, set(group.objects.all_gather(host_name()))
+    if len(hosts) > 1:
+        own, _ = network_of_program()
+    drawn = group.objects.broadcast(os.urandom(32))
+    have_own = all(group.objects.all_gather(own is not None))  # not with BRAID_INSECURE_NETWORK
+    key = own.sign(_LABEL, drawn) if own is not None and have_own else drawn
+    return Secret(key, seals_frames=wants_frame_codes())

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -33,24 +34,51 @@ from braid.ps.messages import (
 )
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.data_state import Issue
-from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.directory import SPARE, Directory, server_node, worker_node
 from braid.ps.protocol.scheduler_state import (
     CallSpare,
     FailRun,
     Instruction,
+    OnWorkerLoss,
     PublishDirectory,
     ReleaseNodes,
     SchedulerState,
     StopWorkers,
 )
-from braid.ps.roles import SPARE, server_node, worker_node
 from braid.runtime.message import Delivery, PeerLost, split_node
 
-__all__ = ["Scheduler", "read_journal"]
+__all__ = ["Options", "Scheduler", "read_journal"]
 
 LOG = logging.getLogger(__name__)
 
 RETURN_S = 5.0  # time in which nodes must find a scheduler that was started again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Choices of a whole parameter server; the same on all nodes.
+
+    Attributes:
+        replicas: Copies of each shard on other servers. Servers may die while one is left. What
+            `braid run --replicas` says, else 0, when None.
+        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
+            process of its number, shrinks the run to the other workers, or calls a spare to replace
+            it. What `braid run --on-worker-loss` says, else fail, when None.
+        restore: Snapshot with which tables begin, or a directory of snapshots.
+        rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
+            shards are balanced by their number when None.
+        shared_memory: Whether large tensors between processes of one host pass through shared
+            memory; never where `BRAID_PORTABLE` forbids it.
+        journal: File in which the scheduler keeps its directory, so that it can be started again.
+            Where it cannot be written, it is removed, with a warning, and the run goes on.
+    """
+
+    replicas: int | None = None
+    on_worker_loss: OnWorkerLoss | None = None
+    restore: Path | None = None
+    rebalance_s: float | None = None
+    shared_memory: bool = True
+    journal: Path | None = None
 
 
 def read_journal(path: Path) -> Directory | None:
@@ -90,7 +118,8 @@ class Scheduler:
         self._has_journal = True  # or none is wanted
         self._had_workers = state.directory is not None
         self._num_handled = 0
-        postoffice.directory = state.directory
+        if state.directory is not None:
+            postoffice.set_directory(state.directory)
         handled = (NodeJoin, StopAt, Leave, Drain, Installed, Barrier, NextData, Loads, PeerLost)
         postoffice.register(
             dict.fromkeys(handled, self._handle),
@@ -206,7 +235,7 @@ class Scheduler:
             return
         self._had_workers = self._had_workers or bool(directory.workers)
         if directory is not self._postoffice.directory:
-            self._postoffice.directory = directory
+            self._postoffice.set_directory(directory)
             self._write(directory)
         if self._state.failure:
             self._act([FailRun(self._state.failure)])

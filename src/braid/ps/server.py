@@ -30,7 +30,14 @@ from braid.ps.messages import (
     Update,
 )
 from braid.ps.postoffice import Postoffice
-from braid.ps.protocol.directory import NUM_VIRTUAL, Directory
+from braid.ps.protocol.directory import (
+    NUM_VIRTUAL,
+    SCHEDULER,
+    Directory,
+    server_node,
+    virtual_shard,
+    worker_node,
+)
 from braid.ps.protocol.instructions import (
     Accept,
     AnswerPull,
@@ -43,11 +50,10 @@ from braid.ps.protocol.instructions import (
 )
 from braid.ps.protocol.progress import ConsistencySchedule, ShardProgress
 from braid.ps.protocol.shard_state import ShardState
-from braid.ps.roles import SCHEDULER, server_node, worker_node
 from braid.ps.shard import TableShard
 from braid.ps.storage import State as StoredState
 from braid.ps.storage import Tensors
-from braid.ps.tables import TableSpec
+from braid.ps.table import TableSpec
 from braid.ps.waits import Awaited
 from braid.runtime.message import Delivery, Message, split_node
 from braid.runtime.message.tensors import as_buffers, from_buffers
@@ -131,7 +137,7 @@ class Server:
             storage = table.make_storage(number)
             if states is not None:
                 storage.load(states[number])
-            virtual = table.virtual(number)
+            virtual = virtual_shard(table.name, number)
             self._shards[table.name, number] = TableShard(
                 table.name, number, virtual, state, storage
             )

@@ -1,14 +1,14 @@
 """Snapshots of tables in braid's checkpoint format, whatever the number of servers.
 
-A worker asks for the whole state of each shard, joins the shards of a table, and writes them as
-tensors `tables/NAME/values`, `tables/NAME/state.momentum_buffer`, ... Servers that begin with a
-snapshot read their shards of them.
+A worker asks for the whole state of each table, and writes it as tensors `tables/NAME/values`,
+`tables/NAME/state.momentum_buffer`, ... Servers that begin with a snapshot read their shards of
+them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +16,11 @@ import torch
 
 from braid.checkpoint import ReplicatedSnapshot, open_last, save_alone
 from braid.errors import CheckpointError
-from braid.ps.client import Client
-from braid.ps.messages import Pull, Pulled
-from braid.ps.storage import State, join_shards, split_state
-from braid.ps.tables import TableSpec
-from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import from_buffers
+from braid.ps.storage import State, split_state
 
-__all__ = ["export_table", "read_table", "write_tables"]
+__all__ = ["read_table", "write_tables"]
 
 PREFIX = "tables"
-
-
-def export_table(client: Client, spec: TableSpec, clock: int) -> State:
-    """Return the whole state of a table at a worker's clock.
-
-    Cost: all of it travels to this worker, and is in its memory twice.
-
-    Raises:
-        CommError: A server refuses.
-        CommTimeout: No answer came.
-    """
-    states: dict[int, State] = {}
-
-    def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
-        return Pull(client.epoch, spec.name, clock, parts, [[] for _ in parts], whole=True), ()
-
-    def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
-        message = delivery.message
-        assert isinstance(message, Pulled), "a pull is answered with values"
-        flat = [one for specs in message.specs for one in specs]
-        tensors = iter(from_buffers(flat, delivery.buffers))
-        for part, names in zip(message.parts, message.names, strict=True):
-            state = {name: next(tensors) for name in names}
-            if part in parts:
-                states[part] = state
-
-    client.wait(client.request(spec, range(spec.num_shards), build, on_answer=on_answer))
-    return join_shards([states[part] for part in range(spec.num_shards)])
 
 
 def write_tables(

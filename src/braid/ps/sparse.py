@@ -10,13 +10,12 @@ import torch
 from braid.errors import ConfigError
 from braid.ps.messages import Pull, Pulled, Push
 from braid.ps.storage import shard_of
-from braid.ps.table import Table
-from braid.ps.tables import TableSpec
+from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
 from braid.runtime.message.tensors import as_buffers, from_buffers
 
 if TYPE_CHECKING:
-    from braid.ps.client import Client
+    from braid.ps.customer import Customer
 
 __all__ = ["Rows", "SparseTable"]
 
@@ -46,16 +45,16 @@ class SparseTable(Table):
     the table and id alone.
 
     Args:
-        client: Requests of this worker; None on servers and the scheduler.
+        customer: Requests of this worker; None on servers and the scheduler.
         spec: The table.
         dim: Number of elements of a row.
         dtype: Dtype of rows and gradients.
     """
 
     def __init__(
-        self, client: Client | None, spec: TableSpec, dim: int, dtype: torch.dtype
+        self, customer: Customer | None, spec: TableSpec, dim: int, dtype: torch.dtype
     ) -> None:
-        super().__init__(client, spec)
+        super().__init__(customer, spec)
         self.dim = dim
         self.dtype = dtype
 
@@ -73,7 +72,7 @@ class SparseTable(Table):
             PeerLostError: A server was lost with all copies of a shard.
             CommTimeout: No answer came.
         """
-        self._client.join(timeout_s)
+        self._customer.postoffice.ensure_joined(timeout_s)
         pulled = self.pull_async(ids)
         self.wait(pulled.timestamp, timeout_s)
         return pulled.rows[pulled.inverse].view(*pulled.shape, self.dim)
@@ -111,7 +110,7 @@ class SparseTable(Table):
                     rows[order[_part(ends, part)]] = values
 
         asked = [part for part in range(self.num_shards) if ends[part] < ends[part + 1]]
-        timestamp = self._request(asked, build, on_answer=on_answer, priority=priority)
+        timestamp = self._request(build, on_answer, parts=asked, priority=priority)
         return Rows(timestamp, distinct, rows, inverse, ids.shape)
 
     def push(self, ids: torch.Tensor, grads: torch.Tensor, *, priority: int = 0) -> int:

@@ -1,57 +1,83 @@
-"""A worker's face of any table: clocks, requests to its shards, and settings by clock.
+"""A table: how it is divided into shards, and a worker's face of it.
+
+    dense      element i of n lies on shard i * num_shards // n ... in ranges of equal size
+    sparse     row `id` lies on shard hash(id) mod num_shards
 
     timestamp = table.push(...)      begins the next clock
     table.wait(timestamp)            accepted: on all servers of the chains
     table.pull(...)                  waits until the values are as new as the consistency says
 
-Requests overlap. Those of one worker reach a shard in the order of its calls.
+All nodes declare the same tables, so that nothing of this travels. Requests overlap. Those of one
+worker reach a shard in the order of its calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from braid.errors import ConfigError
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.messages import Pull, Pulled, TableChange, check_type
-from braid.ps.tables import TableSpec
+from braid.ps.messages import Pull, Pulled, Specs, TableChange, check_type
+from braid.ps.protocol.requests_state import Build, OnAnswer, PendingRequest
+from braid.ps.storage import State, Storage, join_shards
 from braid.runtime.message import Delivery
+from braid.runtime.message.tensors import from_buffers
 
 if TYPE_CHECKING:
-    from braid.ps.client import Client
-    from braid.ps.customer import Build, Memory, OnAnswer
+    from braid.ps.customer import Customer
 
-__all__ = ["Table"]
+__all__ = ["Table", "TableSpec"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSpec:
+    """A table, as all nodes know it.
+
+    Attributes:
+        name: Its name.
+        num_shards: Number of its shards.
+        consistency: When pushes are applied, and pulls answered, at first.
+        make_storage: Function of a shard's number that returns its storage.
+        form: Shape, dtype and whatever else all nodes must agree on, as text.
+        first: Checksum of the first values, on which servers must agree.
+        sizes: Lengths of the parameters that a dense table consists of, if it has several.
+    """
+
+    name: str
+    num_shards: int
+    consistency: Consistency
+    make_storage: Callable[[int], Storage]
+    form: str = ""
+    first: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 class Table:
     """A table, as a worker sees it.
 
     Args:
-        client: Requests of this worker; None on servers and the scheduler.
+        customer: Requests of this worker; None on servers and the scheduler.
         spec: The table.
 
     Attributes:
         name: Name of the table.
+        num_shards: Number of shards, which lie on all servers.
         clock: Number of pushes so far.
     """
 
-    def __init__(self, client: Client | None, spec: TableSpec) -> None:
-        self._own_client = client
+    def __init__(self, customer: Customer | None, spec: TableSpec) -> None:
+        self._own_customer = customer
         self._spec = spec
         self.name = spec.name
+        self.num_shards = spec.num_shards
         self.clock = 0
-
-    @property
-    def num_shards(self) -> int:
-        """Number of shards, which lie on all servers."""
-        return self._spec.num_shards
 
     @property
     def epoch(self) -> int:
         """Epoch of the directory."""
-        return self._client.epoch
+        return self._customer.postoffice.epoch
 
     def set_consistency(self, consistency: Consistency, at_clock: int | None = None) -> int:
         """Let another consistency hold from a clock on; all workers say so, or one of them.
@@ -90,8 +116,36 @@ class Table:
             assert isinstance(message, Pulled), "a question for clocks is answered with clocks"
             clocks.extend(message.versions)
 
-        self.wait(self._request(range(self.num_shards), build, on_answer=on_answer))
+        self.wait(self._request(build, on_answer))
         return min(clocks)
+
+    def export(self) -> State:
+        """Return the whole state at this worker's clock, for snapshots.
+
+        Cost: all of it travels to this worker, and is in its memory twice.
+
+        Raises:
+            CommError: A server refuses.
+            CommTimeout: No answer came.
+        """
+        states: dict[int, State] = {}
+
+        def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
+            specs: Specs = [[] for _ in parts]
+            return Pull(self.epoch, self.name, self.clock, parts, specs, whole=True), ()
+
+        def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+            message = delivery.message
+            assert isinstance(message, Pulled), "a pull is answered with values"
+            flat = [one for specs in message.specs for one in specs]
+            tensors = iter(from_buffers(flat, delivery.buffers))
+            for part, names in zip(message.parts, message.names, strict=True):
+                state = {name: next(tensors) for name in names}
+                if part in parts:
+                    states[part] = state
+
+        self.wait(self._request(build, on_answer))
+        return join_shards([states[part] for part in range(self.num_shards)])
 
     def wait(self, timestamp: int, timeout_s: float | None = None) -> None:
         """Wait until a request is answered in full.
@@ -101,37 +155,52 @@ class Table:
             PeerLostError: A server was lost with all copies of a shard.
             CommTimeout: No answer came.
         """
-        self._client.wait(timestamp, timeout_s)
+        self._customer.wait(timestamp, timeout_s)
 
     def is_done(self, timestamp: int) -> bool:
         """Whether a request is answered in full; never waits."""
-        return self._client.is_done(timestamp)
+        return self._customer.is_done(timestamp)
 
     @property
-    def _client(self) -> Client:
-        if self._own_client is None:
+    def _customer(self) -> Customer:
+        if self._own_customer is None:
             msg = f"only workers pull and push table {self.name!r}: servers serve()"
             raise ConfigError(msg)
-        return self._own_client
+        return self._own_customer
 
     def _request(
         self,
-        shards: Iterable[int],
         build: Build,
-        *,
         on_answer: OnAnswer | None = None,
-        memory: Memory | None = None,
+        *,
+        parts: Iterable[int] | None = None,
+        memory: Callable[[int], list[memoryview]] | None = None,
         priority: int = 0,
+        is_write: bool = False,
     ) -> int:
-        return self._client.request(
-            self._spec, shards, build, on_answer=on_answer, memory=memory, priority=priority
+        """Send a request to shards, all when None; the first one waits until all have joined."""
+        customer = self._customer
+        postoffice = customer.postoffice
+        postoffice.ensure_joined()
+
+        def route(shard: int) -> str | None:
+            assert postoffice.directory is not None, "a node has a directory once it has joined"
+            return postoffice.directory.head_node(self.name, shard)
+
+        request = PendingRequest(
+            range(self.num_shards) if parts is None else parts,
+            route,
+            build,
+            on_answer,
+            memory=memory,
+            priority=priority,
+            is_write=is_write,
         )
+        return customer.request(request)
 
     def _push(self, build: Build, priority: int) -> int:
         """Push to all shards; the clock is over once the request is made, not when it fails."""
-        timestamp = self._client.request(
-            self._spec, range(self.num_shards), build, priority=priority, is_write=True
-        )
+        timestamp = self._request(build, priority=priority, is_write=True)
         self.clock += 1
         return timestamp
 
@@ -150,4 +219,4 @@ class Table:
         def build(parts: tuple[int, ...]) -> tuple[TableChange, Sequence[memoryview]]:
             return TableChange(self.epoch, self.name, parts, clock, consistency, lr), ()
 
-        return self._request(range(self.num_shards), build)
+        return self._request(build)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from braid.errors import ConfigError
-from braid.ps.roles import Role
+from braid.ps.protocol.directory import Role
 
 __all__ = ["DEFAULT_RESEND_S", "Environment"]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+from dataclasses import replace
 
 import msgspec
 
@@ -23,9 +24,9 @@ from braid.compat.pslite.environment import Environment
 from braid.errors import ConfigError
 from braid.ps import kv
 from braid.ps.kv.messages import SCHEMA, Candidate, Numbered
-from braid.ps.kv.rendezvous import VAN, make_van
-from braid.ps.roles import SCHEDULER, Role, name_of
-from braid.runtime.message import Delivery, Schema, Service, SocketVan, VanConfig
+from braid.ps.protocol.directory import SCHEDULER, Role
+from braid.ps.rendezvous import VAN, NodePlace, make_van
+from braid.runtime.message import Delivery, Schema, Service, SocketVan
 from braid.runtime.rendezvous import wants_frame_codes
 from braid.runtime.wire import SECRET_BYTES, Secret
 
@@ -141,20 +142,16 @@ def _make_node(environment: Environment, secret: Secret, timeout_s: float) -> kv
         number = _number(environment, secret, root, timeout_s)
         host = environment.node_host or _host_towards(environment.host, environment.port)
         listen = f"tcp://{host}:0"
-    config = VanConfig(
-        max_queue_bytes=VAN.max_queue_bytes,
-        max_queue_messages=VAN.max_queue_messages,
-        heartbeat_s=environment.heartbeat_s,
-        lost_after_s=environment.lost_after_s,
+    config = replace(
+        VAN, heartbeat_s=environment.heartbeat_s, lost_after_s=environment.lost_after_s
     )
+    place = NodePlace(role, number, secret, run_id(environment.port), listen)
     van = make_van(
-        name_of(role, number),
-        secret,
-        run_id(environment.port),
-        listen,
-        listen_anywhere=not environment.is_one_host,
+        place,
+        SCHEMA,
+        config,
         drop=environment.drop,
-        config=config,
+        listen_anywhere=not environment.is_one_host,
     )
     return kv.KVNode(van, role, number, counts, root, resend_s=environment.resend_s)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from braid.ps.kv.filters import Compression, Filter, FixedPoint, KeyCache, TopK
 from braid.ps.kv.groups import ALL, SCHEDULER_GROUP, SERVER_GROUP, WORKER_GROUP
-from braid.ps.kv.node import KVNode
+from braid.ps.kv.node import KVNode, join
 from braid.ps.kv.pairs import KVPairs
-from braid.ps.kv.rendezvous import join
 from braid.ps.kv.server import KVMeta, KVServer, KVServerDefaultHandle
 from braid.ps.kv.simple_app import SimpleApp, SimpleData
 from braid.ps.kv.slicers import Slicer, by_hash, by_range

@@ -22,10 +22,11 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError
-from braid.ps.customer import Customer, Memory
+from braid.ps.customer import Customer
 from braid.ps.kv.messages import KVRequest
 from braid.ps.kv.protocol.executed import RequestProgress, RequestStream
 from braid.ps.messages import Repeat, RequestRefused
+from braid.ps.protocol.requests_state import PendingRequest
 from braid.runtime.message import Delivery, Message
 from braid.runtime.wire import Buffer
 
@@ -141,63 +142,47 @@ class App(ABC):
         *,
         on_answer: OnAnswer | None = None,
         callback: Callable[[], object] | None = None,
-        memory: Memory | None = None,
+        memory: Callable[[int], list[memoryview]] | None = None,
         priority: int = 0,
     ) -> int:
         """Send a request to a node for each part; returns its timestamp."""
 
-        def build_part(parts: tuple[int, ...]) -> tuple[Message, Sequence[Buffer]]:
-            customer = self._customer
+        def header(parts: tuple[int, ...]) -> KVRequest:
             (part,) = parts  # each node has one
-            return build(
-                KVRequest(
-                    app=self.app_id,
-                    customer=self.customer_id,
-                    timestamp=timestamp,
-                    seen=customer.first_open,
-                    part=part,
-                )
+            return KVRequest(
+                app=self.app_id,
+                customer=self.customer_id,
+                timestamp=timestamp,
+                seen=self._customer.first_open,
+                part=part,
             )
 
-        def answered(delivery: Delivery, parts: tuple[int, ...]) -> None:
+        def received(delivery: Delivery, parts: tuple[int, ...]) -> None:
             try:
                 if on_answer is not None:
-                    for part in parts:
-                        on_answer(part, delivery)
+                    on_answer(parts[0], delivery)
             except Exception as exc:  # noqa: BLE001 - raised again in wait; the node lives on
                 failure = CommError(f"answer of {delivery.sender}: {exc}")
                 failure.__cause__ = exc
                 self._failures[timestamp] = failure
 
-        def route(part: int) -> str | None:
-            return None if nodes[part] in self._node.lost else nodes[part]
-
-        def done() -> None:
-            if callback is not None:
-                self._run(timestamp, callback)
-
         with self._postoffice.lock:
             timestamp = self._customer.next_timestamp
-            try:
-                self._customer.request(
+            self._customer.request(
+                PendingRequest(
                     nodes,
-                    route,
-                    build_part,
-                    on_answer=answered,
-                    on_done=done,
-                    on_failed=lambda: self._forget(timestamp),
+                    lambda part: None if nodes[part] in self._node.lost else nodes[part],
+                    lambda parts: build(header(parts)),
+                    received,
+                    on_done=None if callback is None else partial(self._run, timestamp, callback),
+                    on_failed=lambda: self._pending.pop(timestamp, None),
                     memory=memory,
                     priority=priority,
                 )
-            except BraidError:
-                self._customer.cancel(timestamp)
-                raise
+            )
             if callback is not None and not self._customer.has_failed(timestamp):
                 self._pending[timestamp] += 1
         return timestamp
-
-    def _forget(self, timestamp: int) -> None:
-        self._pending.pop(timestamp, None)
 
     def _call_back(self, timestamp: int, callback: Callable[[], object]) -> None:
         """Let a function of the program run; `wait` waits for it, too. With the lock held."""

@@ -18,8 +18,7 @@ from braid.ps.kv.protocol.members_state import (
     Refuse,
 )
 from braid.ps.messages import Failure, Here, NodeJoin, RequestRefused
-from braid.ps.protocol.directory import Directory
-from braid.ps.roles import SCHEDULER
+from braid.ps.protocol.directory import SCHEDULER, Directory
 from braid.runtime.message import Delivery, Failed, Message
 from braid.runtime.wire import Buffer
 
@@ -142,7 +141,7 @@ class KVScheduler(Control):
         last = postoffice.directory
         if last is None or last.servers != servers:
             epoch = 0 if last is None else last.epoch + 1
-            postoffice.directory = Directory(
+            directory = Directory(
                 epoch=epoch,
                 replicas=0,
                 servers=servers,
@@ -150,6 +149,7 @@ class KVScheduler(Control):
                 joining=(),
                 workers=dict.fromkeys(workers, 0),
             )
+            postoffice.set_directory(directory)
         assert postoffice.directory is not None, "it was made above"
         self._version += 1
         members = Members(self._version, dict(state.addresses), dict(state.lost))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from braid.errors import ConfigError
-from braid.ps.roles import SCHEDULER, server_node, worker_node
+from braid.ps.protocol.directory import SCHEDULER, server_node, worker_node
 from braid.runtime.message import split_node
 
 __all__ = [

@@ -15,6 +15,7 @@ from braid.ps.messages import (
     NodeJoin,
     Repeat,
     RequestRefused,
+    ValuesAnswer,
 )
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
@@ -146,10 +147,9 @@ class NoteReceived(Answer, tag="kv.noted", frozen=True):
     body: str
 
 
-class Transferred(Answer, tag="kv.transferred", frozen=True):
-    """The answer to a push or a pull; the request is the number of the message it answers."""
+class Transferred(ValuesAnswer, tag="kv.transferred", frozen=True):
+    """The answer to a push or a pull."""
 
-    request: int
     heads: list[Head]
     names: list[str]
     specs: list[TensorSpec]

@@ -1,4 +1,14 @@
-"""`KVNode`: the scheduler, a server or a worker of key-value programs.
+"""`KVNode`: the scheduler, a server or a worker of key-value programs; `join` makes it.
+
+    with kv.join(braid.init(), servers=2) as node:      # rank 0 schedules, ranks 1 and 2 serve
+        if node.is_server:
+            server = kv.KVServer(node)
+            server.set_request_handle(kv.KVServerDefaultHandle())
+        elif node.is_worker:
+            worker = kv.KVWorker(node)
+            worker.wait(worker.push([1, 2], torch.ones(2)))
+
+At the end of the block each node waits for all others.
 
     van ──> Postoffice ──> KVRequest: the app of its number    ──> its handle
                      └───> answers: the Customer that has asked ──> callback, wait
@@ -15,21 +25,34 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
+from braid.comm import Group
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, StaleError
 from braid.ps.kv.app import App
 from braid.ps.kv.control import CONTROL_APP, Control, KVScheduler
 from braid.ps.kv.groups import ALL, id_of, key_ranges, members_of
-from braid.ps.kv.messages import Depart, Enter, KVRequest, Members, Note, Transfer, Transferred
+from braid.ps.kv.messages import (
+    SCHEMA,
+    Depart,
+    Enter,
+    KVRequest,
+    Members,
+    Note,
+    Transfer,
+    Transferred,
+)
 from braid.ps.kv.protocol.executed import Executed
 from braid.ps.messages import RequestRefused
 from braid.ps.postoffice import Postoffice
-from braid.ps.roles import SCHEDULER, Role, name_of
+from braid.ps.protocol.directory import SCHEDULER, Role, name_of
+from braid.ps.rendezvous import VAN, assign_place, make_van
 from braid.runtime.message import Delivery, Message, Van
+from braid.runtime.rendezvous import wants_portable
 from braid.runtime.wire import Buffer
 
-__all__ = ["KVNode"]
+__all__ = ["KVNode", "join"]
 
 FOREVER_S = 3600.0  # of one wait in the node's thread
 FAREWELL_S = 10.0  # for which the scheduler waits until all links are closed
@@ -94,7 +117,7 @@ class KVNode:
             waiting=self.executed.waiting,
         )
         self._control = KVScheduler(self) if role == SCHEDULER else Control(self)
-        van.receive_into(Transferred, self._allocate)
+        self.postoffice.receive_into(Transferred)
 
     # -- who is who
 
@@ -374,18 +397,6 @@ class KVNode:
             return f"{', '.join(self._control.state.missing)} did not join"
         return "not all servers and workers have joined the scheduler"
 
-    def _allocate(
-        self, sender: str, message: Message, sizes: tuple[int, ...]
-    ) -> list[memoryview] | None:
-        """Return where pulled values go; in the thread of the van, without the lock."""
-        del sender
-        assert isinstance(message, Transferred), "only values have memory that waits for them"
-        for app in list(self._apps.values()):
-            memory = app.customer.memory_for(message.request, message.parts, sizes)
-            if memory is not None:
-                return memory
-        return None
-
     def _serve(self) -> None:
         while not self._is_closed:
             try:
@@ -398,3 +409,52 @@ class KVNode:
 
     def __repr__(self) -> str:
         return f"<KVNode {self.name}, {len(self._apps) - 1} apps, {len(self.lost)} lost>"
+
+
+def join(
+    group: Group,
+    servers: int,
+    *,
+    address: str = "",
+    shared_memory: bool = True,
+    resend_s: float | None = None,
+    drop: float = 0.0,
+    unknown_s: float = 5.0,
+    timeout_s: float | None = None,
+) -> KVNode:
+    """Become a node; a collective.
+
+    Args:
+        group: All ranks: the scheduler, then the servers, then the workers.
+        servers: Number of servers.
+        address: Address on which nodes listen; one that all ranks can reach when empty.
+        shared_memory: Whether large tensors between processes of one host pass through shared
+            memory; never where `BRAID_PORTABLE` forbids it.
+        resend_s: Seconds after which unanswered messages are sent again, for links that lose some.
+        drop: Share of arriving messages that each node drops, for tests.
+        unknown_s: Seconds for which a request waits for an app that does not exist yet.
+        timeout_s: Deadline of the start.
+
+    Raises:
+        ConfigError: There is no server or no worker.
+        CommTimeout: Some nodes have not come.
+    """
+    place = assign_place(group, servers, address=address)
+    config = replace(VAN, shared_memory=shared_memory and not wants_portable())
+    van = make_van(place, SCHEMA, config, drop=drop)
+    scheduler = group.objects.broadcast(van.address)
+    node = KVNode(
+        van,
+        place.role,
+        place.number,
+        (servers, group.size - 1 - servers),
+        scheduler,
+        resend_s=resend_s,
+        unknown_s=unknown_s,
+    )
+    try:
+        node.start(timeout_s)
+    except BaseException:
+        node.abort()
+        raise
+    return node

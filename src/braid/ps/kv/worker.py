@@ -32,7 +32,7 @@ from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp
 from braid.ps.kv.slicers import Places, Slicer, by_hash, by_range, check_slices
 from braid.ps.messages import check_type
-from braid.ps.roles import server_node
+from braid.ps.protocol.directory import server_node
 from braid.runtime.message import NUM_PRIORITIES, Delivery, Message
 from braid.runtime.message.tensors import memory_of
 from braid.runtime.wire import Buffer

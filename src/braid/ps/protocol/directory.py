@@ -1,4 +1,4 @@
-"""The directory of shards, and the changes that deaths, arrivals and load bring.
+"""Names of nodes, the directory of shards, and its changes after deaths, arrivals and load.
 
 Tables are divided into shards; shard i of a table lies on the chain of virtual shard
 (place of the table + i) mod 64. There are many more virtual shards than servers, so that a new
@@ -21,15 +21,35 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from braid.errors import ConfigError
 
-__all__ = ["NUM_VIRTUAL", "Directory", "virtual_shard"]
+__all__ = ["NUM_VIRTUAL", "SCHEDULER", "SPARE", "Directory", "Role", "name_of", "server_node"]
+__all__ += ["virtual_shard", "worker_node"]
 
+Role: TypeAlias = Literal["scheduler", "server", "worker", "spare"]
+SCHEDULER: Final = "scheduler"
+SPARE: Final = "spare"
 NUM_VIRTUAL = 64
 UNEVEN = 0.25  # part of the mean load by which measured loads must differ before shards move
+
+
+def server_node(number: int) -> str:
+    """Return the name of a server."""
+    return f"server:{number}"
+
+
+def worker_node(number: int) -> str:
+    """Return the name of a worker."""
+    return f"worker:{number}"
+
+
+def name_of(role: Role, number: int) -> str:
+    """Return the name of a node."""
+    return SCHEDULER if role == "scheduler" else f"{role}:{number}"
 
 
 def virtual_shard(table: str, shard: int, count: int = NUM_VIRTUAL) -> int:
@@ -105,6 +125,11 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     def head(self, shard: int) -> int | None:
         """Return the server that decides on a virtual shard; None when it is lost."""
         return next(iter(self.chains[shard]), None)
+
+    def head_node(self, table: str, shard: int) -> str | None:
+        """Return the server that decides on a shard of a table; None when the shard is lost."""
+        chain = self.chains[virtual_shard(table, shard)]
+        return server_node(chain[0]) if chain else None
 
     def heads(self) -> Counter[int]:
         """Return of how many virtual shards each server is the head."""

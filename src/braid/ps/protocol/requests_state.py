@@ -16,19 +16,67 @@ the order in which they were made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["Done", "PartsLost", "RequestsState", "SendParts"]
+from braid.runtime.message import Delivery, Message
+from braid.runtime.wire import Buffer
 
-Route: TypeAlias = Callable[[int], "str | None"]
+__all__ = ["Build", "Done", "OnAnswer", "PartsLost", "PendingRequest", "RequestsState", "SendParts"]
+
+Build: TypeAlias = Callable[[tuple[int, ...]], "tuple[Message, Sequence[Buffer]]"]
+OnAnswer: TypeAlias = Callable[[Delivery, tuple[int, ...]], None]
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request under way.
+
+    Attributes:
+        parts: Its parts, such as shards.
+        route: Function that returns the node that has a part; None if there is none.
+        build: Function of parts that returns the message for them, with buffers. It runs again
+            when parts must be sent again.
+        on_answer: Called with each answer, and the parts that it answers.
+        on_done: Called when all parts are answered. It may wait for other requests.
+        on_failed: Called at once when the request fails.
+        memory: Function that returns the memory for the answer of a part; new memory when None.
+        priority: Urgency of the messages.
+        is_write: Whether the request goes on after a `wait` that has timed out, as a push does;
+            others are forgotten then.
+        timestamp: Number of the request, which its customer assigns.
+        asked: Node that each unanswered part was sent to last; empty before that.
+        stuck: Parts that must go elsewhere: their node was lost, or does not have them.
+        ids: Numbers of the messages.
+        message: The last message.
+        due_ns: Time at which to send it again, on links that lose messages.
+        pause_ns: Time between the last two repetitions.
+    """
+
+    parts: Iterable[int]
+    route: Callable[[int], str | None]
+    build: Build
+    on_answer: OnAnswer | None = None
+    _: KW_ONLY
+    on_done: Callable[[], None] | None = None
+    on_failed: Callable[[], object] | None = None
+    memory: Callable[[int], list[memoryview]] | None = None
+    priority: int = 0
+    is_write: bool = False
+    timestamp: int = -1
+    asked: dict[int, str] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    ids: list[int] = field(default_factory=list)
+    message: Message | None = None
+    due_ns: int = 0
+    pause_ns: int = 0
 
 
 class SendParts(NamedTuple):
     """Send these parts of a request to a node."""
 
-    request: int
+    request: PendingRequest
     node: str
     parts: tuple[int, ...]
 
@@ -36,137 +84,94 @@ class SendParts(NamedTuple):
 class Done(NamedTuple):
     """All parts of a request are answered."""
 
-    request: int
+    request: PendingRequest
 
 
 class PartsLost(NamedTuple):
     """These parts of a request are nowhere."""
 
-    request: int
+    request: PendingRequest
     parts: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Open:
-    """A request under way.
+class RequestsState:
+    """Requests of one customer that are under way.
 
     Attributes:
-        route: Node of each part.
-        asked: Node that each unanswered part was sent to last; empty before that.
-        stuck: Parts that must go elsewhere: their node was lost, or does not have them.
+        requests: The requests by timestamp, in their order.
     """
 
-    route: Route
-    asked: dict[int, str] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
-
-
-class RequestsState:
-    """Requests of one node that are under way."""
-
     def __init__(self) -> None:
-        self._open: dict[int, _Open] = {}
+        self.requests: dict[int, PendingRequest] = {}
 
-    def begin(
-        self, request: int, parts: Iterable[int], route: Route
-    ) -> list[SendParts | Done | PartsLost]:
+    def begin(self, request: PendingRequest) -> list[SendParts | Done | PartsLost]:
         """Begin a request."""
-        self._open[request] = _Open(route, dict.fromkeys(parts, ""))
-        if not self._open[request].asked:
-            del self._open[request]
-            return [Done(request)]
-        return [*self._send(request)]
+        self.requests[request.timestamp] = request
+        request.asked = dict.fromkeys(request.parts, "")
+        return [*self._send(request)] if request.asked else [Done(request)]
 
-    def answered(self, request: int, parts: Iterable[int]) -> list[Done]:
+    def answered(self, request: PendingRequest, parts: Iterable[int]) -> list[Done]:
         """Record the answer to some parts; answers may come twice."""
-        own = self._open.get(request)
-        if own is None:
-            return []
         for part in parts:
-            own.asked.pop(part, None)
-            own.stuck.discard(part)
-        if own.asked:
-            return []
-        del self._open[request]
-        return [Done(request)]
+            request.asked.pop(part, None)
+            request.stuck.discard(part)
+        return [] if request.asked else [Done(request)]
 
-    def moved(self, request: int, node: str, parts: Iterable[int]) -> list[SendParts | PartsLost]:
+    def moved(
+        self, request: PendingRequest, node: str, parts: Iterable[int]
+    ) -> list[SendParts | PartsLost]:
         """Ask again for parts that a node does not have; the route may know where they are."""
-        own = self._open.get(request)
-        if own is None:
-            return []
-        own.stuck.update(part for part in parts if own.asked.get(part) == node)
+        request.stuck.update(part for part in parts if request.asked.get(part) == node)
         return self._send(request)
 
-    def again(self, request: int, parts: Iterable[int]) -> list[SendParts | PartsLost]:
+    def again(self, request: PendingRequest, parts: Iterable[int]) -> list[SendParts | PartsLost]:
         """Ask again for parts whose node wants to be asked in another way."""
-        own = self._open.get(request)
-        if own is None:
-            return []
-        own.asked.update(dict.fromkeys([part for part in parts if part in own.asked], ""))
+        request.asked.update(dict.fromkeys([part for part in parts if part in request.asked], ""))
         return self._send(request)
 
     def rerouted(self) -> list[SendParts | PartsLost]:
         """Ask again for all parts whose route has changed, or that had to go elsewhere."""
-        for own in self._open.values():
-            own.asked.update(dict.fromkeys(own.stuck, ""))
-        return [each for request in list(self._open) for each in self._send(request)]
+        for request in self.requests.values():
+            request.asked.update(dict.fromkeys(request.stuck, ""))
+        return [each for request in self.requests.values() for each in self._send(request)]
 
     def lost(self, node: str) -> None:
-        """Record that what was sent to a node may not have arrived."""
-        for own in self._open.values():
-            own.stuck.update(part for part, asked in own.asked.items() if asked == node)
+        """Record that messages to a node may not have arrived."""
+        for request in self.requests.values():
+            request.stuck.update(part for part, asked in request.asked.items() if asked == node)
 
     def linked(self, node: str) -> list[SendParts | PartsLost]:
         """Ask a node again that was lost, and can be reached again."""
-        for own in self._open.values():
-            for part in [part for part in own.stuck if own.asked[part] == node]:
-                own.stuck.discard(part)
-                own.asked[part] = ""
+        for request in self.requests.values():
+            for part in [part for part in request.stuck if request.asked[part] == node]:
+                request.stuck.discard(part)
+                request.asked[part] = ""
         return self.rerouted()
 
-    def resend(self, request: int) -> list[SendParts | PartsLost]:
+    def resend(self, request: PendingRequest) -> list[SendParts | PartsLost]:
         """Ask again for all parts of a request, on links that lose messages."""
-        own = self._open.get(request)
-        if own is None:
-            return []
-        own.asked = dict.fromkeys(own.asked, "")
-        own.stuck.clear()
+        request.asked = dict.fromkeys(request.asked, "")
+        request.stuck.clear()
         return self._send(request)
 
-    def forget(self, request: int) -> None:
-        """Forget a request: nobody waits for it any more."""
-        self._open.pop(request, None)
+    def forget(self, timestamp: int) -> PendingRequest | None:
+        """Remove a request that is over, or for which nobody waits any more."""
+        return self.requests.pop(timestamp, None)
 
-    def is_open(self, request: int) -> bool:
-        """Whether parts of a request are unanswered."""
-        return request in self._open
-
-    def missing(self, request: int) -> dict[int, str]:
-        """Return the unanswered parts, with whom they were sent to."""
-        own = self._open.get(request)
-        return dict(own.asked) if own is not None else {}
-
-    def waits_for(self, request: int, part: int) -> bool:
-        """Whether a part is unanswered."""
-        own = self._open.get(request)
-        return own is not None and part in own.asked
-
-    def _send(self, request: int) -> list[SendParts | PartsLost]:
-        own = self._open[request]
+    def _send(self, request: PendingRequest) -> list[SendParts | PartsLost]:
         batches: dict[str, list[int]] = {}
         gone: list[int] = []
-        for part, asked in own.asked.items():
-            node = own.route(part)
+        for part, asked in request.asked.items():
+            node = request.route(part)
             if node is None:
                 gone.append(part)
             elif asked != node:
-                own.asked[part] = node
-                own.stuck.discard(part)
+                request.asked[part] = node
+                request.stuck.discard(part)
                 batches.setdefault(node, []).append(part)
-        done: list[SendParts | PartsLost] = [
+        sends: list[SendParts | PartsLost] = [
             SendParts(request, node, tuple(parts)) for node, parts in batches.items()
         ]
         if gone:
-            done.append(PartsLost(request, tuple(gone)))
-        return done
+            sends.append(PartsLost(request, tuple(gone)))
+        return sends
