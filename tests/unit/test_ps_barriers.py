@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.ps.protocol.scheduler_state import ReleaseNodes, SchedulerState
+from braid.ps.protocol.members_state import ReleaseNodes
+from braid.ps.protocol.scheduler_state import SchedulerState
 
 BEFORE, AFTER = "before a snapshot", "after a snapshot"
 MEMBERS = frozenset({"worker:0", "worker:1", "worker:2"})

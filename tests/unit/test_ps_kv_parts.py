@@ -13,12 +13,13 @@ from braid.errors import CommError, ConfigError
 from braid.ps import kv
 from braid.ps.kv.filters import digest_of
 from braid.ps.kv.groups import ALL, NUM_KEYS, id_of, key_ranges, members_of, node_of
-from braid.ps.kv.layout import KeyLayout
 from braid.ps.kv.pairs import as_keys
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.protocol.executed import Executed, RequestProgress, RequestStream
-from braid.ps.kv.protocol.members_state import MembersState, PublishMembers, Refuse, ReleaseTickets
+from braid.ps.kv.protocol.members_state import KVMembersState, Refuse
+from braid.ps.kv.slicers import KeyLayout
 from braid.ps.kv.store import SumStore
+from braid.ps.protocol.members_state import PublishDirectory, ReleaseNodes
 
 ANY_KEYS = st.lists(st.integers(0, NUM_KEYS - 1), unique=True, max_size=40).map(sorted)
 
@@ -221,12 +222,13 @@ def test_streams_of_different_customers_and_lives_do_not_meet():
 # -- members
 
 
-def _complete() -> MembersState[str]:
-    state: MembersState[str] = MembersState(1, 2)
+def _complete() -> KVMembersState[str]:
+    state: KVMembersState[str] = KVMembersState(1, 2)
     assert state.joins("server:0", 1, "a") == []
     assert state.joins("worker:0", 1, "b") == []
-    assert state.missing == ["worker:1"]
-    assert state.joins("worker:1", 1, "c") == [PublishMembers(("server:0", "worker:0", "worker:1"))]
+    assert state.absent == ["worker:1"]
+    assert state.joins("worker:1", 1, "c") == [PublishDirectory(state.directory)]
+    assert state.directory.nodes == {"server:0": "a", "worker:0": "b", "worker:1": "c"}
     return state
 
 
@@ -234,15 +236,16 @@ def test_barriers_open_when_all_have_come_and_never_for_the_lost():
     state = _complete()
     assert state.enters("worker:0", 0, 4, "first") == []
     assert state.enters("worker:0", 1, 4, "other") == []
-    assert state.enters("worker:1", 0, 4, "second") == [ReleaseTickets(("first", "second"))]
+    assert state.enters("worker:1", 0, 4, "second") == [ReleaseNodes(("first", "second"))]
     assert state.waiting() == ["barrier of group 4 lacks worker:1"]
     refused, published = state.loses("worker:1", "killed")
     assert refused == Refuse(
         ("other",), "the barrier of group 4 cannot open: worker:1 is lost (killed)"
     )
-    assert isinstance(published, PublishMembers)
+    assert published == PublishDirectory(state.directory)
+    assert state.directory.lost_nodes == {"worker:1": "killed"}
     assert isinstance(state.enters("worker:0", 0, 4, "late")[0], Refuse)
-    assert state.enters("server:0", 0, 2, "alone") == [ReleaseTickets(("alone",))]
+    assert state.enters("server:0", 0, 2, "alone") == [ReleaseNodes(("alone",))]
     with pytest.raises(CommError, match="worker:0 is no member of group 2"):
         state.enters("worker:0", 0, 2, "")
     assert not state.is_over
@@ -254,8 +257,9 @@ def test_barriers_open_when_all_have_come_and_never_for_the_lost():
 def test_a_node_comes_back_and_another_process_cannot_be_it():
     state = _complete()
     state.loses("worker:0", "cut off")
-    assert state.joins("worker:0", 1, "b") == [PublishMembers(("server:0", "worker:0", "worker:1"))]
-    assert state.lost == {}
+    assert state.joins("worker:0", 1, "b") == [PublishDirectory(state.directory)]
+    assert state.lost == state.directory.lost_nodes == {}
+    assert state.joins("worker:0", 1, "b") == []
     with pytest.raises(CommError, match="worker:0 is here already"):
         state.joins("worker:0", 2, "b")
     with pytest.raises(CommError, match="the run has no server:1: it has 1 servers, 2 workers"):
@@ -263,7 +267,7 @@ def test_a_node_comes_back_and_another_process_cannot_be_it():
 
 
 def test_candidates_get_numbers_until_there_are_enough():
-    state: MembersState[str] = MembersState(1, 2)
+    state: KVMembersState[str] = KVMembersState(1, 2)
     assert [state.number(f"candidate:{n}", "worker") for n in (7, 8, 7)] == [0, 1, 0]
     with pytest.raises(CommError, match="the run has 2 workers already"):
         state.number("candidate:9", "worker")

@@ -71,7 +71,7 @@ def _trains_on(group: Group, disk: Path) -> Any:
             train()
         if node.number == 1:
             return values, said[::2]
-        node.postoffice.wait_until(lambda: node.postoffice.workers == (0,), 20.0)
+        node.postoffice.wait_until(lambda: [*node.postoffice.directory.workers] == [0], 20.0)
         had_journal = (disk / "journal").exists()
         (disk / "ballast").unlink()
         train()

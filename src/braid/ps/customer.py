@@ -165,10 +165,6 @@ class Customer:
         """The least timestamp of a request that is under way; the next one if there is none."""
         return next(iter(self._requests), self.next_timestamp)
 
-    def reroute(self) -> None:
-        """Ask again for all parts of which the route says another node now."""
-        self._act(self._state.rerouted())
-
     @property
     def num_under_way(self) -> int:
         """Number of requests that are not answered in full."""
@@ -234,7 +230,7 @@ class Customer:
 
     def _reroute(self, directory: Directory) -> None:
         del directory
-        self.reroute()
+        self._act(self._state.rerouted())
 
     def _answer(self, request: PendingRequest, delivery: Delivery) -> None:
         message = delivery.message

@@ -174,7 +174,7 @@ def dense_spec(
     values: torch.Tensor,
     optimizer: Rule | MakeOptimizer | None,
     consistency: Consistency,
-    sizes: tuple[int, ...],
+    sizes: Sequence[int],
     *,
     has_first: bool,
 ) -> TableSpec:
@@ -210,5 +210,5 @@ def dense_spec(
         make_storage=make,
         form=f"{values.dtype}{list(values.shape)} {[*sizes]}, {consistency}",
         first=zlib.crc32(bytes_of(flat)) if has_first and len(flat) else 0,
-        sizes=sizes,
+        sizes=tuple(sizes),
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from braid.errors import BraidError, CheckpointError, CommTimeout, ConfigError, PeerLostError
+from braid.errors import BraidError, CheckpointError, ConfigError, PeerLostError
+from braid.ps.base_node import BaseNode
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.customer import Customer
 from braid.ps.dense import DenseTable, dense_spec
@@ -45,7 +46,7 @@ ALONE_S = 300.0  # the deadline of all who might wait for a server has passed th
 MAX_SPARSE_SHARDS = 64  # their whole states fit into the buffers of one message
 
 
-class Node:
+class Node(BaseNode):
     """The scheduler, a server or a worker.
 
     Args:
@@ -61,12 +62,6 @@ class Node:
         ranks: Rank of each node, for reports of waits.
         has_ended: Returns whether the scheduler's process has ended well, as far as the launcher
             knows; a server without a link then serves no longer.
-
-    Attributes:
-        role: Role of the node.
-        number: Number of this server, or of this worker.
-        num_servers: Number of servers at the beginning.
-        num_workers: Number of workers at the beginning.
     """
 
     def __init__(
@@ -85,9 +80,7 @@ class Node:
         ranks: Mapping[str, int] = {},
     ) -> None:
         options = options or Options()
-        self.role, self.number = role, number
-        self.num_servers, self.num_workers = counts
-        self._postoffice = Postoffice(
+        postoffice = Postoffice(
             van,
             "" if role == "scheduler" else scheduler,
             start=start,
@@ -95,6 +88,7 @@ class Node:
             events=events,
             ranks=ranks,
         )
+        super().__init__(postoffice, role, number, counts)
         self._options = options
         self._has_ended = has_ended
         self._tables: list[Table] = []
@@ -109,15 +103,15 @@ class Node:
                 van.close(0.0)
                 raise
         elif role == "server":
-            self._server = Server(self._postoffice, number, options.rebalance_s)
+            self._server = Server(self.postoffice, number, options.rebalance_s)
         elif role == "worker":
-            self._customer = Customer(self._postoffice)
-            self._postoffice.receive_into(Pulled)
-            self._postoffice.register({}, on_tick=self._check_left_behind)
+            self._customer = Customer(self.postoffice)
+            self.postoffice.receive_into(Pulled)
+            self.postoffice.register({}, on_tick=self._check_left_behind)
 
     def _check_left_behind(self) -> None:
         """End waits of a worker when the other nodes have ended, as after it was stopped."""
-        office = self._postoffice
+        office = self.postoffice
         if office.is_left_behind and not office.failure:
             office.remove(
                 f"{office.node} is left behind: it was stopped or cut off, and the scheduler and "
@@ -133,22 +127,12 @@ class Node:
             on_worker_loss=options.on_worker_loss or "fail",
             directory=directory,
         )
-        return Scheduler(self._postoffice, state, options.journal)
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this node trains; others `serve`."""
-        return self.role == "worker"
+        return Scheduler(self.postoffice, state, options.journal)
 
     @property
     def address(self) -> str:
         """Address at which other nodes reach this one; empty for workers."""
-        return self._postoffice.van.address
-
-    @property
-    def postoffice(self) -> Postoffice:
-        """Post office of the node."""
-        return self._postoffice
+        return self.postoffice.van.address
 
     @property
     def server(self) -> Server | None:
@@ -181,8 +165,7 @@ class Node:
                 optimizer needs a whole parameter, the quorum exceeds the workers, or `sizes` do
                 not add up to the values or have no optimizer.
         """
-        is_server = self._server is not None
-        spec = dense_spec(name, values, optimizer, consistency, tuple(sizes), has_first=is_server)
+        spec = dense_spec(name, values, optimizer, consistency, sizes, has_first=self.is_server)
         self._declare(spec)
         table = DenseTable(self._customer, spec, values)
         self._tables.append(table)
@@ -280,7 +263,7 @@ class Node:
         self._customer.wait_all()
         self._barrier("before a snapshot", step=step)
         try:
-            if self.number == min(self._postoffice.workers):
+            if self.number == self._workers[0]:
                 states = {table.name: table.export() for table in self._tables}
                 write_tables(directory, states, step, extra=extra, state=state, keep=keep)
         except CheckpointError as exc:
@@ -290,7 +273,7 @@ class Node:
             self._barrier("after a snapshot", step=step)
 
     def _declare(self, spec: TableSpec) -> None:
-        if spec.name in self._postoffice.tables:
+        if spec.name in self.postoffice.tables:
             msg = f"there is a table {spec.name!r} already"
             raise ConfigError(msg)
         if not spec.name or "/" in spec.name:
@@ -300,7 +283,7 @@ class Node:
         if quorum is not None and quorum > self.num_workers:
             msg = f"a quorum of {quorum} exceeds the {self.num_workers} workers"
             raise ConfigError(msg)
-        self._postoffice.tables[spec.name] = spec.form, spec.first
+        self.postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
             where = self._options.restore
             states = None if where is None else read_table(where, spec.name, spec.num_shards)
@@ -321,20 +304,17 @@ class Node:
             raise ConfigError(msg)
         if self.role == SPARE:
             return  # nobody has called it, and the run is over
-        if self._server is not None and self._postoffice.directory is None:
-            self._postoffice.join()
-        with self._postoffice.events.span("schedule" if self._scheduler else "serve"):
-            while True:
-                with contextlib.suppress(CommTimeout):  # there is no deadline for work to come
-                    self._postoffice.wait_until(self._is_over, 3600.0)
-                    break
+        if self._server is not None and self.postoffice.directory is None:
+            self.postoffice.join()
+        with self.postoffice.events.span("schedule" if self._scheduler else "serve"):
+            self.postoffice.wait_until(self._is_over, math.inf)  # no deadline for work to come
         self._raise_failure()
 
     def _is_over(self) -> bool:
         if self._scheduler is not None:
             return self._scheduler.is_over
-        directory = self._postoffice.directory
-        if directory is None or not directory.workers or self._postoffice.failure:
+        directory = self.postoffice.directory
+        if directory is None or not directory.workers or self.postoffice.failure:
             return True
         server = self._server
         if server is None or server.is_drained:
@@ -342,13 +322,13 @@ class Node:
         return server.alone_s >= ALONE_S or (server.alone_s > 0 and self._has_ended())
 
     def _raise_failure(self) -> None:
-        failure = self._scheduler.failure if self._scheduler else self._postoffice.failure
+        failure = self._scheduler.failure if self._scheduler else self.postoffice.failure
         if failure:
             lines = [failure, *(self._server.waiting() if self._server else ())]
             raise PeerLostError("; ".join(lines))
         if self._server is None or self._server.alone_s < ALONE_S:
             return
-        loss = self._postoffice.losses.get(SCHEDULER)
+        loss = self.postoffice.losses.get(SCHEDULER)
         msg = (
             f"server {self.number} has had no link to any other node for {ALONE_S:g} s (the "
             f"scheduler: {loss.reason if loss else 'unknown'}): its host was cut off, or the run "
@@ -393,9 +373,15 @@ class Node:
         self._barrier(name, timeout_s)
 
     def _barrier(self, name: str, timeout_s: float | None = None, *, step: int = -1) -> None:
-        self._postoffice.ensure_joined()
-        members = tuple(worker_node(worker) for worker in self._postoffice.workers)
+        self.postoffice.ensure_joined()
+        members = tuple(map(worker_node, self._workers))
         self._ask_scheduler(Barrier(name, members, step), timeout_s=timeout_s)
+
+    @property
+    def _workers(self) -> list[int]:
+        """Numbers of the workers that are here."""
+        assert self.postoffice.directory is not None, "a node has a directory once it has joined"
+        return sorted(self.postoffice.directory.workers)
 
     def _ask_scheduler(
         self,
@@ -429,7 +415,7 @@ class Node:
         if self._customer is None:
             msg = "samples are for workers"
             raise ConfigError(msg)
-        self._postoffice.ensure_joined()
+        self.postoffice.ensure_joined()
         return self._samples(name, num_samples, shard_size, epochs)
 
     def _samples(
@@ -468,12 +454,12 @@ class Node:
         Args:
             clock: A clock that no worker has finished, such as its own plus the staleness plus two.
         """
-        self._postoffice.send(SCHEDULER, StopAt(clock))
+        self.postoffice.send(SCHEDULER, StopAt(clock))
 
     @property
     def stop_at(self) -> int | None:
         """Clock before which all workers stop, once one has asked for it."""
-        return self._postoffice.stop_at
+        return self.postoffice.stop_at
 
     def drain(self) -> None:
         """Let this server's shards move to others; `serve` then ends. From any thread.
@@ -499,27 +485,16 @@ class Node:
             if self._customer is not None and not self._is_released:
                 self._is_released = True
                 try:
-                    self._postoffice.ensure_joined()
+                    self.postoffice.ensure_joined()
                     self._customer.wait_all()
                 finally:
-                    self._postoffice.leave()
+                    self.postoffice.leave()
         finally:
-            self._postoffice.close()
+            self.postoffice.close()
 
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._is_released = True
-            text = f": {value}" if value is not None and str(value) else ""
-            self._postoffice.leave(f"it raised {kind.__name__}{text}")
-            with contextlib.suppress(BraidError):
-                self._postoffice.close(0.0)
+    def abort(self, reason: str = "") -> None:
+        """Leave at once, and inform the scheduler of the reason."""
+        self._is_released = True
+        self.postoffice.leave(reason)
+        with contextlib.suppress(BraidError):
+            self.postoffice.close(0.0)

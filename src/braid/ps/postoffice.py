@@ -67,6 +67,8 @@ class Postoffice:
         ranks: Rank of each node, for reports of waits.
 
     Attributes:
+        node: Name of this node.
+        lock: Lock under which handlers run; requests of several threads are made with it.
         scheduler: Address of the scheduler.
         resend_s: Seconds after which unanswered messages are sent again; None on links that lose
             none.
@@ -82,7 +84,7 @@ class Postoffice:
         events: Recorder | None = None,
         ranks: Mapping[str, int] = {},
     ) -> None:
-        self.van = van
+        self.van, self.node = van, van.node
         self.events = events or Recorder()
         self.waits = Waits(self.events, van.clock, ranks)
         self.directory: Directory | None = None
@@ -90,17 +92,12 @@ class Postoffice:
         self.failure = ""
         self.is_removed = False  # whether the run goes on without this node
         self.stop_at: int | None = None
-        self.addresses: dict[str, str] = {}  # of workers that listen
         self.losses: dict[str, PeerLost] = {}  # the last of each node
         self.scheduler, self.resend_s = scheduler, resend_s
         self._start = start
-        self._handlers: dict[type[Message], Handler] = {
-            Here: self._learn,
-            Failure: self._fail,
-            StopAt: self._stop,
-            Explain: self._explain,
-            PeerLost: self._lost,
-        }
+        self._handlers: dict[type[Message], Handler] = dict.fromkeys(
+            (Here, Failure, StopAt, Explain, PeerLost), self._handle_own
+        )
         self._on_directory: list[Callable[[Directory], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
         self._on_linked: list[Callable[[str], None]] = []
@@ -117,18 +114,8 @@ class Postoffice:
         self._resent_ns = van.clock.now_ns()
         # servers may still hold requests of an earlier life of this node: numbers must differ
         self._ids = itertools.count((van.incarnation % (1 << 30) << 32) + 1)
-        self._changed = threading.Condition(threading.RLock())
+        self.lock = threading.Condition(threading.RLock())
         self._is_receiving = False
-
-    @property
-    def node(self) -> str:
-        """Name of this node."""
-        return self.van.node
-
-    @property
-    def lock(self) -> threading.Condition:
-        """Lock under which handlers run; requests of several threads are made with it."""
-        return self._changed
 
     @property
     def has_scheduler(self) -> bool:
@@ -139,11 +126,6 @@ class Postoffice:
     def is_left_behind(self) -> bool:
         """Whether all links are broken, and no process listens where the other nodes were."""
         return SCHEDULER in self._refused and self._refused >= {*self._broken, *self.van.peers}
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """Numbers of the workers that are here."""
-        return () if self.directory is None else tuple(sorted(self.directory.workers))
 
     def register(
         self,
@@ -199,6 +181,15 @@ class Postoffice:
         for number in message_ids:
             self._expected.pop(number, None)
 
+    def begin(self, timeout_s: float | None = None) -> None:
+        """Connect to the scheduler and announce this node, without waiting for others.
+
+        Raises:
+            RendezvousError: The scheduler cannot be reached.
+        """
+        self.van.connect(SCHEDULER, self.scheduler, timeout_s=timeout_s)
+        self.announce()
+
     def join(self, timeout_s: float | None = None) -> None:
         """Join the run, and wait for the first directory.
 
@@ -206,9 +197,7 @@ class Postoffice:
             RendezvousError: The scheduler cannot be reached.
             CommTimeout: Not all servers and workers have come.
         """
-        within_s = JOIN_S if timeout_s is None else min(timeout_s, JOIN_S)
-        self.van.connect(SCHEDULER, self.scheduler, timeout_s=within_s)
-        self.announce()
+        self.begin(JOIN_S if timeout_s is None else min(timeout_s, JOIN_S))
         try:
             with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
                 self.wait_until(
@@ -295,16 +284,10 @@ class Postoffice:
         return True
 
     def _connect(self, to: str) -> bool:
-        role, _, number = to.partition(":")
-        if role == "server" and self.directory is not None:
-            if int(number) not in self.directory.servers:
-                return False
-            address = self.directory.servers[int(number)]
-        elif to in self.addresses:
-            address = self.addresses[to]
-        elif to == SCHEDULER and self.scheduler:  # not of the scheduler itself
-            address = self.scheduler
-        else:
+        address = None if self.directory is None else self.directory.address_of(to)
+        if to == SCHEDULER:
+            address = self.scheduler or None  # empty at the scheduler itself
+        if address is None:  # vans inside one process have an empty one
             return False
         try:
             self.van.connect(to, address, timeout_s=CONNECT_S)
@@ -329,7 +312,7 @@ class Postoffice:
 
         Args:
             is_over: Condition; checked after each message.
-            timeout_s: Deadline; 300 s when None.
+            timeout_s: Deadline; 300 s when None, none when infinite.
             missing: Function that says what is missing, for the error.
 
         Raises:
@@ -337,9 +320,9 @@ class Postoffice:
             StaleError: The van is closed.
         """
         seconds = 300.0 if timeout_s is None else timeout_s
-        deadline_ns = self.van.clock.now_ns() + round(seconds * 1e9)
+        deadline_ns = self.van.clock.now_ns() + seconds * 1e9
         while True:
-            with self._changed:
+            with self.lock:
                 if is_over():
                     return
                 left_s = (deadline_ns - self.van.clock.now_ns()) / 1e9
@@ -347,7 +330,7 @@ class Postoffice:
                     msg = f"{self.node} waited {seconds:g} s: {missing()}"
                     raise CommTimeout(msg)
                 if self._is_receiving:
-                    self._changed.wait(left_s)
+                    self.lock.wait(min(left_s, threading.TIMEOUT_MAX))
                 else:
                     self._receive(min(left_s, TICK_S, self.resend_s or TICK_S))
             self._run_callbacks()
@@ -363,13 +346,13 @@ class Postoffice:
             if isinstance(delivery.message, Explained):
                 answers[delivery.sender] = delivery.message.lines
 
-        with self._changed:
+        with self.lock:
             for number, node in asked.items():
                 self.expect(number, note)
                 self.send(node, Explain(), message_id=number)
         with contextlib.suppress(CommTimeout):
             self.wait_until(lambda: not silent, EXPLAIN_S)
-        with self._changed:
+        with self.lock:
             self.expect_no_more(asked)
         lines = [f"{node}: {line}" for node in answers for line in answers[node]]
         lines += [f"{node} does not answer: it is busy, stopped or gone" for node in sorted(silent)]
@@ -377,7 +360,7 @@ class Postoffice:
 
     def poll(self, delivery: Delivery | None = None) -> None:
         """Handle what has arrived, after `delivery` if one was received already; never waits."""
-        with self._changed:
+        with self.lock:
             if delivery is not None:
                 self.handle(delivery)
             while not self._is_receiving and (delivery := self.van.try_recv()) is not None:
@@ -396,21 +379,21 @@ class Postoffice:
             except IndexError:  # another thread may have run the last
                 return
             call()
-            with self._changed:
-                self._changed.notify_all()
+            with self.lock:
+                self.lock.notify_all()
 
     def _receive(self, timeout_s: float) -> None:
         """Receive one message and handle it; with the lock, which is released meanwhile."""
         self._is_receiving = True
-        self._changed.release()
+        self.lock.release()
         delivery = None
         try:
             with contextlib.suppress(CommTimeout):
                 delivery = self.van.recv(timeout_s)
         finally:
-            self._changed.acquire()
+            self.lock.acquire()
             self._is_receiving = False
-            self._changed.notify_all()
+            self.lock.notify_all()
         if delivery is not None:
             self.handle(delivery)
         self.tick()
@@ -445,9 +428,8 @@ class Postoffice:
     def _restore(self, node: str) -> None:
         """Connect to a node again whose link is broken."""
         if not self.van.is_connected(node) and not self._connect(node):
-            role, _, number = node.partition(":")
-            alive = {} if self.directory is None else self.directory.servers
-            if role == "worker" or (role == "server" and int(number) not in alive):
+            is_alive = self.directory is not None and self.directory.address_of(node) is not None
+            if node.startswith("worker:") or (node.startswith("server:") and not is_alive):
                 self._broken.pop(node, None)
             return
         self._broken.pop(node, None)
@@ -458,12 +440,23 @@ class Postoffice:
 
     # -- what concerns the whole node
 
-    def _learn(self, delivery: Delivery) -> None:
-        message = delivery.message
-        assert isinstance(message, Here), "this handler is for directories"
-        if message.directory.epoch > self.epoch:
-            self.waits.note_lives(message.directory.lives)
-            self.set_directory(message.directory)
+    def _handle_own(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Here(directory):
+                if directory.epoch > self.epoch:
+                    self.waits.note_lives(directory.lives)
+                    self.set_directory(directory)
+            case Failure(text, is_removed):
+                if is_removed:
+                    self.remove(text)
+                self.failure = self.failure or text
+            case StopAt(clock):
+                self.stop_at = clock
+            case Explain():
+                lines = list(dict.fromkeys(line for waiting in self._waiting for line in waiting()))
+                self.send(delivery.sender, Explained((), lines), answers=delivery.id)
+            case PeerLost() as loss if not self.van.is_connected(delivery.sender):
+                self._lose(delivery.sender, loss)
 
     def set_directory(self, directory: Directory) -> None:
         """Use a later directory from now on."""
@@ -471,48 +464,36 @@ class Postoffice:
         for call in self._on_directory:
             call(directory)
 
+    def publish(self, directory: Directory) -> None:
+        """Use a directory, and send it to all connected nodes, servers first; at the scheduler."""
+        if directory is not self.directory:
+            self.set_directory(directory)
+        for node in sorted(self.van.peers):
+            self.send(node, Here(directory))
+
     def _welcomed(self, delivery: Delivery) -> None:
         """The scheduler has this node on its list."""
         self.expect_no_more([self._announced])
         self._announced = 0
         if isinstance(delivery.message, Here):
-            self._learn(delivery)
+            self._handle_own(delivery)
         elif isinstance(delivery.message, RequestRefused):
             self.failure = self.failure or delivery.message.text
-
-    def _stop(self, delivery: Delivery) -> None:
-        message = delivery.message
-        assert isinstance(message, StopAt), "this handler is for the last clock"
-        self.stop_at = message.clock
-
-    def _fail(self, delivery: Delivery) -> None:
-        message = delivery.message
-        assert isinstance(message, Failure), "this handler is for failures"
-        if message.is_removed:
-            self.remove(message.text)
-        self.failure = self.failure or message.text
 
     def remove(self, text: str) -> None:
         """End all waits of this node, which the run goes on without, with StaleError."""
         self.is_removed = self.is_removed or not self.failure
         self.failure = self.failure or text
 
-    def _explain(self, delivery: Delivery) -> None:
-        lines = list(dict.fromkeys(line for waiting in self._waiting for line in waiting()))
-        self.send(delivery.sender, Explained((), lines), answers=delivery.id)
-
     def drop_link(self, node: str) -> None:
         """Try no longer to make the link to a node again."""
         self._broken.pop(node, None)
 
-    def _lost(self, delivery: Delivery) -> None:
-        if self.van.is_connected(delivery.sender):
-            return  # it has connected again
-        assert isinstance(delivery.message, PeerLost), "this handler is for losses"
-        self.losses[delivery.sender] = delivery.message
-        if delivery.message.replaced:
+    def _lose(self, node: str, loss: PeerLost) -> None:
+        self.losses[node] = loss
+        if loss.replaced:
             reason = "another process has taken its place"
             self.remove(f"{self.node} was removed from the run, which goes on without it: {reason}")
-        self._break(delivery.sender)
+        self._break(node)
         for call in self._on_lost:
-            call(delivery.sender)
+            call(node)

@@ -13,7 +13,7 @@ Source: M. Li et al., Parameter Server, OSDI 2014, sections 4.4 and 4.5.
 
 from __future__ import annotations
 
-import contextlib
+import math
 import os
 import random
 from dataclasses import replace
@@ -21,10 +21,10 @@ from functools import partial
 from typing import NamedTuple
 
 from braid.comm import Group
-from braid.errors import CommTimeout, ConfigError
+from braid.errors import ConfigError
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.node import Node
-from braid.ps.protocol.directory import SCHEDULER, SPARE, Role, name_of
+from braid.ps.protocol.directory import SPARE, Role, name_of
 from braid.ps.protocol.scheduler_state import OnWorkerLoss
 from braid.ps.scheduler import Options
 from braid.runtime.message import Delivery, PeerLost, Schema, SocketVan, VanConfig
@@ -34,15 +34,14 @@ from braid.runtime.transport.meeting import host_name
 from braid.runtime.transport.peer_connections import own_address
 from braid.runtime.wire import Address, Secret, local_address
 
-__all__ = ["VAN", "NodePlace", "assign_place", "connection_secret", "join", "join_running"]
-__all__ += ["make_van"]
+__all__ = ["VAN", "NodePlace", "assign_place", "join", "join_running", "make_van"]
 
 VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # no node waits for a queue
-_LABEL = b"braid parameter server"
 SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
 ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"  # as `braid run --on-worker-loss` says
 SPARES = "BRAID_SPARES"  # processes for workers that are lost, as `braid run --spares` says
 REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
+_LABEL = b"braid parameter server"
 
 
 def join(
@@ -199,17 +198,14 @@ def _wait_for_call(node: Node) -> int | None:
 
     office = node.postoffice
     office.register({Called: on_call})
-    office.van.connect(SCHEDULER, office.scheduler)
-    office.announce()
+    office.begin()
 
     def is_over() -> bool:
         over = office.directory is not None and not office.directory.workers
         return bool(calls or office.failure or over)
 
     with office.events.span("spare"):
-        while not is_over():
-            with contextlib.suppress(CommTimeout):  # there is no deadline for losses
-                office.wait_until(is_over, 3600.0)
+        office.wait_until(is_over, math.inf)  # no deadline for losses
     office.raise_failure()
     return calls[0] if calls else None
 
@@ -320,8 +316,8 @@ class DroppingVan(SocketVan):
         num_dropped: Number of messages that were dropped.
     """
 
-    drop = 0.0
-    draws = random.Random()
+    drop: float
+    draws: random.Random
     num_dropped = 0
 
     def _next_delivery(self) -> Delivery | None:

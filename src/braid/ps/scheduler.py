@@ -34,14 +34,13 @@ from braid.ps.messages import (
 )
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.data_state import Issue
-from braid.ps.protocol.directory import SPARE, Directory, server_node, worker_node
+from braid.ps.protocol.directory import SPARE, Directory
+from braid.ps.protocol.members_state import PublishDirectory, ReleaseNodes
 from braid.ps.protocol.scheduler_state import (
     CallSpare,
     FailRun,
     Instruction,
     OnWorkerLoss,
-    PublishDirectory,
-    ReleaseNodes,
     SchedulerState,
     StopWorkers,
 )
@@ -235,14 +234,10 @@ class Scheduler:
             return
         self._had_workers = self._had_workers or bool(directory.workers)
         if directory is not self._postoffice.directory:
-            self._postoffice.set_directory(directory)
             self._write(directory)
         if self._state.failure:
             self._act([FailRun(self._state.failure)])
-        nodes = [*map(server_node, directory.servers), *map(worker_node, directory.workers)]
-        for node in dict.fromkeys([*nodes, *self._postoffice.van.peers]):
-            if self._postoffice.van.is_connected(node):
-                self._postoffice.send(node, Here(directory))
+        self._postoffice.publish(directory)
 
     def _write(self, directory: Directory) -> None:
         """Replace the journal at once, so that a reader sees the old one or the new one.

@@ -103,7 +103,7 @@ class Server:
     def __init__(
         self, postoffice: Postoffice, number: int, rebalance_s: float | None = None
     ) -> None:
-        self._postoffice = postoffice
+        self._postoffice, self._send = postoffice, postoffice.send
         self._number = number
         self._tables: dict[str, TableSpec] = {}
         self._shards: dict[tuple[str, int], TableShard] = {}
@@ -168,7 +168,7 @@ class Server:
     def handle(self, delivery: Delivery) -> None:
         """Handle a message; one that makes no sense is refused, and the server lives on."""
         epoch = getattr(delivery.message, "epoch", getattr(delivery.message, "since", -1))
-        if epoch > self._epoch:
+        if epoch > self._postoffice.epoch:
             self._deferred.append(delivery)
             return
         if isinstance(delivery.message, Push | Pull | TableChange) and self._refuses(delivery):
@@ -410,8 +410,8 @@ class Server:
             if asked.accepted:
                 self._send(node, Accepted(tuple(asked.accepted)), answers=request)
             if asked.elsewhere:
-                message = Elsewhere(tuple(asked.elsewhere), self._epoch)
-                self._send(node, message, answers=request)
+                elsewhere = Elsewhere(tuple(asked.elsewhere), self._postoffice.epoch)
+                self._send(node, elsewhere, answers=request)
             if asked.values:
                 specs, buffers, versions = [], [], []
                 for values, version in asked.values.values():
@@ -487,10 +487,6 @@ class Server:
                 self._reported.add((virtual, since))
                 self._send(SCHEDULER, Installed(virtual, self._number, since))
 
-    @property
-    def _epoch(self) -> int:
-        return self._postoffice.epoch
-
     def _shard(self, table: str, number: int) -> TableShard:
         if table not in self._tables:
             known = ", ".join(sorted(self._tables)) or "none"
@@ -507,8 +503,3 @@ class Server:
     ) -> None:
         if server is not None:
             self._send(server_node(server), message, buffers)
-
-    def _send(
-        self, to: str, message: Message, buffers: Sequence[memoryview] = (), answers: int = 0
-    ) -> None:
-        self._postoffice.send(to, message, buffers, answers=answers)

@@ -10,15 +10,11 @@ from msgspec.structs import asdict
 
 from braid.errors import BraidError, CommError
 from braid.ps.kv.app import App, Ticket
-from braid.ps.kv.messages import Candidate, Depart, Enter, KVRequest, Members, Numbered, Passed
-from braid.ps.kv.protocol.members_state import (
-    Instruction,
-    MembersState,
-    PublishMembers,
-    Refuse,
-)
-from braid.ps.messages import Failure, Here, NodeJoin, RequestRefused
-from braid.ps.protocol.directory import SCHEDULER, Directory
+from braid.ps.kv.messages import Candidate, Depart, Enter, KVRequest, Numbered
+from braid.ps.kv.protocol.members_state import KVInstruction, KVMembersState, Refuse
+from braid.ps.messages import Failure, Here, NodeJoin, Released, RequestRefused
+from braid.ps.protocol.directory import SCHEDULER
+from braid.ps.protocol.members_state import PublishDirectory, ReleaseNodes
 from braid.runtime.message import Delivery, Failed, Message
 from braid.runtime.wire import Buffer
 
@@ -58,12 +54,11 @@ class Control(App):
 
 
 class KVScheduler(Control):
-    """Carries out what `MembersState` decides."""
+    """Carries out what `KVMembersState` decides."""
 
     def __init__(self, node: KVNode) -> None:
         super().__init__(node)
-        self._version = 0
-        self.state: MembersState[Opened] = MembersState(node.num_servers, node.num_workers)
+        self.state: KVMembersState[Opened] = KVMembersState(node.num_servers, node.num_workers)
         self._postoffice.register(
             {NodeJoin: self._join, Candidate: self._number},
             on_lost=self._lost,
@@ -88,17 +83,18 @@ class KVScheduler(Control):
                 opened("")
 
     def _opened(self, ticket: Ticket, problem: str) -> None:
-        self._reply(ticket, RequestRefused(problem) if problem else Passed((ticket.part,)))
+        self._reply(ticket, RequestRefused(problem) if problem else Released((ticket.part,)))
 
     def _join(self, delivery: Delivery) -> None:
         message = delivery.message
         assert isinstance(message, NodeJoin), "this handler is for nodes that join"
         try:
-            done = self.state.joins(delivery.sender, delivery.incarnation, message.address)
+            self._act(self.state.joins(delivery.sender, delivery.incarnation, message.address))
         except BraidError as exc:
             self._postoffice.send(delivery.sender, Failure(str(exc)))
             return
-        self._act(done)
+        if self.state.directory is not None:
+            self._postoffice.send(delivery.sender, Here(self.state.directory), answers=delivery.id)
 
     def _number(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -115,46 +111,17 @@ class KVScheduler(Control):
 
     def _publish_losses(self) -> None:
         """Repeat what nodes may not have received, on links that lose messages."""
-        if self.state.is_complete and self.state.lost:
-            self._act([PublishMembers(tuple(self.state.addresses))])
+        if self.state.directory is not None and self.state.lost:
+            self._postoffice.publish(self.state.directory)
 
-    def _act(self, instructions: Sequence[Instruction]) -> None:
+    def _act(self, instructions: Sequence[KVInstruction]) -> None:
         for each in instructions:
-            if isinstance(each, PublishMembers):
-                self._publish(each.nodes)
-                continue
-            problem = each.text if isinstance(each, Refuse) else ""
-            for opened in each.tickets:
-                opened(problem)
-
-    def _publish(self, nodes: Sequence[str]) -> None:
-        """Send addresses to nodes; losses change the directory, so that nobody calls the lost."""
-        state, postoffice = self.state, self._postoffice
-        servers: dict[int, str] = {}
-        workers: list[int] = []
-        for node, address in state.addresses.items():
-            role, _, number = node.partition(":")
-            if node not in state.lost and role == "server":
-                servers[int(number)] = address
-            elif role == "worker":
-                workers.append(int(number))
-        last = postoffice.directory
-        if last is None or last.servers != servers:
-            epoch = 0 if last is None else last.epoch + 1
-            directory = Directory(
-                epoch=epoch,
-                replicas=0,
-                servers=servers,
-                chains=(),
-                joining=(),
-                workers=dict.fromkeys(workers, 0),
-            )
-            postoffice.set_directory(directory)
-        assert postoffice.directory is not None, "it was made above"
-        self._version += 1
-        members = Members(self._version, dict(state.addresses), dict(state.lost))
-        self._node.set_members(members)
-        for node in nodes:
-            if postoffice.van.is_connected(node):
-                postoffice.send(node, Here(postoffice.directory))
-                postoffice.send(node, members)
+            match each:
+                case PublishDirectory(directory):
+                    self._postoffice.publish(directory)
+                case ReleaseNodes(tickets):
+                    for opened in tickets:
+                        opened("")
+                case Refuse(tickets, problem):
+                    for opened in tickets:
+                        opened(problem)

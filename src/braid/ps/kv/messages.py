@@ -13,6 +13,7 @@ from braid.ps.messages import (
     Failure,
     Here,
     NodeJoin,
+    Released,
     Repeat,
     RequestRefused,
     ValuesAnswer,
@@ -30,11 +31,9 @@ __all__ = [
     "FixedPointed",
     "Head",
     "KVRequest",
-    "Members",
     "Note",
     "NoteReceived",
     "Numbered",
-    "Passed",
     "Sparsified",
     "Transfer",
     "Transferred",
@@ -155,18 +154,6 @@ class Transferred(ValuesAnswer, tag="kv.transferred", frozen=True):
     specs: list[TensorSpec]
 
 
-class Passed(Answer, tag="kv.passed", frozen=True):
-    """All have come to the barrier, or the node may go."""
-
-
-class Members(msgspec.Struct, tag="kv.members", frozen=True):
-    """Addresses of all nodes, and the lost ones with the reason; an older version is ignored."""
-
-    version: int
-    addresses: dict[str, str]
-    lost: dict[str, str]
-
-
 class Candidate(msgspec.Struct, tag="kv.candidate", frozen=True):
     """A process without a number wants to be a server or a worker."""
 
@@ -180,7 +167,7 @@ class Numbered(msgspec.Struct, tag="kv.numbered", frozen=True):
 
 
 SCHEMA = Schema(
-    *(Note, Enter, Depart, Transfer, NoteReceived, Transferred, Passed, Repeat, RequestRefused),
+    *(Note, Enter, Depart, Transfer, NoteReceived, Transferred, Released, Repeat, RequestRefused),
     *(Explain, Explained),
-    *(NodeJoin, Here, Failure, Members, Candidate, Numbered),
+    *(NodeJoin, Here, Failure, Candidate, Numbered),
 )

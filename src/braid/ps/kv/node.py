@@ -12,7 +12,7 @@ At the end of the block each node waits for all others.
 
     van ──> Postoffice ──> KVRequest: the app of its number    ──> its handle
                      └───> answers: the Customer that has asked ──> callback, wait
-                     └───> Members: who is here, who is lost
+                     └───> Here: who is here, who is lost
 
 One thread of the node receives and runs handles, so that servers serve and callbacks run whatever
 the program does. Threads that wait receive, too, when that one is busy.
@@ -23,13 +23,14 @@ Source: PS-Lite's Postoffice.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from braid.comm import Group
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, StaleError
+from braid.ps.base_node import BaseNode
 from braid.ps.kv.app import App
 from braid.ps.kv.control import CONTROL_APP, Control, KVScheduler
 from braid.ps.kv.groups import ALL, id_of, key_ranges, members_of
@@ -38,7 +39,6 @@ from braid.ps.kv.messages import (
     Depart,
     Enter,
     KVRequest,
-    Members,
     Note,
     Transfer,
     Transferred,
@@ -46,7 +46,7 @@ from braid.ps.kv.messages import (
 from braid.ps.kv.protocol.executed import Executed
 from braid.ps.messages import RequestRefused
 from braid.ps.postoffice import Postoffice
-from braid.ps.protocol.directory import SCHEDULER, Role, name_of
+from braid.ps.protocol.directory import SCHEDULER, Directory, Role
 from braid.ps.rendezvous import VAN, assign_place, make_van
 from braid.runtime.message import Delivery, Message, Van
 from braid.runtime.rendezvous import wants_portable
@@ -54,11 +54,10 @@ from braid.runtime.wire import Buffer
 
 __all__ = ["KVNode", "join"]
 
-FOREVER_S = 3600.0  # of one wait in the node's thread
 FAREWELL_S = 10.0  # for which the scheduler waits until all links are closed
 
 
-class KVNode:
+class KVNode(BaseNode):
     """A node of a run, with the apps of its process.
 
     Args:
@@ -71,12 +70,6 @@ class KVNode:
         unknown_s: Seconds for which a request waits for an app that does not exist yet.
 
     Attributes:
-        name: Name of the node, such as `worker:3`.
-        role: Role of the node.
-        number: Number in the role; PS-Lite's rank.
-        num_servers: Number of servers of the run.
-        num_workers: Number of workers of the run.
-        postoffice: Post office of the node.
         executed: Requests of other nodes.
         lost: Lost nodes, with the reason.
     """
@@ -92,49 +85,27 @@ class KVNode:
         resend_s: float | None = None,
         unknown_s: float = 5.0,
     ) -> None:
-        self.name = name_of(role, number)
-        self.role, self.number = role, number
-        self.num_servers, self.num_workers = counts
-        self.postoffice = Postoffice(van, "" if role == SCHEDULER else scheduler, resend_s=resend_s)
+        postoffice = Postoffice(van, "" if role == SCHEDULER else scheduler, resend_s=resend_s)
+        super().__init__(postoffice, role, number, counts)
         self.executed: Executed[tuple[Message, Sequence[Buffer]]] = Executed()
         self.lost: dict[str, str] = {}
         self._lost_ns: dict[str, int] = {}
-        self._scheduler_address = scheduler
         self._unknown_ns = round(unknown_s * 1e9)
         self._apps: dict[tuple[int, int], App] = {}
         self._parked: list[tuple[int, Delivery]] = []
-        self._version = 0  # of the members
         self._is_closing = self._is_closed = False
         self._in_handle = threading.local()
         self._thread: threading.Thread | None = None
         self.postoffice.register(
-            {
-                **dict.fromkeys((Note, Transfer, Enter, Depart), self._receive),
-                Members: self._learn,
-            },
+            dict.fromkeys((Note, Transfer, Enter, Depart), self._receive),
+            on_directory=self._note_lost,
             on_lost=self._lose,
-            on_resend=self._ask_for_members,
             waiting=self.executed.waiting,
         )
         self._control = KVScheduler(self) if role == SCHEDULER else Control(self)
         self.postoffice.receive_into(Transferred)
 
     # -- who is who
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether this node is a worker."""
-        return self.role == "worker"
-
-    @property
-    def is_server(self) -> bool:
-        """Whether this node is a server."""
-        return self.role == "server"
-
-    @property
-    def is_scheduler(self) -> bool:
-        """Whether this node is the scheduler."""
-        return self.role == SCHEDULER
 
     @property
     def id(self) -> int:
@@ -163,8 +134,7 @@ class KVNode:
     def begin(self) -> None:
         """Connect to the scheduler and join, without waiting for others."""
         if not self.is_scheduler:
-            self.postoffice.van.connect(SCHEDULER, self._scheduler_address)
-            self.postoffice.announce()
+            self.postoffice.begin()
 
     def start(self, timeout_s: float | None = None) -> None:
         """Join, start the node's thread, and wait until all nodes have joined.
@@ -187,7 +157,7 @@ class KVNode:
     @property
     def is_member(self) -> bool:
         """Whether all nodes have joined, as far as this one knows."""
-        return self._version > 0
+        return self.postoffice.directory is not None
 
     @property
     def is_over(self) -> bool:
@@ -246,8 +216,9 @@ class KVNode:
             if app.customer_id == customer_id and app is not self._control:
                 app.wait_all(timeout_s)
 
-    def abort(self) -> None:
-        """Leave at once; others lose this node. Idempotent."""
+    def abort(self, reason: str = "") -> None:
+        """Leave at once; others lose this node, without the reason. Idempotent."""
+        del reason
         self._is_closed = self._is_closing = True
         self.postoffice.close(0.5)
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -260,20 +231,6 @@ class KVNode:
         state, van = self._control.state, self.postoffice.van
         self.postoffice.wait_until(lambda: state.is_over, timeout_s)
         self.postoffice.wait_until(lambda: not van.peers, FAREWELL_S)
-
-    def __enter__(self) -> KVNode:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
 
     # -- for apps
 
@@ -318,22 +275,6 @@ class KVNode:
         """Whether this thread runs a handle or callback."""
         return getattr(self._in_handle, "depth", 0) > 0
 
-    def set_members(self, members: Members) -> None:
-        """Take up who is here; requests to lost nodes fail."""
-        if members.version <= self._version:
-            return
-        self._version = members.version
-        now_ns = self.postoffice.van.clock.now_ns()
-        self.postoffice.addresses = {
-            node: address for node, address in members.addresses.items() if node not in members.lost
-        }
-        self.lost = dict(members.lost)
-        self._lost_ns = {node: self._lost_ns.get(node, now_ns) for node in self.lost}
-        for node in self.lost:
-            self.postoffice.drop_link(node)
-        for app in self._apps.values():
-            app.customer.reroute()
-
     # -- events, with the lock held
 
     def _place(self, app: int, customer: int) -> tuple[int, int]:
@@ -375,14 +316,13 @@ class KVNode:
                     )
                 self.postoffice.send(delivery.sender, RequestRefused(text), answers=delivery.id)
 
-    def _learn(self, delivery: Delivery) -> None:
-        message = delivery.message
-        assert isinstance(message, Members), "this handler is for members"
-        self.set_members(message)
-
-    def _ask_for_members(self) -> None:
-        if not self.is_member and not self.is_scheduler:
-            self.postoffice.announce()
+    def _note_lost(self, directory: Directory) -> None:
+        """Note the lost nodes of a directory; requests to them fail."""
+        now_ns = self.postoffice.van.clock.now_ns()
+        self.lost = directory.lost_nodes
+        self._lost_ns = {node: self._lost_ns.get(node, now_ns) for node in self.lost}
+        for node in self.lost:
+            self.postoffice.drop_link(node)
 
     def _lose(self, node: str) -> None:
         """Act on a broken link: workers call servers again, if the scheduler sees those alive."""
@@ -394,14 +334,14 @@ class KVNode:
 
     def _absent(self) -> str:
         if isinstance(self._control, KVScheduler):
-            return f"{', '.join(self._control.state.missing)} did not join"
+            return f"{', '.join(self._control.state.absent)} did not join"
         return "not all servers and workers have joined the scheduler"
 
     def _serve(self) -> None:
         while not self._is_closed:
             try:
-                self.postoffice.wait_until(lambda: self._is_closed or self._is_overdue(), FOREVER_S)
-            except CommTimeout:
+                self.postoffice.wait_until(lambda: self._is_closed or self._is_overdue(), math.inf)
+            except CommTimeout:  # of a send in a handler
                 continue
             except StaleError:  # the van is closed
                 return

@@ -1,10 +1,13 @@
-"""Slicers divide the keys of a request among servers.
+"""Slicers divide the keys of a request among servers; a layout says where their values are.
 
     by_range     each server has a range of keys, of equal size; a slice is a view, and not copied
     by_hash      the server follows from a hash, for small or consecutive keys
 
 With ranges, keys below 2^64 / servers all lie on server 0, as in PS-Lite: programs that count keys
 from 0 spread them themselves, or use `by_hash`.
+
+Keys have equal numbers of values, vals[k * i : k * (i + 1)], or offsets say where they are. A range
+of keys has a range of values, which is a view; other places are gathered and scattered.
 
 Source: PS-Lite's DefaultSlicer.
 """
@@ -20,9 +23,10 @@ import torch
 
 from braid.errors import ConfigError
 from braid.ps.kv.groups import key_ranges
+from braid.ps.kv.pairs import offsets
 from braid.ps.storage.keys import shard_of, to_signed
 
-__all__ = ["Places", "Slicer", "by_hash", "by_range", "check_slices"]
+__all__ = ["KeyLayout", "Places", "Slicer", "by_hash", "by_range", "check_slices"]
 
 Places: TypeAlias = "slice | torch.Tensor"  # which keys of a request: a range, or ascending indices
 Slicer: TypeAlias = Callable[[torch.Tensor, int], "dict[int, Places]"]
@@ -80,3 +84,59 @@ def check_slices(slices: dict[int, Places], num_keys: int, num_servers: int) -> 
         place = int((uses != 1).nonzero()[0])
         msg = f"the slicer sends the key at place {place} to {int(uses[place])} servers"
         raise ConfigError(msg)
+
+
+class KeyLayout:
+    """Places of values by places of keys.
+
+    Args:
+        num_keys: Number of keys.
+        num_vals: Number of values.
+        lens: Number of values of each key; the same for each when None.
+    """
+
+    def __init__(self, num_keys: int, num_vals: int, lens: torch.Tensor | None) -> None:
+        self._each = num_vals // num_keys if num_keys else 0
+        self._lens = lens
+        self._offsets = None if lens is None else offsets(lens)
+
+    def span(self, places: slice) -> slice:
+        """Return the range of values of a range of keys."""
+        if self._offsets is None:
+            return slice(places.start * self._each, places.stop * self._each)
+        return slice(int(self._offsets[places.start]), int(self._offsets[places.stop]))
+
+    def indices(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the places of the values of some keys."""
+        if self._lens is None or self._offsets is None:
+            inside = torch.arange(self._each)
+            return (places[:, None] * self._each + inside).reshape(-1)
+        lens = self._lens[places]
+        begins = self._offsets[places] - (lens.cumsum(0) - lens)
+        return begins.repeat_interleave(lens) + torch.arange(int(lens.sum()))
+
+    def gather(self, vals: torch.Tensor, places: Places) -> torch.Tensor:
+        """Return the values of some keys; a view for a range."""
+        if isinstance(places, slice):
+            return vals[self.span(places)]
+        return vals[self.indices(places)]
+
+    def scatter(self, vals: torch.Tensor, places: Places, own: torch.Tensor) -> None:
+        """Write the values of some keys; does nothing if they are there already.
+
+        Raises:
+            ConfigError: There is another number of them.
+        """
+        if isinstance(places, slice):
+            target = vals[self.span(places)]
+            expected = len(target)
+        else:
+            indices = self.indices(places)
+            expected = len(indices)
+        if len(own) != expected:
+            msg = f"{len(own)} values came in the place of {expected}"
+            raise ConfigError(msg)
+        if not isinstance(places, slice):
+            vals[indices] = own.to(vals.device)
+        elif target.data_ptr() != own.data_ptr():
+            target.copy_(own)

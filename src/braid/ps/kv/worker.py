@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,11 @@ from msgspec.structs import asdict
 
 from braid.errors import CommError, ConfigError
 from braid.ps.kv.filters import Filter, KeyCache
-from braid.ps.kv.layout import KeyLayout
-from braid.ps.kv.messages import Head, KVRequest, Transfer, Transferred
+from braid.ps.kv.messages import Coding, Head, KVRequest, Transfer, Transferred
 from braid.ps.kv.pairs import Keys, KVPairs, Lens, check_pairs
 from braid.ps.kv.parcel import Parcel
 from braid.ps.kv.simple_app import SimpleApp
-from braid.ps.kv.slicers import Places, Slicer, by_hash, by_range, check_slices
+from braid.ps.kv.slicers import KeyLayout, Places, Slicer, by_hash, by_range, check_slices
 from braid.ps.messages import check_type
 from braid.ps.protocol.directory import server_node
 from braid.runtime.message import NUM_PRIORITIES, Delivery, Message
@@ -56,9 +56,12 @@ class _Transfer:
         out: Tensor for pulled values; None for a push.
         out_lens: Tensor for their lengths, if the program wants them.
         filters: Filters of the request.
+        cmd: Number for the servers' handle.
+        push: Whether values are pushed.
         parcels: Request to each server.
         answers: Values, and lengths if they differ, of each server.
         sent: Servers that the parcel was sent to, with those keys that were left out.
+        codings: Encodings of the answers.
     """
 
     pairs: KVPairs
@@ -66,9 +69,12 @@ class _Transfer:
     out: torch.Tensor | None
     out_lens: torch.Tensor | None
     filters: Sequence[Filter]
+    cmd: int
+    push: bool
     parcels: dict[int, Parcel] = field(default_factory=dict)
     answers: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     sent: set[int] = field(default_factory=set)
+    codings: list[Coding] = field(default_factory=list)
 
 
 class KVWorker(SimpleApp):
@@ -215,70 +221,55 @@ class KVWorker(SimpleApp):
         slices = self._slicer(pairs.keys, num_servers)
         if self._slicer not in {by_range, by_hash}:
             check_slices(slices, len(pairs), num_servers)
-        own = _Transfer(pairs, slices, out, out_lens, self._filters if filters is None else filters)
+        filters = self._filters if filters is None else filters
+        transfer = _Transfer(pairs, slices, out, out_lens, filters, cmd, push)
         try:
             for server, places in slices.items():
-                own.parcels[server] = self._parcel(own, server, places, push=push)
-            timestamp = self._send_all(own, cmd, callback, priority, push=push, direct=direct)
+                transfer.parcels[server] = self._parcel(transfer, server, places)
+            if out is not None:
+                codings = [each.coding() for each in filters]
+                transfer.codings = [coding for coding in codings if coding is not None]
+            timestamp = self._ask(
+                {server: server_node(server) for server in slices},
+                partial(self._message_of, transfer),
+                on_answer=partial(self._answered, transfer),
+                callback=callback,
+                memory=self._memory(transfer) if direct else None,
+                priority=priority,
+            )
         except BaseException:
-            for each in own.filters:
+            for each in filters:
                 each.undo()
             raise
-        for each in own.filters:
+        for each in filters:
             each.keep()
         return timestamp
 
-    def _send_all(
-        self,
-        own: _Transfer,
-        cmd: int,
-        callback: Callback | None,
-        priority: int,
-        *,
-        push: bool,
-        direct: bool,
-    ) -> int:
-        """Send the parcels of all servers."""
-        out = own.out
-        codings = [each.coding() for each in own.filters] if out is not None else []
-        ranged = self._slicer is by_range
-
-        def build(header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
-            parcel = self._parcel_to_send(own, header.part)
-            names, specs, buffers = parcel.pack()
-            message = Transfer(
-                **asdict(header),
-                cmd=cmd,
-                push=push,
-                pull=out is not None,
-                ranged=ranged,
-                digest=parcel.digest,
-                heads=parcel.heads,
-                names=names,
-                specs=specs,
-                codings=[each for each in codings if each is not None],
-            )
-            return message, buffers
-
-        memory = None
-        if direct and out is not None and not codings and self._postoffice.resend_s is None:
-            memory = self._memory(own, out)
-        return self._ask(
-            {server: server_node(server) for server in own.slices},
-            build,
-            on_answer=lambda server, delivery: self._answered(own, server, delivery),
-            callback=callback,
-            memory=memory,
-            priority=priority,
+    def _message_of(self, own: _Transfer, header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
+        """Return the request to the server of the header's part."""
+        parcel = self._parcel_to_send(own, header.part)
+        names, specs, buffers = parcel.pack()
+        message = Transfer(
+            **asdict(header),
+            cmd=own.cmd,
+            push=own.push,
+            pull=own.out is not None,
+            ranged=self._slicer is by_range,
+            digest=parcel.digest,
+            heads=parcel.heads,
+            names=names,
+            specs=specs,
+            codings=own.codings,
         )
+        return message, buffers
 
-    def _parcel(self, own: _Transfer, server: int, places: Places, *, push: bool) -> Parcel:
+    def _parcel(self, own: _Transfer, server: int, places: Places) -> Parcel:
         """Return what goes to a server, encoded once: filters may remember what they left out."""
         pairs = own.pairs
         whole = isinstance(places, slice)
         keys = pairs.keys.view(torch.int64)[places].view(torch.uint64)
         tensors = {"keys": keys}
-        if push:
+        if own.push:
             layout = KeyLayout(len(pairs), len(pairs.vals), pairs.lens)
             tensors["vals"] = layout.gather(pairs.vals, places)
             if pairs.lens is not None:
@@ -307,14 +298,14 @@ class KVWorker(SimpleApp):
         own.sent.add(server)
         return parcel
 
-    def _memory(
-        self, own: _Transfer, out: torch.Tensor
-    ) -> Callable[[int], list[memoryview]] | None:
+    def _memory(self, own: _Transfer) -> Callable[[int], list[memoryview]] | None:
         """Return where each server's values go, if that is known before they come."""
-        contiguous = out.device.type == "cpu" and out.is_contiguous() and len(out)
-        if not contiguous or not all(isinstance(each, slice) for each in own.slices.values()):
+        out = own.out
+        if out is None or not len(out) or out.device.type != "cpu" or not out.is_contiguous():
             return None
-        if own.pairs.lens is not None:
+        if not all(isinstance(each, slice) for each in own.slices.values()):
+            return None
+        if own.pairs.lens is not None or own.codings or self._postoffice.resend_s is not None:
             return None
         layout = KeyLayout(len(own.pairs), len(out), None)
         views: dict[int, list[memoryview]] = {

@@ -27,8 +27,17 @@ import msgspec
 
 from braid.errors import ConfigError
 
-__all__ = ["NUM_VIRTUAL", "SCHEDULER", "SPARE", "Directory", "Role", "name_of", "server_node"]
-__all__ += ["virtual_shard", "worker_node"]
+__all__ = [
+    "NUM_VIRTUAL",
+    "SCHEDULER",
+    "SPARE",
+    "Directory",
+    "Role",
+    "name_of",
+    "server_node",
+    "virtual_shard",
+    "worker_node",
+]
 
 Role: TypeAlias = Literal["scheduler", "server", "worker", "spare"]
 SCHEDULER: Final = "scheduler"
@@ -70,6 +79,8 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         leaving: Servers that get no shards, and leave when they have none.
         lives: Process of each worker, as the incarnation of its van; a worker whose process was
             lost has none until another process takes its place.
+        nodes: Addresses of nodes that are alive, by name, in a run without tables.
+        lost_nodes: Lost nodes of a run without tables, with the reason.
     """
 
     epoch: int
@@ -80,6 +91,22 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     workers: dict[int, int]
     leaving: tuple[int, ...] = ()
     lives: dict[int, int] = {}
+    nodes: dict[str, str] = {}
+    lost_nodes: dict[str, str] = {}
+
+    @classmethod
+    def of_nodes(cls, epoch: int, nodes: dict[str, str], lost_nodes: dict[str, str]) -> Directory:
+        """Return the directory of a run without tables."""
+        return cls(
+            epoch=epoch,
+            replicas=0,
+            servers={},
+            chains=(),
+            joining=(),
+            workers={},
+            nodes=nodes,
+            lost_nodes=lost_nodes,
+        )
 
     @classmethod
     def begin(
@@ -121,6 +148,15 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
     def lost(self) -> tuple[int, ...]:
         """Virtual shards whose last copy is gone."""
         return tuple(shard for shard, chain in enumerate(self.chains) if not chain)
+
+    def address_of(self, node: str) -> str | None:
+        """Return the address of a node that is alive and listens; None for others."""
+        role, _, number = node.partition(":")
+        return (
+            self.servers.get(int(number))
+            if role == "server" and self.servers
+            else self.nodes.get(node)
+        )
 
     def head(self, shard: int) -> int | None:
         """Return the server that decides on a virtual shard; None when it is lost."""

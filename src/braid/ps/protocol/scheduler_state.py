@@ -26,31 +26,19 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from braid.errors import CommError, StaleError
 from braid.ps.protocol.data_state import DataState, Issue
-from braid.ps.protocol.directory import Directory
+from braid.ps.protocol.directory import Directory, server_node, worker_node
+from braid.ps.protocol.members_state import MembersState, PublishDirectory, ReleaseNodes
+from braid.runtime.message import split_node
 
 __all__ = [
     "CallSpare",
     "FailRun",
     "OnWorkerLoss",
-    "PublishDirectory",
-    "ReleaseNodes",
     "SchedulerState",
     "StopWorkers",
 ]
 
 OnWorkerLoss: TypeAlias = Literal["fail", "wait", "shrink", "replace"]
-
-
-class PublishDirectory(NamedTuple):
-    """Send the directory to all nodes."""
-
-    directory: Directory
-
-
-class ReleaseNodes(NamedTuple):
-    """Answer requests: the barrier is reached, or the node may go."""
-
-    requests: tuple[tuple[str, int], ...]
 
 
 class FailRun(NamedTuple):
@@ -75,7 +63,7 @@ class StopWorkers(NamedTuple):
 Instruction: TypeAlias = CallSpare | StopWorkers | PublishDirectory | ReleaseNodes | FailRun | Issue
 
 
-class SchedulerState:
+class SchedulerState(MembersState[str, int]):
     """State of the scheduler.
 
     Args:
@@ -98,27 +86,21 @@ class SchedulerState:
         on_worker_loss: OnWorkerLoss = "fail",
         directory: Directory | None = None,
     ) -> None:
-        self._num_servers = num_servers
-        self._num_workers = num_workers
+        super().__init__(num_servers, num_workers, directory)
         self._replicas = replicas
         self._on_worker_loss = on_worker_loss
-        self.directory = directory
         self.failure = ""
-        self._servers: dict[int, str] = {}
-        self._workers: set[int] = set()
         self._spares: list[int] = []  # that are here, and not called
         self._gone: set[int] = set()  # workers that have left
         self._lives: dict[int, int] = {}  # process of each worker, as its incarnation
         self._removed: dict[tuple[int, int], str] = {}  # worker and process, with the reason
-        self._barriers: dict[str, dict[str, int]] = {}
-        self._expected: dict[str, frozenset[str]] = {}  # of each barrier
         self._steps: dict[str, tuple[str, int]] = {}  # of each barrier of a step
         self._passed: dict[str, int] = {}  # last step of each name that was released
         self._since: dict[str, float] = {}  # first step of successors as members; inf if unknown
         self._data: dict[str, DataState] = {}
         self.missing: set[tuple[str, int]] = set()  # role and number of nodes of an earlier life
         if directory is not None:
-            self._workers = set(directory.workers)
+            self.addresses = {worker_node(number): "" for number in directory.workers}
             self._lives = dict(directory.lives)
             self.missing = {("server", number) for number in directory.servers}
             self.missing |= {("worker", number) for number in directory.workers}
@@ -166,7 +148,7 @@ class SchedulerState:
         """Take in a server; the first ones become the first directory."""
         self.missing.discard(("server", server))
         if self.directory is None:
-            self._servers[server] = address
+            self.addresses[server_node(server)] = address
             return self._begin()
         if server in self.directory.servers:  # its link was cut, or the scheduler is new
             return [PublishDirectory(self.directory)]
@@ -205,7 +187,7 @@ class SchedulerState:
             if known is not None:
                 self._removed[worker, known] = "another process has taken its place"
         self._lives[worker] = life
-        self._workers.add(worker)
+        self.addresses[worker_node(worker)] = ""
         self._gone.discard(worker)
         self.missing.discard(("worker", worker))
         if self.directory is None:
@@ -237,11 +219,11 @@ class SchedulerState:
 
     def worker_lost(self, worker: int, reason: str, life: int = 0) -> list[Instruction]:
         """Act on the loss of a worker's process as the policy says."""
-        if worker in self._gone or worker not in self._workers or self.failure:
+        if worker in self._gone or worker_node(worker) not in self.addresses or self.failure:
             return []
         if life != self._lives.get(worker):
             return []  # another process has its place
-        self._workers.discard(worker)
+        del self.addresses[worker_node(worker)]
         if self._on_worker_loss == "fail":
             return self._fail(f"lost worker {worker}: {reason}")
         again = self._deal_again(worker)
@@ -278,7 +260,9 @@ class SchedulerState:
     def server_lost(self, server: int, reason: str) -> list[Instruction]:
         """Go on without a server, where its shards have copies."""
         directory = self.directory
-        self._servers.pop(server, None)  # it counts no longer, if not all have come yet
+        self.addresses.pop(
+            server_node(server), None
+        )  # it counts no longer, if not all have come yet
         if directory is None or server not in directory.servers or self.failure:
             return []
         before = set(directory.lost)
@@ -338,17 +322,14 @@ class SchedulerState:
             members = frozenset(each for each in members if self._since.get(each, 0) <= step)
             at, name = (name, step), f"{name} {step}"
             self._steps[name] = at
-        self._barriers.setdefault(name, {})[node] = request
-        self._expected[name] = members & self._expected.get(name, members)
+        self._arrive(name, node, request, members)
         return self._released()
 
     def _released(self) -> list[Instruction]:
         """Release the barriers to which all have come that are still here."""
-        reached = [n for n, own in self._barriers.items() if self._expected[n] <= own.keys()]
         out: list[Instruction] = []
-        for name in reached:
-            out.append(ReleaseNodes(tuple(self._barriers.pop(name).items())))
-            del self._expected[name]
+        for name in self._reached:
+            out.append(ReleaseNodes(tuple(self._close(name).items())))
             if name in self._steps:
                 of, step = self._steps.pop(name)
                 self._passed[of] = max(step, self._passed.get(of, -1))
@@ -385,24 +366,18 @@ class SchedulerState:
 
     def waiting(self) -> list[str]:
         """Return who has not joined, and for whom barriers wait, as text."""
-        lines = []
-        if self.directory is None:
-            absent = [f"server {n}" for n in range(self._num_servers) if n not in self._servers]
-            absent += [f"worker {n}" for n in range(self._num_workers) if n not in self._workers]
-            lines.append(f"{', '.join(absent)} did not join")
-        for name, own in self._barriers.items():
-            absent = sorted(self._expected[name] - own.keys())
-            lines.append(f"{', '.join(absent)} did not come to barrier {name!r}")
-        return lines
+        absent = ", ".join(self.absent).replace(":", " ")
+        lines = [f"{absent} did not join"] if self.directory is None else []
+        return lines + [
+            f"{', '.join(sorted(self._lacks(name)))} did not come to barrier {name!r}"
+            for name in self._arrived
+        ]
 
     def awaited(self) -> frozenset[str]:
         """Return the nodes that have not joined, or have not come to a barrier."""
         if self.directory is None:
-            absent = {f"server:{n}" for n in range(self._num_servers) if n not in self._servers}
-            absent |= {f"worker:{n}" for n in range(self._num_workers) if n not in self._workers}
-            return frozenset(absent)
-        pairs = [(self._expected[name], own.keys()) for name, own in self._barriers.items()]
-        return frozenset(node for expected, come in pairs for node in expected - come)
+            return frozenset(self.absent)
+        return frozenset().union(*map(self._lacks, self._arrived))
 
     # -- inside
 
@@ -410,11 +385,12 @@ class SchedulerState:
         return [each for data in self._data.values() for each in data.lost(f"worker:{worker}")]
 
     def _begin(self) -> list[Instruction]:
-        if len(self._servers) < self._num_servers or len(self._workers) < self._num_workers:
+        nodes = [(*split_node(node), address) for node, address in self.addresses.items()]
+        servers = {number: address for role, number, address in nodes if role == "server"}
+        workers = sorted(number for role, number, _ in nodes if role == "worker")
+        if len(servers) < self._num_servers or len(workers) < self._num_workers:
             return []
-        self.directory = Directory.begin(
-            self._servers, sorted(self._workers), self._replicas, lives=self._lives
-        )
+        self.directory = Directory.begin(servers, workers, self._replicas, lives=self._lives)
         return [PublishDirectory(self.directory)]
 
     def _vacate(self, worker: int) -> list[Instruction]:

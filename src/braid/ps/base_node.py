@@ -1,0 +1,81 @@
+"""The record of a node: role, numbers and post office, for tables and for keys and values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import TypeVar
+
+from typing_extensions import Self
+
+from braid.ps.postoffice import Postoffice
+from braid.ps.protocol.directory import SCHEDULER, Role, name_of
+
+__all__ = ["BaseNode"]
+
+AnyNode = TypeVar("AnyNode", bound="BaseNode")
+
+
+class BaseNode(ABC):
+    """The scheduler, a server or a worker, as a context manager.
+
+    Args:
+        postoffice: Post office of the node; owned and closed by this object.
+        role: Role of the node.
+        number: Number of this server, or of this worker.
+        counts: Number of servers and of workers at the beginning.
+
+    Attributes:
+        name: Name of the node, such as `worker:3`.
+        role: Role of the node.
+        number: Number of this server, or of this worker.
+        num_servers: Number of servers at the beginning.
+        num_workers: Number of workers at the beginning.
+        postoffice: Post office of the node.
+    """
+
+    def __init__(
+        self, postoffice: Postoffice, role: Role, number: int, counts: tuple[int, int]
+    ) -> None:
+        self.name = name_of(role, number)
+        self.role, self.number = role, number
+        self.num_servers, self.num_workers = counts
+        self.postoffice = postoffice
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this node is a worker; a program trains there."""
+        return self.role == "worker"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this node is a server."""
+        return self.role == "server"
+
+    @property
+    def is_scheduler(self) -> bool:
+        """Whether this node is the scheduler."""
+        return self.role == SCHEDULER
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the run in order."""
+
+    @abstractmethod
+    def abort(self, reason: str = "") -> None:
+        """Leave the run at once, because of an error."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            text = f": {value}" if value is not None and str(value) else ""
+            self.abort(f"it raised {kind.__name__}{text}")
