@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["App", "Build", "Ticket"]
 
 LOG = logging.getLogger(__name__)
-MAX_APP = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class App(ABC):
         self.app_id, self.customer_id = app_id, customer_id
         self._postoffice = node.postoffice
         self._customer = Customer(node.postoffice, lambda _: node.losses())
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[tuple[Delivery, Ticket]] = deque()
         self._is_working = False
         self._pending: Counter[int] = Counter()  # callbacks of each request that have not run
         self._failures: dict[int, Exception] = {}
@@ -219,19 +218,19 @@ class App(ABC):
         )
         state = self._node.executed.begin(stream, message.timestamp, message.seen)
         if state is RequestProgress.NEW:
-            self._queue.append(partial(self._carry_out, message, delivery, ticket))
+            self._queue.append((delivery, ticket))
             self._postoffice.call_soon(self._work)
         elif not isinstance(state, RequestProgress):
             self._send(ticket, *state)
 
     @abstractmethod
-    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         """Execute a request; its answer comes now or later, by `_reply`."""
 
-    def _carry_out(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
+    def _carry_out(self, delivery: Delivery, ticket: Ticket) -> None:
         try:
             with self._node.in_handle():
-                self._execute(message, delivery, ticket)
+                self._execute(delivery, ticket)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
             text = str(exc) if isinstance(exc, BraidError) else f"{type(exc).__name__}: {exc}"
             try:
@@ -251,8 +250,8 @@ class App(ABC):
                     if not self._queue:
                         self._is_working = False
                         return
-                    work = self._queue.popleft()
-                work()
+                    delivery, ticket = self._queue.popleft()
+                self._carry_out(delivery, ticket)
         except BaseException:
             self._is_working = False
             raise

@@ -10,13 +10,12 @@ from msgspec.structs import asdict
 
 from braid.errors import BraidError, CommError
 from braid.ps.kv.app import App, Ticket
-from braid.ps.kv.messages import Candidate, Depart, Enter, KVRequest, Numbered
+from braid.ps.kv.messages import Candidate, Depart, Enter, Numbered
 from braid.ps.kv.protocol.members_state import KVInstruction, KVMembersState, Refuse
 from braid.ps.messages import Failure, Here, NodeJoin, Released, RequestRefused
 from braid.ps.protocol.directory import SCHEDULER
 from braid.ps.protocol.members_state import PublishDirectory, ReleaseNodes
 from braid.runtime.message import Delivery, Failed, Message
-from braid.runtime.wire import Buffer
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode
@@ -35,20 +34,16 @@ class Control(App):
 
     def enter(self, group: int, number: int) -> int:
         """Come to a barrier; returns the timestamp to wait for."""
-        return self._ask_scheduler(lambda own: Enter(**asdict(own), group=group, number=number))
+        return self._ask(
+            {0: SCHEDULER}, lambda own: (Enter(**asdict(own), group=group, number=number), ())
+        )
 
     def depart(self) -> int:
         """Inform the scheduler that this node is done; returns the timestamp to wait for."""
-        return self._ask_scheduler(lambda own: Depart(**asdict(own)))
+        return self._ask({0: SCHEDULER}, lambda own: (Depart(**asdict(own)), ()))
 
-    def _ask_scheduler(self, make: Callable[[KVRequest], Message]) -> int:
-        def build(header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
-            return make(header), ()
-
-        return self._ask({0: SCHEDULER}, build)
-
-    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
-        del message, delivery, ticket
+    def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
+        del delivery, ticket
         msg = f"{self._node.name} is not the scheduler: it has no barriers"
         raise CommError(msg)
 
@@ -71,16 +66,15 @@ class KVScheduler(Control):
         with self._postoffice.lock:
             self._act(self.state.enters(SCHEDULER, number, group, opened))
 
-    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
-        del delivery
+    def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
         opened = partial(self._opened, ticket)
         with self._postoffice.lock:
-            if isinstance(message, Enter):
-                done = self.state.enters(ticket.node, message.number, message.group, opened)
-                self._act(done)
-            elif isinstance(message, Depart):
-                self._act(self.state.departs(ticket.node))
-                opened("")
+            match delivery.message:
+                case Enter(group=group, number=number):
+                    self._act(self.state.enters(ticket.node, number, group, opened))
+                case Depart():
+                    self._act(self.state.departs(ticket.node))
+                    opened("")
 
     def _opened(self, ticket: Ticket, problem: str) -> None:
         self._reply(ticket, RequestRefused(problem) if problem else Released((ticket.part,)))

@@ -151,9 +151,10 @@ class KVServer(SimpleApp):
 
     # -- inside
 
-    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
+    def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
+        message = delivery.message
         if not isinstance(message, Transfer):
-            super()._execute(message, delivery, ticket)
+            super()._execute(delivery, ticket)
             return
         if self._kv_handle is None:
             msg = f"app {self.app_id} of {self._node.name} has no handle for pushes and pulls"

@@ -9,7 +9,7 @@ Source: PS-Lite's SimpleApp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,10 +18,9 @@ from msgspec.structs import asdict
 from braid.errors import CommError, ConfigError
 from braid.ps.kv.app import App, Ticket
 from braid.ps.kv.groups import id_of, members_of
-from braid.ps.kv.messages import KVRequest, Note, NoteReceived
+from braid.ps.kv.messages import Note, NoteReceived
 from braid.ps.messages import check_type
-from braid.runtime.message import Delivery, Message
-from braid.runtime.wire import Buffer
+from braid.runtime.message import Delivery
 
 if TYPE_CHECKING:
     from braid.ps.kv.node import KVNode
@@ -101,9 +100,6 @@ class SimpleApp(App):
             msg = f"{self._node.name} is itself in {to}: a node does not ask itself"
             raise ConfigError(msg)
 
-        def build(header: KVRequest) -> tuple[Message, Sequence[Buffer]]:
-            return Note(**asdict(header), head=head, body=body), ()
-
         def on_answer(part: int, delivery: Delivery) -> None:
             message, handle = delivery.message, self._response_handle
             assert isinstance(message, NoteReceived), "notes are answered by notes"
@@ -115,7 +111,7 @@ class SimpleApp(App):
             timestamp = self._customer.next_timestamp
             return self._ask(
                 {id_of(node): node for node in nodes},
-                build,
+                lambda header: (Note(**asdict(header), head=head, body=body), ()),
                 on_answer=on_answer,
                 callback=callback,
                 priority=priority,
@@ -134,8 +130,8 @@ class SimpleApp(App):
         check_type("the answer to a note is a text", body, str)
         self._reply(asked.ticket, NoteReceived((asked.ticket.part,), body))
 
-    def _execute(self, message: KVRequest, delivery: Delivery, ticket: Ticket) -> None:
-        del delivery
+    def _execute(self, delivery: Delivery, ticket: Ticket) -> None:
+        message = delivery.message
         if not isinstance(message, Note):
             msg = f"app {self.app_id} of {self._node.name} has no keys: a KVServer has"
             raise CommError(msg)
