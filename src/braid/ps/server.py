@@ -10,7 +10,7 @@ Messages of a later epoch than this server's wait until it has that directory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from braid.errors import BraidError, CommError
 from braid.ps.messages import (
@@ -194,12 +194,10 @@ class Server:
             return False
         if directory.lives.get(worker) == delivery.incarnation:
             return False
-        text = f"worker {worker} was removed from the run, which goes on without it: "
-        text += (
-            "another process has taken its place"
-            if worker in directory.lives
-            else ("nothing came from it for too long, or it left")
-        )
+        reason = "nothing came from it for too long, or it left"
+        if worker in directory.lives:
+            reason = "another process has taken its place"
+        text = f"worker {worker} was removed from the run, which goes on without it: {reason}"
         self._send(delivery.sender, Failure(text, is_removed=True))
         return True
 
@@ -428,13 +426,8 @@ class Server:
             if not asked.queries:
                 del self._asked[asker]
                 continue
-            self._asked[asker] = _Asked(
-                asked.queries,
-                asked.begun_ns,
-                asked.whole,
-                asked.clocks,
-                was_parked=asked.was_parked,
-            )
+            remaining = replace(asked, accepted=[], elsewhere=[], values={}, names=[])
+            self._asked[asker] = remaining
 
     def _send_state(self, shard: TableShard, server: int) -> None:
         """Send a whole shard to a server that joins its chain."""
