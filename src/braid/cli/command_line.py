@@ -216,8 +216,9 @@ def run(
         on: Hosts to run on.
         roles: Servers and workers of a parameter server.
     """
-    from braid.cli.commands.several_hosts import NO_FRAME_MAC, choose_where, run_on
+    from braid.cli.commands.several_hosts import choose_where, run_on
     from braid.launch import JobSpec, Supervisor, TerminalConsole
+    from braid.runtime.variables import NO_FRAME_MAC
 
     if module and no_python:
         msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"

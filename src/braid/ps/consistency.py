@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from braid.errors import ConfigError
+from braid.errors import raise_all
 
 __all__ = ["BSP", "Consistency"]
 
@@ -64,8 +64,7 @@ class Consistency:
                 f"compensate must be 0, or at a staleness above 0 a number above 0, got "
                 f"{self.compensate} at staleness {self.staleness}"
             )
-        if problems:
-            raise ConfigError("; ".join(problems))
+        raise_all(problems)
 
     @property
     def by_clock(self) -> bool:

@@ -423,7 +423,7 @@ class Postoffice:
 
     def _break(self, node: str) -> None:
         """Record that the link to a node is broken."""
-        self._broken[node] = self.van.clock.now_ns() + round(AGAIN_S * 1e9)
+        self._broken[node] = self.van.clock.after_ns(AGAIN_S)
 
     def _restore(self, node: str) -> None:
         """Connect to a node again whose link is broken."""

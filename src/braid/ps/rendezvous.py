@@ -32,15 +32,12 @@ from braid.runtime.rendezvous import wants_frame_codes, wants_portable
 from braid.runtime.rendezvous.network import network_of_program
 from braid.runtime.transport.meeting import host_name
 from braid.runtime.transport.peer_connections import own_address
+from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, SERVERS, SPARES
 from braid.runtime.wire import Address, Secret, local_address
 
 __all__ = ["VAN", "NodePlace", "assign_place", "join", "join_running", "make_van"]
 
 VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # no node waits for a queue
-SERVERS = "BRAID_SERVERS"  # number of servers, as `braid run --servers` says
-ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"  # as `braid run --on-worker-loss` says
-SPARES = "BRAID_SPARES"  # processes for workers that are lost, as `braid run --spares` says
-REPLICAS = "BRAID_REPLICAS"  # copies of each shard, as `braid run --replicas` says
 _LABEL = b"braid parameter server"
 
 

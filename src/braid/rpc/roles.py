@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from braid.errors import ConfigError
+from braid.runtime.variables import ROLES
 
-__all__ = ["ROLES", "Role", "names_of", "own_role"]
-
-ROLES = "BRAID_ROLES"  # as `braid run --role` says
+__all__ = ["Role", "names_of", "own_role"]
 
 
 class Role(NamedTuple):

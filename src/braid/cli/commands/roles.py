@@ -10,14 +10,10 @@ from typing import Literal
 import tyro
 
 from braid.errors import ConfigError
+from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, ROLES, SERVERS, SPARES
 
-__all__ = ["REPLICAS", "SERVERS", "Roles"]
+__all__ = ["Roles"]
 
-SERVERS = "BRAID_SERVERS"  # read by braid.ps.join
-SPARES = "BRAID_SPARES"  # and this
-ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"
-REPLICAS = "BRAID_REPLICAS"  # read there, too
-ROLES = "BRAID_ROLES"  # read by braid.rpc.init_rpc
 # read by programs for PS-Lite; braid.compat.pslite makes DMLC_ROLE of the rank
 DMLC_SERVERS, DMLC_WORKERS = "DMLC_NUM_SERVER", "DMLC_NUM_WORKER"
 

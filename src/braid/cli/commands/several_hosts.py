@@ -14,12 +14,12 @@ from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, p
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 from braid.launch.engines.options import EngineOptions
 from braid.runtime.rendezvous.meeting import MeetingPoint
+from braid.runtime.variables import NO_FRAME_MAC
 
 __all__ = ["choose_where", "run_on"]
 
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
 NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
-NO_FRAME_MAC = "BRAID_NO_FRAME_MAC"
 NO_FRAME_MAC_WARNING = (
     "--no-frame-mac: anyone on the way between the hosts of this job can change what its ranks "
     "send each other. Use it only on a network of your own"

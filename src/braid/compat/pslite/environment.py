@@ -23,10 +23,10 @@ from dataclasses import dataclass
 
 from braid.errors import ConfigError
 from braid.ps.protocol.directory import Role
+from braid.runtime.variables import SERVERS
 
 __all__ = ["DEFAULT_RESEND_S", "Environment"]
 
-SERVERS = "BRAID_SERVERS"  # set by `braid run --servers`
 DEFAULT_RESEND_S = 1.0  # PS-Lite's
 HEARTBEAT_S, LOST_AFTER_S = 1.0, 30.0  # the van's
 ROLES: tuple[Role, ...] = ("scheduler", "server", "worker")

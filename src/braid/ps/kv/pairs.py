@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, raise_all
 from braid.ps.storage.keys import to_signed
 from braid.types import dtype_name
 
@@ -162,8 +162,7 @@ def check_pairs(keys: torch.Tensor, num_vals: int | None, lens: torch.Tensor | N
             problems.append(f"lens add up to {int(lens.sum())}, and there are {num_vals} vals")
     elif num_vals is not None and (num_vals % len(keys) if len(keys) else num_vals):
         problems.append(f"{num_vals} vals are no multiple of {len(keys)} keys, without lens")
-    if problems:
-        raise ConfigError("; ".join(problems))
+    raise_all(problems)
 
 
 def offsets(lens: torch.Tensor) -> torch.Tensor:
