@@ -1,7 +1,8 @@
 """`python -m benchmarks NAME`: measure braid beside other systems, in turns in one run.
 
-A benchmark is the dataclass of its options, a function that measures, and one that prints tables
-and verdicts. Run it where this repository is, in an environment in which braid is installed.
+A benchmark, `BENCH` of its module, is the dataclass of its options, a function that measures, and
+one that prints tables and verdicts. Run it where this repository is, in an environment in which
+braid is installed.
 """
 
 from __future__ import annotations
@@ -12,17 +13,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks.hooks import HooksBench, print_hooks, run_hooks
-from benchmarks.horovod import FusionBench, print_fusion, run_fusion
-from benchmarks.launch import LaunchBench, print_launch, run_launch
-from benchmarks.model import ModelBench, print_model, run_model
-from benchmarks.net import NetBench, print_net, run_net
-from benchmarks.pipeline import PipelineBench, print_pipeline, run_pipeline
-from benchmarks.plan import PlanBench, print_plan, run_plan
-from benchmarks.ps import PsBench, print_ps, run_ps
-from benchmarks.rpc import RpcBench, print_rpc, run_rpc
-from benchmarks.tp import TpBench, print_tp, run_tp
-from benchmarks.zero import ZeroBench, print_zero, run_zero
+from benchmarks import hooks, horovod, launch, model, net, pipeline, plan, ps, rpc, tp, zero
 from braid.cli import TYRO_CONFIG, answer
 from braid.cli.bench.harness.report import Benchmark
 from braid.runtime.last_words import ending_well
@@ -30,18 +21,18 @@ from braid.runtime.last_words import ending_well
 __all__ = ["BENCHMARKS", "main"]
 
 
-BENCHMARKS = {
-    "hooks": Benchmark(HooksBench, run_hooks, print_hooks),
-    "horovod": Benchmark(FusionBench, run_fusion, print_fusion),
-    "launch": Benchmark(LaunchBench, run_launch, print_launch),
-    "model": Benchmark(ModelBench, run_model, print_model),
-    "net": Benchmark(NetBench, run_net, print_net),
-    "pipeline": Benchmark(PipelineBench, run_pipeline, print_pipeline),
-    "plan": Benchmark(PlanBench, run_plan, print_plan),
-    "ps": Benchmark(PsBench, run_ps, print_ps),
-    "rpc": Benchmark(RpcBench, run_rpc, print_rpc),
-    "tp": Benchmark(TpBench, run_tp, print_tp),
-    "zero": Benchmark(ZeroBench, run_zero, print_zero),
+BENCHMARKS: dict[str, Benchmark[Any, Any]] = {
+    "hooks": hooks.BENCH,
+    "horovod": horovod.BENCH,
+    "launch": launch.BENCH,
+    "model": model.BENCH,
+    "net": net.BENCH,
+    "pipeline": pipeline.BENCH,
+    "plan": plan.BENCH,
+    "ps": ps.BENCH,
+    "rpc": rpc.BENCH,
+    "tp": tp.BENCH,
+    "zero": zero.BENCH,
 }
 
 

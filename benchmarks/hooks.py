@@ -19,16 +19,16 @@ from benchmarks.workers.hooks import EXACT, Plan, Way, main
 from braid.cli.bench.harness.options import GBIT
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks", "run_hooks"]
+__all__ = ["BENCH", "HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks"]
 
 HOOKS = ("bf16", "int8", "topk:0.01", "powersgd:rank=4,start=2")
 LEAST = {"bf16": 1.6, "topk": 3.0, "powersgd": 4.0}  # least speed-up of a step, at 1 Gbit/s
@@ -74,19 +74,14 @@ class HooksBench:
         check_minimums(least, slow)
 
 
-def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> HooksReport:
-    """Measure the hooks on namespaces.
-
-    Raises:
-        ConfigError: No namespaces can be made here, there is no such hook, or a rank failed.
-    """
-    bench.out.mkdir(parents=True, exist_ok=True)
+def _measure_hooks(bench: HooksBench, console: RichConsole) -> HooksReport:
     where = measured_on()
-    shown = console or RichConsole(stderr=True)
     plan = Plan(hooks=bench.hooks, batch=bench.batch, rounds=bench.rounds)
     ways: list[Way] = []
     with (
-        shown.status(f"{bench.num_hosts} hosts at {bench.gbit:g} Gbit/s: {', '.join(bench.hooks)}"),
+        console.status(
+            f"{bench.num_hosts} hosts at {bench.gbit:g} Gbit/s: {', '.join(bench.hooks)}"
+        ),
         Lab(bench.num_hosts, bench.gbit * GBIT) as lab,
     ):
         hosts = ",".join(f"{host}:1" for host in lab.hosts)
@@ -97,7 +92,7 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
             on_line=lambda text: ways.append(msgspec.json.decode(text, type=Way)),
             log_dir=bench.out / "run",
         )
-    report = HooksReport(
+    return HooksReport(
         **where,
         gbit=bench.gbit,
         hosts=bench.num_hosts,
@@ -105,8 +100,6 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
         rounds=bench.rounds,
         ways=ways,
     )
-    save(report, bench.out / "hooks.json")
-    return report
 
 
 def hooks_table(report: HooksReport) -> Table:
@@ -153,3 +146,6 @@ def hooks_verdicts(report: HooksReport) -> list[BenchVerdict]:
 def print_hooks(report: HooksReport, out: Path) -> None:
     """Print the table, the verdicts and the path of the figures."""
     show(hooks_table(report), hooks_verdicts(report), out / "hooks.json")
+
+
+BENCH = Benchmark("hooks", HooksBench, _measure_hooks, print_hooks)

@@ -24,11 +24,11 @@ from benchmarks.workers.horovod import Exchange, Figures, Plan, Small, Step, mai
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.cli.bench.workers.ddp import Case
@@ -38,13 +38,13 @@ from braid.errors import ConfigError
 from braid.runtime.terminal_table import new_table
 
 __all__ = [
+    "BENCH",
     "FusionBench",
     "FusionReport",
     "Thousand",
     "fusion_table",
     "fusion_verdicts",
     "print_fusion",
-    "run_fusion",
 ]
 
 CASES = (Case("mlp", 64), Case("gpt", 2), Case("tiny", 32))
@@ -118,22 +118,16 @@ class FusionBench:
         check_minimums(least)
 
 
-def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> FusionReport:
-    """Measure in fresh processes.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_fusion(bench: FusionBench, console: RichConsole) -> FusionReport:
     where = measured_on()
 
     plan = Plan(cases=bench.cases, rounds=bench.rounds, budget_s=bench.budget_s)
 
-    shown = console or RichConsole(stderr=True)
-    with shown.status(f"small tensors, steps and exchanges on {bench.ranks} ranks"):
+    with console.status(f"small tensors, steps and exchanges on {bench.ranks} ranks"):
         figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
-    with shown.status(f"{NUM_RANKS} ranks in one process"):
+    with console.status(f"{NUM_RANKS} ranks in one process"):
         thousand = many_ranks(NUM_RANKS, NUM_TENSORS, NUM_CYCLES)
-    report = FusionReport(
+    return FusionReport(
         **where,
         ranks=bench.ranks,
         small=figures.small,
@@ -141,8 +135,6 @@ def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> Fus
         exchanges=figures.exchanges,
         thousand=thousand,
     )
-    save(report, bench.out / "fusion.json")
-    return report
 
 
 def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
@@ -294,3 +286,6 @@ def fusion_table(report: FusionReport) -> Table:
 def print_fusion(report: FusionReport, out: Path) -> None:
     """Print the table and the path of the figures."""
     show(fusion_table(report), fusion_verdicts(report), out / "fusion.json")
+
+
+BENCH = Benchmark("fusion", FusionBench, _measure_fusion, print_fusion)

@@ -19,11 +19,11 @@ from rich.console import Console as RichConsole
 
 from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.errors import ConfigError
@@ -32,7 +32,7 @@ from braid.launch.engines.options import EngineOptions
 from braid.launch.engines.supervisor import EngineSupervisor
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["LaunchBench", "LaunchReport", "launch_verdicts", "print_launch", "run_launch"]
+__all__ = ["BENCH", "LaunchBench", "LaunchReport", "launch_verdicts", "print_launch"]
 
 WORKER = "benchmarks.workers.launch"
 HERE = "braid run"
@@ -78,15 +78,10 @@ class LaunchBench:
         check_minimums([("ranks", self.ranks, 2), ("rounds", self.rounds, 1)])
 
 
-def run_launch(bench: LaunchBench, *, console: RichConsole | None = None) -> LaunchReport:
-    """Measure jobs in turns.
-
-    Raises:
-        ConfigError: A job fails in another way than was asked for, or an engine is not up.
-    """
+def _measure_launch(bench: LaunchBench, console: RichConsole) -> LaunchReport:
     report = LaunchReport(**measured_on(), ranks=bench.ranks, launchers={})
     names = [HERE, *bench.engines]
-    with (console or RichConsole(stderr=True)).status(f"starting jobs: {', '.join(names)}"):
+    with console.status(f"starting jobs: {', '.join(names)}"):
         for turn in range(bench.rounds + 1):
             for name in names if turn % 2 else reversed(names):
                 figures = report.launchers.setdefault(name, Launched())
@@ -95,7 +90,6 @@ def run_launch(bench: LaunchBench, *, console: RichConsole | None = None) -> Lau
                     figures.start_s.append(start_s)
                     figures.notice_s.append(notice_s)
     bench.out.mkdir(parents=True, exist_ok=True)
-    save(report, bench.out / "launch.json")
     return report
 
 
@@ -160,3 +154,6 @@ def _run(bench: LaunchBench, name: str, what: str) -> tuple[Outcome, list[dict[s
         outcome = EngineSupervisor(console).run_on(job, where)
     lines = [text for _, stream, text in console.lines if stream == 1 and text.startswith(b"{")]
     return outcome, [json.loads(text) for text in lines]
+
+
+BENCH = Benchmark("launch", LaunchBench, _measure_launch, print_launch)

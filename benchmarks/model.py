@@ -21,7 +21,7 @@ from benchmarks.lab import Lab
 from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan, main
 from braid.cli.bench.harness.options import GBIT, KIB, MIB, Ranks
 from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import BenchVerdict, Report, measured_on, save, show
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, measured_on, show
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
@@ -31,6 +31,7 @@ from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [
+    "BENCH",
     "Held",
     "ModelBench",
     "ModelReport",
@@ -38,7 +39,6 @@ __all__ = [
     "model_table",
     "predict",
     "print_model",
-    "run_model",
     "verdicts",
 ]
 
@@ -112,15 +112,8 @@ class ModelBench:
     out: Path = Path("runs/bench-model")
 
 
-def run_model(wanted: ModelBench, *, console: RichConsole | None = None) -> ModelReport:
-    """Measure over the network, then in shared memory.
-
-    Raises:
-        ConfigError: No namespaces can be made here, or a rank failed.
-    """
-    wanted.out.mkdir(parents=True, exist_ok=True)
+def _measure_model(wanted: ModelBench, console: RichConsole) -> ModelReport:
     measured = measured_on()
-    shown = console or RichConsole(stderr=True)
     network = f"{wanted.num_hosts} hosts x 1 at {wanted.gbit:g} Gbit/s"
     memory = f"{wanted.ranks} ranks in shared memory"
     plan = Plan(
@@ -130,7 +123,7 @@ def run_model(wanted: ModelBench, *, console: RichConsole | None = None) -> Mode
         turns=wanted.turns,
     )
     with (
-        shown.status(f"{network}: messages and algorithms in turns"),
+        console.status(f"{network}: messages and algorithms in turns"),
         Lab(wanted.num_hosts, wanted.gbit * GBIT) as lab,
     ):
         hosts = ",".join(f"{host}:1" for host in lab.hosts)
@@ -140,14 +133,14 @@ def run_model(wanted: ModelBench, *, console: RichConsole | None = None) -> Mode
         )
     shared_plan = msgspec.structs.replace(plan, algorithms=(), sizes_bytes=MEMORY_SIZES_BYTES)
     with (
-        shown.status(f"{memory}: costs and algorithms in turns"),
+        console.status(f"{memory}: costs and algorithms in turns"),
         Lab(1, 0.0) as lab,
     ):
         where = Where(hosts=f"{lab.hosts[0]}:{wanted.ranks}", rsh=lab.rsh, inside=lab.inside)
         shared = msgspec.json.decode(
             _measure(where, shared_plan, wanted.out / "run-memory"), type=MemoryFigures
         )
-    report = ModelReport(
+    return ModelReport(
         **measured,
         network=network,
         over_network=predict(figures),
@@ -157,8 +150,6 @@ def run_model(wanted: ModelBench, *, console: RichConsole | None = None) -> Mode
             for time, seconds in zip(shared.times, shared.predicted_s, strict=True)
         ],
     )
-    save(report, wanted.out / "model.json")
-    return report
 
 
 def _measure(where: Where, plan: Plan, log_dir: Path) -> str:
@@ -242,3 +233,6 @@ def print_model(report: ModelReport, out: Path) -> None:
 def _ms(seconds: float) -> str:
     """Format milliseconds with three digits."""
     return f"{seconds * 1e3:.0f}" if seconds >= HUNDRED_MS else f"{seconds * 1e3:.3g}"
+
+
+BENCH = Benchmark("model", ModelBench, _measure_model, print_model)

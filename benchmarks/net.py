@@ -28,10 +28,10 @@ from benchmarks.workers.net import BASE, Plan, Row, main
 from braid.cli.bench.harness.options import GBIT, KIB, MIB, Budget, Size
 from braid.cli.bench.harness.ranks import Where, run_there
 from braid.cli.bench.harness.report import (
+    Benchmark,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.launch import parse_hosts
@@ -39,6 +39,7 @@ from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [
+    "BENCH",
     "Case",
     "NetBench",
     "NetReport",
@@ -46,7 +47,6 @@ __all__ = [
     "net_table",
     "places",
     "print_net",
-    "run_net",
     "targets",
 ]
 
@@ -167,23 +167,12 @@ class NetBench:
         check_minimums(least, problems)
 
 
-def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport:
-    """Measure all cases, one after the other.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: No namespaces can be made here, a host cannot be reached, or a rank failed.
-    """
-    bench.out.mkdir(parents=True, exist_ok=True)
+def _measure_net(bench: NetBench, console: RichConsole) -> NetReport:
     machine = measured_on()
-    shown = console or RichConsole(stderr=True)
     cases: list[Case] = []
     for place in places(bench):
         case, rows = place, place.rows
-        with shown.status(f"{case}: starting ranks") as status, reached(bench, case) as where:
+        with console.status(f"{case}: starting ranks") as status, reached(bench, case) as where:
 
             def on_line(text: str, case: Case = case, rows: list[Row] = rows) -> None:
                 rows.append(msgspec.json.decode(text, type=Row))
@@ -199,9 +188,7 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
             )
             run_there(where, main, plan, on_line=on_line, log_dir=log_dir)
         cases.append(case)
-    report = NetReport(**machine, cases=cases)
-    save(report, bench.out / "net.json")
-    return report
+    return NetReport(**machine, cases=cases)
 
 
 def places(bench: NetBench) -> list[Case]:
@@ -309,3 +296,6 @@ def print_net(report: NetReport, out: Path) -> None:
 
 def _figure(value: float, unit: str) -> str:
     return f"{value:.1%} {unit}" if unit == "of the link" else f"{value:.2f} {unit}"
+
+
+BENCH = Benchmark("net", NetBench, _measure_net, print_net)

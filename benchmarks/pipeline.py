@@ -24,11 +24,11 @@ from benchmarks.workers.pipeline_parts import Held, Swept
 from braid.cli.bench.harness.options import MIB, Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.errors import ConfigError
@@ -37,6 +37,7 @@ from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
 
 __all__ = [
+    "BENCH",
     "CASES",
     "PipelineBench",
     "PipelineReport",
@@ -45,7 +46,6 @@ __all__ = [
     "pipeline_verdicts",
     "plot_sweep",
     "print_pipeline",
-    "run_pipeline",
 ]
 
 CASES = (
@@ -144,16 +144,7 @@ class PipelineBench:
         return ""
 
 
-def run_pipeline(bench: PipelineBench, *, console: RichConsole | None = None) -> PipelineReport:
-    """Measure in fresh processes.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_pipeline(bench: PipelineBench, console: RichConsole) -> PipelineReport:
     where = measured_on()
     cases = () if bench.sweep else bench.cases
 
@@ -166,17 +157,14 @@ def run_pipeline(bench: PipelineBench, *, console: RichConsole | None = None) ->
         sweep=bench.swept if bench.sweep else None,
         numbers=SWEEPS[bench.sweep],
     )
-    shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} ({case.schedule})" for case in cases) or bench.sweep
-    with shown.status(f"measuring {names} on {bench.ranks} ranks"):
+    with console.status(f"measuring {names} on {bench.ranks} ranks"):
         figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
-    report = PipelineReport(
+    return PipelineReport(
         **where,
         figures=figures,
         swept=f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else "",
     )
-    save(report, bench.out / "pipeline.json")
-    return report
 
 
 def pipeline_verdicts(report: PipelineReport) -> list[BenchVerdict]:
@@ -386,3 +374,6 @@ def print_pipeline(report: PipelineReport, out: Path) -> None:
             plot_sweep(report, out / f"microbatches.{suffix}")
     lines = [*pipeline_verdicts(report), *pipeline_doubts(report)]
     show(pipeline_tables(report), lines, out / "pipeline.json")
+
+
+BENCH = Benchmark("pipeline", PipelineBench, _measure_pipeline, print_pipeline)

@@ -33,11 +33,11 @@ from benchmarks.workers.plan_plan import (
 from benchmarks.workers.ps_plan import Measured
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
     unknown_parts,
 )
@@ -45,12 +45,12 @@ from braid.runtime.terminal_table import new_table
 from braid.train.config import MODELS
 
 __all__ = [
+    "BENCH",
     "PlanBench",
     "PlanReport",
     "plan_table",
     "plan_verdicts",
     "print_plan",
-    "run_plan",
     "steps_table",
 ]
 
@@ -106,16 +106,11 @@ class PlanBench:
         check_minimums(least, [*unknown_parts(self.only, PARTS), *problems])
 
 
-def run_plan(bench: PlanBench, *, console: RichConsole | None = None) -> PlanReport:
-    """Measure in fresh processes.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_plan(bench: PlanBench, console: RichConsole) -> PlanReport:
     report = PlanReport(**measured_on())
 
     sizes = bench.sizes
-    with (console or RichConsole(stderr=True)).status(f"measuring {', '.join(bench.only)}"):
+    with console.status(f"measuring {', '.join(bench.only)}"):
         if "steps" in bench.only:
             report.steps = _step_errors(RANKS, sizes.steps, sizes.rounds, bench.out)
         if "oversubscribed" in bench.only:
@@ -128,7 +123,6 @@ def run_plan(bench: PlanBench, *, console: RichConsole | None = None) -> PlanRep
             )
         if "device" in bench.only and sizes.vtrain:
             report.device = fit_device(read_iterations(sizes.vtrain))
-    save(report, bench.out / "plan.json")
     return report
 
 
@@ -250,3 +244,6 @@ def print_plan(report: PlanReport, out: Path) -> None:
     tables = [steps_table(rows) for rows in (report.steps, report.oversubscribed) if rows]
     tables += [plan_table(report)] if report.asynchronous else []
     show(tables, list(plan_verdicts(report)), out / "plan.json")
+
+
+BENCH = Benchmark("plan", PlanBench, _measure_plan, print_plan)

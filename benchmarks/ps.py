@@ -25,17 +25,17 @@ from benchmarks.workers.ps_training import ALL_REDUCE, SERVERS, WORKERS
 from benchmarks.workers.ps_transfer import RPC, SHARED, SOCKETS
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
     unknown_parts,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["PsBench", "PsReport", "print_ps", "ps_table", "ps_verdicts", "run_ps"]
+__all__ = ["BENCH", "PsBench", "PsReport", "print_ps", "ps_table", "ps_verdicts"]
 
 T = TypeVar("T")
 TRANSFERS = ("dense", "small", "pairs", "rows")
@@ -108,24 +108,14 @@ class PsBench:
         check_minimums(least, unknown_parts(self.only, PARTS))
 
 
-def run_ps(bench: PsBench, *, console: RichConsole | None = None) -> PsReport:
-    """Measure in fresh processes.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_ps(bench: PsBench, console: RichConsole) -> PsReport:
     report = PsReport(**measured_on())
-    shown = console or RichConsole(stderr=True)
 
     def measure(parts: tuple[str, ...], kind: type[T]) -> T:
         rounds = min(bench.rounds, ROUNDS.get(parts[0], bench.rounds))
         plan = msgspec.structs.replace(bench.sizes, parts=parts, rounds=rounds, kills=bench.kills)
         ranks = RANKS.get(parts[0], TRANSFER_RANKS)
-        with shown.status(f"measuring {', '.join(parts)}"):
+        with console.status(f"measuring {', '.join(parts)}"):
             return figures_of(
                 ranks,
                 main,
@@ -143,7 +133,6 @@ def run_ps(bench: PsBench, *, console: RichConsole | None = None) -> PsReport:
         report.failover = measure(("failover",), Failover)
     if "stragglers" in bench.only:
         report.stragglers = measure(("stragglers",), Ratio)
-    save(report, bench.out / "ps.json")
     return report
 
 
@@ -305,3 +294,6 @@ def print_ps(report: PsReport, out: Path) -> None:
         for note in notes
     ]
     show(ps_table(report), lines, out / "ps.json")
+
+
+BENCH = Benchmark("ps", PsBench, _measure_ps, print_ps)

@@ -17,17 +17,17 @@ from benchmarks.workers.ps_plan import Measured
 from benchmarks.workers.rpc_plan import BRAID, PARTS, TORCH, Plan
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
     unknown_parts,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["RpcBench", "RpcReport", "print_rpc", "rpc_table", "rpc_verdicts", "run_rpc"]
+__all__ = ["BENCH", "RpcBench", "RpcReport", "print_rpc", "rpc_table", "rpc_verdicts"]
 
 LABELS = {
     "small": "small call and its answer",
@@ -78,24 +78,14 @@ class RpcBench:
         check_minimums(least, unknown_parts(self.only, PARTS))
 
 
-def run_rpc(bench: RpcBench, *, console: RichConsole | None = None) -> RpcReport:
-    """Measure in fresh processes.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_rpc(bench: RpcBench, console: RichConsole) -> RpcReport:
     report = RpcReport(**measured_on())
-    shown = console or RichConsole(stderr=True)
 
     from benchmarks.workers.rpc import main  # torch's RPC warns when it is imported
 
     plan = msgspec.structs.replace(bench.sizes, parts=bench.only)
     for number in range(bench.rounds):
-        with shown.status(f"round {number + 1} of {bench.rounds}: {', '.join(bench.only)}"):
+        with console.status(f"round {number + 1} of {bench.rounds}: {', '.join(bench.only)}"):
             rows = figures_of(2, main, plan, list[Measured], out=bench.out)
         if not number:
             report.rows = rows
@@ -103,7 +93,6 @@ def run_rpc(bench: RpcBench, *, console: RichConsole | None = None) -> RpcReport
         for all_rounds, row in zip(report.rows, rows, strict=True):
             for system, seconds in row.seconds.items():
                 all_rounds.seconds[system] += seconds
-    save(report, bench.out / "rpc.json")
     return report
 
 
@@ -143,3 +132,6 @@ def rpc_table(report: RpcReport) -> Table:
 def print_rpc(report: RpcReport, out: Path) -> None:
     """Print the table, the verdicts and the path of the figures."""
     show(rpc_table(report), list(rpc_verdicts(report)), out / "rpc.json")
+
+
+BENCH = Benchmark("rpc", RpcBench, _measure_rpc, print_rpc)

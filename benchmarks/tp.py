@@ -18,17 +18,17 @@ from benchmarks.workers.tp import HEADS, KV_HEADS, MODEL_NAMES, VARIANTS, Case, 
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.errors import ConfigError
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["CASES", "TpBench", "TpReport", "print_tp", "run_tp"]
+__all__ = ["BENCH", "CASES", "TpBench", "TpReport", "print_tp"]
 
 CASES = (
     Case("llama", 128, 4, 2, 64),
@@ -92,16 +92,7 @@ class TpBench:
         check_minimums(least, problems)
 
 
-def run_tp(bench: TpBench, *, console: RichConsole | None = None) -> TpReport:
-    """Measure in fresh processes.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_tp(bench: TpBench, console: RichConsole) -> TpReport:
     where = measured_on()
 
     plan = Plan(
@@ -110,13 +101,10 @@ def run_tp(bench: TpBench, *, console: RichConsole | None = None) -> TpReport:
         least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
     )
-    shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} of width {case.width}" for case in bench.cases)
-    with shown.status(f"measuring {names} on {bench.ranks} ranks"):
+    with console.status(f"measuring {names} on {bench.ranks} ranks"):
         rows = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
-    report = TpReport(**where, rows=rows)
-    save(report, bench.out / "tp.json")
-    return report
+    return TpReport(**where, rows=rows)
 
 
 def tp_verdicts(report: TpReport) -> list[BenchVerdict]:
@@ -176,3 +164,6 @@ def case_of(text: str) -> Case:
         )
         raise ConfigError(msg)
     return Case(model, *map(int, numbers))
+
+
+BENCH = Benchmark("tp", TpBench, _measure_tp, print_tp)

@@ -19,16 +19,16 @@ from benchmarks.workers.zero import MODEL_NAMES, STAGES, VARIANTS, Case, Measure
 from braid.cli.bench.harness.options import Budget, Ranks, in_fields
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
+    Benchmark,
     BenchVerdict,
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["CASES", "ZeroBench", "ZeroReport", "print_zero", "run_zero"]
+__all__ = ["BENCH", "CASES", "ZeroBench", "ZeroReport", "print_zero"]
 
 CASES = (Case("gpt", 1), Case("gpt", 4), Case("mlp", 64))
 LEAST_ROUNDS = 12
@@ -89,16 +89,7 @@ class ZeroBench:
         check_minimums(least, problems)
 
 
-def run_zero(bench: ZeroBench, *, console: RichConsole | None = None) -> ZeroReport:
-    """Measure in fresh processes.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_zero(bench: ZeroBench, console: RichConsole) -> ZeroReport:
     where = measured_on()
 
     plan = Plan(
@@ -107,15 +98,13 @@ def run_zero(bench: ZeroBench, *, console: RichConsole | None = None) -> ZeroRep
         least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
     )
-    shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
-    with shown.status(f"training {names} on {bench.ranks} ranks"):
+    with console.status(f"training {names} on {bench.ranks} ranks"):
         rows = figures_of(bench.ranks, main, plan, list[Measured], out=bench.out)
     report = ZeroReport(**where, rows=rows)
     if bench.save_mib:
-        with shown.status(f"saving {bench.save_mib} MiB from {bench.ranks} ranks"):
+        with console.status(f"saving {bench.save_mib} MiB from {bench.ranks} ranks"):
             report.saves = _measure_saves(bench)
-    save(report, bench.out / "zero.json")
     return report
 
 
@@ -183,3 +172,6 @@ def zero_table(report: ZeroReport) -> Table:
 def print_zero(report: ZeroReport, out: Path) -> None:
     """Print the table, the verdicts and the path of the figures."""
     show(zero_table(report), zero_verdicts(report), out / "zero.json")
+
+
+BENCH = Benchmark("zero", ZeroBench, _measure_zero, print_zero)

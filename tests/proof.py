@@ -18,16 +18,28 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.faults import FaultReport, run_fault_trials
-from benchmarks.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
-from benchmarks.horovod import FusionBench, fusion_verdicts, run_fusion
+from benchmarks.hooks import BENCH as HOOKS_BENCH
+from benchmarks.hooks import HooksBench, HooksReport, hooks_verdicts
+from benchmarks.horovod import BENCH as HOROVOD_BENCH
+from benchmarks.horovod import FusionBench, fusion_verdicts
 from benchmarks.lab import what_is_missing
-from benchmarks.model import ModelBench, ModelReport, run_model, verdicts
-from benchmarks.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
-from benchmarks.pipeline import PipelineBench, pipeline_verdicts, run_pipeline
-from benchmarks.ps import PsBench, ps_verdicts, run_ps
-from benchmarks.tp import TpBench, run_tp, tp_verdicts
-from benchmarks.zero import ZeroBench, run_zero, zero_verdicts
-from braid.cli.bench.comm import CommBench, CommReport, plot, run_comm
+from benchmarks.model import BENCH as MODEL_BENCH
+from benchmarks.model import ModelBench, ModelReport, verdicts
+from benchmarks.net import BENCH as NET_BENCH
+from benchmarks.net import LARGE_BYTES, NetBench, NetReport, targets
+from benchmarks.pipeline import BENCH as PIPELINE_BENCH
+from benchmarks.pipeline import PipelineBench, pipeline_verdicts
+from benchmarks.ps import BENCH as PS_BENCH
+from benchmarks.ps import PsBench, ps_verdicts
+from benchmarks.tp import BENCH as TP_BENCH
+from benchmarks.tp import TpBench, tp_verdicts
+from benchmarks.zero import BENCH as ZERO_BENCH
+from benchmarks.zero import ZeroBench, zero_verdicts
+from braid.cli.bench.comm import BENCH as COMM_BENCH
+from braid.cli.bench.comm import CommBench, CommReport, plot
+from braid.cli.bench.ddp import (
+    BENCH as DDP_BENCH,
+)
 from braid.cli.bench.ddp import (
     CASES,
     HEADINGS,
@@ -35,7 +47,6 @@ from braid.cli.bench.ddp import (
     DdpReport,
     ddp_doubts,
     ddp_verdicts,
-    run_ddp,
     share_text,
 )
 from braid.cli.bench.harness.report import BenchVerdict, Report
@@ -145,7 +156,7 @@ def main(parts: Sequence[str]) -> int:
 
 def training_proof(commit: str) -> list[str]:
     """Data parallel training on this host."""
-    ddp = run_ddp(DdpBench(rounds=200, budget_s=120.0, out=ROOT / "runs" / "proof-ddp"))
+    ddp = DDP_BENCH.measure(DdpBench(rounds=200, budget_s=120.0, out=ROOT / "runs" / "proof-ddp"))
     told = [
         f"Measured on {ddp.machine}, torch {ddp.torch}, by `make proof`, on commit {commit}; `braid bench ddp` does the same.",
         "",
@@ -168,7 +179,7 @@ def hooks_proof(commit: str) -> list[str]:
     if reason:
         print(f"figures of hooks are left as they are: {reason}", file=sys.stderr)
         return []
-    hooks = run_hooks(HooksBench(out=ROOT / "runs" / "proof-hooks"))
+    hooks = HOOKS_BENCH.measure(HooksBench(out=ROOT / "runs" / "proof-hooks"))
     replace_section(
         "hooks", "\n".join(hooks_section(hooks, commit)), ROOT / "docs" / "slow-networks.md"
     )
@@ -186,7 +197,7 @@ def busy_proof(commit: str) -> list[str]:
     bench = DdpBench(
         cases=CASES[:3], rounds=400, budget_s=600.0, busy=1, out=ROOT / "runs" / "proof-ddp-busy"
     )
-    lines = ddp_verdicts(run_ddp(bench))
+    lines = ddp_verdicts(DDP_BENCH.measure(bench))
     told = [
         f"While another process computes on one of the two cores (`braid bench ddp --busy 1`, on commit {commit}):",
         "",
@@ -198,7 +209,7 @@ def busy_proof(commit: str) -> list[str]:
 
 def horovod_proof(commit: str) -> list[str]:
     """The negotiated engine, beside Gloo and beside our own wrapper."""
-    report = run_fusion(FusionBench(out=ROOT / "runs" / "proof-horovod"))
+    report = HOROVOD_BENCH.measure(FusionBench(out=ROOT / "runs" / "proof-horovod"))
     told = [
         f"Measured on {report.machine}, torch {report.torch}, {report.ranks} ranks, by `make proof`, on commit {commit}; `python -m benchmarks horovod` does the same.",
         "",
@@ -210,7 +221,7 @@ def horovod_proof(commit: str) -> list[str]:
 
 def pipeline_proof(commit: str) -> list[str]:
     """Pipelines, beside torch's and beside their own formulas."""
-    report = run_pipeline(PipelineBench(out=ROOT / "runs" / "proof-pipeline"))
+    report = PIPELINE_BENCH.measure(PipelineBench(out=ROOT / "runs" / "proof-pipeline"))
     return targets_of(
         "pipeline", "python -m benchmarks pipeline", report, pipeline_verdicts(report), commit
     )
@@ -218,13 +229,13 @@ def pipeline_proof(commit: str) -> list[str]:
 
 def zero_proof(commit: str) -> list[str]:
     """Sharding, beside FSDP2 and beside its formulas, and saves behind a training."""
-    report = run_zero(ZeroBench(out=ROOT / "runs" / "proof-zero"))
+    report = ZERO_BENCH.measure(ZeroBench(out=ROOT / "runs" / "proof-zero"))
     return targets_of("zero", "python -m benchmarks zero", report, zero_verdicts(report), commit)
 
 
 def ps_proof(commit: str) -> list[str]:
     """A parameter server, beside sockets, torch's RPC and an all-reduce; a hundred servers are killed."""
-    report = run_ps(PsBench(rounds=24, kills=100, out=ROOT / "runs" / "proof-ps"))
+    report = PS_BENCH.measure(PsBench(rounds=24, kills=100, out=ROOT / "runs" / "proof-ps"))
     return targets_of(
         "ps", "python -m benchmarks ps --kills 100", report, ps_verdicts(report), commit
     )
@@ -232,7 +243,7 @@ def ps_proof(commit: str) -> list[str]:
 
 def tp_proof(commit: str) -> list[str]:
     """Tensor parallelism, beside transformers' own plan and torch's."""
-    report = run_tp(TpBench(out=ROOT / "runs" / "proof-tp"))
+    report = TP_BENCH.measure(TpBench(out=ROOT / "runs" / "proof-tp"))
     return targets_of("tp", "python -m benchmarks tp", report, tp_verdicts(report), commit)
 
 
@@ -285,7 +296,9 @@ def hooks_section(report: HooksReport, commit: str) -> list[str]:
 
 def host_proof(commit: str) -> list[str]:
     """Collectives on this host, faults, the demonstration, what is shown of runs that fail."""
-    comm = run_comm(CommBench(sizes_bytes=SIZES, rounds=7, out=ROOT / "runs" / "proof-comm"))
+    comm = COMM_BENCH.measure(
+        CommBench(sizes_bytes=SIZES, rounds=7, out=ROOT / "runs" / "proof-comm")
+    )
     plot(comm, ROOT / "docs" / "comm.png")
     (ROOT / "docs" / "comm.md").write_text(comm_page(comm, commit))
     faults = run_fault_trials(
@@ -332,8 +345,8 @@ def network_proof(commit: str) -> list[str]:
     if reason:
         print(f"figures over a network are left as they are: {reason}", file=sys.stderr)
         return []
-    net = run_net(NetBench(out=ROOT / "runs" / "proof-net"))
-    model = run_model(ModelBench(out=ROOT / "runs" / "proof-net"))
+    net = NET_BENCH.measure(NetBench(out=ROOT / "runs" / "proof-net"))
+    model = MODEL_BENCH.measure(ModelBench(out=ROOT / "runs" / "proof-net"))
     replace_section("network", network_section(net, model, commit), FIGURES)
     told = missed(verdicts(model))
     return [*(str(target) for target in targets(net) if not target.held), *told]

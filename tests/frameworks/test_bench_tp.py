@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tp import CASES, TpBench, print_tp, run_tp, tp_verdicts
+from benchmarks.tp import BENCH, CASES, TpBench, print_tp, tp_verdicts
 from benchmarks.workers.tp import VARIANTS, Case
 from braid.cli.bench.harness.options import read_fields
 from braid.errors import ConfigError
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 def test_all_engines_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = Case("llama", 32, 1, 1, 8)
-    report = run_tp(TpBench(cases=(case,), rounds=2, budget_s=1.0, out=tmp_path))
+    report = BENCH.measure(TpBench(cases=(case,), rounds=2, budget_s=1.0, out=tmp_path))
     (row,) = report.rows
     assert set(row.step_s) == set(row.speedup) == set(VARIANTS)
     assert row.collectives == row.sent > 0

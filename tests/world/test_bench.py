@@ -39,7 +39,7 @@ def test_every_operation_is_measured_by_every_library(tmp_path, quiet, monkeypat
         out=tmp_path,
         no_plot=True,
     )
-    report = comm.run_comm(bench, console=quiet)
+    report = comm.BENCH.measure(bench, console=quiet)
     assert [row.operation for row in report.rows] == list(comm.OPERATIONS)
     for row in report.rows:
         registered = set() if row.operation in {"send_recv", "barrier"} else {"registered"}
@@ -63,7 +63,7 @@ def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
         out=tmp_path,
         no_plot=True,
     )
-    report = comm.run_comm(bench, console=quiet)
+    report = comm.BENCH.measure(bench, console=quiet)
     with_mpi = {row.dtype: "mpi" in row.seconds for row in report.rows}
     assert with_mpi == {"float32": True, "bfloat16": False}  # MPI has no such type
     assert set(report.rows[0].over_mpi) == {"gloo", "braid", "registered", "torch"}
@@ -116,7 +116,7 @@ def test_the_largest_figures_are_shown_whole(capsys, tmp_path):
 def test_every_wrapper_trains(tmp_path, quiet):
     cases = tuple(ddp_worker.Case(name, 1 + (name == "conv")) for name in MODEL_NAMES)
     bench = ddp.DdpBench(cases=cases, rounds=2, budget_s=1.0, busy=1, out=tmp_path)
-    report = ddp.run_ddp(bench, console=quiet)
+    report = ddp.BENCH.measure(bench, console=quiet)
     assert [found.model for found in report.models] == ["mlp", "gpt", "conv"]
     for found in report.models:
         assert set(found.step_s) == set(ddp_worker.VARIANTS)
@@ -137,7 +137,7 @@ def test_every_engine_of_sharding_trains_and_is_measured(tmp_path, quiet):
         save_rounds=1,
         out=tmp_path,
     )
-    report = zero.run_zero(bench, console=quiet)
+    report = zero.BENCH.measure(bench, console=quiet)
     (row,) = report.rows
     assert report.saves is not None
     assert 0 < report.saves.stall_s < report.saves.write_s
@@ -260,11 +260,11 @@ def test_every_engine_of_pipelines_trains_and_is_measured(tmp_path, quiet):
         pipeline_worker.Case("tiny", "interleaved", 4),
     )
     options = {"cases": cases, "rounds": 2, "budget_s": 0.1, "out": tmp_path}
-    report = pipeline.run_pipeline(pipeline.PipelineBench(**options), console=quiet)
+    report = pipeline.BENCH.measure(pipeline.PipelineBench(**options), console=quiet)
     assert [row.case for row in report.figures.measured] == list(cases)
     assert len(report.figures.held) == 5
     assert msgspec.json.decode((tmp_path / "pipeline.json").read_bytes())["figures"]["swept"] == []
-    sweep = pipeline.run_pipeline(
+    sweep = pipeline.BENCH.measure(
         pipeline.PipelineBench(**options, sweep="microbatches", swept=cases[0]), console=quiet
     )
     assert [row.num_microbatches for row in sweep.figures.swept] == [1, 2, 4, 8, 16, 32]

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from benchmarks.plan import PlanBench, plan_table, plan_verdicts, run_plan, steps_table
+from benchmarks.plan import BENCH, PlanBench, plan_table, plan_verdicts, steps_table
 from benchmarks.workers.plan_plan import Plan
 from braid.errors import ConfigError
 
@@ -15,7 +15,7 @@ from braid.errors import ConfigError
 def test_all_pipelines_train_the_same_micro_batches(tmp_path):
     sizes = Plan(models=("tiny:1",), context=8, batches=1, rounds=2)
     bench = PlanBench(only=("asynchronous",), sizes=sizes, out=tmp_path)
-    report = run_plan(bench, console=Console(file=io.StringIO()))
+    report = BENCH.measure(bench, console=Console(file=io.StringIO()))
     (row,) = report.asynchronous
     assert row.amount == 4
     assert {way: len(own) for way, own in row.seconds.items()} == {
@@ -32,7 +32,7 @@ def test_all_pipelines_train_the_same_micro_batches(tmp_path):
 def test_every_split_of_a_training_is_predicted_and_measured(tmp_path):
     sizes = Plan(steps=("tiny:8:8",), rounds=1)
     bench = PlanBench(only=("steps",), sizes=sizes, out=tmp_path)
-    report = run_plan(bench, console=Console(file=io.StringIO()))
+    report = BENCH.measure(bench, console=Console(file=io.StringIO()))
     kinds = {row.split.partition(" ")[0] for row in report.steps}
     assert kinds == {"dp=2", "tp=2", "pp=2"}
     assert all(row.predicted_s > 0 and row.measured_s > 0 for row in report.steps)

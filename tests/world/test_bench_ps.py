@@ -90,7 +90,7 @@ def test_a_killed_server_costs_no_push(tmp_path):
 def test_all_parts_are_measured_by_the_command(tmp_path):
     sizes = msgspec.structs.replace(SMALL, with_rpc=True)
     bench = ps.PsBench(rounds=1, kills=1, sizes=sizes, out=tmp_path)
-    report = ps.run_ps(bench, console=Console(quiet=True))
+    report = ps.BENCH.measure(bench, console=Console(quiet=True))
     assert "torch's RPC" in report.rows[0].seconds
     assert len(ps.ps_verdicts(report)) == 17
     assert msgspec.json.decode((tmp_path / "ps.json").read_bytes())["failover"]["lost"] == 0

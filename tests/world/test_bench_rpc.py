@@ -18,7 +18,7 @@ SMALL = Plan(num_small=5, window=20, requests=3)
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's RPC
 def test_both_systems_are_measured(tmp_path):
     bench = rpc.RpcBench(rounds=1, sizes=SMALL, out=tmp_path)
-    report = rpc.run_rpc(bench, console=Console(quiet=True))
+    report = rpc.BENCH.measure(bench, console=Console(quiet=True))
     assert [row.name for row in report.rows] == list(PARTS)
     for row in report.rows:
         assert [len(row.seconds[system]) for system in (BRAID, TORCH)] == [1, 1]

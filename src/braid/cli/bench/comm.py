@@ -33,7 +33,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.cli.bench.workers.candidates import LIBRARIES
@@ -50,7 +49,6 @@ __all__ = [
     "CommReport",
     "plot",
     "print_report",
-    "run_comm",
     "table",
 ]
 
@@ -162,17 +160,7 @@ class _Bar:
             self._progress.update(self._task, advance=1, description=f"{row.operation} done")
 
 
-def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommReport:
-    """Measure in fresh processes: of mpiexec if MPI is to be measured, else of braid's launcher.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a progress bar; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
-    bench.out.mkdir(parents=True, exist_ok=True)
+def _measure_comm(bench: CommBench, console: RichConsole) -> CommReport:
     where, mpi = measured_on(), mpi_version()
     explained, rows = {}, []
     for ranks in bench.ranks:
@@ -185,7 +173,6 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
         explained=explained,
         rows=rows,
     )
-    save(report, bench.out / "comm.json")
     if not bench.no_plot and importlib.util.find_spec("matplotlib") is not None:
         plot(report, bench.out / "comm.png")
     return report
@@ -328,4 +315,4 @@ def print_report(report: CommReport, out: Path) -> None:
     show(table(report), lines, out / "comm.json")
 
 
-BENCH = Benchmark(CommBench, run_comm, print_report)
+BENCH = Benchmark("comm", CommBench, _measure_comm, print_report)

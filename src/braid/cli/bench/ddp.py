@@ -27,7 +27,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    save,
     show,
 )
 from braid.cli.bench.workers.ddp import VARIANTS, Case, DDPPlan, MeasuredCase, main
@@ -43,7 +42,6 @@ __all__ = [
     "ddp_table",
     "ddp_verdicts",
     "print_ddp",
-    "run_ddp",
     "share_text",
 ]
 
@@ -108,16 +106,7 @@ class DdpBench:
         check_minimums(least)
 
 
-def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport:
-    """Measure in fresh processes.
-
-    Args:
-        bench: Options of the measurement.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
-    """
+def _measure_ddp(bench: DdpBench, console: RichConsole) -> DdpReport:
     where = measured_on()
 
     plan = DDPPlan(
@@ -126,13 +115,10 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
         least_rounds=min(bench.rounds, LEAST_ROUNDS),
         budget_s=bench.budget_s,
     )
-    shown = console or RichConsole(stderr=True)
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
-    with shown.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
+    with console.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
         models = figures_of(bench.ranks, main, plan, list[MeasuredCase], out=bench.out)
-    report = DdpReport(**where, models=models, busy=bench.busy)
-    save(report, bench.out / "ddp.json")
-    return report
+    return DdpReport(**where, models=models, busy=bench.busy)
 
 
 @contextmanager
@@ -233,4 +219,4 @@ def print_ddp(report: DdpReport, out: Path) -> None:
     show(ddp_table(report), lines, out / "ddp.json")
 
 
-BENCH = Benchmark(DdpBench, run_ddp, print_ddp)
+BENCH = Benchmark("ddp", DdpBench, _measure_ddp, print_ddp)

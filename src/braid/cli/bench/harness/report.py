@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import psutil
@@ -77,22 +78,47 @@ def measured_on() -> dict[str, Any]:
     }
 
 
-class Benchmark(NamedTuple):
+Options = TypeVar("Options")
+ReportT = TypeVar("ReportT", bound=Report)
+
+
+@dataclass(frozen=True)
+class Benchmark(Generic[Options, ReportT]):
     """One benchmark.
 
     Attributes:
+        name: Name of the file of its figures.
         options: Dataclass of its options, which tyro reads; `out` is the directory of the figures.
-        measure: Function of the options that returns the report.
+        take: Function of the options that returns the report; it shows its progress on a console.
         show: Prints a report; its second argument is the directory.
     """
 
-    options: type[Any]
-    measure: Callable[[Any], Any]
-    show: Callable[[Any, Path], None]
+    name: str
+    options: type[Options]
+    take: Callable[[Options, Console], ReportT]
+    show: Callable[[ReportT, Path], None]
 
-    def run(self, options: Any) -> int:
+    def measure(self, options: Options, console: Console | None = None) -> ReportT:
+        """Measure in fresh processes, and write the figures to the directory of the options.
+
+        Args:
+            options: What to measure.
+            console: Console for a sign of progress; standard error when None.
+
+        Raises:
+            ConfigError: It cannot be measured here, or a rank failed; the message is the
+                launcher's error block.
+        """
+        out: Path = options.out  # type: ignore[attr-defined]  # each dataclass has it
+        out.mkdir(parents=True, exist_ok=True)
+        report = self.take(options, console or Console(stderr=True))
+        save(report, out / f"{self.name}.json")
+        return report
+
+    def run(self, options: Options) -> int:
         """Measure and show, and return the exit code."""
-        self.show(self.measure(options), options.out)
+        out: Path = options.out  # type: ignore[attr-defined]
+        self.show(self.measure(options), out)
         return 0
 
 
