@@ -13,7 +13,7 @@ import pytest
 from braid.errors import ConfigError
 from braid.programs.schedule import collective, from_text, to_text, validate
 from braid.programs.schedule.collective import ALGORITHMS, OPERATIONS, Rounds, algorithm, program
-from braid.programs.schedule.collective.numbers import carried_out
+from braid.programs.schedule.collective.rounds import carried_out
 from braid.programs.schedule.known import RULES, VOCABULARIES
 
 NAMES = sorted(ALGORITHMS)

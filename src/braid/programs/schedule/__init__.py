@@ -11,8 +11,7 @@ from braid.programs.schedule.simulate import (
     simulate,
 )
 from braid.programs.schedule.text import from_text, to_text
-from braid.programs.schedule.validate import Rules, validate
-from braid.programs.schedule.violation import Violation
+from braid.programs.schedule.validate import Rules, Violation, validate
 
 __all__ = [
     "Action",

@@ -22,12 +22,35 @@ from typing import NamedTuple
 from braid.errors import ConfigError
 from braid.programs.schedule.matching import Deadlock, Matching, Moment, Place, match, order
 from braid.programs.schedule.program import LOCAL, Program
-from braid.programs.schedule.violation import Violation
 
-__all__ = ["Rules", "validate"]
+__all__ = ["Rules", "Violation", "validate"]
 
 MOST_PLACES = 1 << 20  # a program may come from anywhere; each block is checked on every rank
 SEMANTICS = ("rendezvous", "buffered", "sequential")
+
+
+class Violation(NamedTuple):
+    """One mistake in a program.
+
+    Attributes:
+        rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work,
+            data.
+        rank: Rank of the action; -1 for the program as a whole.
+        position: Position of the action in its rank's list; -1 for the end of the list.
+        text: Description of the mistake.
+    """
+
+    rule: str
+    rank: int
+    position: int
+    text: str
+
+    def __str__(self) -> str:
+        """Format it, as in `matching: rank 1, action 3: send of block 0 ... has no receive`."""
+        if self.rank < 0:
+            return f"{self.rule}: {self.text}"
+        where = f"action {self.position}" if self.position >= 0 else "at the end"
+        return f"{self.rule}: rank {self.rank}, {where}: {self.text}"
 
 
 class Rules(NamedTuple):

@@ -17,7 +17,7 @@ from braid.programs.schedule.collective.vocabulary import (
 )
 from braid.programs.schedule.matching import Matching, Moment, Place
 from braid.programs.schedule.program import RECEIVE, SEND, Action, Program
-from braid.programs.schedule.violation import Violation
+from braid.programs.schedule.validate import Violation
 
 __all__ = ["check_contributions", "check_slots"]
 

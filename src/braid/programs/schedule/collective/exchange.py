@@ -12,7 +12,7 @@
 Where p is no power of two, the ranks above the largest one in it first send their whole buffer to a
 partner, and get the result at the end (`folded`): two more rounds with l bytes each.
 
-    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> for made in doubling, halving_doubling:
     ...     carried_out(made(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]

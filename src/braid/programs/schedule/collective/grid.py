@@ -10,7 +10,7 @@ Between hosts only l / (ranks of a row) bytes of every rank travel, the least th
 carry. With rows and columns of one mesh of links it is the all-reduce of a 2-D torus, in 2 (rows +
 columns - 2) rounds instead of 2 (p-1).
 
-    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3, row=3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 

@@ -3,7 +3,7 @@
 p-1 messages of the whole buffer leave one rank in a broadcast, and as many reach one in a reduce:
 (p-1)(a + b l) each.
 
-    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 """

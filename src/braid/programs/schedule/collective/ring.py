@@ -9,7 +9,7 @@
 Every link is busy in every round and every rank sends 2 (p-1)/p l bytes, the least that is
 possible; the price is 2 (p-1) rounds.
 
-    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 

@@ -7,22 +7,28 @@ that is repeated with the same pairs (a ring) is written once:
 
 `program` writes it out, action by action, for validation, execution and pictures. `simulate_rounds`
 in `cost` needs only pairs and numbers of blocks, so its work grows with ranks times kinds of rounds
-and not with messages.
+and not with messages. `carried_out` executes an algorithm on a few numbers, to see what it does:
+
+    >>> from braid.programs.schedule.collective.ring import all_gather
+    >>> carried_out(all_gather(2), [("a", None), (None, "b")])
+    [('a', 'b'), ('a', 'b')]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from braid.errors import ConfigError
 from braid.programs.schedule.collective.vocabulary import COLLECTIVE
-from braid.programs.schedule.program import Action, Header, Program
+from braid.programs.schedule.matching import Place, match, order
+from braid.programs.schedule.program import RECEIVE, SEND, Action, Header, Program
+from braid.programs.schedule.simulate import Costs
 
-__all__ = ["Copy", "Ranks", "Round", "Rounds", "program"]
+__all__ = ["Copy", "Ranks", "Round", "Rounds", "carried_out", "collective_costs", "program"]
 
 MOST_RANKS = 512  # a ring has 4 p^2 actions
 Ranks = npt.NDArray[np.int64]
@@ -135,3 +141,53 @@ def _write(ranks: list[list[Action]], step: Round, repetition: int, index: int) 
         ranks[source] += (Action("send", block, index, target) for block in blocks)
     for source, target in pairs:
         ranks[target] += (Action(kind, block, index, source) for block in into(source, repetition))
+
+
+def carried_out(rounds: Rounds, buffers: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return the buffers of all ranks after the algorithm.
+
+    Args:
+        rounds: Algorithm.
+        buffers: Elements, by rank; the blocks are as equal as they can be. For all_to_all both
+            buffers, one behind the other.
+    """
+    written = program(rounds)
+    matching = match(written)
+    moments, deadlock = order(written, matching, buffered=False)
+    assert deadlock is None, deadlock
+    holds = [list(buffer) for buffer in buffers]
+    size, blocks = len(holds[0]), rounds.num_blocks
+    bounds = [size * i // blocks for i in range(blocks + 1)]
+    read: dict[Place, list[Any]] = {}
+    for rank, positions, ended in moments:
+        for position in positions:
+            place, action = Place(rank, position), written.ranks[rank][position]
+            role = written.vocabulary.role(action)
+            if not ended and role != RECEIVE:
+                block = action.unit if role == SEND else action.edge
+                read[place] = holds[rank][bounds[block] : bounds[block + 1]]
+            elif ended and role != SEND:
+                values = read[matching.partner[place] if role == RECEIVE else place]
+                part = slice(bounds[action.unit], bounds[action.unit + 1])
+                there = holds[rank][part]
+                if action.kind == "reduce":
+                    values = [a + b for a, b in zip(there, values, strict=True)]
+                holds[rank][part] = values
+    return [tuple(buffer) for buffer in holds]
+
+
+def collective_costs(program: Program, nbytes: float, sum_s_per_byte: float = 0.0) -> Costs:
+    """Return the costs of a collective for `simulate`.
+
+    Args:
+        program: Program of a collective.
+        nbytes: l, bytes of the largest full buffer of a rank; of one of the two of all_to_all.
+        sum_s_per_byte: c, seconds per byte that is added up.
+    """
+    header = program.header
+    blocks = program.num_ranks if header.operation == "all_to_all" else header.num_units
+    size = nbytes / blocks
+    return Costs(
+        nbytes=lambda _rank, _action: size,
+        seconds=lambda _rank, action: size * sum_s_per_byte * (action.kind == "reduce"),
+    )

@@ -8,7 +8,7 @@ Backwards it reduces; with the blocks of a whole subtree in each message it gath
 p rounds are the least that is possible for small messages. For large ones the root's link carries
 lg p l bytes.
 
-    >>> from braid.programs.schedule.collective.numbers import carried_out
+    >>> from braid.programs.schedule.collective.rounds import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 

@@ -28,8 +28,7 @@ from braid.programs.schedule.pipeline.vocabulary import (
     stage_ranks,
 )
 from braid.programs.schedule.program import Action, Header, Program
-from braid.programs.schedule.validate import Rules, validate
-from braid.programs.schedule.violation import Violation
+from braid.programs.schedule.validate import Rules, Violation, validate
 
 __all__ = ["from_csv", "to_csv"]
 

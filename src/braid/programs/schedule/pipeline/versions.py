@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 from braid.programs.schedule.pipeline.vocabulary import PIPELINE, PIPELINE_RULES, TRAIN, check_data
 from braid.programs.schedule.program import Action, Program, Vocabulary
-from braid.programs.schedule.validate import Rules
-from braid.programs.schedule.violation import Violation
+from braid.programs.schedule.validate import Rules, Violation
 
 __all__ = ["ASYNCHRONOUS", "ASYNCHRONOUS_RULES"]
 

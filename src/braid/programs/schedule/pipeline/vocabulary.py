@@ -23,8 +23,7 @@ from collections.abc import Iterable
 
 from braid.programs.schedule.matching import Matching, Moment, Place
 from braid.programs.schedule.program import LOCAL, RECEIVE, SEND, Action, Kind, Program, Vocabulary
-from braid.programs.schedule.validate import Rules
-from braid.programs.schedule.violation import Violation
+from braid.programs.schedule.validate import Rules, Violation
 
 __all__ = [
     "INFER",
