@@ -16,7 +16,13 @@ from braid.parallel.context_parallel import (
     split_sequence,
 )
 from braid.parallel.context_parallel.blocks import block_of
-from braid.parallel.context_parallel.kernels import FlashKernelCUDA, MatmulKernel, kernel_for, merge
+from braid.parallel.context_parallel.kernels import (
+    FlashKernelCUDA,
+    KernelInputs,
+    MatmulKernel,
+    kernel_for,
+    merge,
+)
 
 SIZES, CHUNKS = st.integers(1, 6), st.integers(1, 4)
 
@@ -98,11 +104,11 @@ def test_torch_s_kernel_computes_what_plain_products_do(dtype, tolerance, kv_hea
     k, v = (_drawn(2, kv_heads, 6, 8, seed=seed, dtype=dtype) for seed in (3, 4))
     kernel, plain = kernel_for(q, v), MatmulKernel()
     assert not isinstance(kernel, MatmulKernel)
-    expected = plain.forward(q, k, v, causal=causal, scale=0.4)
-    results = list(zip(kernel.forward(q, k, v, causal=causal, scale=0.4), expected, strict=True))
-    saved = (grad, q, k, v, out, expected[1])
-    grads = kernel.backward(*saved, causal=causal, scale=0.4)
-    results += zip(grads, plain.backward(*saved, causal=causal, scale=0.4), strict=True)
+    inputs = KernelInputs(q, k, v, causal, 0.4)
+    expected = plain.forward(inputs)
+    results = list(zip(kernel.forward(inputs), expected, strict=True))
+    saved = (inputs, grad, out, expected[1])
+    results += zip(kernel.backward(*saved), plain.backward(*saved), strict=True)
     for ours, theirs in results:
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
@@ -119,8 +125,9 @@ def test_the_kernel_of_gpus_has_the_shapes_of_plain_products(dtype):
     q, kv = (torch.empty(2, *shape, 8, dtype=dtype, device="meta") for shape in [(4, 6), (2, 3)])
     results = []
     for kernel in (FlashKernelCUDA(), MatmulKernel()):
-        out, lse = kernel.forward(q, kv, kv, causal=False, scale=0.4)
-        grads = kernel.backward(q, q, kv, kv, q, lse, causal=False, scale=0.4)
+        inputs = KernelInputs(q, kv, kv, causal=False, scale=0.4)
+        out, lse = kernel.forward(inputs)
+        grads = kernel.backward(inputs, q, q, lse)
         results.append([x.shape for x in (out, lse, *grads)])
     assert results[0] == results[1]
 
@@ -132,9 +139,9 @@ def test_blocks_of_keys_are_joined_by_their_logsumexps(seed, size, shift):
     k, v = (_drawn(1, 2, 2 * size, 4, seed=s, dtype=torch.float64) for s in (seed + 1, seed + 2))
     k[:, :, 0] *= shift or 1.0
     plain = MatmulKernel()
-    expected, total = plain.forward(q, k, v, causal=False, scale=9.0)
+    expected, total = plain.forward(KernelInputs(q, k, v, causal=False, scale=9.0))
     parts = [
-        plain.forward(q, *pair, causal=False, scale=9.0)
+        plain.forward(KernelInputs(q, *pair, causal=False, scale=9.0))
         for pair in zip(k.chunk(size, 2), v.chunk(size, 2), strict=True)
     ]
     out, lse = parts[0]

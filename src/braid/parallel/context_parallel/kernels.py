@@ -22,7 +22,7 @@ normalizer calculation for softmax, 2018.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -33,48 +33,58 @@ from braid.runtime.torch_internals import (
     flash_attention_on_cpu,
 )
 
-__all__ = ["FlashKernelCPU", "FlashKernelCUDA", "Kernel", "MatmulKernel", "kernel_for", "merge"]
+__all__ = [
+    "FlashKernelCPU",
+    "FlashKernelCUDA",
+    "Kernel",
+    "KernelInputs",
+    "MatmulKernel",
+    "kernel_for",
+    "merge",
+]
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HALF = (torch.float16, torch.bfloat16)
 
 
+class KernelInputs(NamedTuple):
+    """Queries, keys and values of a block.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        causal: Whether query i sees keys up to i only.
+        scale: Factor of the products.
+
+    Shape:
+        q: (B, H, S, D); k and v: (B, K, T, D).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    causal: bool
+    scale: float
+
+
 class Kernel(Protocol):
     """Computes one block; dtypes of results may be wider than those of the inputs."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output and logsumexp.
-
-        Shape:
-            q: (B, H, S, D); k and v: (B, K, T, D); results: (B, H, S, D) and (B, H, S).
-        """
+    def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block's output (B, H, S, D) and logsumexp (B, H, S)."""
         ...
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         """Return the block's terms of the gradients of q, k and v.
 
         Args:
+            inputs: Inputs of the forward.
             grad: Gradient of the output.
-            q: Queries.
-            k: Keys.
-            v: Values.
             out: Output over all keys, of the dtype of q.
             lse: Logsumexp over all keys.
-            causal: Whether query i sees keys up to i only.
-            scale: Factor of the products.
         """
         ...
 
@@ -82,29 +92,19 @@ class Kernel(Protocol):
 class MatmulKernel:
     """Plain products, in float32 at least: for every device and dtype."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        scores = _scores(q, k, causal=causal, scale=scale)
+        scores = _scores(inputs)
         lse = scores.logsumexp(-1)
-        return (scores - lse.unsqueeze(-1)).exp() @ _repeated(v, q.shape[1]), lse
+        return (scores - lse.unsqueeze(-1)).exp() @ _repeated(inputs.v, inputs.q.shape[1]), lse
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         """See `Kernel`."""
+        q, k, v, _, scale = inputs
         heads, kv_heads = q.shape[1], k.shape[1]
-        p = (_scores(q, k, causal=causal, scale=scale) - lse.unsqueeze(-1)).exp()
+        p = (_scores(inputs) - lse.unsqueeze(-1)).exp()
         grad, out = _wide(grad), _wide(out)
         total = (grad * out).sum(-1, keepdim=True)
         ds = p * (grad @ _repeated(v, heads).mT - total) * scale
@@ -116,27 +116,17 @@ class MatmulKernel:
 class FlashKernelCPU:
     """torch's flash attention on the CPU, for float32, float64, bfloat16 and float16."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        flash = flash_attention_on_cpu
-        out, lse = flash(q, k, v, 0.0, causal, scale=scale)
+        q, k, v, causal, scale = inputs
+        out, lse = flash_attention_on_cpu(q, k, v, 0.0, causal, scale=scale)
         return out, lse
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         """See `Kernel`."""
+        q, k, v, causal, scale = inputs
         flash = flash_attention_backward_on_cpu
         return cast("Tensors", flash(grad, q, k, v, out, lse, 0.0, causal, scale=scale))
 
@@ -144,33 +134,22 @@ class FlashKernelCPU:
 class FlashKernelCUDA:
     """torch's flash attention on GPUs, for bfloat16 and float16."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, inputs: KernelInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel`."""
-        flash = flash_attention
+        q, k, v, causal, scale = inputs
         k, v = _repeated_as_is(k, q.shape[1]), _repeated_as_is(v, q.shape[1])
-        out, lse, *_ = flash(q, k, v, 0.0, causal, False, scale=scale)
+        out, lse, *_ = flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
 
     def backward(
-        self,
-        grad: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        self, inputs: KernelInputs, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
     ) -> Tensors:
         """See `Kernel`."""
-        flash = flash_attention_backward
+        q, k, v, causal, scale = inputs
         heads = q.shape[1]
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which is none
         none: Any = None
-        dq, dk, dv = flash(
+        dq, dk, dv = flash_attention_backward(
             *(grad, q, _repeated_as_is(k, heads), _repeated_as_is(v, heads), out, lse),
             *(none, none, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0]),
             scale=scale,
@@ -199,7 +178,8 @@ def merge(
     lse.copy_(total)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, *, causal: bool, scale: float) -> torch.Tensor:
+def _scores(inputs: KernelInputs) -> torch.Tensor:
+    q, k, _, causal, scale = inputs
     scores = _wide(q) @ _repeated(k, q.shape[1]).mT * scale
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

@@ -37,7 +37,7 @@ from braid.comm import Group
 from braid.comm.autograd.phony import phony
 from braid.parallel.context_parallel.arguments import as_autocast, check_attention
 from braid.parallel.context_parallel.blocks import AttentionBlock, block_of
-from braid.parallel.context_parallel.kernels import HALF, Kernel, kernel_for, merge
+from braid.parallel.context_parallel.kernels import HALF, Kernel, KernelInputs, kernel_for, merge
 from braid.parallel.context_parallel.travel import GRADIENTS, Arriving, Pair, pass_on, travelling
 from braid.programs.cost import Cost
 
@@ -143,10 +143,8 @@ def _forward_pass(
         block = options.block(step, q.shape[2])
         if block is None:
             continue
-        keys, values = pair.rows(block.keys)
-        block_out, block_lse = kernel.forward(
-            q[:, :, block.queries], keys, values, causal=block.is_causal, scale=options.scale
-        )
+        inputs = _inputs(options, q, pair, block)
+        block_out, block_lse = kernel.forward(inputs)
         if out is None or lse is None:  # a rank's own keys, which all of its queries see some of
             wide = torch.float32 if block_out.dtype in HALF else block_out.dtype
             out, lse = block_out.to(wide, copy=True), block_lse.clone()
@@ -175,12 +173,8 @@ def _backward_pass(
         block = options.block(step, q.shape[2])
         if block is not None:
             rows = block.queries
-            dq, dk, dv = kernel.backward(
-                *(grad[:, :, rows], q[:, :, rows], *pair.rows(block.keys)),
-                *(out[:, :, rows], lse[:, :, rows]),
-                causal=block.is_causal,
-                scale=options.scale,
-            )
+            inputs = _inputs(options, q, pair, block)
+            dq, dk, dv = kernel.backward(inputs, grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
             grad_q[:, :, rows] += dq
             grad_k, grad_v = terms.rows(block.keys)
             grad_k += dk
@@ -193,6 +187,12 @@ def _backward_pass(
     if arriving is not None:
         arriving.wait_and_add_to(own)
     return grad_q.to(q.dtype), own.keys.to(k.dtype), own.values.to(v.dtype)
+
+
+def _inputs(options: _Options, q: torch.Tensor, pair: Pair, block: AttentionBlock) -> KernelInputs:
+    """Return the queries of a block with its keys and values."""
+    keys, values = pair.rows(block.keys)
+    return KernelInputs(q[:, :, block.queries], keys, values, block.is_causal, options.scale)
 
 
 def ring_costs(size: int, kv_bytes: int, *, wide: int = 1) -> tuple[Cost, Cost]:
