@@ -9,9 +9,12 @@ steps with nothing of their own, so that no rank waits for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from braid.comm import Group
+import torch
+
+from braid.comm import Group, Work
 from braid.errors import CommError, ConfigError, MismatchError
 from braid.parallel.gradients.backward_state import BackwardState
 from braid.parallel.gradients.bucket import Bucket
@@ -33,8 +36,7 @@ from braid.parallel.gradients.reducer_options import (
 )
 from braid.parallel.gradients.reducer_policy import ReducerPolicy
 from braid.parallel.gradients.sparse import average_sparse
-from braid.parallel.gradients.status import RankState, Status
-from braid.parallel.gradients.status_exchange import StatusExchange
+from braid.parallel.gradients.status import RankState, Status, StatusLayout
 from braid.parallel.gradients.table import ParamRecord
 from braid.runtime.torch_internals import sparse_values
 
@@ -45,6 +47,39 @@ WEIGHTED_GRAPH = (
     "second backward would count twice: call set_loss_weight(None) for such losses, and multiply "
     "the loss itself"
 )
+
+
+class StatusExchange:
+    """Exchanges what ranks report beside their gradients.
+
+    Args:
+        group: Ranks that train together.
+        num_params: Number of parameters.
+
+    Attributes:
+        layout: Layout of the vector.
+        device: Device on which the group takes small messages.
+    """
+
+    def __init__(self, group: Group, num_params: int) -> None:
+        kinds = group.engine.device_types
+        self.device = torch.device("cpu" if "cpu" in kinds else min(kinds))
+        self.layout = StatusLayout(num_params, group.size)
+        self._vector = torch.zeros(self.layout.length, dtype=torch.float64, device=self.device)
+        self._request = group.persistent("all_reduce", self._vector)
+
+    def run(self, own: Sequence[float], beside: Sequence[Work]) -> Status:
+        """Add up the vectors of all ranks; a collective.
+
+        Args:
+            own: This rank's vector, see `StatusLayout.encode`.
+            beside: Works that are under way meanwhile, and waited for.
+        """
+        self._vector.copy_(torch.tensor(own, dtype=torch.float64))
+        self._request.start().wait()
+        for work in beside:
+            work.wait()
+        return self.layout.decode(self._vector.tolist())
 
 
 class Averager:
