@@ -12,7 +12,7 @@ from torch.nn import functional
 from braid.comm import Group
 from braid.parallel.graph import capture, segments
 from braid.parallel.pipeline import Pipeline
-from braid.parallel.pipeline.edges import edges_of
+from braid.parallel.pipeline.cutting import edges_of
 from braid.parallel.pipeline.microbatches import sizes_of
 from braid.parallel.pipeline.stage import Layer
 

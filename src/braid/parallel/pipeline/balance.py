@@ -32,9 +32,9 @@ from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.parallel.pipeline.balance_bars import bars
 from braid.parallel.pipeline.block_partition import block_partition
+from braid.parallel.pipeline.cutting import layers_of
 from braid.parallel.pipeline.layer_runs import Run, Skips, as_they_were, run_all
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
-from braid.parallel.pipeline.rows import layers_of
 from braid.runtime.clock import Clock, MonotonicClock
 
 __all__ = ["Balance", "balance_by_size", "balance_by_time"]

@@ -19,13 +19,16 @@ from braid.parallel.gradients import ParamTable
 from braid.parallel.graph import CapturedGraph, GraphSegment, segments, share_modules
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm
 from braid.parallel.pipeline.microbatches import num_rows
-from braid.parallel.pipeline.rows import layers_of
-from braid.parallel.pipeline.stage import Layer
+from braid.parallel.pipeline.skip import SkipKey, skips_of, verify_skippables
+from braid.parallel.pipeline.stage import Edge, Layer
 from braid.parallel.pipeline.wired import Wired, wired
+from braid.runtime.torch_internals import own_modules
 
 __all__ = [
     "check_target",
     "checked_loss",
+    "edges_of",
+    "layers_of",
     "noting",
     "parts_of",
     "refuse_shared",
@@ -81,6 +84,29 @@ def parts_of(
     sizes = _balance(balance, len(named), num_stages)
     ends = accumulate(sizes)
     return [named[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def edges_of(parts: Sequence[Sequence[Layer]]) -> list[Edge]:
+    """Return the skip connections between stages, numbered alike on all ranks.
+
+    Args:
+        parts: Layers of each stage of the whole model.
+
+    Raises:
+        TypeError: Pairs of stash and pop do not match.
+    """
+    verify_skippables([layer.module for part in parts for layer in part])
+    sources: dict[SkipKey, int] = {}
+    edges: list[Edge] = []
+    for stage, part in enumerate(parts):
+        for layer in part:
+            stashes, pops = skips_of(layer.module)
+            sources.update(dict.fromkeys(stashes, stage))
+            edges += [
+                Edge(key, len(edges) + 1 + i, sources[key], stage)
+                for i, key in enumerate(key for key in pops if sources[key] != stage)
+            ]
+    return edges
 
 
 def trained_params(part: Iterable[Layer]) -> list[nn.Parameter]:
@@ -155,6 +181,25 @@ def check_target(target: Any, rows: int) -> None:
     if count != rows:
         msg = f"the target has {count} rows, and the batch {rows}"
         raise ConfigError(msg)
+
+
+def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return layers with their names, in order; one that comes twice is there twice.
+
+    Raises:
+        ConfigError: The module is no row: it has a forward of its own.
+    """
+    is_row = isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    )
+    if not is_row:
+        msg = (
+            f"{type(module).__name__} is no row of layers, since it has a forward of its own: "
+            "pass an nn.Sequential or a list of modules, or braid.capture(model, example)"
+        )
+        raise ConfigError(msg)
+    # not named_children, which leaves out what comes twice
+    return [(name, layer) for name, layer in own_modules(module).items() if layer is not None]
 
 
 def _named(layers: Any) -> Iterator[tuple[str, nn.Module]]:

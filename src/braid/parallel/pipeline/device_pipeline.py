@@ -37,12 +37,11 @@ from braid.comm.autograd import phony
 from braid.comm.autograd.nested import flatten, map_tensors, unflatten
 from braid.comm.autograd.streams import Stream, current_stream, default_stream, wait_stream
 from braid.errors import ConfigError, raise_all
+from braid.parallel.pipeline.cutting import edges_of, layers_of
 from braid.parallel.pipeline.deferred_batch_norm import DeferredBatchNorm, commit_batch_norms
-from braid.parallel.pipeline.edges import edges_of
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.local_carrier import ActionSpan, LocalCarrier, LocalWire
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of
-from braid.parallel.pipeline.rows import layers_of
 from braid.parallel.pipeline.stage import Layer, Stage
 from braid.parallel.pipeline.workers import Workers
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, forward_only, gpipe, with_recompute

@@ -32,13 +32,13 @@ from braid.parallel.graph import CapturedGraph
 from braid.parallel.pipeline.cutting import (
     check_target,
     checked_loss,
+    edges_of,
     noting,
     parts_of,
     register,
     table_of,
 )
 from braid.parallel.pipeline.deferred_batch_norm import commit_batch_norms
-from braid.parallel.pipeline.edges import edges_of
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
 from braid.parallel.pipeline.microbatches import gather, num_rows, scatter, sizes_of

@@ -25,8 +25,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from braid.errors import ConfigError
-from braid.parallel.pipeline.cutting import checked_loss, parts_of, refuse_shared, trained_params
-from braid.parallel.pipeline.edges import edges_of
+from braid.parallel.pipeline.cutting import (
+    checked_loss,
+    edges_of,
+    parts_of,
+    refuse_shared,
+    trained_params,
+)
 from braid.parallel.pipeline.microbatches import num_rows
 from braid.parallel.pipeline.stage import Layer, Stage
 from braid.programs.schedule.pipeline import VersionRule

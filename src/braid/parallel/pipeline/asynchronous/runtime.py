@@ -38,13 +38,13 @@ from braid.parallel.pipeline.asynchronous.stream import MicrobatchStream
 from braid.parallel.pipeline.cutting import (
     check_target,
     checked_loss,
+    edges_of,
     parts_of,
     refuse_shared,
     register,
     table_of,
     trained_params,
 )
-from braid.parallel.pipeline.edges import edges_of
 from braid.parallel.pipeline.executor import Executor
 from braid.parallel.pipeline.messages import Messages
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
