@@ -28,8 +28,8 @@ from braid.cli.bench.harness.report import (
 )
 from braid.errors import ConfigError
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
+from braid.launch.engines.client import EngineSupervisor
 from braid.launch.engines.options import EngineOptions
-from braid.launch.engines.supervisor import EngineSupervisor
 from braid.runtime.terminal_table import new_table
 
 __all__ = ["BENCH", "LaunchBench", "LaunchReport", "launch_verdicts", "print_launch"]

@@ -146,7 +146,7 @@ def test_an_engine_that_is_gone_is_the_reason_for_the_loss_of_its_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gone.py").write_text(
-        "from braid.launch.engines.from_client import FromClient\n"
+        "from braid.launch.engines.client_words import FromClient\n"
         "FromClient(hosts=(('a', 1), ('b', 1))).send()\n"
         "FromClient(lost=1, why='was drained').send()\n"
         "raise SystemExit('[11-25 23:54 E 20508] rpc.h:204: cannot reach the head node')\n"

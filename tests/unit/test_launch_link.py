@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid._version import __version__
+from braid.launch.cluster.agent_channel import MAX_LINE, MAX_NOISE, FirstLine, first_line
 from braid.launch.cluster.agent_messages import (
     AGENT_SCHEMA,
     AgentHello,
@@ -24,7 +25,6 @@ from braid.launch.cluster.agent_messages import (
     Start,
     priority_of,
 )
-from braid.launch.cluster.agent_stream import MAX_LINE, MAX_NOISE, FirstLine, first_line
 from braid.launch.process.hang_state import OpenWait
 from braid.runtime.rendezvous import JobEnvironment
 

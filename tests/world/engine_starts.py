@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from braid.launch import JobSpec, Outcome, QuietConsole
+from braid.launch.engines.client import EngineSupervisor
 from braid.launch.engines.options import EngineOptions
-from braid.launch.engines.supervisor import EngineSupervisor
 from support.launch_conformance import Start
 from support.leaks import no_leaks
 

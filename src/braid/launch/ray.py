@@ -26,9 +26,9 @@ from typing import Any, Literal, TypeVar
 
 from braid.errors import ConfigError, PeerLostError
 from braid.launch import Console, JobSpec, Outcome
+from braid.launch.engines.client import EngineSupervisor
 from braid.launch.engines.options import EngineOptions
 from braid.launch.engines.ray_call import read_result
-from braid.launch.engines.supervisor import EngineSupervisor
 
 __all__ = ["run"]
 

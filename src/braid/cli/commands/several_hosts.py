@@ -73,7 +73,7 @@ def choose_where(
 def run_on(where: Hosts | Nodes | EngineOptions, job: JobSpec, console: Console) -> tuple[int, str]:
     """Run a job on the hosts of `choose_where`; return the exit code and the error block."""
     from braid.launch.cluster.several_hosts import HostsSupervisor
-    from braid.launch.engines.supervisor import EngineSupervisor
+    from braid.launch.engines.client import EngineSupervisor
 
     if job.stdin_rank is not None:
         msg = (

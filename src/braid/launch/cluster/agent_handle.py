@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from braid._version import __version__
-from braid.launch.cluster.agent_channel import AgentChannel
+from braid.launch.cluster.agent_channel import AgentChannel, FirstLine
 from braid.launch.cluster.agent_messages import (
     AgentBye,
     AgentHello,
@@ -18,7 +18,6 @@ from braid.launch.cluster.agent_messages import (
     Pong,
     ToAgent,
 )
-from braid.launch.cluster.agent_stream import FirstLine
 from braid.launch.cluster.remote_shell import Placed
 from braid.runtime.clock import Clock
 from braid.runtime.diagnose.verdict import signal_name

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 
 from braid.launch.cluster.agent import LOST_EXIT_CODE, serve
-from braid.launch.cluster.agent_stream import first_line
+from braid.launch.cluster.agent_channel import first_line
 from braid.runtime.message import PipeStream
 
 __all__ = ["main"]

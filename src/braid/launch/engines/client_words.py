@@ -1,4 +1,4 @@
-"""Words of an engine's client: its own options, and those that it hands on to the engine.
+"""Words of an engine's client, and the messages that it prints for its launcher.
 
 --num-ranks=4  --strategy=spread         own options, as NAME=VALUE or NAME VALUE
 --partition=gpu                          any other option is the engine's
@@ -6,14 +6,35 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
+
 from braid.errors import ConfigError
 
-__all__ = ["ClientWords", "run_client"]
+__all__ = ["ClientWords", "FromClient", "run_client"]
 
 CANNOT_START = 2
+
+
+class FromClient(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Message of a client to its launcher, as a line of JSON on stdout.
+
+    Attributes:
+        hosts: Names of nodes, with their slots.
+        lost: Number of a node that is gone.
+        why: Reason for its loss.
+    """
+
+    hosts: tuple[tuple[str, int], ...] = ()
+    lost: int = -1
+    why: str = ""
+
+    def send(self) -> None:
+        """Send the message to the launcher."""
+        os.write(1, msgspec.json.encode(self) + b"\n")
 
 
 class ClientWords(dict[str, str]):

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 
 from braid.errors import ConfigError
 from braid.launch.cluster.rank_assignment import Host, assign, parse_hosts
-from braid.launch.engines.client_words import ClientWords, run_client
-from braid.launch.engines.from_client import FromClient
+from braid.launch.engines.client_words import ClientWords, FromClient, run_client
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.starting import AGENT, Command, run_commands
 

@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.errors import ConfigError
-from braid.launch.engines.client_words import ClientWords, run_client
-from braid.launch.engines.from_client import FromClient
+from braid.launch.engines.client_words import ClientWords, FromClient, run_client
 from braid.launch.engines.invitation import Invitation
 from braid.launch.engines.ray_nodes import STRATEGIES, RayNode, place
 

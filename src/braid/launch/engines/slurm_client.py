@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from braid.errors import ConfigError
 from braid.launch.cluster.rank_assignment import Host
-from braid.launch.engines.client_words import ClientWords, run_client
-from braid.launch.engines.from_client import FromClient
+from braid.launch.engines.client_words import ClientWords, FromClient, run_client
 from braid.launch.engines.starting import AGENT, Command, run_commands
 from braid.runtime.rendezvous.slurm_names import expand_counts, expand_hostlist
 

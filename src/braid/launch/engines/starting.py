@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.launch.engines.from_client import FromClient
+from braid.launch.engines.client_words import FromClient
 
 __all__ = ["AGENT", "Command", "run_commands"]
 
