@@ -26,6 +26,7 @@ __all__ = [
     "AgentStarter",
     "EngineHosts",
     "Hosts",
+    "JobHosts",
     "Nodes",
     "forwarded",
     "node_secret",
@@ -42,25 +43,21 @@ FORWARDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hosts:
-    """Hosts on which this launcher starts agents.
+class JobHosts:
+    """Hosts of a job, however their agents are started.
 
     Attributes:
         hosts: Hosts in the order of their ranks.
         num_ranks: Number of ranks; the number of all slots when None.
-        rsh: Command that runs a program on a host; see `RshPlacement`.
-        remote_python: Command of the interpreter on the hosts; that of the launcher when empty.
         interfaces: Names of interfaces or networks to which addresses are restricted.
         listen: Address on which the launcher's store listens, such as 0.0.0.0; the address at which
             hosts reach the launcher when empty.
         environ: Names of further environment variables that ranks receive from this host.
-        start_limit_s: Seconds that hosts have to answer.
+        start_limit_s: Seconds that hosts have to answer, or agents to join.
     """
 
     hosts: tuple[Host, ...]
     num_ranks: int | None = None
-    rsh: str = DEFAULT_RSH
-    remote_python: str = ""
     interfaces: tuple[str, ...] = ()
     listen: str = ""
     environ: tuple[str, ...] = ()
@@ -70,6 +67,19 @@ class Hosts:
         assign(self.hosts, self.num_ranks)
         _check_listen(self.listen)
         _check_limit("start_limit_s", self.start_limit_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hosts(JobHosts):
+    """Hosts on which this launcher starts agents; see `JobHosts`.
+
+    Attributes:
+        rsh: Command that runs a program on a host; see `RshPlacement`.
+        remote_python: Command of the interpreter on the hosts; that of the launcher when empty.
+    """
+
+    rsh: str = DEFAULT_RSH
+    remote_python: str = ""
 
     def placement(self, host: Host) -> Placement:
         """Return the way to start an agent on a host; on this host, without `rsh` by default."""
@@ -154,31 +164,14 @@ class AgentStarter(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineHosts:
-    """Nodes of a cluster whose engine starts the agents.
+class EngineHosts(JobHosts):
+    """Nodes of a cluster whose engine starts the agents; see `JobHosts`.
 
     Attributes:
-        hosts: Nodes in the order of their ranks.
         starter: Starts the agents.
-        num_ranks: Number of ranks; the number of all slots when None.
-        interfaces: Names of interfaces or networks to which addresses are restricted.
-        listen: Address on which the launcher's store listens; see `Hosts`.
-        environ: Names of further environment variables that ranks receive from this host.
-        start_limit_s: Seconds that agents have to join.
     """
 
-    hosts: tuple[Host, ...]
     starter: AgentStarter
-    num_ranks: int | None = None
-    interfaces: tuple[str, ...] = ()
-    listen: str = ""
-    environ: tuple[str, ...] = ()
-    start_limit_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        assign(self.hosts, self.num_ranks)
-        _check_listen(self.listen)
-        _check_limit("start_limit_s", self.start_limit_s)
 
 
 def forwarded(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

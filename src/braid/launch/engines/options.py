@@ -24,7 +24,7 @@ class EngineOptions:
         num_ranks: Number of ranks; all that the engine's own allocation has when None.
         words: Words for the engine, such as `--partition=gpu` for Slurm.
         interfaces: Names of interfaces or networks to which addresses are restricted.
-        listen: Address on which the launcher's store listens; see `Hosts`.
+        listen: Address on which the launcher's store listens; see `JobHosts`.
         environ: Names of further environment variables that ranks receive from this host.
         start_limit_s: Seconds until the nodes are there, and again until their agents have joined.
     """
