@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from braid.launch.process.console import QuietConsole, TerminalConsole
     from braid.launch.process.job import RANK_VARIABLES, RESUME, JobSpec, Outcome
     from braid.launch.process.output import Console
+    from braid.launch.supervise.local_backend import Supervisor
     from braid.launch.supervise.spawning import spawn
-    from braid.launch.supervise.supervisor import Supervisor
 
 _MODULES = {
     "RANK_VARIABLES": "process.job",
@@ -27,7 +27,7 @@ _MODULES = {
     "Nodes": "cluster.options",
     "Outcome": "process.job",
     "QuietConsole": "process.console",
-    "Supervisor": "supervise.supervisor",
+    "Supervisor": "supervise.local_backend",
     "TerminalConsole": "process.console",
     "parse_hostfile": "cluster.rank_assignment",
     "parse_hosts": "cluster.rank_assignment",

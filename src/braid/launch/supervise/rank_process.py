@@ -8,9 +8,8 @@ from contextlib import suppress
 from signal import SIGKILL
 
 from braid.launch.process.black_box import BlackBox
-from braid.launch.process.child import Child
+from braid.launch.process.child import Child, LauncherInput
 from braid.launch.process.hang_state import OpenWait
-from braid.launch.process.launcher_input import LauncherInput
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
 from braid.launch.process.rank_snapshot import RankObserver

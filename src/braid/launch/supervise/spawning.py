@@ -21,7 +21,7 @@ import msgspec
 from braid.errors import ConfigError
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console
-from braid.launch.supervise.supervisor import Supervisor
+from braid.launch.supervise.local_backend import Supervisor
 
 __all__ = ["spawn", "spawned_command"]
 
