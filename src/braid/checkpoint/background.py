@@ -17,8 +17,8 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class Saving:
         self._done.set()
 
 
-class BackgroundSaver:
+class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
     """Saves checkpoints of a group while its ranks train; one at a time.
 
     Args:
@@ -163,15 +163,7 @@ class BackgroundSaver:
         self._copies.clear()
         self.wait()
 
-    def __enter__(self) -> BackgroundSaver:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _copied(self, snapshot: Snapshot) -> list[Slice]:

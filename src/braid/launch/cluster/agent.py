@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGCHLD, SIGTERM
 from typing import NamedTuple
@@ -119,7 +119,7 @@ def serve(
         return agent.run()
 
 
-class _Agent:
+class _Agent(AbstractContextManager["_Agent"]):
     """One agent; closing it ends all processes that it has started."""
 
     def __init__(
@@ -177,9 +177,6 @@ class _Agent:
             self._probe_listener.close()
         self._end_ranks()
         self._stack.close()
-
-    def __enter__(self) -> _Agent:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

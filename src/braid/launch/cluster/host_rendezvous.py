@@ -10,7 +10,7 @@ import secrets
 import selectors
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from signal import SIGCHLD, SIGINT
 
@@ -65,7 +65,7 @@ PROBE_LIMIT_S = 4.0  # twice a lost SYN and its repetitions; a report appears wi
 PATIENCE_NS = 10_000_000_000  # until the first notice about missing nodes; then three times longer
 
 
-class HostRendezvous:
+class HostRendezvous(AbstractContextManager["HostRendezvous"]):
     """Gathers hosts; a context manager that owns their agents.
 
     Args:
@@ -205,9 +205,6 @@ class HostRendezvous:
     def close(self) -> None:
         """Close all agents, which then end their ranks. Idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> HostRendezvous:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

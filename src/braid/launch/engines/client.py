@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from signal import SIGCHLD, SIGINT, SIGKILL
 from textwrap import shorten
 
@@ -80,7 +80,7 @@ class EngineSupervisor(HostsSupervisor):
                 return self._carry_out(job, inbox, rendezvous, listener)
 
 
-class EngineClient:
+class EngineClient(AbstractContextManager["EngineClient"]):
     """A process that starts agents through an engine; a context manager that ends it.
 
     Args:
@@ -264,9 +264,6 @@ class EngineClient:
             assert pipe is not None
             pipe.close()
         self._open.clear()
-
-    def __enter__(self) -> EngineClient:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

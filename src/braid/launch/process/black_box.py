@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from braid.errors import CommError
@@ -22,7 +23,7 @@ from braid.runtime.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, 
 __all__ = ["BlackBox"]
 
 
-class BlackBox:
+class BlackBox(AbstractContextManager["BlackBox"]):
     """Event ring and stack dumps of one rank, in memory that outlives the rank.
 
     Args:
@@ -139,9 +140,6 @@ class BlackBox:
         self._map.close()
         os.close(self.events_fd)
         os.close(self.stacks_fd)
-
-    def __enter__(self) -> BlackBox:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import TextIO
 
 from rich.color import ColorSystem
@@ -53,7 +54,7 @@ class QuietConsole:
         return self._limited
 
 
-class TerminalConsole:
+class TerminalConsole(AbstractContextManager["TerminalConsole"]):
     """Console that shows lines on two text streams.
 
     Args:
@@ -102,9 +103,6 @@ class TerminalConsole:
             self._writers[2].put(self._streams[2], notice, wait=True)
         for writer in set(self._writers.values()):
             writer.close()
-
-    def __enter__(self) -> TerminalConsole:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

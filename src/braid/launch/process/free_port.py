@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from contextlib import AbstractContextManager
 
 import psutil
 
@@ -23,7 +24,7 @@ from braid.errors import ConfigError
 __all__ = ["PortReservation"]
 
 
-class PortReservation:
+class PortReservation(AbstractContextManager["PortReservation"]):
     """Keeps a port reserved; a context manager.
 
     Args:
@@ -58,9 +59,6 @@ class PortReservation:
     def close(self) -> None:
         """Release the port. Idempotent."""
         self._socket.close()
-
-    def __enter__(self) -> PortReservation:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -63,7 +63,7 @@ _CHANGES = {
 }
 
 
-class SignalInbox:
+class SignalInbox(AbstractContextManager["SignalInbox"]):
     """Queues the signals of this process while open; a context manager.
 
     SIGINT and SIGHUP stay ignored where they were ignored before, so that `nohup` works.
@@ -111,9 +111,6 @@ class SignalInbox:
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._reader.close()
         self._writer.close()
-
-    def __enter__(self) -> SignalInbox:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -17,7 +17,7 @@ import selectors
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
 import psutil
@@ -88,7 +88,7 @@ class Supervisor:
             return carry_out(job, self._console, self._clock, inbox, backend)
 
 
-class LocalBackend:
+class LocalBackend(AbstractContextManager["LocalBackend"]):
     """Starts ranks as children of this process; a context manager.
 
     Args:
@@ -214,9 +214,6 @@ class LocalBackend:
     def close(self) -> None:
         """Release all resources. Idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> LocalBackend:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

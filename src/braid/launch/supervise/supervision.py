@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -106,7 +106,7 @@ def carry_out(
     return outcome
 
 
-class _Run:
+class _Run(AbstractContextManager["_Run"]):
     """One run in progress; closing it ends all of its processes."""
 
     def __init__(
@@ -237,9 +237,6 @@ class _Run:
         )
         self._keep(partial(write_record, Path(self._log_dir), record))
         return outcome
-
-    def __enter__(self) -> _Run:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()

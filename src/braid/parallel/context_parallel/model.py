@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def _is_divided(module: nn.Module) -> bool:
     return any(isinstance(getattr(hook, "__self__", None), ContextParallel) for hook in hooks)
 
 
-class ContextParallel:
+class ContextParallel(AbstractContextManager["ContextParallel"]):
     """A model that runs on divided sequences; made by `context_parallel`.
 
     Args:
@@ -154,15 +154,7 @@ class ContextParallel:
         if self._adapter is not None:
             self._adapter.remove()
 
-    def __enter__(self) -> ContextParallel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
     def _enter(self, _module: nn.Module, _args: object) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["StatesOnDisk"]
 LEAST_BYTES = 4096  # smaller states stay in memory, as a file takes a page at least
 
 
-class StatesOnDisk:
+class StatesOnDisk(AbstractContextManager["StatesOnDisk"]):
     """Moves the states of optimizers to files; a context manager that removes them.
 
     Args:
@@ -68,9 +69,6 @@ class StatesOnDisk:
     def close(self) -> None:
         """Remove the files; states that are in use keep their memory until they die."""
         self._finalizer()
-
-    def __enter__(self) -> StatesOnDisk:
-        return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
