@@ -9,22 +9,31 @@ is the same moment on all ranks but for microseconds. One all_gather puts the ti
     bucket   rank 0    rank 1    behind
     0        12.0 ms   12.3 ms   rank 1 by 0.3 ms
     1        25.1 ms   41.0 ms   rank 1 by 15.9 ms   < critical: all wait for it longest
+
+As a picture, it has a lane for each rank:
+
+    rank 0   |  0  |   1   |.............:         a bar ends when the bucket is full on this rank;
+    rank 1   |   0   |         1         |         dots: the critical bucket waits for the last rank
+             0                      41 ms
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from braid.comm import Group
 from braid.parallel.gradients.bucket_layout import BucketLayout
-from braid.parallel.gradients.bucket_picture import bucket_picture
 from braid.parallel.gradients.table import ParamRecord
+from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.runtime.text import seconds_text
 from braid.types import first_few
 
 __all__ = ["BucketRow", "BucketTimes", "ReadyTimes"]
+
+WAITING = "#dddddd"
 
 
 class BucketRow(NamedTuple):
@@ -94,13 +103,32 @@ class BucketTimes(NamedTuple):
 
     def svg(self) -> str:
         """Draw a lane for each rank and a bar for each bucket, as SVG for a browser."""
-        return bucket_picture(
-            self.step,
-            self.ranks,
-            [row.label for row in self.rows],
-            [row.ready_s for row in self.rows],
-            self.critical if self.rows else None,
-        )
+        bars = [bar for lane in range(len(self.ranks)) for bar in self._bars(lane)]
+        seconds = max((at for row in self.rows for at in row.ready_s), default=0.0)
+        title = "no bucket"
+        if self.rows:
+            row = self.rows[self.critical]
+            title = (
+                f"bucket {self.critical} ({row.label}) is critical, "
+                f"rank {self.ranks[row.slowest]} was behind by {seconds_text(row.late_s)}"
+            )
+        names = [f"rank {rank}" for rank in self.ranks]
+        return draw(names, bars, seconds, title=f"averaging {self.step}: {title}")
+
+    def _bars(self, lane: int) -> Iterator[Bar]:
+        """Yield the bars of a rank; the pointer shows what each bar is."""
+        name, before = f"rank {self.ranks[lane]}", 0.0
+        for ready, number in sorted((row.ready_s[lane], n) for n, row in enumerate(self.rows)):
+            if ready <= 0:  # was not launched
+                continue
+            row, marked = self.rows[number], number == self.critical
+            title = f"{name}, bucket {number}: full after {seconds_text(ready)}; {row.label}"
+            colour = COLOURS[number % len(COLOURS)]
+            yield Bar(lane, before, ready, colour, title, str(number), marked=marked)
+            before, last = ready, max(row.ready_s)
+            if marked and last > ready:
+                waits = f"{name} waits {seconds_text(last - ready)}"
+                yield Bar(lane, ready, last, WAITING, waits, part="lower")
 
     def __str__(self) -> str:
         heads = ["bucket", *(f"rank {rank}" for rank in self.ranks), "behind", "parameters"]

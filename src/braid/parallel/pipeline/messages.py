@@ -141,18 +141,13 @@ class _Sent(NamedTuple):
 
     def check(self) -> None:
         """Raise ConfigError if the tensor has been changed on its way."""
-        if _version(self.tensor) != self.version:
+        if version_of(self.tensor) != self.version:
             msg = (
                 f"a tensor of shape {list(self.tensor.shape)} was changed in place before the "
                 "next stage had it, which may have got either: return a new tensor from the "
                 "layer, or a clone"
             )
             raise ConfigError(msg)
-
-
-def _version(x: torch.Tensor) -> int:
-    """Return how often a tensor has been changed in place; tensors of inference do not count."""
-    return 0 if x.is_inference() else version_of(x)
 
 
 class Messages:
@@ -282,6 +277,6 @@ class Messages:
         for sent in [sent for sent in self._under_way if sent.work.done()]:
             self._under_way.remove(sent)
             sent.check()
-        version = _version(tensor)
+        version = version_of(tensor)
         work = self._starter.send(tensor, peer, tag=edge, async_op=True)
         self._under_way.append(_Sent(work, tensor, version))

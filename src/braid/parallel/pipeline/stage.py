@@ -180,11 +180,11 @@ class Stage:
         again = drops or (keeps and self._every)
         if again:
             given = given._replace(buffers=self._copies_of_buffers())
-        versions = [_version(x) for x in tensors_in((given.value, popped))]
+        versions = [version_of(x) for x in tensors_in((given.value, popped))]
         noting = self._noting_buffers() if again else nullcontext()
         with torch.set_grad_enabled(keeps), noting, _dropping(drops=drops):
             value, stashed = self._run(given)
-        if again and versions != [_version(x) for x in tensors_in((given.value, popped))]:
+        if again and versions != [version_of(x) for x in tensors_in((given.value, popped))]:
             msg = (
                 f"stage {self.index} changes its input in place, so it cannot be computed again: "
                 'let its first layer make a new tensor, or use recompute="never"'
@@ -419,11 +419,6 @@ def _replaced(values: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[
     finally:
         for (module, name), buffer in kept.items():
             own_buffers(module)[name] = buffer
-
-
-def _version(x: torch.Tensor) -> int:
-    """Return how often a tensor has been changed in place; tensors of inference do not count."""
-    return 0 if x.is_inference() else version_of(x)
 
 
 def _in_order(

@@ -1,7 +1,7 @@
 """The plotter: bars on lanes over one time axis, as SVG whose bars show a text under the pointer.
 
 A lane is a rank. Whoever has spans to show makes `Bar`s of them: simulated programs (`plot`), the
-buckets of a backward pass (`gradients.bucket_picture`).
+buckets of a backward pass (`gradients.bucket_times`).
 """
 
 from __future__ import annotations
