@@ -12,7 +12,6 @@ import traceback
 from typing import TypeVar
 
 import msgspec
-import torch
 
 from braid.comm import Group
 from braid.errors import CheckpointError
@@ -43,16 +42,10 @@ def exchange(group: Group, report: R) -> list[R]:
     """
     problem = report.problem.encode(errors="replace").decode()  # such as names of files
     data = msgspec.msgpack.encode(msgspec.structs.replace(report, problem=problem))
-    lengths = group.all_gather(torch.tensor([len(data)])).tolist()
-    mine = torch.zeros(max(lengths), dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = group.all_gather(mine).view(group.size, -1)
+    reports = group.objects.all_gather(data)
     with _decoder_lock:
         decoder = msgspec.msgpack.Decoder(type(report))
-    return [
-        decoder.decode(row[:length].numpy().tobytes())
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    return [decoder.decode(one) for one in reports]
 
 
 def problem_of(exc: Exception) -> str:
