@@ -24,6 +24,7 @@ __all__ = [
     "check_tensors",
     "factor",
     "refused_on_all",
+    "root_of",
     "splits_of",
 ]
 
@@ -118,6 +119,19 @@ def factor(value: Any, what: str) -> float:
         msg = f"{what} must be a number, got {repr(value)[:100]}"
         raise ConfigError(msg)
     return number
+
+
+def root_of(root_rank: int, process_set: ProcessSet) -> int:
+    """Return the position of the root, a global rank, in a set.
+
+    Raises:
+        ConfigError: The root is not in the set.
+    """
+    ranks = process_set.member.ranks
+    if root_rank not in ranks:
+        msg = f"root_rank must be one of the ranks {list(ranks)}, got {root_rank}"
+        raise ConfigError(msg)
+    return ranks.index(root_rank)
 
 
 def splits_of(tensor: torch.Tensor, splits: Any, size: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch import operations as under_way
 from braid.compat.horovod.torch.arguments import refused_on_all
 from braid.compat.horovod.torch.compression import Compression, Compressor
-from braid.compat.horovod.torch.handles import synchronize
+from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, Sum, chosen_op
 
 __all__ = [
@@ -64,12 +64,11 @@ def allreduce(
         postscale_factor: Factor after it.
         process_set: Ranks that take part.
     """
-    with refused_on_all("allreduce", name, process_set):
-        wanted = chosen_op(op, average)
-        small, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
-    y: torch.Tensor = _AllReduce.apply(small, name, wanted, factors, process_set)  # type: ignore[no-untyped-call]
-    return compression.decompress(y, ctx)
+    (y,) = _reduced(
+        _AllReduce, [tensor], name, compression, op, factors, process_set, average=average
+    )
+    return y
 
 
 def allreduce_(
@@ -100,12 +99,18 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors together, like `allreduce`."""
-    with refused_on_all("allreduce", name, process_set, grouped=True):
-        wanted = chosen_op(op, average)
-        pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
-    y = _GroupedAllReduce.apply(name, wanted, factors, process_set, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
-    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
+    return _reduced(
+        _AllReduce,
+        tensors,
+        name,
+        compression,
+        op,
+        factors,
+        process_set,
+        average=average,
+        grouped=True,
+    )
 
 
 def grouped_allreduce_(
@@ -129,8 +134,8 @@ def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return the rows of all ranks behind each other; see `allgather_async`."""
-    y: torch.Tensor = _AllGather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
-    return y
+    (y,) = _AllGather.apply(name, process_set, False, tensor)  # type: ignore[no-untyped-call]
+    return y  # type: ignore[no-any-return]
 
 
 def grouped_allgather(
@@ -139,7 +144,7 @@ def grouped_allgather(
     """Gather several tensors together, like `allgather`."""
     with refused_on_all("allgather", name, process_set, grouped=True):
         tensors = list(tensors)
-    return list(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return list(_AllGather.apply(name, process_set, True, *tensors))  # type: ignore[no-untyped-call]
 
 
 def broadcast(
@@ -189,12 +194,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce over the ranks and scatter the rows; see `reducescatter_async`."""
-    with refused_on_all("reducescatter", name, process_set):
-        wanted = chosen_op(op)
-        small, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
-    (y,) = _ReduceScatter.apply(name, wanted, factors, process_set, False, small)  # type: ignore[no-untyped-call]
-    return compression.decompress(y, ctx)
+    (y,) = _reduced(_ReduceScatter, [tensor], name, compression, op, factors, process_set)
+    return y
 
 
 def grouped_reducescatter(
@@ -207,17 +209,34 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors together, like `reducescatter`."""
-    with refused_on_all("reducescatter", name, process_set, grouped=True):
-        wanted = chosen_op(op)
-        pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
-    y = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
-        name, wanted, factors, process_set, True, *(x for x, _ in pairs)
+    return _reduced(
+        _ReduceScatter, tensors, name, compression, op, factors, process_set, grouped=True
     )
-    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
 
 
 # Forward and backward.
+
+
+def _reduced(
+    reduction: type[_AllReduce | _ReduceScatter],
+    tensors: Tensors,
+    name: str | None,
+    compression: type[Compressor],
+    op: ReduceOp | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    *,
+    average: bool | None = None,
+    grouped: bool = False,
+) -> list[torch.Tensor]:
+    """Return reduced tensors, which travel compressed."""
+    with refused_on_all(reduction.kind, name, process_set, grouped=grouped):
+        wanted = chosen_op(op, average)
+        pairs = [compression.compress(tensor) for tensor in tensors]
+    small = [x for x, _ in pairs]
+    y = reduction.apply(name, wanted, factors, process_set, grouped, *small)  # type: ignore[no-untyped-call]
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
 
 
 def _linear(op: ReduceOp) -> None:
@@ -228,34 +247,14 @@ def _linear(op: ReduceOp) -> None:
         raise UnsupportedArgumentError(msg)
 
 
+def _results(handle: Pending, grouped: bool) -> tuple[torch.Tensor, ...]:
+    results = synchronize(handle)
+    return tuple(results) if grouped else (results,)
+
+
 class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        name: str | None,
-        op: ReduceOp,
-        factors: tuple[float, float],
-        process_set: ProcessSet,
-    ) -> Any:
-        ctx.how = op, factors, process_set
-        return synchronize(under_way.allreduce_async(tensor, None, name, op, *factors, process_set))
+    kind = "allreduce"
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        op, factors, process_set = ctx.how
-        _linear(op)
-        y = allreduce(
-            grads[0].contiguous(),
-            op=op,
-            prescale_factor=factors[0],
-            postscale_factor=factors[1],
-            process_set=process_set,
-        )
-        return y, None, None, None, None
-
-
-class _GroupedAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -263,62 +262,44 @@ class _GroupedAllReduce(torch.autograd.Function):
         op: ReduceOp,
         factors: tuple[float, float],
         process_set: ProcessSet,
+        grouped: bool,
         *tensors: torch.Tensor,
     ) -> Any:
-        ctx.how = op, factors, process_set
-        return tuple(
-            synchronize(
-                under_way.grouped_allreduce_async(tensors, None, name, op, *factors, process_set)
-            )
-        )
+        ctx.how = op, factors, process_set, grouped
+        handle = under_way.start_allreduce(tensors, name, op, factors, process_set, grouped=grouped)
+        return _results(handle, grouped)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        op, factors, process_set = ctx.how
-        _linear(op)
-        y = grouped_allreduce(
-            [grad.contiguous() for grad in grads],
-            op=op,
-            prescale_factor=factors[0],
-            postscale_factor=factors[1],
-            process_set=process_set,
-        )
-        return None, None, None, None, *y
+        _linear(ctx.how[0])
+        y = _AllReduce.apply(None, *ctx.how, *(grad.contiguous() for grad in grads))  # type: ignore[no-untyped-call]
+        return None, None, None, None, None, *y
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Any:
-        y = synchronize(under_way.allgather_async(tensor, name, process_set))
-        ctx.rows, ctx.process_set = tensor.shape[0], process_set
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (y,) = _own_rows([grads[0]], [ctx.rows], ctx.process_set)
-        return y, None, None
-
-
-class _GroupedAllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
-        y = tuple(synchronize(under_way.grouped_allgather_async(tensors, name, process_set)))
+    def forward(
+        ctx: Any,
+        name: str | None,
+        process_set: ProcessSet,
+        grouped: bool,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        handle = under_way.start_by_rows("all_gather", tensors, name, process_set, grouped=grouped)
+        y = _results(handle, grouped)
         ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *_own_rows(grads, ctx.rows, ctx.process_set)
-
-
-def _own_rows(grads: Sequence[Any], rows: list[int], process_set: ProcessSet) -> list[Any]:
-    """Return this rank's rows of the averages of gradients of gathered tensors."""
-    average = grouped_allreduce(
-        [g.contiguous() for g in grads], op=Average, process_set=process_set
-    )
-    table = allgather(torch.tensor([rows]), process_set=process_set)
-    before = table[: process_set.rank()].sum(0).tolist()
-    return [x.narrow(0, start, n) for x, start, n in zip(average, before, rows, strict=True)]
+        """Return this rank's rows of the averages of the gradients of gathered tensors."""
+        process_set = ctx.process_set
+        given = [grad.contiguous() for grad in grads]
+        average = grouped_allreduce(given, op=Average, process_set=process_set)
+        table = allgather(torch.tensor([ctx.rows]), process_set=process_set)
+        before = table[: process_set.rank()].sum(0).tolist()
+        places = zip(average, before, ctx.rows, strict=True)
+        return None, None, None, *(x.narrow(0, start, n) for x, start, n in places)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -364,6 +345,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
+    kind = "reducescatter"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -375,11 +358,10 @@ class _ReduceScatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.how = op, factors, process_set
-        if grouped:
-            handle = under_way.grouped_reducescatter_async(tensors, name, op, process_set, *factors)
-            return tuple(synchronize(handle))
-        handle = under_way.reducescatter_async(tensors[0], name, op, process_set, *factors)
-        return (synchronize(handle),)
+        handle = under_way.start_reducescatter(
+            tensors, name, op, factors, process_set, grouped=grouped
+        )
+        return _results(handle, grouped)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from braid.comm.tensors.plain_data import decode, encode
 from braid.compat.horovod.failure import HorovodInternalError
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
-from braid.compat.horovod.torch.arguments import refused_on_all
+from braid.compat.horovod.torch.arguments import refused_on_all, root_of
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import broadcast_async_
@@ -232,16 +232,8 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_root(root_rank: int, process_set: ProcessSet) -> bool:
-    """Return whether this rank is the root.
-
-    Raises:
-        ConfigError: The root is not in the set.
-    """
-    ranks = process_set.member.ranks
-    if root_rank not in ranks:
-        msg = f"root_rank must be one of the ranks {list(ranks)}, got {root_rank}"
-        raise ConfigError(msg)
-    return process_set.rank() == ranks.index(root_rank)
+    """Return whether this rank is the root; raise as `root_of` does."""
+    return process_set.rank() == root_of(root_rank, process_set)
 
 
 def _allowed(allow_pickle: bool | None) -> bool:

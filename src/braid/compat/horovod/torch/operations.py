@@ -18,12 +18,12 @@ import torch
 from braid.compat.horovod.failure import UnsupportedArgumentError, translated
 from braid.compat.horovod.fusion import FusionHandle, Request, Result
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
-from braid.compat.horovod.session import SessionMember
 from braid.compat.horovod.torch.arguments import (
     check_tensor,
     check_tensors,
     factor,
     refused_on_all,
+    root_of,
     splits_of,
 )
 from braid.compat.horovod.torch.handles import Pending, PendingSparse, synchronize
@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 Tensors = Sequence[torch.Tensor]
-Wanted = tuple[Request, torch.Tensor | None, torch.Tensor | None]
 
 
 def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
@@ -93,12 +92,8 @@ def allreduce_async(
         HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or
             factors.
     """
-    with refused_on_all("allreduce", name, process_set):
-        check_tensor(tensor)
-        out = torch.empty_like(tensor, requires_grad=False)
-        wanted = chosen_op(op, average)
     factors = prescale_factor, postscale_factor
-    return _reduce([tensor], [out], name, wanted, factors, process_set, grouped=False)
+    return start_allreduce([tensor], name, op, factors, process_set, average=average)
 
 
 def allreduce_async_(
@@ -111,10 +106,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Reduce in the place of `tensor`, like `allreduce_async`."""
-    with refused_on_all("allreduce", name, process_set):
-        wanted = chosen_op(op, average)
     factors = prescale_factor, postscale_factor
-    return _reduce([tensor], [tensor], name, wanted, factors, process_set, grouped=False)
+    return start_allreduce([tensor], name, op, factors, process_set, average=average, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -127,12 +120,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Reduce several tensors together, like `allreduce_async`."""
-    with refused_on_all("allreduce", name, process_set, grouped=True):
-        check_tensors(tensors)
-        outs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
-        wanted = chosen_op(op, average)
     factors = prescale_factor, postscale_factor
-    return _reduce(tensors, outs, name, wanted, factors, process_set, grouped=True)
+    return start_allreduce(tensors, name, op, factors, process_set, average=average, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -145,10 +134,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Reduce several tensors in their places, like `grouped_allreduce_async`."""
-    with refused_on_all("allreduce", name, process_set, grouped=True):
-        wanted = chosen_op(op, average)
     factors = prescale_factor, postscale_factor
-    return _reduce(tensors, tensors, name, wanted, factors, process_set, grouped=True)
+    return start_allreduce(
+        tensors, name, op, factors, process_set, average=average, grouped=True, in_place=True
+    )
 
 
 def allgather_async(
@@ -161,14 +150,14 @@ def allgather_async(
         name: Name of the operation; see the module.
         process_set: Ranks that take part.
     """
-    return _each([tensor], "all_gather", name, process_set, grouped=False)
+    return start_by_rows("all_gather", [tensor], name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
     """Gather several tensors, like `allgather_async`, when all ranks have submitted all of them."""
-    return _each(tensors, "all_gather", name, process_set, grouped=True)
+    return start_by_rows("all_gather", tensors, name, process_set, grouped=True)
 
 
 def reducescatter_async(
@@ -180,10 +169,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Reduce over the ranks and scatter the rows; the first ranks get one more if needed."""
-    with refused_on_all("reducescatter", name, process_set):
-        check_tensor(tensor)
-        fields = _reducing(op, tensor, prescale_factor, postscale_factor)
-    return _each([tensor], "reduce_scatter", name, process_set, grouped=False, **fields)
+    factors = prescale_factor, postscale_factor
+    return start_reducescatter([tensor], name, op, factors, process_set)
 
 
 def grouped_reducescatter_async(
@@ -195,10 +182,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Reduce and scatter several tensors when all ranks have submitted all of them."""
-    with refused_on_all("reducescatter", name, process_set, grouped=True):
-        check_tensors(tensors)
-        fields = _reducing(op, tensors[0], prescale_factor, postscale_factor)
-    return _each(tensors, "reduce_scatter", name, process_set, grouped=True, **fields)
+    factors = prescale_factor, postscale_factor
+    return start_reducescatter(tensors, name, op, factors, process_set, grouped=True)
 
 
 def broadcast_async(
@@ -215,10 +200,7 @@ def broadcast_async(
         name: Name of the operation; see the module.
         process_set: Ranks that take part; the root is one of them.
     """
-    with refused_on_all("broadcast", name, process_set):
-        check_tensor(tensor)
-        out = torch.empty_like(tensor, requires_grad=False)
-    return _broadcast(tensor, out, root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -228,7 +210,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Broadcast in the place of `tensor`, like `broadcast_async`."""
-    return _broadcast(tensor, tensor, root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
 def alltoall_async(
@@ -266,20 +248,18 @@ def exchange_rows(
     with_received: bool,
 ) -> Pending:
     """Start an alltoall; `with_received`: with the number of rows from each rank in the result."""
-    member = process_set.member
     with refused_on_all("alltoall", name, process_set):
         check_tensor(tensor)
-        shares = splits_of(tensor, splits, len(member.ranks))
+        shares = splits_of(tensor, splits, len(process_set.member.ranks))
         given = _plain(tensor)
-    wanted = request(member.name("alltoall", name), "all_to_all", given, splits=shares)
-    (handle,) = _submit(member, [(wanted, given, None)])
+    handles = _submit("all_to_all", [(given, None)], name, process_set, splits=shares)
 
     def finish(results: list[Result]) -> Any:
         (received,) = results
         assert isinstance(received, tuple)
         return received if with_received else received[0]
 
-    return Pending([handle], finish, tensor)
+    return Pending(handles, finish, tensor)
 
 
 def sparse_allreduce_async(
@@ -313,7 +293,7 @@ def sparse_allreduce_async(
     size = len(process_set.member.ranks)
     rows = whole.indices().t().contiguous()
     shape = f"shape {list(tensor.shape)}"  # without it, indices might lie outside on another rank
-    indices = _each([rows], "all_gather", parts[0], process_set, grouped=False, text=shape)
+    indices = start_by_rows("all_gather", [rows], parts[0], process_set, text=shape)
     values = allgather_async(whole.values(), parts[1], process_set)
 
     def finish(_: list[Result]) -> torch.Tensor:
@@ -328,7 +308,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until all ranks have called this."""
     member = process_set.member
     name = member.name("barrier", None)
-    (handle,) = _submit(member, [(Request(name, "barrier"), None, None)])
+    with translated():
+        handle = member.engine.submit(Request(name, "barrier"), None)
     Pending([handle], lambda _: None).wait()
 
 
@@ -361,102 +342,118 @@ def _check_device(device: Any) -> None:
         raise ConfigError(msg)
 
 
-def _reducing(op: Any, tensor: torch.Tensor, prescale: Any, postscale: Any) -> dict[str, Any]:
-    """Return the fields of requests for reducescatter."""
-    wanted = chosen_op(op)
-    if wanted is ReduceOp.ADASUM:
-        msg = "reducescatter does not know Adasum: use another reduction"
-        raise UnsupportedArgumentError(msg)
-    return {
-        "op": engine_op(wanted, tensor),
-        "prescale": factor(prescale, "prescale_factor"),
-        "postscale": factor(postscale, "postscale_factor"),
-    }
-
-
-def _reduce(
+def start_allreduce(
     tensors: Tensors,
-    outs: Tensors,
     name: str | None,
-    op: ReduceOp,
+    op: ReduceOp | None,
     factors: tuple[float, float],
     process_set: ProcessSet,
     *,
-    grouped: bool,
+    average: bool | None = None,
+    grouped: bool = False,
+    in_place: bool = False,
 ) -> Pending:
-    member = process_set.member
+    """Start an allreduce of one tensor, or of several ones together if `grouped`."""
     with refused_on_all("allreduce", name, process_set, grouped=grouped):
         check_tensors(tensors)
+        fields = _reducing(chosen_op(op, average), tensors, factors)
+        outs = tensors if in_place else [_empty_like(tensor) for tensor in tensors]
         places = [_places(*pair) for pair in zip(tensors, outs, strict=True)]
-        ops = [engine_op(op, tensor) for tensor in tensors]
-        prescale = factor(factors[0], "prescale_factor")
-        postscale = factor(factors[1], "postscale_factor")
-    base = member.name("allreduce", name)
-    group = _group(base, tensors, grouped=grouped)
-    wanted = []
-    for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
-        asked = request(
-            f"{base}.{number}" if grouped else base,
-            "all_reduce",
-            tensor,
-            op=ops[number],
-            prescale=prescale,
-            postscale=postscale,
-            **group,
-        )
-        wanted.append((asked, *place))
-    handles = _submit(member, wanted)
+    handles = _submit("all_reduce", places, name, process_set, grouped=grouped, **fields)
     results = list(outs)
     return Pending(handles, lambda _: results if grouped else results[0], (tensors, outs))
 
 
-def _each(
+def start_reducescatter(
     tensors: Tensors,
+    name: str | None,
+    op: ReduceOp | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    *,
+    grouped: bool = False,
+) -> Pending:
+    """Start a reducescatter of one tensor, or of several ones if `grouped`."""
+    with refused_on_all("reducescatter", name, process_set, grouped=grouped):
+        check_tensors(tensors)
+        wanted = chosen_op(op)
+        if wanted is ReduceOp.ADASUM:
+            msg = "reducescatter does not know Adasum: use another reduction"
+            raise UnsupportedArgumentError(msg)
+        fields = _reducing(wanted, tensors, factors)
+    return start_by_rows("reduce_scatter", tensors, name, process_set, grouped=grouped, **fields)
+
+
+def start_by_rows(
     kind: str,
+    tensors: Tensors,
     name: str | None,
     process_set: ProcessSet,
     *,
-    grouped: bool,
+    grouped: bool = False,
     **fields: Any,
 ) -> Pending:
-    """Submit operations whose results have other shapes."""
-    member = process_set.member
+    """Start operations whose results differ from the tensors in their rows."""
     with refused_on_all(kind.replace("_", ""), name, process_set, grouped=grouped):
         check_tensors(tensors)
-        given = [_plain(tensor) for tensor in tensors]
-    base = member.name(kind.replace("_", ""), name)
-    fields |= _group(base, tensors, grouped=grouped)
-    wanted = [
-        (request(f"{base}.{number}" if grouped else base, kind, tensor, **fields), tensor, None)
-        for number, tensor in enumerate(given)
-    ]
-    handles = _submit(member, wanted)
+        given = [(_plain(tensor), None) for tensor in tensors]
+    handles = _submit(kind, given, name, process_set, grouped=grouped, **fields)
     return Pending(handles, lambda received: received if grouped else received[0], tensors)
 
 
 def _broadcast(
     tensor: torch.Tensor,
-    out: torch.Tensor,
     root_rank: int,
     name: str | None,
     process_set: ProcessSet,
+    *,
+    in_place: bool = False,
 ) -> Pending:
-    member = process_set.member
     with refused_on_all("broadcast", name, process_set):
         check_tensor(tensor)
-        if root_rank not in member.ranks:
-            msg = f"root_rank must be one of the ranks {list(member.ranks)}, got {root_rank}"
-            raise ConfigError(msg)
+        root = root_of(root_rank, process_set)
+        out = tensor if in_place else _empty_like(tensor)
         places = _places(tensor, out)
-    root = member.ranks.index(root_rank)
-    wanted = request(member.name("broadcast", name), "broadcast", tensor, root=root)
-    (handle,) = _submit(member, [(wanted, *places)])
-    return Pending([handle], lambda _: out, (tensor, out))
+    handles = _submit("broadcast", [places], name, process_set, root=root)
+    return Pending(handles, lambda _: out, (tensor, out))
 
 
-def _submit(member: SessionMember, wanted: Sequence[Wanted]) -> list[FusionHandle]:
+def _submit(
+    kind: str,
+    places: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    grouped: bool = False,
+    **fields: Any,
+) -> list[FusionHandle]:
+    """Submit operations of one kind, each on a tensor with the place of its result."""
+    member = process_set.member
+    base = member.name(kind.replace("_", ""), name)
+    names = [base]
+    if grouped:
+        names = [f"{base}.{number}" for number in range(len(places))]
+        fields |= {"group": base, "group_size": len(places)}
+    wanted = [
+        (request(name, kind, tensor, **fields), tensor, out)
+        for name, (tensor, out) in zip(names, places, strict=True)
+    ]
     with translated():
         return member.engine.submit_all(wanted)
+
+
+def _reducing(op: ReduceOp, tensors: Tensors, factors: tuple[Any, Any]) -> dict[str, Any]:
+    """Return the fields of requests for a reduction."""
+    names = [engine_op(op, tensor) for tensor in tensors]
+    return {
+        "op": names[0],
+        "prescale": factor(factors[0], "prescale_factor"),
+        "postscale": factor(factors[1], "postscale_factor"),
+    }
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, requires_grad=False)
 
 
 def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -491,7 +488,3 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory holds its values: conjugated views hold others."""
     return tensor.detach().resolve_conj().resolve_neg()
-
-
-def _group(base: str, tensors: Tensors, *, grouped: bool) -> dict[str, Any]:
-    return {"group": base, "group_size": len(tensors)} if grouped else {}

@@ -68,7 +68,7 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
         warnings.warn(
             "average= is the older way: say op=hvd.Average or op=hvd.Sum",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,  # the program calls an operation, which calls another function
         )
         return Average if average else Sum
     if op is None:
