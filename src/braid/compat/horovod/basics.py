@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from braid.comm import Group
-from braid.compat.horovod.failure import translated
-from braid.compat.horovod.process_sets import ProcessSet, add_process_set, check_sets
+from braid.compat.horovod.common.exceptions import translated
+from braid.compat.horovod.common.process_sets import ProcessSet, add_process_set, check_sets
 from braid.compat.horovod.session import session, start, started, stop
 from braid.errors import ConfigError
 

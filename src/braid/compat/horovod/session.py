@@ -23,8 +23,8 @@ import torch
 from braid import context
 from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
+from braid.compat.horovod.common.exceptions import NotInitializedError
 from braid.compat.horovod.environment import HorovodEnvironment, write_search
-from braid.compat.horovod.failure import NotInitializedError
 from braid.compat.horovod.fusion import Autotuner, Fusion, Request, Stall
 from braid.compat.horovod.fusion.batching import FusedBatch
 from braid.compat.horovod.fusion.entry import Result, TensorTableEntry

@@ -1,10 +1,31 @@
-"""Exceptions of `horovod.common.exceptions`."""
+"""The exceptions of Horovod's functions, and the translation of braid's into them."""
 
 from __future__ import annotations
 
-from braid.compat.horovod.failure import HorovodInternalError, NotInitializedError
+import contextlib
+from collections.abc import Iterator
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "NotInitializedError"]
+from braid.errors import CommError, ConfigError, StaleError
+
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "NotInitializedError",
+    "UnsupportedArgumentError",
+    "translated",
+]
+
+
+class HorovodInternalError(RuntimeError):
+    """An operation was refused on all ranks, or could not be carried out."""
+
+
+class NotInitializedError(StaleError, ValueError):
+    """There is no session, as `hvd.init()` was not called; Horovod's is a ValueError."""
+
+
+class UnsupportedArgumentError(ConfigError, NotImplementedError):
+    """An operation is not defined for an argument; Horovod's is a NotImplementedError."""
 
 
 class HostsUpdatedInterrupt(Exception):
@@ -17,3 +38,16 @@ class HostsUpdatedInterrupt(Exception):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__(skip_sync)
         self.skip_sync = skip_sync
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Translate errors of braid inside the context into those of Horovod's operations.
+
+    Raises:
+        HorovodInternalError: In place of CommError, which is its cause.
+    """
+    try:
+        yield
+    except CommError as error:
+        raise HorovodInternalError(str(error)) from error

@@ -24,8 +24,8 @@ from braid.compat.horovod.basics import (
     start_timeline,
     stop_timeline,
 )
-from braid.compat.horovod.failure import HorovodInternalError
-from braid.compat.horovod.process_sets import (
+from braid.compat.horovod.common.exceptions import HorovodInternalError
+from braid.compat.horovod.common.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.compat.horovod.process_sets import ProcessSet
+from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.torch.compression import Compressor
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import allreduce_async_

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.fusion import Request
-from braid.compat.horovod.process_sets import ProcessSet
 from braid.errors import BraidError, ConfigError
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from braid.compat.horovod.failure import UnsupportedArgumentError
-from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.common.exceptions import UnsupportedArgumentError
+from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch import operations as under_way
 from braid.compat.horovod.torch.arguments import refused_on_all
 from braid.compat.horovod.torch.compression import Compression, Compressor

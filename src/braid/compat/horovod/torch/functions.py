@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from braid.comm.tensors.plain_data import decode, encode
-from braid.compat.horovod.failure import HorovodInternalError
-from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.common.exceptions import HorovodInternalError
+from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.arguments import refused_on_all, root_of
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_
 from braid.compat.horovod.torch.handles import synchronize

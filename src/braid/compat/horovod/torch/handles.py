@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from braid.compat.horovod.failure import HorovodInternalError, translated
+from braid.compat.horovod.common.exceptions import HorovodInternalError, translated
 from braid.compat.horovod.fusion import FusionHandle, Result
 from braid.errors import ConfigError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from braid.compat.horovod.common.util import split_list
 from braid.errors import ConfigError
 from braid.types import first_few
 
@@ -79,11 +79,7 @@ def named_groups(
             raise ConfigError(msg)
         required = [param for param in names if param.requires_grad]
         count = min(groups, len(required))
-        if not count:
-            return []
-        size, more = divmod(len(required), count)
-        ends = [number * size + min(number, more) for number in range(count + 1)]
-        return [required[a:b] for a, b in itertools.pairwise(ends)]
+        return split_list(required, count) if count else []
     lists = [list(group) for group in groups]
     flat = [param for group in lists for param in group]
     if len(set(flat)) < len(flat) or any(param not in names for param in flat):

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from braid.compat.horovod.failure import UnsupportedArgumentError, translated
+from braid.compat.horovod.common.exceptions import UnsupportedArgumentError, translated
+from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.fusion import FusionHandle, Request, Result
-from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.arguments import (
     check_tensor,
     check_tensors,

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
 from braid.compat.horovod.torch.compression import Compression, Compressor
 from braid.compat.horovod.torch.gradient_reduction import TOO_EARLY, GradientReduction
