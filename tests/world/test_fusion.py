@@ -480,7 +480,7 @@ def test_a_rank_that_has_joined_cannot_join_again_before_all_have(world):
 def _traced(group: Group, folder: str) -> None:
     with engine(group) as fusion:
         for number in (1, 2):
-            fusion.start_timeline(mark_cycles=True)
+            fusion.timeline.start(mark_cycles=True)
             for name in "ab":
                 reduce(fusion, name, torch.ones(3))
             reduce(fusion, "c", torch.ones(3)).wait()

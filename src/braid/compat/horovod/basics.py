@@ -133,7 +133,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     current = session()
     current.timeline = os.fspath(file_path)
-    current.whole.engine.start_timeline(mark_cycles=mark_cycles)
+    current.whole.engine.timeline.start(mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:

@@ -22,7 +22,6 @@ import torch
 
 from braid import context
 from braid.comm import Group
-from braid.compat.horovod.adasum import AdasumReduce
 from braid.compat.horovod.common.exceptions import NotInitializedError
 from braid.compat.horovod.environment import HorovodEnvironment, write_search
 from braid.compat.horovod.fusion import Autotuner, Fusion, Request, Stall
@@ -128,8 +127,8 @@ class Session:
         whole = self._add(group, range(group.size))
         whole.engine.operations.prefer(_NewSet(self))
         if environment.timeline:
-            whole.engine.start_timeline(mark_cycles=environment.timeline_mark_cycles)
-            whole.engine.write_at_end(Path(environment.timeline))
+            whole.engine.timeline.start(mark_cycles=environment.timeline_mark_cycles)
+            whole.engine.timeline.path_at_end = Path(environment.timeline)
 
     @property
     def whole(self) -> SessionMember:
@@ -208,7 +207,6 @@ class Session:
                 on_choice=self._notes,
                 on_joined=partial(self._restart_names, number),
             )
-            engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = SessionMember(number, ranks, engine)
         return self._members[number]
 

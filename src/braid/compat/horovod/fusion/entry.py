@@ -1,17 +1,30 @@
-"""Entries: a tensor on its way, its request, the place of its result, its caller's handle."""
+"""Entries: a tensor on its way, its request, the place of its result, its caller's handle.
+
+CUDA streams: a tensor that is submitted may still be computed on the submitter's stream, and the
+engine's thread has another stream. The engine's stream waits for an event on the submitter's
+stream before it reads, and the stream of a waiting thread for an event on the engine's stream. No
+thread waits for a device. On the CPU there are no events.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
 from braid.compat.horovod.fusion.request import Request, Response
-from braid.compat.horovod.fusion.streams import mark, wait_for_points
 
-__all__ = ["FusionHandle", "Result", "TensorTableEntry", "Waiters", "neutral"]
+__all__ = [
+    "FusionHandle",
+    "Result",
+    "TensorTableEntry",
+    "Waiters",
+    "mark",
+    "neutral",
+    "wait_for_points",
+]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | int | None
 
@@ -181,6 +194,35 @@ def neutral(op: str, dtype: torch.dtype) -> float:
         return float("inf") if op == "min" else float("-inf")
     bounds = torch.iinfo(dtype)
     return bounds.max if op == "min" else bounds.min
+
+
+def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
+    """Return an event behind the work that computes `tensor` on this thread's stream.
+
+    There is none on the CPU.
+    """
+    if tensor is None or tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event
+
+
+def wait_for_points(
+    events: Iterable[torch.cuda.Event | None], tensors: Iterable[torch.Tensor | None]
+) -> None:
+    """Let this thread's stream wait for points on others before it goes on.
+
+    Args:
+        events: Points on other streams.
+        tensors: Tensors that are used from then on; their memory is not reused before this stream
+            is through with it.
+    """
+    for event, tensor in zip(events, tensors, strict=True):
+        if event is not None and tensor is not None:
+            stream = torch.cuda.current_stream(tensor.device)
+            stream.wait_event(event)
+            tensor.record_stream(stream)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

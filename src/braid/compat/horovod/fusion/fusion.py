@@ -21,15 +21,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
 from braid.comm import Group
-from braid.compat.horovod.fusion.activities import Activities
 from braid.compat.horovod.fusion.autotune import Autotuner, Settings
 from braid.compat.horovod.fusion.batching import FusedBatch
-from braid.compat.horovod.fusion.entry import FusionHandle, TensorTableEntry, Waiters
+from braid.compat.horovod.fusion.entry import (
+    FusionHandle,
+    TensorTableEntry,
+    Waiters,
+    wait_for_points,
+)
 from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.compat.horovod.fusion.fusion_state import CycleOutcome, FusionState
 from braid.compat.horovod.fusion.operations import (
@@ -41,8 +44,7 @@ from braid.compat.horovod.fusion.operations import (
 from braid.compat.horovod.fusion.options import FusionOptions
 from braid.compat.horovod.fusion.request import Request
 from braid.compat.horovod.fusion.stall import Stall
-from braid.compat.horovod.fusion.streams import wait_for_points
-from braid.compat.horovod.fusion.timeline import Timeline, write_timeline
+from braid.compat.horovod.fusion.timeline import Timeline
 from braid.errors import CommError, ConfigError, PeerLostError
 
 __all__ = ["Fusion"]
@@ -95,11 +97,11 @@ class Fusion:
         self.group = group
         self.buffer = FusionBuffer(group)
         self._clock = group.context.clock
-        self.activities = Activities(group.context.events, self._clock)
+        self.timeline = Timeline(group)
         self.operations: Operations = default_operations(
             group,
             self.buffer,
-            self.activities,
+            self.timeline,
             algorithm=self.options.algorithm,
             on_choice=on_choice,
         )
@@ -116,9 +118,10 @@ class Fusion:
         self._urgent = False
         self._pause_s = MIN_PAUSE_S
         self._cycle_time_s = self.options.cycle_time_s
-        self.tuner = self._tuner()
-        self._timeline: Timeline | None = None
-        self._path: Path | None = None  # at the end
+        self.tuner: Autotuner | None = None
+        if self.options.autotune is not None and group.rank == 0:  # the rank that answers
+            start = Settings(self.options.state.threshold_bytes, self._cycle_time_s)
+            self.tuner = Autotuner(start, self.options.autotune)
         self._stop_path: Path | None = None
         self._ended = ""
         self._error: BaseException | None = None
@@ -222,6 +225,17 @@ class Fusion:
             self._lock.notify()
         return handle
 
+    def stop_timeline(self, path: Path | None) -> FusionHandle:
+        """Write the timelines of all ranks, which all call this.
+
+        The file is on the first rank when the handle is done.
+
+        Args:
+            path: Path on the first rank; nothing is written when None.
+        """
+        self._stop_path = path
+        return self.submit(Request(STOP_TIMELINE, STOP_TIMELINE), None)
+
     def close(self, reason: str = "") -> None:
         """End the engine on all ranks and wait for its thread; operations in flight fail."""
         with self._lock:
@@ -234,12 +248,7 @@ class Fusion:
     def __enter__(self) -> Fusion:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     @property
@@ -267,8 +276,8 @@ class Fusion:
             while not reason:
                 self._sleep()
                 reason = self._cycle()
-            if self._path is not None:
-                self._write_timeline(self._path)  # all ranks have come to this end
+            if self.timeline.path_at_end is not None:
+                self.timeline.write(self.timeline.path_at_end)  # all ranks have come to this end
         except BaseException as exc:  # noqa: BLE001 - every thread that waits must get it
             reason, error = str(exc) or type(exc).__name__, exc
         self._end(reason, error)
@@ -294,10 +303,9 @@ class Fusion:
         start_ns = self._clock.now_ns()
         with self._lock:
             bitmask = state.open(self._now_s())
-        self._bitmask.copy_(torch.frombuffer(bytearray(bitmask), dtype=torch.int64))
-        self._exchange.start().wait()
+        bitmask = self._combine(bitmask)
         with self._lock:
-            lists = state.combined(self._bitmask.numpy().tobytes())
+            lists = state.combined(bitmask)
         answer = self._ask() if lists else None
         with self._lock:
             outcome = state.conclude(answer)
@@ -307,8 +315,7 @@ class Fusion:
                 self._on_joined()
         self.num_cycles += 1
         agreed_ns = self._clock.now_ns()
-        if self._timeline is not None:
-            self._timeline.cycle(start_ns, agreed_ns)
+        self.timeline.cycle(start_ns, agreed_ns)
         for batch, entries in agreed:
             self._pause_s = MIN_PAUSE_S
             self._try(batch, entries, agreed_ns)
@@ -321,6 +328,12 @@ class Fusion:
             joining.finish(self.group.ranks[outcome.last_joined])
             self._waiters.wake()
         return outcome.stop
+
+    def _combine(self, bitmask: bytes, timeout_s: float | None = None) -> bytes:
+        """Return the bits that are set in the bitmasks of all ranks."""
+        self._bitmask.copy_(torch.frombuffer(bytearray(bitmask), dtype=torch.int64))
+        self._exchange.start().wait(timeout_s)
+        return self._bitmask.numpy().tobytes()
 
     def _ask(self) -> bytes:
         """Send the news to the first rank; return its answer."""
@@ -372,19 +385,18 @@ class Fusion:
 
     def _all_broken(self) -> bool:
         """Return whether no rank could carry out what this one could not."""
-        self._bitmask.copy_(torch.frombuffer(bytearray(self._state.broken()), dtype=torch.int64))
         try:
-            self._exchange.start().wait(BROKEN_LIMIT_S)
+            bitmask = self._combine(self._state.broken(), BROKEN_LIMIT_S)
         except CommError:  # others wait for this rank, or have ended
             return False
-        return self._state.all_broken(self._bitmask.numpy().tobytes())
+        return self._state.all_broken(bitmask)
 
     def _carry_out(
         self, batch: FusedBatch, entries: Sequence[TensorTableEntry], agreed_ns: int
     ) -> None:
         if batch.request.kind == STOP_TIMELINE:
-            self._path = None
-            error = self.group.objects.broadcast(self._write_timeline(self._stop_path))
+            self.timeline.path_at_end = None
+            error = self.group.objects.broadcast(self.timeline.write(self._stop_path))
             if error:
                 self._refuse(entries, error)
             entries[0].handle.finish(None)
@@ -395,24 +407,14 @@ class Fusion:
         except CommError as refused:  # the same on all ranks
             self._refuse(entries, str(refused))
             return
-        timeline, self.activities.records = self._timeline, None if self._timeline is None else []
-        points = [entry.point for entry in entries]
-        wait_for_points(points, [entry.tensor for entry in entries])
-        wait_for_points(points, [entry.out for entry in entries])
-        results = operation.carry_out(batch, entries)
-        for entry, result in zip(entries, results, strict=True):
-            entry.handle.finish(result)
-        self._waiters.wake()
-        if timeline is not None:
-            for entry in entries:
-                timeline.operation(
-                    entry.request.name,
-                    entry.request.kind,
-                    submitted_ns=entry.submitted_ns,
-                    agreed_ns=agreed_ns,
-                    activities=self.activities.records or (),
-                    what=f"{entry.request.dtype}{list(entry.request.shape)}",
-                )
+        with self.timeline.batch(entries, agreed_ns):
+            points = [entry.point for entry in entries]
+            wait_for_points(points, [entry.tensor for entry in entries])
+            wait_for_points(points, [entry.out for entry in entries])
+            results = operation.carry_out(batch, entries)
+            for entry, result in zip(entries, results, strict=True):
+                entry.handle.finish(result)
+            self._waiters.wake()
 
     def _refuse(
         self, entries: Sequence[TensorTableEntry | None], error: str, cause: Exception | None = None
@@ -423,14 +425,6 @@ class Fusion:
                 failed.__cause__ = cause
                 entry.handle.fail(failed)
         self._waiters.wake()
-
-    def _tuner(self) -> Autotuner | None:
-        """Return the search, on the rank that answers."""
-        options = self.options
-        if options.autotune is None or self.group.rank:
-            return None
-        start = Settings(options.state.threshold_bytes, options.cycle_time_s)
-        return Autotuner(start, options.autotune)
 
     def _tune(self, outcome: CycleOutcome) -> None:
         """Apply new settings, and look for better ones."""
@@ -446,38 +440,6 @@ class Fusion:
             if self.tuner.done:
                 self._on_tuned(self.tuner)
                 self.tuner = None
-
-    # Timelines.
-
-    def start_timeline(self, *, mark_cycles: bool = False) -> None:
-        """Record what becomes of each tensor from now on."""
-        self._timeline = Timeline(self.group.context.rank, mark_cycles=mark_cycles)
-
-    def stop_timeline(self, path: Path | None) -> FusionHandle:
-        """Write the timelines of all ranks, which all call this.
-
-        The file is on the first rank when the handle is done.
-
-        Args:
-            path: Path on the first rank; nothing is written when None.
-        """
-        self._stop_path = path
-        return self.submit(Request(STOP_TIMELINE, STOP_TIMELINE), None)
-
-    def write_at_end(self, path: Path) -> None:
-        """Write the timelines when the engine ends; all ranks call this."""
-        self._path = path
-
-    def _write_timeline(self, path: Path | None) -> str:
-        """Gather and write the timelines, in the engine's thread; return why it cannot be done."""
-        timeline, self._timeline = self._timeline, None
-        parts = self.group.objects.gather(b"[]" if timeline is None else timeline.encode())
-        if parts is not None and path is not None:
-            try:
-                write_timeline(path, parts)
-            except (OSError, ValueError) as error:  # the latter of a path with a null byte
-                return f"timeline cannot be written to {str(path)!r}: {error}"
-        return ""
 
     def _end(self, reason: str, error: BaseException | None) -> None:
         """End the engine with an error for every thread that waits."""

@@ -17,12 +17,13 @@ from typing import Protocol
 import torch
 
 from braid.comm import Group
-from braid.compat.horovod.fusion.activities import Activities
 from braid.compat.horovod.fusion.batching import FusedBatch
 from braid.compat.horovod.fusion.entry import Result, TensorTableEntry, neutral
 from braid.compat.horovod.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.compat.horovod.fusion.request import Request
+from braid.compat.horovod.fusion.timeline import Timeline
 from braid.errors import CommError
+from braid.parallel.data_parallel import adasum
 from braid.runtime.torch_internals import foreach_copy_
 
 __all__ = ["BatchOperation", "Operations", "default_operations", "missing_memory", "needed_bytes"]
@@ -102,12 +103,16 @@ class _Base:
 
     Args:
         group: Ranks that take part.
-        activities: Record of copies and transfers.
+        timeline: Record of copies and transfers.
     """
 
-    def __init__(self, group: Group, activities: Activities) -> None:
+    def __init__(self, group: Group, timeline: Timeline) -> None:
         self._group = group
-        self._activities = activities
+        self._timeline = timeline
+
+    def suits(self, batch: FusedBatch) -> bool:  # noqa: ARG002 - the only operation of its kind
+        """Return True."""
+        return True
 
 
 class _AllReduceBase(_Base):
@@ -115,15 +120,15 @@ class _AllReduceBase(_Base):
 
     Args:
         group: Ranks that take part.
-        activities: Record of copies and transfers.
+        timeline: Record of copies and transfers.
         buffer: Buffer in which tensors are laid behind each other.
         algorithm: Algorithm, see `Group.all_reduce`.
     """
 
     def __init__(
-        self, group: Group, activities: Activities, buffer: FusionBuffer, algorithm: str | None
+        self, group: Group, timeline: Timeline, buffer: FusionBuffer, algorithm: str | None
     ) -> None:
-        super().__init__(group, activities)
+        super().__init__(group, timeline)
         self._buffer = buffer
         self._algorithm = algorithm
 
@@ -142,13 +147,13 @@ class BufferedAllReduce(_AllReduceBase):
         """Copy in, reduce, copy out."""
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         flat, views = self._buffer.views(batch, tensors)
-        with self._activities.span("copy in", batch.nbytes):
+        with self._timeline.span("copy in", batch.nbytes):
             foreach_copy_(views, tensors)
             scale(flat, batch.request.prescale)
-        with self._activities.span("transfer", batch.nbytes):
+        with self._timeline.span("transfer", batch.nbytes):
             self._group.all_reduce(flat, batch.request.op, algorithm=self._algorithm)
         outs = [_out(entry) for entry in entries]
-        with self._activities.span("copy out", batch.nbytes):
+        with self._timeline.span("copy out", batch.nbytes):
             scale(flat, batch.request.postscale)
             foreach_copy_(outs, views)
         return list(outs)
@@ -173,7 +178,7 @@ class PlacedAllReduce(_AllReduceBase):
             members = [entries[position] for position in run]
             assembled = any(entry.is_stand_in for entry in members)
             flat = self._assembled(members, numel) if assembled else _row(_given(members[0]), numel)
-            with self._activities.span("transfer", numel * first.itemsize):
+            with self._timeline.span("transfer", numel * first.itemsize):
                 scale(flat, first.prescale)
                 self._group.all_reduce(flat, first.op, algorithm=self._algorithm)
                 scale(flat, first.postscale)
@@ -208,10 +213,39 @@ class AllReduce(_AllReduceBase):
         if entry.tensor is not None and entry.tensor is not out:
             out.copy_(entry.tensor)
         scale(out, batch.request.prescale)
-        with self._activities.span("transfer", batch.nbytes):
+        with self._timeline.span("transfer", batch.nbytes):
             self._group.all_reduce(out, batch.request.op, algorithm=self._algorithm)
         scale(out, batch.request.postscale)
         return [out]
+
+
+class AdasumReduce(_Base):
+    """Adasum of a batch, tensor by tensor, since each has a direction of its own.
+
+    Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
+    """
+
+    name = "adasum"
+    kind = "all_reduce"
+
+    def suits(self, batch: FusedBatch) -> bool:
+        """Return whether the request asks for Adasum."""
+        return batch.request.op == "adasum"
+
+    def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
+        """Reduce all tensors of the batch in the same messages."""
+        outs = []
+        for entry in entries:
+            out = _out(entry)
+            if out is not entry.tensor:
+                out.copy_(_given(entry))
+            scale(out, batch.request.prescale)
+            outs.append(out)
+        with self._timeline.span("transfer", batch.nbytes):
+            adasum(outs, self._group)
+        for out in outs:
+            scale(out, batch.request.postscale)
+        return list(outs)
 
 
 class Broadcast(_Base):
@@ -219,10 +253,6 @@ class Broadcast(_Base):
 
     name = "broadcast"
     kind = "broadcast"
-
-    def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the request has a root."""
-        return batch.request.root >= 0
 
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Broadcast in the place of the result."""
@@ -234,7 +264,7 @@ class Broadcast(_Base):
             and entry.tensor is not out
         ):
             out.copy_(entry.tensor)
-        with self._activities.span("transfer", batch.nbytes):
+        with self._timeline.span("transfer", batch.nbytes):
             self._group.broadcast(out, batch.request.root)
         return [out]
 
@@ -245,17 +275,13 @@ class AllGather(_Base):
     name = "all_gather"
     kind = "all_gather"
 
-    def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the numbers of rows are known."""
-        return bool(batch.responses[0].rows)
-
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Gather into a new tensor."""
         (entry,) = entries
         x = _given(entry)
         rows = [count for (count,) in batch.responses[0].rows]
         out = x.new_empty((sum(rows), *x.shape[1:]))
-        with self._activities.span("transfer", out.numel() * out.element_size()):
+        with self._timeline.span("transfer", out.numel() * out.element_size()):
             if out.numel():
                 self._group.all_gather(x.contiguous(), out=list(torch.split(out, rows)))
         return [out]
@@ -267,10 +293,6 @@ class AllToAll(_Base):
     name = "all_to_all"
     kind = "all_to_all"
 
-    def suits(self, batch: FusedBatch) -> bool:
-        """Return whether the numbers of rows are known."""
-        return bool(batch.responses[0].rows)
-
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Return a new tensor, and the number of rows from each rank."""
         (entry,) = entries
@@ -280,7 +302,7 @@ class AllToAll(_Base):
         received = [row[self._group.rank] for row in table]
         out = x.new_empty((sum(received), *x.shape[1:]))
         some = any(map(sum, table)) and all(x.shape[1:])
-        with self._activities.span("transfer", out.numel() * out.element_size()):
+        with self._timeline.span("transfer", out.numel() * out.element_size()):
             if some:
                 self._group.all_to_all(
                     list(torch.split(x.contiguous(), sent)), out=list(torch.split(out, received))
@@ -310,7 +332,7 @@ class ReduceScatter(_Base):
             if batch.request.prescale != 1.0:
                 given = x.clone()
                 scale(given, batch.request.prescale)
-            with self._activities.span("transfer", batch.nbytes):
+            with self._timeline.span("transfer", batch.nbytes):
                 self._group.reduce_scatter(
                     list(torch.split(given.contiguous(), rows)), batch.request.op, out=out
                 )
@@ -339,7 +361,7 @@ REDUCTIONS = frozenset({"sum", "avg", "min", "max", "product"})
 def default_operations(
     group: Group,
     buffer: FusionBuffer,
-    activities: Activities,
+    timeline: Timeline,
     *,
     algorithm: str | None = None,
     on_choice: Callable[[str, str], None] | None = None,
@@ -349,19 +371,20 @@ def default_operations(
     Args:
         group: Ranks that take part.
         buffer: Buffer for tensors that are reduced together.
-        activities: Record of copies and transfers.
+        timeline: Record of copies and transfers.
         algorithm: Algorithm of all_reduce; chosen by size and hosts when None.
         on_choice: As for `Operations`.
     """
     return Operations(
         [
-            PlacedAllReduce(group, activities, buffer, algorithm),
-            BufferedAllReduce(group, activities, buffer, algorithm),
-            AllReduce(group, activities, buffer, algorithm),
-            Broadcast(group, activities),
-            AllGather(group, activities),
-            AllToAll(group, activities),
-            ReduceScatter(group, activities),
+            PlacedAllReduce(group, timeline, buffer, algorithm),
+            BufferedAllReduce(group, timeline, buffer, algorithm),
+            AllReduce(group, timeline, buffer, algorithm),
+            AdasumReduce(group, timeline),
+            Broadcast(group, timeline),
+            AllGather(group, timeline),
+            AllToAll(group, timeline),
+            ReduceScatter(group, timeline),
             Nothing("barrier"),
             Nothing("agree"),
         ],

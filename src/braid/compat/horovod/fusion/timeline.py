@@ -10,86 +10,136 @@ host share it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from braid.compat.horovod.fusion.activities import Activity
-from braid.runtime.trace_format import Event, complete, metadata, write
+from braid.comm import Group
+from braid.compat.horovod.fusion.entry import TensorTableEntry
+from braid.runtime import trace_format
 
-__all__ = ["Timeline", "write_timeline"]
+__all__ = ["Timeline"]
 
 CYCLES = "cycles"
 
 
-class Timeline:
-    """Events of one rank.
+class _Activity(NamedTuple):
+    """Span of time with a name, such as "copy in", on the rank's clock."""
 
-    Args:
-        rank: Global rank.
-        mark_cycles: Whether to record each exchange as well.
-    """
+    name: str
+    start_ns: int
+    end_ns: int
 
-    def __init__(self, rank: int, *, mark_cycles: bool = False) -> None:
+
+class _Recording:
+    """Events of one rank since the start of its timeline."""
+
+    def __init__(self, rank: int, *, mark_cycles: bool) -> None:
         self.rank = rank
-        self._mark_cycles = mark_cycles
+        self.mark_cycles = mark_cycles
         self._threads: dict[str, int] = {}
-        self._events: list[Event] = []
-
-    def cycle(self, start_ns: int, end_ns: int) -> None:
-        """Record an exchange."""
-        if self._mark_cycles:
-            self._add(CYCLES, Activity("exchange", start_ns, end_ns), {})
+        self._events: list[trace_format.Event] = []
 
     def operation(
-        self,
-        name: str,
-        kind: str,
-        *,
-        submitted_ns: int,
-        agreed_ns: int,
-        activities: Sequence[Activity],
-        what: str,
+        self, entry: TensorTableEntry, agreed_ns: int, activities: Sequence[_Activity]
     ) -> None:
-        """Record the activities of one tensor.
-
-        Args:
-            name: Name of the operation.
-            kind: Kind of the operation.
-            submitted_ns: Time at which this rank submitted it; 0 if it stood in.
-            agreed_ns: Time at which all ranks had submitted it.
-            activities: Activities of its batch.
-            what: Dtype and shape of the tensor.
-        """
-        about = {"kind": kind, "tensor": what}
-        if submitted_ns:
-            self._add(name, Activity(f"negotiate {kind}", submitted_ns, agreed_ns), about)
+        """Record the activities of one tensor."""
+        request = entry.request
+        about = {"kind": request.kind, "tensor": f"{request.dtype}{list(request.shape)}"}
+        if not entry.is_stand_in:
+            negotiation = _Activity(f"negotiate {request.kind}", entry.submitted_ns, agreed_ns)
+            self.add(request.name, negotiation, about)
         if activities:
-            self._add(name, Activity("queue", agreed_ns, activities[0].start_ns), {})
+            self.add(request.name, _Activity("queue", agreed_ns, activities[0].start_ns), {})
         for activity in activities:
-            self._add(name, activity, about)
+            self.add(request.name, activity, about)
 
-    def _add(self, thread: str, activity: Activity, about: dict[str, str]) -> None:
+    def add(self, thread: str, activity: _Activity, about: dict[str, str]) -> None:
+        """Record an activity in the line of a thread."""
         number = self._threads.setdefault(thread, len(self._threads))
         start_us, duration_us = activity.start_ns / 1e3, (activity.end_ns - activity.start_ns) / 1e3
         self._events.append(
-            complete(activity.name, self.rank, number, start_us, duration_us, args=about)
+            trace_format.complete(
+                activity.name, self.rank, number, start_us, duration_us, args=about
+            )
         )
 
     def encode(self) -> bytes:
         """Return all events as JSON, for the rank that writes."""
-        heads = [metadata("process_name", self.rank, 0, name=f"rank {self.rank}")]
+        heads = [trace_format.metadata("process_name", self.rank, 0, name=f"rank {self.rank}")]
         for name, number in self._threads.items():
-            heads.append(metadata("thread_name", self.rank, number, name=name))
+            heads.append(trace_format.metadata("thread_name", self.rank, number, name=name))
         return msgspec.json.encode(heads + self._events)
 
-    def __repr__(self) -> str:
-        return f"Timeline(rank {self.rank}, {len(self._events)} events)"
 
+class Timeline:
+    """Timeline of an engine: recorded on each rank while it is on, written by the first rank.
 
-def write_timeline(path: Path, parts: Iterable[bytes]) -> None:
-    """Write what all ranks have encoded as one file."""
-    events = [event for part in parts for event in msgspec.json.decode(part)]
-    with path.open("wb") as file:
-        write(file, events)
+    Args:
+        group: Ranks of the engine.
+
+    Attributes:
+        path_at_end: Path where it is written when the engine ends; None for nowhere.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._now_ns = group.context.clock.now_ns
+        self._recording: _Recording | None = None
+        self._activities: list[_Activity] = []  # of the batch that is being carried out
+        self.path_at_end: Path | None = None
+
+    def start(self, *, mark_cycles: bool = False) -> None:
+        """Record from now on; exchanges as well if `mark_cycles`."""
+        self._recording = _Recording(self._group.context.rank, mark_cycles=mark_cycles)
+
+    def cycle(self, start_ns: int, end_ns: int) -> None:
+        """Record an exchange."""
+        recording = self._recording
+        if recording is not None and recording.mark_cycles:
+            recording.add(CYCLES, _Activity("exchange", start_ns, end_ns), {})
+
+    @contextlib.contextmanager
+    def batch(self, entries: Sequence[TensorTableEntry], agreed_ns: int) -> Iterator[None]:
+        """Record the activities inside the context as those of a batch.
+
+        Args:
+            entries: Entries of the batch.
+            agreed_ns: Time at which all ranks had submitted them.
+        """
+        recording, self._activities = self._recording, []
+        yield
+        if recording is not None:
+            for entry in entries:
+                recording.operation(entry, agreed_ns, self._activities)
+
+    @contextlib.contextmanager
+    def span(self, name: str, nbytes: int) -> Iterator[None]:
+        """Record the context as one activity, in the rank's trace in any case."""
+        start_ns = self._now_ns()
+        with self._group.context.events.span(name, nbytes=nbytes):
+            yield
+        self._activities.append(_Activity(name, start_ns, self._now_ns()))
+
+    def write(self, path: Path | None) -> str:
+        """Stop recording, gather what all ranks have recorded and write it on the first rank.
+
+        Args:
+            path: Path on the first rank; nothing is written when None.
+
+        Returns:
+            Reason why it cannot be written; empty if it has been.
+        """
+        recording, self._recording = self._recording, None
+        parts = self._group.objects.gather(b"[]" if recording is None else recording.encode())
+        if parts is not None and path is not None:
+            events = [event for part in parts for event in msgspec.json.decode(part)]
+            try:
+                with path.open("wb") as file:
+                    trace_format.write(file, events)
+            except (OSError, ValueError) as error:  # the latter of a path with a null byte
+                return f"timeline cannot be written to {str(path)!r}: {error}"
+        return ""

@@ -20,7 +20,7 @@ from torch import nn
 from braid.compat.horovod.common.exceptions import translated
 from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.fusion import Fusion, Request
-from braid.compat.horovod.fusion.streams import mark, wait_for_points
+from braid.compat.horovod.fusion.entry import mark, wait_for_points
 from braid.compat.horovod.session import session
 from braid.compat.horovod.torch.compression import Compressor, NoneCompressor
 from braid.compat.horovod.torch.handles import Pending, synchronize
