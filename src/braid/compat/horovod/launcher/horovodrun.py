@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from braid.compat.horovod.launcher.config_file import with_config
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import Launch, plan, with_rank_variables
 from braid.errors import ConfigError
-from braid.launch import Console, Host, Outcome, Supervisor, TerminalConsole, parse_hostfile
+from braid.launch import Console, Outcome, Supervisor, TerminalConsole, parse_hostfile
 from braid.launch.cluster.several_hosts import HostsSupervisor
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
-__all__ = ["TimedConsole", "hosts_of", "is_own_python", "launch", "main"]
+__all__ = ["TimedConsole", "is_own_python", "job_of", "launch", "main"]
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
@@ -59,23 +59,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ending_well(lambda: _answer(given))
 
 
-def launch(wanted: Launch, console: Console, *, owns_process: bool = False) -> Outcome:
-    """Run a job.
+def job_of(
+    flags: Flags, environ: Mapping[str, str], is_own_python: Callable[[str], bool]
+) -> Launch:
+    """Return the job of options, whose file of hosts is read here; see `plan`.
+
+    Raises:
+        ConfigError: As for `plan`; or the file of hosts cannot be read, or names none.
+    """
+    name = flags["hostfile"]
+    hosts = parse_hostfile(_read(name, "file of hosts"), name) if name else ()
+    return plan(flags, environ, hosts=hosts, is_own_python=is_own_python)
+
+
+def launch(
+    wanted: Launch, *, verbose: bool, with_times: bool = False, owns_process: bool = False
+) -> Outcome:
+    """Run a job and show the output of its ranks.
 
     Args:
         wanted: Job, and hosts where it runs.
-        console: Console for output and notices.
+        verbose: Whether to show first what is going to be started.
+        with_times: Whether to put the time before lines of ranks.
         owns_process: As for `Supervisor`.
 
     Raises:
         ConfigError: The job cannot work; nothing has been started.
     """
-    for note in wanted.notes:
-        console.notice(note)
-    wanted = with_rank_variables(wanted)
-    if wanted.hosts is None:
-        return Supervisor(console, owns_process=owns_process).run(wanted.job)
-    return HostsSupervisor(console).run(wanted.job, wanted.hosts)
+    prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
+    with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as terminal:
+        console: Console = TimedConsole(terminal) if with_times else terminal
+        if verbose:
+            console.notice(f"the same as: {wanted}")
+        for note in wanted.notes:
+            console.notice(note)
+        wanted = with_rank_variables(wanted)
+        if wanted.hosts is None:
+            return Supervisor(console, owns_process=owns_process).run(wanted.job)
+        return HostsSupervisor(console).run(wanted.job, wanted.hosts)
 
 
 def _answer(given: Sequence[str]) -> int:
@@ -100,20 +121,12 @@ def _answer(given: Sequence[str]) -> int:
 def _start(flags: Flags) -> int:
     if flags["config-file"]:
         flags = with_config(flags, _yaml(flags["config-file"]), flags["config-file"])
-    wanted = plan(
-        flags,
-        os.environ,
-        hosts=hosts_of(flags["hostfile"]) if flags["hostfile"] else (),
-        is_own_python=is_own_python,
+    outcome = launch(
+        job_of(flags, os.environ, is_own_python),
+        verbose=flags.is_on("verbose"),
+        with_times=flags.is_on("prefix-output-with-timestamp"),
+        owns_process=True,
     )
-    prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
-    with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as terminal:
-        console: Console = terminal
-        if flags.is_on("prefix-output-with-timestamp"):
-            console = TimedConsole(terminal)
-        if flags.is_on("verbose"):
-            console.notice(f"the same as: {wanted}")
-        outcome = launch(wanted, console, owns_process=True)
     drop_unwritten()  # the logs have it all; the exit code is that of the job
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
@@ -127,15 +140,6 @@ def is_own_python(word: str) -> bool:
         return os.sep not in word
     other, own = Path(path).absolute(), Path(sys.executable).absolute()
     return other.parent == own.parent and other.resolve() == own.resolve()
-
-
-def hosts_of(name: str) -> tuple[Host, ...]:
-    """Return the hosts that a file names.
-
-    Raises:
-        ConfigError: The file cannot be read, or names none.
-    """
-    return parse_hostfile(_read(name, "file of hosts"), name)
 
 
 def _yaml(name: str) -> object:

@@ -38,10 +38,10 @@ from braid.compat.horovod.launcher.function_rank import (
     result_name,
     write_private,
 )
-from braid.compat.horovod.launcher.horovodrun import hosts_of, launch
-from braid.compat.horovod.launcher.job_plan import Launch, plan
+from braid.compat.horovod.launcher.horovodrun import job_of, launch
+from braid.compat.horovod.launcher.job_plan import Launch
 from braid.errors import BraidError, ConfigError
-from braid.launch import Outcome, TerminalConsole
+from braid.launch import Outcome
 from braid.launch.cluster.remote_shell import is_here
 
 __all__ = ["RunError", "run"]
@@ -178,12 +178,8 @@ def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> La
     command = (executable or "python", *RUNNER, json.dumps([str(folder)]))
     paths = _search_path(own=executable is None)
     flags = Flags(values=values, command=command)
-    return plan(
-        flags,
-        {**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        hosts=hosts_of(flags["hostfile"]) if flags["hostfile"] else (),
-        is_own_python=lambda _word: executable is None,
-    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return job_of(flags, environ, lambda _word: executable is None)
 
 
 def _search_path(*, own: bool) -> list[str]:
@@ -204,11 +200,7 @@ def _search_path(*, own: bool) -> list[str]:
 def _call(packed: bytes, wanted: Launch, folder: Path, *, verbose: bool) -> list[Any]:
     """Start the ranks on a packed function, and read their results."""
     write_private(folder / FUNCTION, packed)
-    prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
-    with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
-        if verbose:
-            console.notice(f"the same as: {wanted}")
-        outcome = launch(wanted, console)
+    outcome = launch(wanted, verbose=verbose)
     if not outcome.ok:
         raise _failure(outcome, folder)
     return [_result(folder, rank) for rank in range(wanted.job.num_ranks)]
