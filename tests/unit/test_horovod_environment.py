@@ -22,9 +22,7 @@ def test_an_empty_environment_means_the_engines_own_defaults():
 
 
 def test_every_variable_has_a_field_and_every_field_a_variable():
-    named = [
-        field.name for field in fields(HorovodEnvironment) if field.name not in {"notes", "ignored"}
-    ]
+    named = [field.name for field in fields(HorovodEnvironment) if field.name != "notes"]
     assert sorted(variable.field for variable in VARIABLES.values()) == sorted(named)
     assert not set(VARIABLES) & set(WITHOUT_MEANING)
 
@@ -113,8 +111,7 @@ def test_autotune_leaves_alone_what_is_said():
 
 def test_variables_without_meaning_are_known():
     environ = dict.fromkeys([*WITHOUT_MEANING, "HOROVOD_WITH_PYTORCH"], "1")
-    found = HorovodEnvironment.of(environ)
-    assert (found.notes, found.ignored) == ((), tuple(sorted(environ)))
+    assert HorovodEnvironment.of(environ) == HorovodEnvironment()
 
 
 def test_the_first_rank_alone_warns_of_notes(monkeypatch):

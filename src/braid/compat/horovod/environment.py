@@ -53,7 +53,6 @@ class HorovodEnvironment:
         autotune_gaussian_process_noise: Noise in the search.
         log_level: Level: trace, debug, info, warning, error or fatal.
         notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
-        ignored: Variables that are set, known and without meaning here.
 
     Raises:
         ConfigError: A number is negative, or the level is unknown.
@@ -78,7 +77,6 @@ class HorovodEnvironment:
     autotune_gaussian_process_noise: float = 0.8
     log_level: str = "warning"
     notes: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         problems = [
@@ -102,7 +100,7 @@ class HorovodEnvironment:
         """
         read = read_variables(environ)
         values: dict[str, Any] = dict(read.values)
-        return cls(**values, notes=read.notes, ignored=read.ignored)
+        return cls(**values, notes=read.notes)
 
     @classmethod
     def from_os(cls) -> HorovodEnvironment:

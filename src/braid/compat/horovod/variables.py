@@ -47,12 +47,10 @@ class VariablesRead(NamedTuple):
     Attributes:
         values: Values by field of `HorovodEnvironment`; those that are not set are missing.
         notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
-        ignored: Names that are set, known and without meaning here.
     """
 
     values: Mapping[str, Value]
     notes: tuple[str, ...]
-    ignored: tuple[str, ...]
 
 
 def read_variables(environ: Mapping[str, str]) -> VariablesRead:
@@ -65,7 +63,7 @@ def read_variables(environ: Mapping[str, str]) -> VariablesRead:
         ConfigError: Values cannot be read; the message names all of them.
     """
     values: dict[str, Value] = {}
-    problems, notes, ignored = [], [], []
+    problems, notes = [], []
     for name in sorted(environ):
         text = environ[name].strip()
         if not name.startswith(PREFIX) or not text:
@@ -76,13 +74,11 @@ def read_variables(environ: Mapping[str, str]) -> VariablesRead:
                 values[variable.field] = variable.read(text)
             except ValueError:
                 problems.append(f"{name} must be {variable.expected}, got {text!r}")
-        elif name in WITHOUT_MEANING or name.startswith(BUILDING):
-            ignored.append(name)
-        else:
+        elif name not in WITHOUT_MEANING and not name.startswith(BUILDING):
             hint = closest(name, [*VARIABLES, *WITHOUT_MEANING])
             notes.append(f"{name} is no variable of Horovod's and changes nothing{hint}")
     raise_all(problems)
-    return VariablesRead(values, tuple(notes), tuple(ignored))
+    return VariablesRead(values, tuple(notes))
 
 
 def closest(word: str, known: list[str]) -> str:

@@ -164,14 +164,6 @@ class Coordinator:
             if not all(request.refusal for request in by_rank.values())  # nobody waits for these
         }
 
-    def drop(self) -> list[str]:
-        """Forget all requests that wait; return their names."""
-        names = list(self._table)
-        self._table.clear()
-        self._since_s.clear()
-        self._groups.clear()
-        return names
-
     def __repr__(self) -> str:
         return (
             f"Coordinator({len(self._table)} waiting, {len(self._joined)} of "

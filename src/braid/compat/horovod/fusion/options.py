@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from braid.compat.horovod.fusion.autotune import TuneOptions
-from braid.errors import ConfigError
+from braid.errors import ConfigError, below, raise_all
 
 __all__ = ["FusionOptions", "StateOptions"]
 
@@ -33,16 +33,15 @@ class StateOptions:
     stall_shutdown_s: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = {
-            "threshold_bytes": self.threshold_bytes,
-            "cache_capacity": self.cache_capacity,
-            "stall_check_s": self.stall_check_s,
-            "stall_shutdown_s": self.stall_shutdown_s,
-        }
-        for name, number in numbers.items():
-            if not number >= 0:
-                msg = f"{name} must not be negative, got {number!r}"
-                raise ConfigError(msg)
+        raise_all(
+            below(
+                0,
+                threshold_bytes=self.threshold_bytes,
+                cache_capacity=self.cache_capacity,
+                stall_check_s=self.stall_check_s,
+                stall_shutdown_s=self.stall_shutdown_s,
+            )
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
