@@ -201,7 +201,7 @@ class Session:
             engine = Fusion(
                 part,
                 self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
-                on_stall=_stall_reporter(part.rank),
+                on_stall=partial(_report, part.rank),
                 on_tuned=partial(self._on_tuned, number),
                 on_wait=self._submit_collected,
                 on_choice=self._notes,
@@ -223,11 +223,9 @@ class Session:
 
     def _on_tuned(self, number: int, tuner: Autotuner) -> None:
         best = tuner.best
-        print(
-            f"braid.compat.horovod: best of {len(tuner.samples)} samples: {best.threshold_bytes} "
-            f"bytes, {best.cycle_time_s * 1e3:g} ms",
-            file=sys.stderr,
-            flush=True,
+        _print(
+            f"best of {len(tuner.samples)} samples: {best.threshold_bytes} "
+            f"bytes, {best.cycle_time_s * 1e3:g} ms"
         )
         self._write_search(number, tuner)
 
@@ -241,17 +239,13 @@ class Session:
         try:
             write_search(path, tuner)
         except OSError as error:
-            print(
-                f"braid.compat.horovod: autotune's log cannot be written: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _print(f"autotune's log cannot be written: {error}")
 
     def _notes(self, kind: str, name: str) -> None:
         if self.group.rank == 0 and self.environment.log_level in {"trace", "debug", "info"}:
             by_hosts = kind == "all_reduce" and self.environment.hierarchical_allreduce
             how = f"{name}, by hosts" if by_hosts and self.spans_hosts else name
-            print(f"braid.compat.horovod: {kind}: {how}", file=sys.stderr, flush=True)
+            _print(f"{kind}: {how}")
 
 
 class _NewSet:
@@ -322,11 +316,12 @@ def stop() -> None:
         session.close()
 
 
-def _stall_reporter(rank: int) -> Callable[[Stall], None]:
-    """Return a function with which one rank reports the stalls of all."""
+def _print(text: str) -> None:
+    """Write a line for people."""
+    print(f"braid.compat.horovod: {text}", file=sys.stderr, flush=True)
 
-    def report(stall: Stall) -> None:
-        if rank == 0:
-            print(f"braid.compat.horovod: {stall}", file=sys.stderr, flush=True)
 
-    return report
+def _report(rank: int, stall: Stall) -> None:
+    """Print a stall, which all ranks know, on the first rank."""
+    if rank == 0:
+        _print(str(stall))

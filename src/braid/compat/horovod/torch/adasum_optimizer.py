@@ -38,7 +38,10 @@ class AdasumSteps:
     Attributes:
         names: Names of the optimizer's parameters.
         process_set: Ranks that take part.
+        op: Adasum.
     """
+
+    op = Adasum
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     attributes = {} if inner is None else {"_inner": inner, "step": _kept(optimizer, inner)}
     if op == Adasum:
         steps = AdasumSteps(names, compression, backward_passes_per_step, process_set)
-        change_in_place(optimizer, _AdasumMethods, _steps=steps, **attributes)
+        change_in_place(optimizer, _AdasumMethods, _reduction=steps, **attributes)
         return optimizer
     reduction = GradientReduction(
         names,
@@ -114,12 +114,11 @@ def _kept(optimizer: torch.optim.Optimizer, inner: Callable[..., Any]) -> Callab
     return step
 
 
-class _Methods(ChangedOptimizer):
-    """Methods that are added to the class of an optimizer."""
+class _CommonMethods(ChangedOptimizer):
+    """Methods that are added to the class of an optimizer, with any op."""
 
-    _reduction: GradientReduction
+    _reduction: GradientReduction | AdasumSteps
     _inner: Callable[..., Any] | None = None  # in place of the step of the optimizer's class
-    _warned = False
 
     @property
     def _parameter_names(self) -> dict[nn.Parameter, str]:
@@ -127,19 +126,26 @@ class _Methods(ChangedOptimizer):
         return dict(self._reduction.names)
 
     @property
-    def backward_passes_per_step(self) -> int:
-        """Number of backwards before gradients are reduced."""
-        return self._reduction.passes
-
-    @property
     def op(self) -> ReduceOp:
-        """Reduction of the gradients."""
+        """Reduction of the gradients, or with Adasum of what steps change."""
         return self._reduction.op
 
     @property
     def process_set(self) -> ProcessSet:
         """Ranks that take part."""
         return self._reduction.process_set
+
+
+class _Methods(_CommonMethods):
+    """Methods that are added to the class of an optimizer with op=Average or op=Sum."""
+
+    _reduction: GradientReduction
+    _warned = False
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Number of backwards before gradients are reduced."""
+        return self._reduction.passes
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Wait for gradients, then take the optimizer's own step.
@@ -192,31 +198,15 @@ class _Methods(ChangedOptimizer):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
 
 
-class _AdasumMethods(ChangedOptimizer):
+class _AdasumMethods(_CommonMethods):
     """Methods that are added to the class of an optimizer with op=Adasum."""
 
-    _steps: AdasumSteps
-    _inner: Callable[..., Any] | None = None  # in place of the step of the optimizer's class
-
-    @property
-    def _parameter_names(self) -> dict[nn.Parameter, str]:
-        """Name of each parameter; programs written for Horovod read it."""
-        return dict(self._steps.names)
-
-    @property
-    def op(self) -> ReduceOp:
-        """Reduction of what steps change."""
-        return Adasum
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """Ranks that take part."""
-        return self._steps.process_set
+    _reduction: AdasumSteps
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take the optimizer's own step, and combine its changes over the ranks."""
         loss = None if closure is None else closure()
-        self._steps.run(self._inner or super().step)  # type: ignore[misc]  # of the optimizer
+        self._reduction.run(self._inner or super().step)  # type: ignore[misc]  # of the optimizer
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # see above
