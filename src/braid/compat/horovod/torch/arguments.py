@@ -11,15 +11,17 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.fusion import Request
+from braid.compat.horovod.torch.reductions import ReduceOp
 from braid.errors import BraidError, ConfigError
 
 __all__ = [
+    "CallArguments",
     "check_tensor",
     "check_tensors",
     "factor",
@@ -31,30 +33,46 @@ __all__ = [
 LONGEST_REASON = 1000  # characters that travel
 
 
+class CallArguments(NamedTuple):
+    """Arguments of an operation beside its tensors.
+
+    Attributes:
+        name: Name that the caller has passed.
+        process_set: Ranks that take part.
+        grouped: Whether the operation takes several tensors, which belong together.
+        op: Reduction; Average when None.
+        average: Older form of `op`.
+        factors: Factors before and after the reduction.
+    """
+
+    name: str | None
+    process_set: ProcessSet
+    grouped: bool = False
+    op: ReduceOp | None = None
+    average: bool | None = None
+    factors: tuple[float, float] = (1.0, 1.0)
+
+
 @contextlib.contextmanager
-def refused_on_all(
-    kind: str, name: str | None, process_set: ProcessSet, *, grouped: bool = False
-) -> Iterator[None]:
+def refused_on_all(kind: str, call: CallArguments) -> Iterator[None]:
     """Refuse an operation on all ranks of a set if its arguments are refused inside the context.
 
     Args:
         kind: Kind of operation, as in its name.
-        name: Name that the caller has passed.
-        process_set: Ranks that take part.
-        grouped: Whether several tensors are passed.
+        call: Arguments of the operation.
     """
     try:
         yield
     except Exception as error:
         with contextlib.suppress(BraidError, AttributeError):  # there may be no such set or name
-            member = process_set.member
-            base = member.name(kind, name)
+            member = call.process_set.member
+            base = member.name(kind, call.name)
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, BraidError):
                 reason = str(error)
             reason = reason[:LONGEST_REASON].encode(errors="backslashreplace").decode()
-            group = {"group": base, "group_size": 1} if grouped else {}
-            asked = Request(f"{base}.0" if grouped else base, kind, refusal=reason, **group)  # type: ignore[arg-type]
+            group = {"group": base, "group_size": 1} if call.grouped else {}
+            asked = Request(f"{base}.0" if call.grouped else base, kind, refusal=reason, **group)  # type: ignore[arg-type]
             member.engine.refuse(asked)
         raise
 

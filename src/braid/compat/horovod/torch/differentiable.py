@@ -12,6 +12,7 @@ and broadcast are averaged, as if the loss were the mean of all ranks' losses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from braid.compat.horovod.common.exceptions import UnsupportedArgumentError
 from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch import operations as under_way
-from braid.compat.horovod.torch.arguments import refused_on_all
+from braid.compat.horovod.torch.arguments import CallArguments, refused_on_all
 from braid.compat.horovod.torch.compression import Compression, Compressor
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, Sum, chosen_op
@@ -65,9 +66,8 @@ def allreduce(
         process_set: Ranks that take part.
     """
     factors = (prescale_factor, postscale_factor)
-    (y,) = _reduced(
-        _AllReduce, [tensor], name, compression, op, factors, process_set, average=average
-    )
+    call = CallArguments(name, process_set, False, op, average, factors)
+    (y,) = _reduced(_AllReduce, [tensor], compression, call)
     return y
 
 
@@ -100,17 +100,8 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors together, like `allreduce`."""
     factors = (prescale_factor, postscale_factor)
-    return _reduced(
-        _AllReduce,
-        tensors,
-        name,
-        compression,
-        op,
-        factors,
-        process_set,
-        average=average,
-        grouped=True,
-    )
+    call = CallArguments(name, process_set, True, op, average, factors)
+    return _reduced(_AllReduce, tensors, compression, call)
 
 
 def grouped_allreduce_(
@@ -134,7 +125,7 @@ def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return the rows of all ranks behind each other; see `allgather_async`."""
-    (y,) = _AllGather.apply(name, process_set, False, tensor)  # type: ignore[no-untyped-call]
+    (y,) = _AllGather.apply(CallArguments(name, process_set), tensor)  # type: ignore[no-untyped-call]
     return y  # type: ignore[no-any-return]
 
 
@@ -142,9 +133,10 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors together, like `allgather`."""
-    with refused_on_all("allgather", name, process_set, grouped=True):
+    call = CallArguments(name, process_set, grouped=True)
+    with refused_on_all("allgather", call):
         tensors = list(tensors)
-    return list(_AllGather.apply(name, process_set, True, *tensors))  # type: ignore[no-untyped-call]
+    return list(_AllGather.apply(call, *tensors))  # type: ignore[no-untyped-call]
 
 
 def broadcast(
@@ -195,7 +187,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce over the ranks and scatter the rows; see `reducescatter_async`."""
     factors = (prescale_factor, postscale_factor)
-    (y,) = _reduced(_ReduceScatter, [tensor], name, compression, op, factors, process_set)
+    call = CallArguments(name, process_set, False, op, factors=factors)
+    (y,) = _reduced(_ReduceScatter, [tensor], compression, call)
     return y
 
 
@@ -210,9 +203,8 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors together, like `reducescatter`."""
     factors = (prescale_factor, postscale_factor)
-    return _reduced(
-        _ReduceScatter, tensors, name, compression, op, factors, process_set, grouped=True
-    )
+    call = CallArguments(name, process_set, True, op, factors=factors)
+    return _reduced(_ReduceScatter, tensors, compression, call)
 
 
 # Forward and backward.
@@ -221,25 +213,18 @@ def grouped_reducescatter(
 def _reduced(
     reduction: type[_AllReduce | _ReduceScatter],
     tensors: Tensors,
-    name: str | None,
     compression: type[Compressor],
-    op: ReduceOp | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    *,
-    average: bool | None = None,
-    grouped: bool = False,
+    call: CallArguments,
 ) -> list[torch.Tensor]:
     """Return reduced tensors, which travel compressed."""
-    with refused_on_all(reduction.kind, name, process_set, grouped=grouped):
-        wanted = chosen_op(op, average)
+    with refused_on_all(reduction.kind, call):
+        chosen = call._replace(op=chosen_op(call.op, call.average), average=None)
         pairs = [compression.compress(tensor) for tensor in tensors]
-    small = [x for x, _ in pairs]
-    y = reduction.apply(name, wanted, factors, process_set, grouped, *small)  # type: ignore[no-untyped-call]
+    y = reduction.apply(chosen, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
     return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
 
 
-def _linear(op: ReduceOp) -> None:
+def _check_linear(op: ReduceOp) -> None:
     if op not in {Average, Sum, Adasum}:
         msg = (
             f"{op.name} has no gradient here, only Average, Sum and Adasum have: detach the tensor"
@@ -247,47 +232,32 @@ def _linear(op: ReduceOp) -> None:
         raise UnsupportedArgumentError(msg)
 
 
-def _results(handle: Pending, grouped: bool) -> tuple[torch.Tensor, ...]:
+def _results(handle: Pending, call: CallArguments) -> tuple[torch.Tensor, ...]:
     results = synchronize(handle)
-    return tuple(results) if grouped else (results,)
+    return tuple(results) if call.grouped else (results,)
 
 
 class _AllReduce(torch.autograd.Function):
     kind = "allreduce"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        factors: tuple[float, float],
-        process_set: ProcessSet,
-        grouped: bool,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.how = op, factors, process_set, grouped
-        handle = under_way.start_allreduce(tensors, name, op, factors, process_set, grouped=grouped)
-        return _results(handle, grouped)
+    def forward(ctx: Any, call: CallArguments, *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return _results(under_way.start_allreduce(tensors, call), call)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        _linear(ctx.how[0])
-        y = _AllReduce.apply(None, *ctx.how, *(grad.contiguous() for grad in grads))  # type: ignore[no-untyped-call]
-        return None, None, None, None, None, *y
+        _check_linear(ctx.call.op)
+        given = [grad.contiguous() for grad in grads]
+        y = _AllReduce.apply(ctx.call._replace(name=None), *given)  # type: ignore[no-untyped-call]
+        return None, *y
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        process_set: ProcessSet,
-        grouped: bool,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        handle = under_way.start_by_rows("all_gather", tensors, name, process_set, grouped=grouped)
-        y = _results(handle, grouped)
-        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+    def forward(ctx: Any, call: CallArguments, *tensors: torch.Tensor) -> Any:
+        y = _results(under_way.start_by_rows("all_gather", tensors, call), call)
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], call.process_set
         return y
 
     @staticmethod
@@ -299,7 +269,7 @@ class _AllGather(torch.autograd.Function):
         table = allgather(torch.tensor([ctx.rows]), process_set=process_set)
         before = table[: process_set.rank()].sum(0).tolist()
         places = zip(average, before, ctx.rows, strict=True)
-        return None, None, None, *(x.narrow(0, start, n) for x, start, n in places)
+        return None, *(x.narrow(0, start, n) for x, start, n in places)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -348,26 +318,14 @@ class _ReduceScatter(torch.autograd.Function):
     kind = "reducescatter"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        factors: tuple[float, float],
-        process_set: ProcessSet,
-        grouped: bool,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.how = op, factors, process_set
-        handle = under_way.start_reducescatter(
-            tensors, name, op, factors, process_set, grouped=grouped
-        )
-        return _results(handle, grouped)
+    def forward(ctx: Any, call: CallArguments, *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return _results(under_way.start_reducescatter(tensors, call), call)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        op, factors, process_set = ctx.how
-        _linear(op)
-        factor = factors[0] * factors[1] * (process_set.size() if op is Sum else 1)
+        op, process_set = ctx.call.op, ctx.call.process_set
+        _check_linear(op)
+        factor = math.prod(ctx.call.factors) * (process_set.size() if op is Sum else 1)
         given = [grad.contiguous() * factor for grad in grads]
-        y = grouped_allgather(given, process_set=process_set)
-        return None, None, None, None, None, *y
+        return None, *grouped_allgather(given, process_set=process_set)

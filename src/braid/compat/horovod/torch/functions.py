@@ -12,7 +12,7 @@ import torch
 from braid.comm.tensors.plain_data import decode, encode
 from braid.compat.horovod.common.exceptions import HorovodInternalError
 from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
-from braid.compat.horovod.torch.arguments import refused_on_all, root_of
+from braid.compat.horovod.torch.arguments import CallArguments, refused_on_all, root_of
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import broadcast_async_
@@ -44,7 +44,7 @@ def broadcast_parameters(
         ConfigError: A value is no tensor.
         HorovodInternalError: Ranks have other names, or shapes.
     """
-    with refused_on_all("allgather", None, process_set):
+    with refused_on_all("allgather", CallArguments(None, process_set)):
         named = _named(params)
         _is_root(root_rank, process_set)
     _compare([name for name, _ in named], process_set)
@@ -77,7 +77,7 @@ def broadcast_optimizer_state(
         ConfigError: The optimizer is LBFGS, whose state is not one of parameters.
     """
     del model
-    with refused_on_all("broadcast", "object.optimizer.size", process_set):
+    with refused_on_all("broadcast", CallArguments("object.optimizer.size", process_set)):
         is_root = _is_root(root_rank, process_set)
         _check_optimizer(optimizer)
         if not optimizer.state:
@@ -125,7 +125,7 @@ def broadcast_object(
     allowed = _allowed(allow_pickle)
     member = process_set.member
     base = member.name("object", name)
-    with refused_on_all("broadcast", f"{base}.size", process_set):
+    with refused_on_all("broadcast", CallArguments(f"{base}.size", process_set)):
         is_root = _is_root(root_rank, process_set)
     data, error = _packed(obj, allowed) if is_root else (b"", None)
     size = torch.tensor([len(data) if error is None else -len(data)])

@@ -19,6 +19,7 @@ from braid.compat.horovod.common.exceptions import UnsupportedArgumentError, tra
 from braid.compat.horovod.common.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.fusion import FusionHandle, Request, Result
 from braid.compat.horovod.torch.arguments import (
+    CallArguments,
     check_tensor,
     check_tensors,
     factor,
@@ -93,7 +94,8 @@ def allreduce_async(
             factors.
     """
     factors = prescale_factor, postscale_factor
-    return start_allreduce([tensor], name, op, factors, process_set, average=average)
+    call = CallArguments(name, process_set, False, op, average, factors)
+    return start_allreduce([tensor], call)
 
 
 def allreduce_async_(
@@ -107,7 +109,8 @@ def allreduce_async_(
 ) -> Pending:
     """Reduce in the place of `tensor`, like `allreduce_async`."""
     factors = prescale_factor, postscale_factor
-    return start_allreduce([tensor], name, op, factors, process_set, average=average, in_place=True)
+    call = CallArguments(name, process_set, False, op, average, factors)
+    return start_allreduce([tensor], call, in_place=True)
 
 
 def grouped_allreduce_async(
@@ -121,7 +124,8 @@ def grouped_allreduce_async(
 ) -> Pending:
     """Reduce several tensors together, like `allreduce_async`."""
     factors = prescale_factor, postscale_factor
-    return start_allreduce(tensors, name, op, factors, process_set, average=average, grouped=True)
+    call = CallArguments(name, process_set, True, op, average, factors)
+    return start_allreduce(tensors, call)
 
 
 def grouped_allreduce_async_(
@@ -135,9 +139,8 @@ def grouped_allreduce_async_(
 ) -> Pending:
     """Reduce several tensors in their places, like `grouped_allreduce_async`."""
     factors = prescale_factor, postscale_factor
-    return start_allreduce(
-        tensors, name, op, factors, process_set, average=average, grouped=True, in_place=True
-    )
+    call = CallArguments(name, process_set, True, op, average, factors)
+    return start_allreduce(tensors, call, in_place=True)
 
 
 def allgather_async(
@@ -150,14 +153,14 @@ def allgather_async(
         name: Name of the operation; see the module.
         process_set: Ranks that take part.
     """
-    return start_by_rows("all_gather", [tensor], name, process_set)
+    return start_by_rows("all_gather", [tensor], CallArguments(name, process_set))
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
     """Gather several tensors, like `allgather_async`, when all ranks have submitted all of them."""
-    return start_by_rows("all_gather", tensors, name, process_set, grouped=True)
+    return start_by_rows("all_gather", tensors, CallArguments(name, process_set, grouped=True))
 
 
 def reducescatter_async(
@@ -170,7 +173,8 @@ def reducescatter_async(
 ) -> Pending:
     """Reduce over the ranks and scatter the rows; the first ranks get one more if needed."""
     factors = prescale_factor, postscale_factor
-    return start_reducescatter([tensor], name, op, factors, process_set)
+    call = CallArguments(name, process_set, False, op, factors=factors)
+    return start_reducescatter([tensor], call)
 
 
 def grouped_reducescatter_async(
@@ -183,7 +187,8 @@ def grouped_reducescatter_async(
 ) -> Pending:
     """Reduce and scatter several tensors when all ranks have submitted all of them."""
     factors = prescale_factor, postscale_factor
-    return start_reducescatter(tensors, name, op, factors, process_set, grouped=True)
+    call = CallArguments(name, process_set, True, op, factors=factors)
+    return start_reducescatter(tensors, call)
 
 
 def broadcast_async(
@@ -200,7 +205,7 @@ def broadcast_async(
         name: Name of the operation; see the module.
         process_set: Ranks that take part; the root is one of them.
     """
-    return _broadcast(tensor, root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, CallArguments(name, process_set))
 
 
 def broadcast_async_(
@@ -210,7 +215,7 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Broadcast in the place of `tensor`, like `broadcast_async`."""
-    return _broadcast(tensor, root_rank, name, process_set, in_place=True)
+    return _broadcast(tensor, root_rank, CallArguments(name, process_set), in_place=True)
 
 
 def alltoall_async(
@@ -248,11 +253,12 @@ def exchange_rows(
     with_received: bool,
 ) -> Pending:
     """Start an alltoall; `with_received`: with the number of rows from each rank in the result."""
-    with refused_on_all("alltoall", name, process_set):
+    call = CallArguments(name, process_set)
+    with refused_on_all("alltoall", call):
         check_tensor(tensor)
         shares = splits_of(tensor, splits, len(process_set.member.ranks))
         given = _plain(tensor)
-    handles = _submit("all_to_all", [(given, None)], name, process_set, splits=shares)
+    handles = _submit("all_to_all", [(given, None)], call, splits=shares)
 
     def finish(results: list[Result]) -> Any:
         (received,) = results
@@ -276,11 +282,8 @@ def sparse_allreduce_async(
     Raises:
         ConfigError: The tensor is not sparse, or `op` is another one.
     """
-    parts = f"{name}.indices", f"{name}.values"
-    with (
-        refused_on_all("allgather", parts[0], process_set),
-        refused_on_all("allgather", parts[1], process_set),
-    ):
+    calls = [CallArguments(f"{name}.{part}", process_set) for part in ("indices", "values")]
+    with refused_on_all("allgather", calls[0]), refused_on_all("allgather", calls[1]):
         wanted = chosen_op(op)
         if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
             msg = f"op of a sparse tensor must be Average or Sum, got {wanted.name}"
@@ -293,8 +296,8 @@ def sparse_allreduce_async(
     size = len(process_set.member.ranks)
     rows = whole.indices().t().contiguous()
     shape = f"shape {list(tensor.shape)}"  # without it, indices might lie outside on another rank
-    indices = start_by_rows("all_gather", [rows], parts[0], process_set, text=shape)
-    values = allgather_async(whole.values(), parts[1], process_set)
+    indices = start_by_rows("all_gather", [rows], calls[0], text=shape)
+    values = start_by_rows("all_gather", [whole.values()], calls[1])
 
     def finish(_: list[Result]) -> torch.Tensor:
         where, rows = synchronize(indices).t(), synchronize(values)
@@ -342,96 +345,62 @@ def _check_device(device: Any) -> None:
         raise ConfigError(msg)
 
 
-def start_allreduce(
-    tensors: Tensors,
-    name: str | None,
-    op: ReduceOp | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    *,
-    average: bool | None = None,
-    grouped: bool = False,
-    in_place: bool = False,
-) -> Pending:
-    """Start an allreduce of one tensor, or of several ones together if `grouped`."""
-    with refused_on_all("allreduce", name, process_set, grouped=grouped):
+def start_allreduce(tensors: Tensors, call: CallArguments, *, in_place: bool = False) -> Pending:
+    """Start an allreduce of one tensor, or of a group."""
+    with refused_on_all("allreduce", call):
         check_tensors(tensors)
-        fields = _reducing(chosen_op(op, average), tensors, factors)
+        fields = _reducing(chosen_op(call.op, call.average), tensors, call.factors)
         outs = tensors if in_place else [_empty_like(tensor) for tensor in tensors]
         places = [_places(*pair) for pair in zip(tensors, outs, strict=True)]
-    handles = _submit("all_reduce", places, name, process_set, grouped=grouped, **fields)
+    handles = _submit("all_reduce", places, call, **fields)
     results = list(outs)
-    return Pending(handles, lambda _: results if grouped else results[0], (tensors, outs))
+    return Pending(handles, lambda _: results if call.grouped else results[0], (tensors, outs))
 
 
-def start_reducescatter(
-    tensors: Tensors,
-    name: str | None,
-    op: ReduceOp | None,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-    *,
-    grouped: bool = False,
-) -> Pending:
-    """Start a reducescatter of one tensor, or of several ones if `grouped`."""
-    with refused_on_all("reducescatter", name, process_set, grouped=grouped):
+def start_reducescatter(tensors: Tensors, call: CallArguments) -> Pending:
+    """Start a reducescatter of one tensor, or of a group."""
+    with refused_on_all("reducescatter", call):
         check_tensors(tensors)
-        wanted = chosen_op(op)
+        wanted = chosen_op(call.op)
         if wanted is ReduceOp.ADASUM:
             msg = "reducescatter does not know Adasum: use another reduction"
             raise UnsupportedArgumentError(msg)
-        fields = _reducing(wanted, tensors, factors)
-    return start_by_rows("reduce_scatter", tensors, name, process_set, grouped=grouped, **fields)
+        fields = _reducing(wanted, tensors, call.factors)
+    return start_by_rows("reduce_scatter", tensors, call, **fields)
 
 
-def start_by_rows(
-    kind: str,
-    tensors: Tensors,
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    grouped: bool = False,
-    **fields: Any,
-) -> Pending:
+def start_by_rows(kind: str, tensors: Tensors, call: CallArguments, **fields: Any) -> Pending:
     """Start operations whose results differ from the tensors in their rows."""
-    with refused_on_all(kind.replace("_", ""), name, process_set, grouped=grouped):
+    with refused_on_all(kind.replace("_", ""), call):
         check_tensors(tensors)
         given = [(_plain(tensor), None) for tensor in tensors]
-    handles = _submit(kind, given, name, process_set, grouped=grouped, **fields)
-    return Pending(handles, lambda received: received if grouped else received[0], tensors)
+    handles = _submit(kind, given, call, **fields)
+    return Pending(handles, lambda received: received if call.grouped else received[0], tensors)
 
 
 def _broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    in_place: bool = False,
+    tensor: torch.Tensor, root_rank: int, call: CallArguments, *, in_place: bool = False
 ) -> Pending:
-    with refused_on_all("broadcast", name, process_set):
+    with refused_on_all("broadcast", call):
         check_tensor(tensor)
-        root = root_of(root_rank, process_set)
+        root = root_of(root_rank, call.process_set)
         out = tensor if in_place else _empty_like(tensor)
         places = _places(tensor, out)
-    handles = _submit("broadcast", [places], name, process_set, root=root)
+    handles = _submit("broadcast", [places], call, root=root)
     return Pending(handles, lambda _: out, (tensor, out))
 
 
 def _submit(
     kind: str,
     places: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    grouped: bool = False,
+    call: CallArguments,
     **fields: Any,
 ) -> list[FusionHandle]:
     """Submit operations of one kind, each on a tensor with the place of its result."""
-    member = process_set.member
-    base = member.name(kind.replace("_", ""), name)
+    member = call.process_set.member
+    base = member.name(kind.replace("_", ""), call.name)
     names = [base]
-    if grouped:
+    if call.grouped:
         names = [f"{base}.{number}" for number in range(len(places))]
         fields |= {"group": base, "group_size": len(places)}
     wanted = [
