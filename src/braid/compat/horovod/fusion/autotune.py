@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from braid.errors import ConfigError
+from braid.errors import below, raise_all
 
 __all__ = ["Autotuner", "Settings", "TuneOptions", "grid_around"]
 
@@ -78,12 +78,11 @@ class TuneOptions:
     noise: float = 0.8
 
     def __post_init__(self) -> None:
-        if self.warmup_samples < 0 or self.steps_per_sample < 1 or self.max_samples < 1:
-            msg = f"search must have at least one sample of one step, got {self}"
-            raise ConfigError(msg)
+        problems = below(0, warmup_samples=self.warmup_samples)
+        problems += below(1, steps_per_sample=self.steps_per_sample, max_samples=self.max_samples)
         if not 0 < self.noise < math.inf:
-            msg = f"noise must be above 0, got {self.noise}"
-            raise ConfigError(msg)
+            problems.append(f"noise must be above 0, got {self.noise}")
+        raise_all(problems)
 
 
 def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Settings]:

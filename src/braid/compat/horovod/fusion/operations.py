@@ -209,9 +209,7 @@ class AllReduce(_AllReduceBase):
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Reduce in the place of the result."""
         (entry,) = entries
-        out = _out(entry)
-        if entry.tensor is not None and entry.tensor is not out:
-            out.copy_(entry.tensor)
+        out = _filled_out(entry)
         scale(out, batch.request.prescale)
         with self._timeline.span("transfer", batch.nbytes):
             self._group.all_reduce(out, batch.request.op, algorithm=self._algorithm)
@@ -236,9 +234,7 @@ class AdasumReduce(_Base):
         """Reduce all tensors of the batch in the same messages."""
         outs = []
         for entry in entries:
-            out = _out(entry)
-            if out is not entry.tensor:
-                out.copy_(_given(entry))
+            out = _filled_out(entry)
             scale(out, batch.request.prescale)
             outs.append(out)
         with self._timeline.span("transfer", batch.nbytes):
@@ -257,13 +253,7 @@ class Broadcast(_Base):
     def carry_out(self, batch: FusedBatch, entries: Sequence[TensorTableEntry]) -> list[Result]:
         """Broadcast in the place of the result."""
         (entry,) = entries
-        out = _out(entry)
-        if (
-            self._group.rank == batch.request.root
-            and entry.tensor is not None
-            and entry.tensor is not out
-        ):
-            out.copy_(entry.tensor)
+        out = _filled_out(entry) if self._group.rank == batch.request.root else _out(entry)
         with self._timeline.span("transfer", batch.nbytes):
             self._group.broadcast(out, batch.request.root)
         return [out]
@@ -480,3 +470,11 @@ def _given(entry: TensorTableEntry) -> torch.Tensor:
 
 def _out(entry: TensorTableEntry) -> torch.Tensor:
     return torch.empty_like(_given(entry)) if entry.out is None else entry.out
+
+
+def _filled_out(entry: TensorTableEntry) -> torch.Tensor:
+    """Return the place of the result, which holds the input."""
+    out = _out(entry)
+    if entry.tensor is not None and entry.tensor is not out:
+        out.copy_(entry.tensor)
+    return out

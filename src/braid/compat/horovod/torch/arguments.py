@@ -18,7 +18,7 @@ import torch
 from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.fusion import Request
 from braid.compat.horovod.torch.reductions import ReduceOp
-from braid.errors import BraidError, ConfigError
+from braid.errors import BraidError, ConfigError, encodable
 
 __all__ = [
     "CallArguments",
@@ -70,7 +70,7 @@ def refused_on_all(kind: str, call: CallArguments) -> Iterator[None]:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, BraidError):
                 reason = str(error)
-            reason = reason[:LONGEST_REASON].encode(errors="backslashreplace").decode()
+            reason = encodable(reason[:LONGEST_REASON])
             group = {"group": base, "group_size": 1} if call.grouped else {}
             asked = Request(f"{base}.0" if call.grouped else base, kind, refusal=reason, **group)  # type: ignore[arg-type]
             member.engine.refuse(asked)

@@ -16,7 +16,7 @@ from braid.compat.horovod.torch.arguments import CallArguments, refused_on_all, 
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import broadcast_async_
-from braid.errors import ConfigError
+from braid.errors import ConfigError, encodable
 from braid.types import dtype_name, text_digest
 
 __all__ = [
@@ -249,7 +249,7 @@ def _packed(obj: Any, allowed: bool) -> tuple[bytes, ConfigError | None]:
         return why.encode(), ConfigError(why)
     except Exception as error:  # noqa: BLE001 - of pickle and of the object; the others must know
         why = f"object of type {type(obj).__name__} cannot be sent: {type(error).__name__}: {error}"
-        return why.encode(errors="backslashreplace"), ConfigError(why)
+        return encodable(why).encode(), ConfigError(why)
 
 
 def _unpacked(data: torch.Tensor, failed: bool, rank: int, allowed: bool) -> Any:

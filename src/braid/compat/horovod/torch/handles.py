@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from braid.compat.horovod.common.exceptions import HorovodInternalError, translated
+from braid.compat.horovod.common.exceptions import translated
 from braid.compat.horovod.fusion import FusionHandle, Result
 from braid.errors import ConfigError
 
-__all__ = ["HorovodInternalError", "Pending", "PendingSparse", "poll", "synchronize"]
+__all__ = ["Pending", "PendingSparse", "poll", "synchronize"]
 
 
 class Pending:
