@@ -220,10 +220,8 @@ def _number(
 
 
 def _start_limit(flags: Flags, environ: Mapping[str, str], problems: list[str]) -> float:
-    text = environ.get(START_TIMEOUT, "")
-    name, text = (
-        ("--start-timeout", given) if (given := flags["start-timeout"]) else (START_TIMEOUT, text)
-    )
+    name = "--start-timeout" if flags["start-timeout"] else START_TIMEOUT
+    text = flags["start-timeout"] or environ.get(START_TIMEOUT, "")
     try:
         value = float(text or HOSTS_LIMIT_S)
     except ValueError:

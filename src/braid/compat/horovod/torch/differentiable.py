@@ -125,8 +125,9 @@ def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Return the rows of all ranks behind each other; see `allgather_async`."""
-    (y,) = _AllGather.apply(CallArguments(name, process_set), tensor)  # type: ignore[no-untyped-call]
-    return y  # type: ignore[no-any-return]
+    y: tuple[torch.Tensor]
+    y = _AllGather.apply(CallArguments(name, process_set), tensor)  # type: ignore[no-untyped-call]
+    return y[0]
 
 
 def grouped_allgather(

@@ -109,6 +109,9 @@ class GradientReduction(GradientListener):
             self._use_engine(process_set.member.engine)
             self._hooks.attach(p for p, r in enumerate(self._records) if r.param.requires_grad)
 
+    def _name(self, param: nn.Parameter) -> str:
+        return f"gradient.{self.names[param]}"
+
     def _required(self) -> list[nn.Parameter]:
         return [param for param in self.names if param.requires_grad]
 
@@ -176,16 +179,15 @@ class GradientReduction(GradientListener):
             self.flush()
 
     def _submit_sparse(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        name = f"gradient.{self.names[param]}"
-        handle = sparse_allreduce_async(grad, name, self.op, self.process_set)
+        handle = sparse_allreduce_async(grad, self._name(param), self.op, self.process_set)
         self.under_way[param] = handle, -1, None
         self._sparse.add(param)
 
     def _refuse_dense(self, param: nn.Parameter) -> None:
         """Tell ranks that have no gradient of a parameter yet that it is sparse."""
-        name = f"gradient.{self.names[param]}"
+        refused = Request(self._name(param), "all_reduce", refusal=IS_SPARSE)
         with translated():
-            self.process_set.member.engine.refuse(Request(name, "all_reduce", refusal=IS_SPARSE))
+            self.process_set.member.engine.refuse(refused)
 
     def _finish_guesses(self) -> None:
         """Start sparse reductions of parameters whose gradients are sparse on other ranks."""
@@ -239,7 +241,7 @@ class GradientReduction(GradientListener):
         known = self._requests.get(param)
         if known is None or known[0] != key:
             new = request(
-                f"gradient.{self.names[param]}",
+                self._name(param),
                 "all_reduce",
                 x,
                 op=engine_op(self.op, x),
