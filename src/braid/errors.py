@@ -115,9 +115,13 @@ def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> 
 
 
 def below(least: float, **values: float | None) -> list[str]:
-    """Return a problem for each value that is less than `least`, by its name; None is no value."""
+    """Return a problem for each value that is not at least `least`, by its name; None is no value.
+
+    >>> below(1, steps=0, rounds=None, seconds=float("nan"))
+    ['steps must be at least 1, got 0', 'seconds must be at least 1, got nan']
+    """
     return [
         f"{name} must be at least {least}, got {value}"
         for name, value in values.items()
-        if value is not None and value < least
+        if value is not None and not value >= least  # also NaN
     ]
