@@ -102,7 +102,7 @@ class Benchmark(Generic[Options, ReportT]):
         """Measure in fresh processes, and write the figures to the directory of the options.
 
         Args:
-            options: What to measure.
+            options: Options of the measurement.
             console: Console for a sign of progress; standard error when None.
 
         Raises:
