@@ -6,6 +6,7 @@ tests run in `make test` and which in `make test-all` only.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -151,13 +152,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _scope(nodeid)
+            scope = _scope(nodeid)
+            return nodeid.partition("[")[0] if scope == nodeid else scope
 
     return Scheduling(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     FREEZE_IMPORTS()
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What braid logs in this process during a test."""
+    logger, logged = logging.getLogger("braid"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    yield logged
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

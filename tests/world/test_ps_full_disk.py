@@ -78,7 +78,7 @@ def _trains_on(group: Group, disk: Path) -> Any:
         return values, said, had_journal
 
 
-def test_a_full_disk_costs_a_snapshot_and_the_journal_and_nothing_else(disk, caplog):
+def test_a_full_disk_costs_a_snapshot_and_the_journal_and_nothing_else(disk, messages):
     *_, (values, said, had_journal), others = run_threads(5, _trains_on, disk)
     assert values == [2.0, 4.0, 6.0, 7.0]
     assert others == ([2.0, 4.0, 6.0], ["nothing happened"] * 3)
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_a_snapshot_and_the_journal_and_nothing_else(disk, cap
     assert torch.equal(table, torch.full([SIZE], 7.0))
 
     journal = disk / "journal"
-    failed, again = [r.getMessage() for r in caplog.records if str(journal) in r.getMessage()]
+    failed, again = [each for each in messages if str(journal) in each]
     assert f"cannot write its journal {journal} (No space left on device) and goes on" in failed
     assert f"has written its journal {journal} again" in again
     assert not had_journal
