@@ -115,7 +115,7 @@ def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> 
 
 
 def below(least: float, **values: float | None) -> list[str]:
-    """Return a problem for each value that is not at least `least`, by its name; None is no value.
+    """Return a problem for each value that is not at least `least`, by its name; None is skipped.
 
     >>> below(1, steps=0, rounds=None, seconds=float("nan"))
     ['steps must be at least 1, got 0', 'seconds must be at least 1, got nan']

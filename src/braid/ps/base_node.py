@@ -63,7 +63,7 @@ class BaseNode(ABC):
 
     @abstractmethod
     def abort(self, reason: str = "") -> None:
-        """Leave the run at once, because of an error."""
+        """Leave the run immediately, because of an error."""
 
     def __enter__(self) -> Self:
         return self

@@ -493,7 +493,7 @@ class Node(BaseNode):
             self.postoffice.close()
 
     def abort(self, reason: str = "") -> None:
-        """Leave at once, and inform the scheduler of the reason."""
+        """Leave immediately, and inform the scheduler of the reason."""
         self._is_released = True
         self.postoffice.leave(reason)
         with contextlib.suppress(BraidError):

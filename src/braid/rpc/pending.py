@@ -34,7 +34,7 @@ FIRST_NS, LONGEST_NS = 250_000_000, 4_000_000_000  # between two attempts, doubl
 
 
 def idempotent(function: Function) -> Function:
-    """Let calls of a function be sent again when its node is lost; a decorator, the outermost one.
+    """Mark a function whose calls are sent again when its node is lost; the outermost decorator.
 
     At the caller only the mark counts. Executing the function twice must be as good as once.
 
@@ -210,7 +210,7 @@ class Retries:
             again()
 
     def fail(self, error: BaseException) -> None:
-        """Let all fail; the node ends."""
+        """Fail all calls; the node ends."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
         for _, _, finish in waiting:

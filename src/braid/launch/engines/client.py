@@ -54,7 +54,7 @@ class EngineSupervisor(HostsSupervisor):
 
         Args:
             job: Job to run; the engine's nodes determine its number of ranks.
-            options: Engine, and what is wanted of it.
+            options: Engine, and the nodes to ask it for.
 
         Returns:
             Outcome of the run; failures of ranks and losses of nodes are outcomes, not exceptions.

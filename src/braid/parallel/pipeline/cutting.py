@@ -187,7 +187,7 @@ def layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return layers with their names, in order; one that comes twice is there twice.
 
     Raises:
-        ConfigError: The module is no row: it has a forward of its own.
+        ConfigError: The module is not a row of layers, since it defines a forward.
     """
     is_row = isinstance(module, nn.ModuleList) or (
         isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward

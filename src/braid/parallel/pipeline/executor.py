@@ -36,9 +36,9 @@ __all__ = ["Executor", "LossOf"]
 LossOf = Callable[[Any, int], torch.Tensor]
 DrawsOf = Callable[[int], Draws]
 Gradients = list["torch.Tensor"]
-# of what is under way on this rank: its sort, the stage or connection that takes it, micro-batch
+# key of a value on this rank: its sort, the stage or connection that takes it, the micro-batch
 Key = tuple[str, "int | Edge", int]
-VALUE, OUTPUT, GRADS, INPUT_GRADS = "input", "output", "gradients of outputs", "those of inputs"
+VALUE, OUTPUT, GRADS, INPUT_GRADS = "input", "output", "gradients of outputs", "gradients of inputs"
 STASHED, STASHED_GRADS = "stashed value", "gradients of a stashed value"
 MICROBATCH_BITS = 20
 BACKWARD = frozenset({"B", "I", "W", "R", "recv_b", "send_b", "STEP"})
@@ -142,7 +142,7 @@ class Executor:
         """
         self._batches, self._loss_of, self._draws = microbatches, loss_of, draws
         results = self._perform(self._actions)
-        self._under_way.clear()  # gradients of the batch, which nobody asks for
+        self._under_way.clear()  # gradients of the batch, which the caller does not take
         return results
 
     def run_forwards(

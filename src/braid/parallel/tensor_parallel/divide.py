@@ -74,7 +74,7 @@ def parallelize(
             always is.
 
     Returns:
-        LayerKind of each module that was divided, by name; `explain()` shows what is sent.
+        Kind of each module that was divided, by name; `explain()` shows what is sent.
 
     Raises:
         ConfigError: No plan is known, an expression fits no module, a size cannot be divided, or a

@@ -217,7 +217,7 @@ class KVNode(BaseNode):
                 app.wait_all(timeout_s)
 
     def abort(self, reason: str = "") -> None:
-        """Leave at once; others lose this node, without the reason. Idempotent."""
+        """Leave immediately; other nodes lose this one without the reason. Idempotent."""
         del reason
         self._is_closed = self._is_closing = True
         self.postoffice.close(0.5)

@@ -60,7 +60,7 @@ class MembersState(Generic[BarrierName, BarrierRequest]):
     def _arrive(
         self, name: BarrierName, node: str, request: BarrierRequest, members: frozenset[str]
     ) -> None:
-        """Let a node wait at a barrier until all members have come."""
+        """Hold a node at a barrier until all members have come."""
         self._arrived.setdefault(name, {})[node] = request
         self._expected[name] = members & self._expected.get(name, members)
 

@@ -21,7 +21,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class NotInitializedError(StaleError, ValueError):
-    """There is no session, as `hvd.init()` was not called; Horovod's is a ValueError."""
+    """`hvd.init()` was not called. Horovod raises a ValueError, so this is one, too."""
 
 
 class UnsupportedArgumentError(ConfigError, NotImplementedError):
@@ -42,7 +42,7 @@ class HostsUpdatedInterrupt(Exception):
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Translate errors of braid inside the context into those of Horovod's operations.
+    """Translate errors of braid inside the context into errors of Horovod's operations.
 
     Raises:
         HorovodInternalError: In place of CommError, which is its cause.

@@ -211,7 +211,7 @@ def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
 def wait_for_points(
     events: Iterable[torch.cuda.Event | None], tensors: Iterable[torch.Tensor | None]
 ) -> None:
-    """Let this thread's stream wait for points on others before it goes on.
+    """Make this thread's stream wait for points on other streams.
 
     Args:
         events: Points on other streams.

@@ -218,7 +218,7 @@ class AllReduce(_AllReduceBase):
 
 
 class AdasumReduce(_Base):
-    """Adasum of a batch, tensor by tensor, since each has a direction of its own.
+    """Adasum of a batch, tensor by tensor, since tensors have different directions.
 
     Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
     """

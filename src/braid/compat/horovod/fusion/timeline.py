@@ -104,7 +104,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def batch(self, entries: Sequence[TensorTableEntry], agreed_ns: int) -> Iterator[None]:
-        """Record the activities inside the context as those of a batch.
+        """Record the activities inside the context as activities of a batch.
 
         Args:
             entries: Entries of the batch.

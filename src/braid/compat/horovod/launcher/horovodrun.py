@@ -79,7 +79,7 @@ def launch(
 
     Args:
         wanted: Job, and hosts where it runs.
-        verbose: Whether to show first what is going to be started.
+        verbose: Whether to show the job before it starts.
         with_times: Whether to put the time before lines of ranks.
         owns_process: As for `Supervisor`.
 
