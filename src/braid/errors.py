@@ -20,6 +20,7 @@ for most mistakes and programs written for it catch them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 
 __all__ = [
     "BraidError",
@@ -110,18 +111,20 @@ def encodable(text: str) -> str:
 
 def raise_all(problems: Iterable[str], kind: type[BraidError] = ConfigError) -> None:
     """Raise one error with all problems, each of them once; do nothing without any."""
-    if text := "; ".join(dict.fromkeys(problems)):
-        raise kind(text)
+    if each := list(dict.fromkeys(problems)):
+        raise kind("; ".join(each))
 
 
-def below(least: float, **values: float | None) -> list[str]:
-    """Return a problem for each value that is not at least `least`, by its name; None is skipped.
+def below(least: float, /, **values: object) -> list[str]:
+    """Return a problem for each value that is not a number of at least `least`, by its name.
 
-    >>> below(1, steps=0, rounds=None, seconds=float("nan"))
+    >>> below(1, steps=0, seconds=float("nan"))
     ['steps must be at least 1, got 0', 'seconds must be at least 1, got nan']
+    >>> below(1, rounds=None)
+    ['rounds must be at least 1, got None']
     """
     return [
         f"{name} must be at least {least}, got {value}"
         for name, value in values.items()
-        if value is not None and not value >= least  # also NaN
+        if not (isinstance(value, Real) and float(value) >= least)  # also NaN
     ]

@@ -171,7 +171,8 @@ class TrainConfig:
             "staleness": 0,
         }
         for name, low in least.items():
-            problems += below(low, **{name: getattr(self, name)})
+            if name != "warmup" or self.warmup is not None:
+                problems += below(low, **{name: getattr(self, name)})
         if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append(
                 f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "

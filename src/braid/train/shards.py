@@ -155,7 +155,8 @@ class ParallelShards:
 
     def checkpoint(self, optimizer: Optimizer) -> tuple[Snapshot, dict[str, Any]]:
         """See `Shards`; a collective if the model is divided."""
-        self._make()
+        if self._stage:
+            self._make()
         if (sharding := self._sharding) is not None:
             return ShardedSnapshot(sharding, optimizer), sharded_numbers(sharding, optimizer)
         tensors = training_tensors(self._model, optimizer)

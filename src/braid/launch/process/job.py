@@ -101,7 +101,7 @@ class JobSpec:
             problems.append(f"number of ranks must be 1 to {MAX_RANKS}, got {self.num_ranks}")
         if self.port is not None and not 1 <= self.port <= 65535:
             problems.append(f"port must be 1 to 65535 or auto, got {self.port}")
-        problems += below(1, threads=self.threads)
+        problems += below(1, threads=self.threads) if self.threads is not None else []
         if self.timeout_s is not None and self.timeout_s <= 0:
             problems.append(f"timeout must be more than 0 s, got {self.timeout_s:g} s")
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.num_ranks:
