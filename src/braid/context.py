@@ -91,7 +91,6 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
             member.context.clock,
             member.context.events,
             member.context.store,
-            _gpu_memory,
         )
         _DEFAULT.membership = member
         _DEFAULT.has_joined = True
@@ -145,16 +144,6 @@ def log(*, step: int | None = None, **values: Any) -> None:
         msg = "braid.log before braid.init(): call braid.init() once at the start"
         raise StaleError(msg)
     _DEFAULT.metrics.log(step, values)
-
-
-def _gpu_memory() -> dict[str, float]:
-    """Return the memory that torch has allocated on this rank's GPU; empty without one in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {}
-    return {
-        "cuda_bytes": torch.cuda.memory_allocated(),
-        "cuda_peak_bytes": torch.cuda.max_memory_allocated(),
-    }
 
 
 def shutdown() -> None:

@@ -31,9 +31,9 @@ sections=(
 	others:50
 	launch:80
 	plan:40
-	nccl:60
+	nccl:90
 	rpc:50
-	train:150
+	train:220
 	cores:100
 )
 export OUT=${OUT:-$PWD/gpu-results}

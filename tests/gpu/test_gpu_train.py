@@ -86,6 +86,7 @@ def test_the_command_trains_and_resumes_on_the_device(tmp_path, text, device, fi
     words[:] = ["report", "run", "--out", str(page)]
     braid()
     assert f"on {name} in bf16" in page.read_text()
+    assert "largest memory of a process" in page.read_text()
     assert ("largest memory on a GPU" in page.read_text()) == (device == "cuda")
     reports = _reports(str(tmp_path / "run"))
     start = next(report for report in reports if report["kind"] == "start")

@@ -27,6 +27,7 @@ from braid.checkpoint import (
 from braid.comm import Group
 from braid.comm.autograd.streams import current_stream, synchronize
 from braid.errors import BraidError, CheckpointError, ConfigError
+from braid.runtime.metrics import memory_bytes
 from braid.train.asynchronous import AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
 from braid.train.data import Corpus, Windows
@@ -302,6 +303,7 @@ class Trainer:
                 tokens_per_s=config.batch * config.context / wall_s,
                 **shares._asdict(),
                 mfu=self._flops_per_step / self._group.size / wall_s / self._peak,
+                **memory_bytes(),
             )
         )
 

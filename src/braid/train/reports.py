@@ -60,8 +60,10 @@ class TrainingStarted(msgspec.Struct, tag_field="kind", tag="start", frozen=True
     notes: tuple[str, ...] = ()
 
 
-class Stepped(msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only=True):
-    """Report of a completed step; shares and MFU are those of rank 0."""
+class Stepped(
+    msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only=True, omit_defaults=True
+):
+    """Report of a completed step; shares, MFU and memory are those of rank 0."""
 
     step: int
     loss: float
@@ -73,6 +75,10 @@ class Stepped(msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only
     wait: float
     transfer: float
     mfu: float
+    rss_bytes: int = 0
+    peak_rss_bytes: int = 0
+    cuda_bytes: int = 0
+    cuda_peak_bytes: int = 0
 
 
 class Evaluated(msgspec.Struct, tag_field="kind", tag="eval", frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from braid import ps
 from braid.checkpoint import open_last, training_tensors
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from braid.runtime.metrics import memory_bytes
 from braid.runtime.rendezvous import Loaded, Saved
 from braid.runtime.rendezvous.membership import Membership
 from braid.train.config import MODELS, TrainConfig, checkpoints_in
@@ -241,6 +242,7 @@ class _Worker:
                 wait=waited,
                 transfer=0.0,
                 mfu=self._flops * share / wall_ns * 1e9 / self._peak,
+                **memory_bytes(),
             )
         )
 

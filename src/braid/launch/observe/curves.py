@@ -138,12 +138,11 @@ def _rate(run: Run, name: str, label: str) -> Chart | None:
 def _memory(run: Run) -> Chart | None:
     """Return the memory of the rank with the most, in each step."""
     rows: dict[float, dict[str, float]] = {}
-    for logged in run.rank_metrics.values():
-        for row in logged:
-            most = rows.setdefault(row["step"], {"step": row["step"]})
-            for key in ("rss_bytes", "cuda_bytes"):
-                if key in row:
-                    most[key] = max(most.get(key, 0.0), row[key])
+    for row in run.every_row():
+        most = rows.setdefault(row["step"], {"step": row["step"]})
+        for key in ("rss_bytes", "cuda_bytes"):
+            if key in row:
+                most[key] = max(most.get(key, 0.0), row[key])
     series = {
         "rss_bytes": ("process, largest rank", "compute"),
         "cuda_bytes": ("GPU, largest rank", "transfer"),

@@ -83,12 +83,11 @@ def _step_times(run: Run, steps: Steps) -> Iterator[Figure]:
 
 
 def _memory(run: Run) -> Iterator[Figure]:
-    rows = [row for logged in run.rank_metrics.values() for row in logged]
     for key, name in (
         ("peak_rss_bytes", "largest memory of a process"),
         ("cuda_peak_bytes", "largest memory on a GPU"),
     ):
-        most = max((row[key] for row in rows if key in row), default=math.nan)
+        most = max((row[key] for row in run.every_row() if key in row), default=math.nan)
         yield Figure(name, most, bytes_text(most), True)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import shlex
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
@@ -78,6 +79,10 @@ class Run:
         outcome = self.record.outcome
         failed = outcome is not None and outcome.status != "finished"
         return read_timelines(self.rings, failed=failed)
+
+    def every_row(self) -> Iterator[Mapping[str, float]]:
+        """Yield the rows of all ranks, and their averages."""
+        return chain(self.metrics, *self.rank_metrics.values())
 
     @property
     def command_line(self) -> str:

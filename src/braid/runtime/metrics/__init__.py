@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.runtime.metrics.files import FOLDER, MetricsFiles, has_writer
+from braid.runtime.metrics.memory import memory_bytes
 from braid.runtime.metrics.reading import MetricRows, MetricsReader, average_rows, read_metrics
 from braid.runtime.metrics.rows import MEASURED, Row, row_of
 from braid.runtime.metrics.run_metrics import RunMetrics
@@ -17,6 +18,7 @@ __all__ = [
     "RunMetrics",
     "average_rows",
     "has_writer",
+    "memory_bytes",
     "read_metrics",
     "row_of",
 ]

@@ -8,17 +8,15 @@ which they agree through the store by which they have met. `braid report` reads 
 from __future__ import annotations
 
 import logging
-import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from braid._version import __version__
 from braid.errors import ConfigError
@@ -26,6 +24,7 @@ from braid.runtime.clock import Clock
 from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import Recorder
 from braid.runtime.metrics.files import MetricsFiles
+from braid.runtime.metrics.memory import memory_bytes
 from braid.runtime.metrics.rows import row_of
 from braid.runtime.rendezvous import ControlClient, JobEnvironment, Logged
 from braid.runtime.store import Store
@@ -35,7 +34,6 @@ __all__ = ["RunMetrics"]
 LOG = logging.getLogger(__name__)
 
 DIRECTORY = "metrics/directory"  # key of the directory's name in the store
-PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
 
 
 class RunMetrics:
@@ -47,7 +45,6 @@ class RunMetrics:
         clock: Clock of the rank.
         events: Recorder of the rank, which gets an event for each row.
         store: Store of the job's ranks, in which they agree on a directory without a launcher.
-        measure: Returns further measured numbers, such as the memory of a GPU.
     """
 
     def __init__(
@@ -57,17 +54,14 @@ class RunMetrics:
         clock: Clock,
         events: Recorder,
         store: Store,
-        measure: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._environment = environment
         self._control = control
         self._clock = clock
         self._events = events
-        self._measure = measure
         self._begin_ns = clock.now_ns()
         # at once: the store may have ended when a rank logs for the first time
         self._own_name = _agreed_name(store) if control is None else ""
-        self._process = psutil.Process()
         self._files: MetricsFiles | None = None
         self._last_step = -1
 
@@ -84,9 +78,7 @@ class RunMetrics:
         measured = {
             "time_s": round((self._clock.now_ns() - self._begin_ns) / 1e9, 6),
             "unix_s": round(time.time(), 3),
-            "rss_bytes": self._process.memory_info().rss,
-            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
-            **self._measure(),
+            **memory_bytes(),
         }
         row = row_of(self._last_step + 1 if step is None else step, values, measured)
         self._last_step = int(row["step"] or 0)
