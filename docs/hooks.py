@@ -47,7 +47,6 @@ PACKAGES = (
     "braid.programs.cost",
     "braid.runtime.message",
     "braid.runtime.store",
-    "braid.train.data",
     "braid.errors",
 )
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import braid
 from braid import ps
-from braid.train.data import standard_library
+from braid.train.corpus import standard_library
 
 LINES, BATCH, TEST = 24_000, 200, 4_000
 SUM = ps.Consistency(aggregate="sum")
@@ -35,7 +35,7 @@ def features(line: str) -> list[int]:
 
 def lines() -> list[tuple[list[int], float]]:
     """Return features and labels of lines: 1 for prose of the handbook, 0 for Python."""
-    text = bytes(standard_library().train.tolist()).decode(errors="ignore")
+    text = standard_library().train.decode(errors="ignore")
     prose = {line.strip() for topic in topics.values() for line in topic.split("\n")}
     code = {line.strip() for line in text.split("\n")} - prose
     chance = random.Random(0)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import braid
 from braid import ps
-from braid.train.data import standard_library
+from braid.train.corpus import standard_library
 
 STEPS, BATCH, WINDOW, NEGATIVES, DIM, WORDS = 250, 2048, 4, 5, 32, 4000
 PAIRS = (
@@ -30,7 +30,7 @@ PAIRS = (
 
 def words_of_library(num_bytes: int = 4_000_000) -> tuple[list[str], torch.Tensor]:
     """Return the most frequent words, and the text as places in that list."""
-    text = bytes(standard_library().train[:num_bytes].tolist()).decode(errors="ignore").lower()
+    text = standard_library().train[:num_bytes].decode(errors="ignore").lower()
     tokens = re.findall(r"[a-z]{2,}", text)
     words = [word for word, _ in Counter(tokens).most_common(WORDS)]
     places = {word: place for place, word in enumerate(words)}

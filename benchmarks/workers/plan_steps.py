@@ -30,7 +30,7 @@ from braid.plan.profiling import (
 )
 from braid.plan.search import Estimator, Split, Training, rescore
 from braid.train.config import MODELS, TrainConfig
-from braid.train.data import Corpus, standard_library
+from braid.train.corpus import Corpus, standard_library
 from braid.train.loop import Stopping, Trainer
 from braid.train.models import gpt
 from braid.train.planned import options_of

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from braid.cli import main
 
 BEGIN = """
 import os, sys, time, torch, braid
@@ -30,30 +31,41 @@ group.all_reduce(y)
 """
 SPINNING = f"""{BEGIN}
 if group.rank == 1:
-    time.sleep(6) if device == "cpu" else torch.cuda._sleep(10**11)
+    time.sleep(5) if device == "cpu" else torch.cuda._sleep(10**11)
 group.all_reduce(x)
 """
 
 
-def braid(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "braid", *words]
-    environ = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path, env=environ
-    )
+class Ended(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
 
 
-def run(
-    tmp_path: Path, device: str, program: str, *options: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a program on two ranks that share the device; shown where the test fails."""
-    script = tmp_path / "train.py"
-    script.write_text(program)
-    done = braid(tmp_path, "run", "-n", "2", *options, "--log-dir", "run", str(script), device)
-    print(done.stdout, done.stderr, sep="\n")
-    assert "sum 8.0" in done.stdout
-    assert all(f"local rank {rank} of {rank}" in done.stdout for rank in (0, 1))
-    return done
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def braid(tmp_path, monkeypatch, capfd) -> Command:
+    """Run a command of braid in a directory of its own; its output is shown where the test fails."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words: str) -> Ended:
+        ended = Ended(main(words), *capfd.readouterr())
+        print(ended.stdout, ended.stderr, sep="\n")
+        return ended
+
+    return run
+
+
+def run(braid: Command, device: str, program: str, *options: str) -> Ended:
+    """Run a program on two ranks that share the device."""
+    Path("train.py").write_text(program)
+    ended = braid("run", "-n", "2", *options, "--log-dir", "run", "train.py", device)
+    assert "sum 8.0" in ended.stdout
+    assert all(f"local rank {rank} of {rank}" in ended.stdout for rank in (0, 1))
+    return ended
 
 
 def line_of(text: str, label: str) -> str:
@@ -65,37 +77,35 @@ def line_of(text: str, label: str) -> str:
 
 
 @pytest.mark.launcher
-def test_a_rank_without_memory_is_the_cause_with_the_size(tmp_path, device):
-    done = run(tmp_path, device, TOO_LARGE)
+def test_a_rank_without_memory_is_the_cause_with_the_size(braid, device):
+    done = run(braid, device, TOO_LARGE)
     size = "1152921504606846976 bytes" if device == "cpu" else "1024.00 GiB"
-    assert done.returncode == 1
+    assert done.code == 1
     assert "rank 1" in line_of(done.stderr, "cause")
     assert size in line_of(done.stderr, "cause")
 
 
 @pytest.mark.launcher
-def test_a_rank_that_reads_outside_of_its_memory_is_the_cause(tmp_path, device):
-    done = run(tmp_path, device, OUT_OF_RANGE)
+def test_a_rank_that_reads_outside_of_its_memory_is_the_cause(braid, device):
+    done = run(braid, device, OUT_OF_RANGE)
     error = "IndexError: index out of range" if device == "cpu" else "device-side assert triggered"
-    assert done.returncode != 0  # the CUDA driver may abort a process whose context is lost
+    assert done.code != 0  # the CUDA driver may abort a process whose context is lost
     assert "rank 1" in line_of(done.stderr, "cause")
     assert error in line_of(done.stderr, "cause")
     assert re.search(r"rank 0 was .*in all_reduce", line_of(done.stderr, "affected"))
 
 
 @pytest.mark.launcher
-def test_a_kernel_that_does_not_end_makes_its_rank_the_missing_one(tmp_path, device):
-    done = run(tmp_path, device, SPINNING, "--hang-report", "2", "--timeout", "25")
+def test_a_kernel_that_does_not_end_makes_its_rank_the_missing_one(braid, device):
+    done = run(braid, device, SPINNING, "--hang-report", "2", "--timeout", "25")
     reason = "is at train.py:10" if device == "cpu" else "waits for its GPU in all_reduce"
-    assert done.returncode == (
-        0 if device == "cpu" else 124
-    )  # the kernel takes longer than the run may
+    assert done.code == (0 if device == "cpu" else 124)  # the kernel takes longer than the run may
     assert "rank 0" in line_of(done.stderr, "waiting")
     assert "rank 1" in line_of(done.stderr, "missing")
     assert f"rank 1 {reason}" in line_of(done.stderr, "likely")
 
 
 @pytest.mark.launcher
-def test_the_doctor_knows_the_device(tmp_path, device):
-    done = braid(tmp_path, "doctor")
+def test_the_doctor_knows_the_device(braid, device):
+    done = braid("doctor")
     assert bool(re.search(r"GPUs +none", done.stdout)) == (device == "cpu"), done.stdout

@@ -5,10 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,13 +18,14 @@ import torch
 from gpu_models import CONTEXT, SIZE
 
 from braid.checkpoint import load
+from braid.cli import main
 from braid.comm import Group
 from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import Estimator, Split, Training
 from braid.programs.topology import find_device
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.train.config import MODELS, TrainConfig
-from braid.train.data import from_files
+from braid.train.corpus import from_files
 from braid.train.device import choose_device
 from braid.train.gpt import flops_per_token
 from braid.train.loop import Stopping, Trainer
@@ -55,25 +53,18 @@ def _reports(log_dir: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.launcher
-def test_the_command_trains_and_resumes_on_the_device(tmp_path, text, device, figures):
+def test_the_command_trains_and_resumes_on_the_device(
+    tmp_path, monkeypatch, capsys, text, device, figures
+):
     words = ["train", "--model", SIZE[device], "--device", device, "--dtype", "bf16"]
     words += ["--context", str(CONTEXT[device]), "--batch", "4", "--lr", "5e-4", "--warmup", "2"]
     words += ["--data", text, "--eval-samples", "4", "--sample-bytes", "4", "--log-dir", "run"]
-    environ = {**os.environ, "COLUMNS": "200"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
 
     def braid(*more: str) -> str:
-        command = [sys.executable, "-m", "braid", *words, *more]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            cwd=tmp_path,
-            env=environ,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert main([*words, *more]) == 0
+        return str(capsys.readouterr().out)
 
     name = choose_device(device).name
     out = braid("--steps", "6")

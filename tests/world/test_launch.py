@@ -365,8 +365,9 @@ def test_ranks_die_with_a_killed_launcher(tmp_path):
     assert (gone, cli.end()[0]) == ([True, True], -9)
 
 
-def test_the_command_imports_no_torch(tmp_path):
-    code = "import sys; from braid.cli import main; main(['run', 'nix.py']); print('torch' in sys.modules)"
+@pytest.mark.parametrize("words", [["run", "nix.py"], ["train", "--steps", "0"]])
+def test_the_command_imports_no_torch(tmp_path, words):
+    code = f"import sys; from braid.cli import main; main({words}); print('torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
     )

@@ -23,7 +23,7 @@ from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.programs.schedule.pipeline import to_csv, v_min
 from braid.train.config import TrainConfig
-from braid.train.data import from_files
+from braid.train.corpus import from_files
 from braid.train.loop import Stopping, Trainer, TrainingDivergedError
 from braid.train.reports import Reporter
 

@@ -30,10 +30,10 @@ from braid.parallel.pipeline import sizes_of
 from braid.parallel.pipeline.asynchronous import AsynchronousPipeline, Emulation, stale_lr_scale
 from braid.programs.schedule.pipeline import VersionRule, asynchronous, oldest_ages
 from braid.train.config import TrainConfig
-from braid.train.data import Windows
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import clip_whole
 from braid.train.stage_balance import stage_balance
+from braid.train.windows import Windows
 
 __all__ = ["AsynchronousStages", "Trained"]
 

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from braid.checkpoint import ls, read_manifest
 from braid.errors import CheckpointError, ConfigError
 from braid.launch import RESUME, JobSpec, Outcome, Supervisor
 from braid.train.config import TrainConfig, checkpoints_in
-from braid.train.data import from_files
-from braid.train.device import choose_device
+from braid.train.corpus import from_files
 from braid.train.progress import TrainConsole
 
 __all__ = ["choose_log_dir", "last_run", "launch", "train"]
@@ -66,7 +64,10 @@ def launch(
         ConfigError: The training cannot work; nothing was started.
     """
     config.check_ranks(num_ranks)
-    choose_device(config.device)
+    if config.device == "cuda":
+        from braid.train.device import choose_device  # noqa: PLC0415 - imports torch
+
+        choose_device(config.device)
     if config.data:
         from_files(config.data)
     if resume and resume != "auto":
@@ -87,6 +88,8 @@ def launch(
 
 def _check_resume(path: Path) -> None:
     """Raise ConfigError unless a path is a checkpoint or has any."""
+    from braid.checkpoint import ls, read_manifest  # noqa: PLC0415 - imports torch
+
     if not path.is_dir():
         msg = f"there is no checkpoint and no directory of a run at {path} to resume from"
         raise ConfigError(msg)
@@ -118,6 +121,8 @@ def choose_log_dir(resume: str, prefix: str = "") -> str:
 
 def last_run(runs: Path) -> str:
     """Path of the run with the latest checkpoint; empty when there is none."""
+    from braid.checkpoint import ls  # noqa: PLC0415 - imports torch
+
     runs_by_time: list[tuple[float, str]] = []
     for directory in runs.glob("*/checkpoints"):
         complete = [line.path for line in ls(directory) if not line.problem]

@@ -30,7 +30,7 @@ from braid.errors import BraidError, CheckpointError, ConfigError
 from braid.runtime.metrics import memory_bytes
 from braid.train.asynchronous import AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
-from braid.train.data import Corpus, Windows
+from braid.train.corpus import Corpus
 from braid.train.device import CPU, RankDevice
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.mesh_shards import MeshShards
@@ -46,6 +46,7 @@ from braid.train.reports import (
 from braid.train.sampling import OrderedSampler, SampleOrder
 from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
+from braid.train.windows import Windows
 from braid.types import Shares
 
 __all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError"]
@@ -428,7 +429,7 @@ class Trainer:
             num_params=sum(p.numel() for p in self._model.parameters()),
             data=self._corpus.name,
             num_files=self._corpus.num_files,
-            data_bytes=self._corpus.train.numel(),
+            data_bytes=len(self._corpus.train),
             tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops_per_step,
             peak_flops_per_s=self._peak,

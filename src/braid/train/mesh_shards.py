@@ -17,9 +17,9 @@ from braid.comm import Group
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 from braid.train.config import TrainConfig
-from braid.train.data import Windows
 from braid.train.gpt import GPT, mean_loss
 from braid.train.shards import StepAgreement
+from braid.train.windows import Windows
 
 __all__ = ["MeshShards"]
 

@@ -131,14 +131,14 @@ def followed(config: TrainConfig, plan: Plan | PipeDreamPlan) -> TrainConfig:
     return replace(config, **options)
 
 
-def comparison(plan: Plan, log_dir: str | Path) -> list[str]:
+def comparison(plan: Plan | PipeDreamPlan, log_dir: str | Path) -> list[str]:
     """Return lines that compare a plan's prediction with the steps of a run.
 
     Args:
         plan: Plan that the run has followed.
         log_dir: Directory of the run's metrics.
     """
-    predicted = plan.predicted
+    predicted = plan.predicted if isinstance(plan, Plan) else None
     lines = Path(log_dir, "metrics.jsonl").read_text().splitlines()
     steps = [report for report in map(json.loads, lines) if report["kind"] == "step"][WARM_UP:]
     if predicted is None or not steps:

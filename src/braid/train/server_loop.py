@@ -28,7 +28,7 @@ from braid.runtime.metrics import memory_bytes
 from braid.runtime.rendezvous import Loaded, Saved
 from braid.runtime.rendezvous.membership import Membership
 from braid.train.config import MODELS, TrainConfig, checkpoints_in
-from braid.train.data import Corpus, Windows
+from braid.train.corpus import Corpus
 from braid.train.device import RankDevice
 from braid.train.gpt import GPT, flops_per_token, generate
 from braid.train.loop import PROMPT, Stopping, TrainingDivergedError
@@ -43,6 +43,7 @@ from braid.train.reports import (
 )
 from braid.train.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.shards import clip_whole
+from braid.train.windows import Windows
 from braid.types import Shares
 
 __all__ = ["train_on_servers"]
@@ -298,7 +299,7 @@ class _Worker:
             num_params=sum(p.numel() for p in self._model.parameters()),
             data=self._corpus.name,
             num_files=self._corpus.num_files,
-            data_bytes=self._corpus.train.numel(),
+            data_bytes=len(self._corpus.train),
             tokens_per_step=config.batch * config.context,
             flops_per_step=self._flops * config.batch * config.context,
             peak_flops_per_s=self._peak,

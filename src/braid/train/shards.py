@@ -31,9 +31,9 @@ from braid.parallel.sharding import (
     memory_of,
     sharded_numbers,
 )
-from braid.train.data import Windows
 from braid.train.gpt import GPT
 from braid.train.sampling import share_of
+from braid.train.windows import Windows
 
 __all__ = ["ParallelShards", "ReferenceShards", "Shards", "StepAgreement", "clip_whole"]
 

@@ -17,7 +17,7 @@ from braid.errors import ConfigError
 from braid.runtime.rendezvous import Loaded, Saved
 from braid.runtime.rendezvous.membership import Membership
 from braid.train.config import TrainConfig, checkpoints_in
-from braid.train.data import from_files, standard_library
+from braid.train.corpus import from_files, standard_library
 from braid.train.device import choose_device, compute_deterministically
 from braid.train.loop import Stopping, Trainer
 from braid.train.reports import Reporter

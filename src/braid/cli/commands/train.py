@@ -44,16 +44,16 @@ def train(
     """
     from rich.console import Console
 
-    from braid.plan.plan_file import Plan
     from braid.programs.layout import Mesh
     from braid.train import command
-    from braid.train.planned import comparison, followed
 
     config = replace(config, log_dir=config.log_dir or command.choose_log_dir(resume))
     if config.versions and not (config.mesh or config.reference_shards):
         config = replace(config, mesh=f"pp={n or 2}")
     planned = None
     if plan:
+        from braid.train.planned import followed
+
         planned = _planned(plan, config, n, threads)
         whole_rates = replace(config, stale_lr_steps=0)  # the plan has the pipeline
         config = replace(followed(whole_rates, planned), stale_lr_steps=config.stale_lr_steps)
@@ -64,8 +64,11 @@ def train(
     )
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
-    elif isinstance(planned, Plan):
-        print("\n".join(comparison(planned, config.log_dir)))
+    elif planned is not None:
+        from braid.train.planned import comparison
+
+        for line in comparison(planned, config.log_dir):
+            print(line)
     return outcome.exit_code
 
 

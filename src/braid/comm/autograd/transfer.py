@@ -50,8 +50,7 @@ def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
         user = current_stream(device)
         # torch queues a copy between devices on both current streams
         with use_stream(source), use_stream(destination):
-            # into memory of the host, torch would not wait for the end
-            ys = tuple(_moved(t, device, non_blocking=device.type != "cpu") for t in ts)
+            ys = tuple(_moved(t, device) for t in ts)
         wait_stream(destination, source)
         for t, y in zip(ts, ys, strict=True):
             record_stream(t, source)
@@ -82,6 +81,10 @@ def wait(*xs: torch.Tensor, waiting: Stream, awaited: Stream) -> Tensors:
     return linear_map(run, lambda *gs: wait(*gs, waiting=awaited, awaited=waiting), *xs)
 
 
-def _moved(t: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
-    y = t.to(device, non_blocking=non_blocking)
+def _moved(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on a device; a copy to a GPU may still be under way."""
+    if device.type == "cuda" and t.device.type == "cpu":
+        t = t.pin_memory()  # by several cores; the driver's copy to pinned memory uses one
+    # into memory of the host, torch would not wait for the end
+    y = t.to(device, non_blocking=device.type != "cpu")
     return y.detach() if y is t else y

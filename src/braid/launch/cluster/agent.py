@@ -134,7 +134,7 @@ class _Agent(AbstractContextManager["_Agent"]):
         self._inbox = inbox
         self._join_request = join_request
         self._notice = notice
-        self._known = frozenset(child.pid for child in psutil.Process().children())
+        self._known = frozenset(p.pid for p in psutil.Process().children(recursive=True))
         self._bye: AgentBye | None = None
         self._refused = ""
         self._num_signals = 0

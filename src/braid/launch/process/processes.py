@@ -167,7 +167,7 @@ def end_descendants(
         marker: Environment variables that processes of the run have inherited.
         all_new: Whether every descendant that is not in `known` belongs to the run. Set if this
             process does nothing but launch.
-        known: Children that this process had before the run.
+        known: Descendants that this process had before the run.
 
     Returns:
         Number of processes that were left behind.

@@ -108,7 +108,7 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
         self.secret = Secret.generate()
         self._job = job
         self._owns_process = owns_process
-        self._known = frozenset(child.pid for child in psutil.Process().children())
+        self._known = frozenset(p.pid for p in psutil.Process().children(recursive=True))
         self._memory = OomMonitor.of_this_process()
         self._threads, reason = choose_threads(job)
         self._input = None if job.stdin_rank is None else LauncherInput()

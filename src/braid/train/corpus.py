@@ -20,8 +20,6 @@ from pathlib import Path
 from pydoc_data import topics
 from typing import NamedTuple
 
-import torch
-
 from braid.errors import ConfigError
 
 __all__ = ["Corpus", "from_files", "standard_library"]
@@ -47,15 +45,15 @@ class Corpus:
 
     Attributes:
         name: Name of the text, for people.
-        train: Bytes to train on; uint8, one dim.
-        held_out: Bytes that are never trained on; uint8, one dim.
+        train: Bytes to train on.
+        held_out: Bytes that are never trained on.
         num_files: Number of files.
         digest: SHA-256 over both parts, so that a run can refuse to continue on other data.
     """
 
     name: str
-    train: torch.Tensor = field(repr=False)
-    held_out: torch.Tensor = field(repr=False)
+    train: bytes = field(repr=False)
+    held_out: bytes = field(repr=False)
     num_files: int
     digest: str
 
@@ -104,8 +102,8 @@ def from_files(paths: Iterable[str | Path]) -> Corpus:
     documents = [_document(name, text) for name, text in texts.items() if isinstance(text, bytes)]
     name = Path(documents[0].name).name if len(documents) == 1 else f"{len(documents)} files"
     corpus = _corpus(name, documents)
-    if corpus.held_out.numel() < MIN_HELD_OUT_BYTES:
-        total = corpus.train.numel() + corpus.held_out.numel()
+    if len(corpus.held_out) < MIN_HELD_OUT_BYTES:
+        total = len(corpus.train) + len(corpus.held_out)
         msg = (
             f"{total} bytes of text are too few to hold {MIN_HELD_OUT_BYTES} out for "
             f"evaluation: give at least {10 * MIN_HELD_OUT_BYTES} bytes"
@@ -154,11 +152,10 @@ def _corpus(name: str, documents: Sequence[_Document]) -> Corpus:
         held_out += [SEPARATOR, document.text[cut:]] if cut < len(document.text) else []
     parts = [b"".join(train), b"".join(held_out)]
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts))
-    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts]
     return Corpus(
         name=name,
-        train=tensors[0],
-        held_out=tensors[1],
+        train=parts[0],
+        held_out=parts[1],
         num_files=len(ordered),
         digest=digest.hexdigest(),
     )

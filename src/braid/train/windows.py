@@ -20,7 +20,7 @@ class Windows:
     """A data set of (inputs, targets) over a row of tokens.
 
     Args:
-        tokens: uint8, one dim; not copied.
+        tokens: Tokens of one byte each.
         context: Number of tokens of an input.
         name: Name of the text, for messages.
         device: Device of the samples; the tokens stay where they are.
@@ -31,22 +31,23 @@ class Windows:
 
     def __init__(
         self,
-        tokens: torch.Tensor,
+        tokens: bytes,
         context: int,
         *,
         name: str = "data",
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= context < tokens.numel():
+        if not 1 <= context < len(tokens):
             msg = (
-                f"context must be 1 to {max(1, tokens.numel() - 1)} tokens, as the {name} has, "
+                f"context must be 1 to {max(1, len(tokens) - 1)} tokens, as the {name} has, "
                 f"got {context}: choose a shorter --context or more --data"
             )
             raise ConfigError(msg)
         self._context, self._device = context, device
-        self._num = (tokens.numel() - 1) // context
+        self._num = (len(tokens) - 1) // context
         # overlapping rows: a view, T+1 tokens every T tokens
-        self._rows = tokens.as_strided((self._num, context + 1), (context, 1))
+        whole = torch.frombuffer(bytearray(tokens), dtype=torch.uint8)
+        self._rows = whole.as_strided((self._num, context + 1), (context, 1))
 
     def __len__(self) -> int:
         return self._num
