@@ -94,6 +94,7 @@ LAUNCHING = (
     "world/test_readme_and_examples.py",
     "world/test_resume.py::test_a_run_that",
     "world/test_store_torch.py",
+    "world/test_strategies_workers.py::test_one_line",
     "world/test_torch_backend_life.py",
     "world/test_torch_rpc.py::test_a_program",
     "world/test_train.py",

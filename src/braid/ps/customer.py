@@ -208,6 +208,7 @@ class Customer:
         request = self._state.forget(timestamp)
         if request is None:
             return
+        request.asked.clear()  # the van's thread may have found it: it gets no memory any more
         self.postoffice.expect_no_more(request.ids)
         for number in request.ids:
             del self._by_id[number]

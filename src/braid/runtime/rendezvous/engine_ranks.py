@@ -1,9 +1,10 @@
-"""Ranks that srun, mpirun and Kubernetes start, described by torchrun's variables.
+"""Ranks that srun, mpirun, Kubernetes or TF_CONFIG name, described by torchrun's variables.
 
     srun        SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE ...
     Open MPI    OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK ...
     MPICH       PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS
     Kubernetes  JOB_COMPLETION_INDEX, of an Indexed Job, beside WORLD_SIZE and MASTER_ADDR
+    by hand     TF_CONFIG, as programs of TensorFlow are told
 
 Problem: each names rank and size in its own way, none says at which port ranks meet, and programs
 that read the wrong ones all become rank 0.
@@ -26,6 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 from braid.errors import ConfigError
 from braid.runtime.rendezvous.slurm_names import expand_counts, expand_hostlist
+from braid.runtime.rendezvous.tf_config import read_tf_config
 
 __all__ = ["EngineRank", "IPNetwork", "as_torchrun", "engine_rank"]
 
@@ -41,7 +43,7 @@ class EngineRank(NamedTuple):
     """A rank, as its engine describes it.
 
     Attributes:
-        engine: Name of the engine: `srun`, `mpirun`, `mpiexec` or `kubernetes`.
+        engine: Name of the engine: `srun`, `mpirun`, `mpiexec`, `kubernetes` or `tf_config`.
         rank: Global rank.
         world_size: Number of ranks.
         local_rank: Index of the rank on its host.
@@ -51,6 +53,7 @@ class EngineRank(NamedTuple):
         first_host: Host of rank 0, as its name or all of its addresses, with commas; empty if
             unknown.
         job: Name of the job, equal on all ranks; empty if unknown.
+        port: Port at which ranks meet; 0 to derive it from the job's name.
     """
 
     engine: str
@@ -62,6 +65,7 @@ class EngineRank(NamedTuple):
     num_nodes: int = 0
     first_host: str = ""
     job: str = ""
+    port: int = 0
 
     @property
     def is_on_one_host(self) -> bool:
@@ -75,7 +79,7 @@ def engine_rank(environ: Mapping[str, str]) -> EngineRank | None:
     Raises:
         ConfigError: Variables of an engine are no numbers, or do not fit together.
     """
-    for read in (_open_mpi, _slurm, _mpich, _kubernetes):
+    for read in (_open_mpi, _slurm, _mpich, _kubernetes, _tf_config):
         rank = read(environ)
         if rank is not None:
             return rank
@@ -134,7 +138,7 @@ def as_torchrun(
         "GROUP_RANK": max(0, own.node_rank),
         "GROUP_WORLD_SIZE": own.num_nodes or (1 if own.is_on_one_host else ""),
         "MASTER_ADDR": address,
-        "MASTER_PORT": FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS,
+        "MASTER_PORT": own.port or FIRST_PORT + zlib.crc32(name.encode()) % NUM_PORTS,
         "BRAID_RUN_ID": f"{own.engine}-{name or environ.get('MASTER_PORT')}",
     }
     return own.engine, {
@@ -203,6 +207,27 @@ def _kubernetes(environ: Mapping[str, str]) -> EngineRank | None:
     rank, size = _numbers(environ, "", "JOB_COMPLETION_INDEX", "WORLD_SIZE")
     job = environ.get("HOSTNAME", "").rpartition("-")[0]
     return EngineRank("kubernetes", rank, size, 0, 1, rank, size, job=job)
+
+
+def _tf_config(environ: Mapping[str, str]) -> EngineRank | None:
+    if not environ.get("TF_CONFIG"):
+        return None
+    config = read_tf_config(environ)
+    addresses, rank = config.addresses, config.rank
+    hosts = [address.rpartition(":")[0] for address in addresses]
+    here, names = hosts[rank], list(dict.fromkeys(hosts))
+    return EngineRank(
+        "tf_config",
+        rank,
+        len(hosts),
+        hosts[:rank].count(here),
+        hosts.count(here),
+        names.index(here),
+        len(names),
+        hosts[0],
+        addresses[0],
+        int(addresses[0].rpartition(":")[2]),
+    )
 
 
 def _numbers(environ: Mapping[str, str], prefix: str, *names: str) -> tuple[int, ...]:

@@ -1,0 +1,45 @@
+"""Strategies: one line decides over which replicas a training is spread."""
+
+from __future__ import annotations
+
+from braid.strategies.cluster import (
+    ClusterResolver,
+    LaunchedClusterResolver,
+    TFConfigClusterResolver,
+)
+from braid.strategies.contexts import (
+    ReplicaContext,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from braid.strategies.datasets import DistributedDataset, InputContext
+from braid.strategies.kinds import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+)
+from braid.strategies.strategy import Strategy, compute_average_loss
+from braid.strategies.values import Mirrored, PerReplica, SyncOnRead
+
+__all__ = [
+    "ClusterResolver",
+    "DistributedDataset",
+    "InputContext",
+    "LaunchedClusterResolver",
+    "Mirrored",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReplicaContext",
+    "Strategy",
+    "SyncOnRead",
+    "TFConfigClusterResolver",
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]

@@ -1,0 +1,180 @@
+"""Contexts: a statement runs in a strategy's scope, across replicas, or in one replica.
+
+    with strategy.scope():          cross-replica context: models and optimizers are made here
+        strategy.run(step)          step runs in the replica context of each replica
+            context.merge_call(f)   f runs once, in the cross-replica context again
+
+Source: TensorFlow's `tf.distribute`, whose names these are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from braid.comm import Group
+from braid.comm.autograd import all_gather, all_reduce
+from braid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from braid.strategies.strategy import Strategy
+
+__all__ = [
+    "ReplicaContext",
+    "entered",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+
+class _Place(threading.local):
+    """The strategy and the replica of this thread."""
+
+    strategy: Strategy | None = None
+    replica: ReplicaContext | None = None
+
+
+_PLACE = _Place()
+
+
+class ReplicaContext:
+    """One replica in a `run`.
+
+    Args:
+        strategy: Strategy that runs it.
+        group: Group of all replicas; the replica is its rank.
+        share: Part of the samples that the replica has; 1 / number of replicas if it is not known.
+        merge: Calls a function once for all replicas of this process.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        group: Group,
+        share: float,
+        merge: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        self.strategy = strategy
+        self.group = group
+        self.share = share
+        self._merge = merge
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """Number of this replica, over all processes."""
+        return self.group.rank
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, over all processes."""
+        return self.group.size
+
+    def all_reduce(self, op: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum or the mean of all replicas' tensors. Differentiable.
+
+        Args:
+            op: `sum` or `mean`.
+            value: Tensor of the same shape and dtype in each replica; it is not changed.
+
+        Raises:
+            ConfigError: `op` is another one.
+            MismatchError: Replicas have different shapes or dtypes, or call something else.
+
+        Cost: one all-reduce.
+        """
+        return all_reduce(self.group, value, {"sum": "sum", "mean": "avg"}[checked_op(op)])
+
+    def all_gather(self, value: torch.Tensor, axis: int = 0) -> torch.Tensor:
+        """Return all replicas' tensors, one after the other. Differentiable.
+
+        Args:
+            value: Tensor; sizes of `axis` may differ.
+            axis: Dim along which the tensors lie.
+
+        Raises:
+            MismatchError: Replicas have different dtypes, or shapes that differ in another dim.
+
+        Cost: one all-gather, and one of the sizes.
+        """
+        sizes = self.group.all_gather(torch.tensor([value.shape[axis]])).tolist()
+        return all_gather(self.group, value, dim=axis, sizes=sizes)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `merge_fn(strategy, *args)` once for all replicas of this process.
+
+        Each argument of the function is the `PerReplica` of what the replicas have passed. All of
+        them have to call it; each gets its own part of a result that is `PerReplica`.
+        """
+        return self._merge(merge_fn, args, kwargs or {})
+
+
+def checked_op(op: str) -> str:
+    """Return `sum` or `mean`; also of an enumeration of other systems, by its name.
+
+    Raises:
+        ConfigError: The name is another one.
+    """
+    name = str(getattr(op, "name", op)).lower()
+    if name not in {"sum", "mean"}:
+        msg = f"values of replicas are combined by sum or mean, got {op!r}"
+        raise ConfigError(msg)
+    return name
+
+
+def has_strategy() -> bool:
+    """Whether this statement is in the scope of a strategy, or in one of its replicas."""
+    return _PLACE.strategy is not None
+
+
+def get_strategy() -> Strategy:
+    """Return the strategy whose scope or replica this statement is in.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if _PLACE.strategy is None:
+        msg = "there is no strategy here: call this in strategy.scope() or in strategy.run"
+        raise ConfigError(msg)
+    return _PLACE.strategy
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """Return the replica that runs this statement; None across replicas and without a strategy."""
+    return _PLACE.replica
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this statement is in the scope of a strategy, and in no replica."""
+    return _PLACE.strategy is not None and _PLACE.replica is None
+
+
+@contextmanager
+def entered(strategy: Strategy, replica: ReplicaContext | None = None) -> Iterator[None]:
+    """Run the block in the scope of a strategy, or in one of its replicas.
+
+    Raises:
+        ConfigError: Another strategy's scope is entered already.
+    """
+    before = _PLACE.strategy, _PLACE.replica
+    if _PLACE.strategy not in {None, strategy}:
+        msg = (
+            f"{type(strategy).__name__} inside of the scope of {type(_PLACE.strategy).__name__}: "
+            "leave one scope before the other is entered"
+        )
+        raise ConfigError(msg)
+    _PLACE.strategy, _PLACE.replica = strategy, replica
+    try:
+        yield
+    finally:
+        _PLACE.strategy, _PLACE.replica = before

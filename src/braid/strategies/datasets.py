@@ -1,0 +1,160 @@
+"""Data sets whose batches are shared among replicas.
+
+A batch of all replicas is cut along dim 0: shares differ by one sample at most, and gradients are
+weighted by them. Where each process reads its own batches, processes tell each other in every step
+how many samples they have, so that data which end earlier in one process are an error that names
+it, and no hang.
+
+Source: TensorFlow's `tf.distribute.DistributedDataset` and `InputContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.comm.autograd.nested import map_tensors, tensors_in
+from braid.errors import ConfigError
+from braid.strategies.replicas import LocalReplicas
+from braid.strategies.values import PerReplica
+
+__all__ = ["DistributedDataset", "InputContext", "from_function"]
+
+
+class InputContext(NamedTuple):
+    """Part of the data that a process reads.
+
+    Attributes:
+        num_input_pipelines: Number of processes that read.
+        input_pipeline_id: Number of this one.
+        num_replicas_in_sync: Number of replicas of all processes.
+    """
+
+    num_input_pipelines: int
+    input_pipeline_id: int
+    num_replicas_in_sync: int
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the samples of a batch that each replica gets.
+
+        Raises:
+            ConfigError: The replicas cannot have equally many.
+        """
+        each, left = divmod(global_batch_size, self.num_replicas_in_sync)
+        if left or not each:
+            msg = (
+                f"a batch of {global_batch_size} cannot be shared equally by "
+                f"{self.num_replicas_in_sync} replicas: choose a multiple of their number"
+            )
+            raise ConfigError(msg)
+        return each
+
+
+class DistributedDataset:
+    """Batches, as one `PerReplica` each; may be iterated several times if its source can.
+
+    Args:
+        replicas: Replicas of this process.
+        source: Batches: tensors, or tuples, lists and mappings of them.
+        is_global: Whether a batch is that of all replicas; else each is of one replica here.
+    """
+
+    def __init__(self, replicas: LocalReplicas, source: Iterable[Any], *, is_global: bool) -> None:
+        self._replicas = replicas
+        self._source = source
+        self._is_global = is_global
+
+    def __len__(self) -> int:
+        count = len(self._source)  # type: ignore[arg-type]
+        return count if self._is_global else count // len(self._replicas.devices)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield a batch for each step.
+
+        Raises:
+            ConfigError: A batch has no dim 0, or the data of one process end before the others'.
+        """
+        batches = iter(self._source)
+        here, across = len(self._replicas.devices), self._replicas.across
+        number = 0
+        while True:
+            parts = self._next(batches)
+            counts = [_num_samples(part) for part in parts]
+            if across is not None:
+                mine = torch.tensor(counts or [0] * here)
+                counts = across.all_gather(mine).tolist()
+                ended = [rank for rank in range(across.size) if not counts[rank * here]]
+                if ended and len(ended) < across.size:
+                    msg = (
+                        f"the data of worker {', '.join(map(str, ended))} ended after {number} "
+                        "batches, and others have more: let all workers have as many batches"
+                    )
+                    raise ConfigError(msg)
+            if not parts:
+                return
+            yield self._placed(parts, counts)
+            number += 1
+
+    def _next(self, batches: Iterator[Any]) -> list[Any]:
+        """Return the next batch of each replica here; none at the end."""
+        here, across = len(self._replicas.devices), self._replicas.across
+        if not self._is_global:
+            parts = [batch for _, batch in zip(range(here), batches, strict=False)]
+            return parts if len(parts) == here else []
+        batch = next(batches, None)
+        if batch is None:
+            return []
+        size, first = self._replicas.size, 0 if across is None else across.rank
+        total = _num_samples(batch)
+        if total < size:
+            msg = f"a batch of {total} samples is too small for {size} replicas: drop the last one"
+            raise ConfigError(msg)
+        bounds = [total * i // size for i in range(size + 1)]
+        places = [slice(bounds[i], bounds[i + 1]) for i in range(first, first + here)]
+        return [map_tensors(batch, itemgetter(place)) for place in places]
+
+    def _placed(self, parts: list[Any], counts: list[int]) -> Any:
+        """Return the batch on the devices of the replicas: tuples stay tuples."""
+        moved = [
+            map_tensors(part, partial(_on, device))
+            for part, device in zip(parts, self._replicas.devices, strict=True)
+        ]
+        if isinstance(moved[0], (tuple, list)):
+            return tuple(PerReplica(values, counts) for values in zip(*moved, strict=True))
+        if isinstance(moved[0], dict):
+            return {key: PerReplica([part[key] for part in moved], counts) for key in moved[0]}
+        return PerReplica(moved, counts)
+
+
+def from_function(
+    replicas: LocalReplicas, dataset_fn: Callable[[InputContext], Iterable[Any]]
+) -> DistributedDataset:
+    """Return the data set of this process; see `Strategy.distribute_datasets_from_function`."""
+    across = replicas.across
+    place = (1, 0) if across is None else (across.size, across.rank)
+    source = dataset_fn(InputContext(*place, replicas.size))
+    return DistributedDataset(replicas, source, is_global=False)
+
+
+def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    return x.to(device, non_blocking=device.type != "cpu")
+
+
+def _num_samples(batch: Any) -> int:
+    """Return the length of dim 0 of a batch's tensors.
+
+    Raises:
+        ConfigError: There are no tensors, or they have different lengths.
+    """
+    lengths = {x.shape[0] if x.dim() else None for x in tensors_in(batch)}
+    if len(lengths) != 1 or None in lengths:
+        msg = (
+            f"a batch must have tensors with one number of samples in dim 0, got "
+            f"{sorted(map(str, lengths)) or 'no tensors'}"
+        )
+        raise ConfigError(msg)
+    return int(lengths.pop() or 0)

@@ -1,0 +1,201 @@
+"""The replicas of this process: ranks of one group, on threads if there are several.
+
+A strategy is a group and a replica is one of its ranks. So all strategies share one way of
+averaging gradients, the engine of `DistributedOptimizer`; what differs is where ranks run.
+
+    OneDeviceStrategy               a group of one
+    MirroredStrategy                ranks on threads, over memory that they share
+    MultiWorkerMirroredStrategy     one rank in each process: the group of `braid.init()`
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from braid.comm import Group
+from braid.errors import StaleError
+from braid.parallel.data_parallel.replicas.parallel_apply import parallel_apply
+from braid.runtime.clock import MonotonicClock
+from braid.runtime.events import Recorder
+from braid.runtime.store import HashStore
+from braid.runtime.transport import Fabric, RankContext
+from braid.strategies.values import PerReplica
+
+__all__ = ["LocalReplicas", "MergeCalls", "OneRank", "ThreadReplicas"]
+
+
+class LocalReplicas(Protocol):
+    """Replicas of this process.
+
+    Attributes:
+        devices: Device of each.
+        size: Number of replicas of all processes.
+        across: Group of the processes; None if there is one.
+    """
+
+    devices: tuple[torch.device, ...]
+    size: int
+    across: Group | None
+
+    def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
+        """Call a function with the number of each replica here and with its group, all at once."""
+        ...
+
+    def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
+        """Call a function once, with what all replicas of this process have passed."""
+        ...
+
+    def close(self) -> None:
+        """End the replicas."""
+        ...
+
+
+class OneRank:
+    """One replica in this process, which is a rank of `group`.
+
+    Args:
+        device: Device of the replica.
+        group: Group of all replicas.
+    """
+
+    def __init__(self, device: torch.device, group: Group) -> None:
+        self.devices: tuple[torch.device, ...] = (device,)
+        self.size = group.size
+        self.across: Group | None = group if group.size > 1 else None
+        self._group = group
+
+    def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
+        """See `LocalReplicas`."""
+        return [call(0, self._group)]
+
+    def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
+        """See `LocalReplicas`."""
+        del index
+        return call([args])
+
+    def close(self) -> None:
+        """See `LocalReplicas`."""
+
+
+class ThreadReplicas:
+    """Replicas on threads of this process; a single one is on the calling thread.
+
+    A replica that fails ends the waits of the others, and its exception is raised. The replicas
+    meet anew at the next run.
+
+    Args:
+        devices: Device of each replica; one may occur several times.
+    """
+
+    across: Group | None = None
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.size = len(self.devices)
+        self._fabric: Fabric | None = None
+        self._groups: list[Group] = []
+        self._meeting = MergeCalls(self.size)
+
+    def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
+        """See `LocalReplicas`."""
+        if self._fabric is None:
+            self._meet()
+        fabric, failures = self._fabric, list[BaseException]()
+        assert fabric is not None, "the replicas have met"
+
+        def run_one(index: int) -> Any:
+            try:
+                return call(index, self._groups[index])
+            except BaseException as exc:  # noqa: BLE001 - the first one is raised by the caller
+                failures.append(exc)
+                fabric.lose(index, f"raised {type(exc).__name__}: {exc}")
+                self._meeting.abort()
+                return None
+
+        results = parallel_apply(
+            [run_one] * self.size, [(i,) for i in range(self.size)], None, self.devices
+        )
+        if failures:
+            self.close()
+            raise failures[0]
+        return results
+
+    def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
+        """See `LocalReplicas`."""
+        return self._meeting.merge(index, args, call)
+
+    def close(self) -> None:
+        """See `LocalReplicas`."""
+        for group in self._groups:
+            group.close()
+        self._groups = []
+        if self._fabric is not None:
+            self._fabric.close()
+        self._fabric = None
+        self._meeting = MergeCalls(self.size)
+
+    def _meet(self) -> None:
+        """Make the group, as ranks of several processes do."""
+        clock, store, size = MonotonicClock(), HashStore(), self.size
+        fabric = self._fabric = Fabric(size, clock)
+
+        def join(rank: int) -> Group:
+            transport = fabric.transports[rank]
+            recorder = Recorder(clock=clock)
+            context = RankContext(rank, size, clock, recorder, transport.health, store)
+            return Group.world(context, transport)
+
+        self._groups = parallel_apply([join] * size, [(i,) for i in range(size)], None)
+
+
+class MergeCalls:
+    """Brings the replicas' threads together, for a function that runs once.
+
+    Args:
+        size: Number of threads.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+        self._args: list[Any] = [None] * size
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
+        """Call a function with all threads' arguments, and return its result to all.
+
+        Raises:
+            StaleError: Another replica has failed or ended.
+            BaseException: The function's own exception, in all threads.
+        """
+        self._args[index] = args
+        self._wait()
+        if index == 0:
+            try:
+                self._result, self._error = call(list(self._args)), None
+            except BaseException as exc:  # noqa: BLE001 - raised by each replica
+                self._error = exc
+        self._wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def abort(self) -> None:
+        """End the waits of all threads."""
+        self._barrier.abort()
+
+    def _wait(self) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            msg = "another replica has failed, so this one waits for it in vain"
+            raise StaleError(msg) from None
+
+
+def merged(args: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Return one `PerReplica` for each argument."""
+    return [PerReplica(values) for values in zip(*args, strict=True)]

@@ -1,0 +1,351 @@
+"""Strategy: how a training is spread over replicas, apart from the training itself.
+
+    strategy = MirroredStrategy(["cpu", "cpu"])       one line decides
+    with strategy.scope():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x, y):                                   the loop is torch's
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()                              gradients have been averaged
+        return loss
+
+    for batch in strategy.experimental_distribute_dataset(loader):
+        losses = strategy.run(step, args=batch)
+        print(strategy.reduce("mean", losses))
+
+Gradients are averaged over replicas while backward goes on, weighted by samples if shares differ,
+and summed in the order of replicas. So all strategies with as many replicas end with the same
+weights.
+
+Source: TensorFlow 2.21, `tf.distribute.Strategy`, whose names these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.parallel.data_parallel import DistributedOptimizer
+from braid.runtime.torch_internals import version_of
+from braid.strategies.cluster import ClusterResolver
+from braid.strategies.contexts import (
+    ReplicaContext,
+    checked_op,
+    entered,
+    get_replica_context,
+)
+from braid.strategies.datasets import DistributedDataset, InputContext, from_function
+from braid.strategies.made_in_scope import MadeInScope, ParameterCheck, ReplicaObjects
+from braid.strategies.replicas import LocalReplicas, merged
+from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica
+
+__all__ = ["Strategy", "compute_average_loss"]
+
+
+class Strategy:
+    """Base of the strategies; made by one of its subclasses.
+
+    Args:
+        replicas: The replicas of this process.
+        cluster_resolver: Names the processes, if there are several.
+    """
+
+    def __init__(
+        self, replicas: LocalReplicas, cluster_resolver: ClusterResolver | None = None
+    ) -> None:
+        self._replicas = replicas
+        self._made = MadeInScope(self._copy_of)
+        self._objects: list[ReplicaObjects] = []
+        self._versions: list[int] = []
+        self._checked: set[object] = set()
+        self.cluster_resolver = cluster_resolver
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose gradients are averaged, over all processes."""
+        return self._replicas.size
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """Devices of the replicas of this process."""
+        return self._replicas.devices
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Distribute the modules and optimizers that are made in the block.
+
+        Raises:
+            ConfigError: Another strategy's scope is entered; or the strategy has run before.
+        """
+        with entered(self):
+            if self._objects:
+                msg = "models and optimizers are made before the strategy's first run"
+                raise ConfigError(msg)
+            with self._made.tracked():
+                yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function in each replica.
+
+        Args:
+            fn: Function of one step. Objects made in the scope are the replica's own inside of it.
+            args: Arguments; of a `PerReplica` in them, each replica gets its own value.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            The results: those of several replicas of this process as `PerReplica`.
+
+        Raises:
+            ConfigError: A replica calls it; or the function uses parameters that were
+                not made in the scope.
+            Exception: That of the replica that failed first.
+        """
+        if get_replica_context() is not None:
+            msg = "strategy.run inside of strategy.run: call the function itself"
+            raise ConfigError(msg)
+        self._prepare()
+        kwargs = dict(kwargs or {})
+        shares = _shares(args, kwargs, self.num_replicas_in_sync)
+        is_new = fn not in self._checked
+
+        def call(index: int, group: Group) -> Any:
+            share = _Share(None, 1 / group.size) if shares is None else shares[group.rank]
+            with self._in_replica(index, group, share, is_new=is_new):
+                result = fn(*of_replica(args, index), **of_replica(kwargs, index))
+            if group.size > 1:
+                _average_buffers(self._objects[index], group)
+            return result
+
+        try:
+            results = self._replicas.run(call)
+        except BaseException:
+            self._forget()
+            raise
+        self._checked.add(fn)
+        self._versions = self._current_versions()
+        return per_replica(results)
+
+    def reduce(self, op: str, value: Any, axis: int | None = None) -> torch.Tensor:
+        """Combine the values of all replicas.
+
+        Args:
+            op: `sum` or `mean`.
+            value: Result of `run`: a tensor or a number of each replica.
+            axis: Dim of each tensor that is combined, too; means are then means of all elements,
+                also where replicas have different numbers of them.
+
+        Raises:
+            ConfigError: `op` is another one, or values have different shapes.
+
+        Cost: an all-reduce if there are several processes; all of them call it.
+        """
+        op = checked_op(op)
+        parts = [torch.as_tensor(each).detach() for each in self.experimental_local_results(value)]
+        counts = [1 if axis is None else part.shape[axis] for part in parts]
+        if axis is not None:
+            parts = [part.sum(axis) for part in parts]
+        if len({part.shape for part in parts}) > 1:
+            shapes = [list(part.shape) for part in parts]
+            msg = f"values of replicas have different shapes {shapes}: pass axis=0, or gather them"
+            raise ConfigError(msg)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part.to(total.device)
+        count = torch.tensor(float(sum(counts)), dtype=torch.float64)
+        if self._replicas.across is not None:
+            total = self._replicas.across.all_reduce(total)
+            count = self._replicas.across.all_reduce(count)
+        return total if op == "sum" else total / count.item()
+
+    def gather(self, value: Any, axis: int) -> torch.Tensor:
+        """Return the tensors of all replicas one after the other; sizes of `axis` may differ.
+
+        Cost: two all-gathers if there are several processes; all of them call it.
+        """
+        parts = [torch.as_tensor(each).detach() for each in self.experimental_local_results(value)]
+        here = torch.cat([part.to(parts[0].device) for part in parts], axis)
+        across = self._replicas.across
+        if across is None:
+            return here
+        rows = here.movedim(axis, 0).contiguous()
+        sizes = across.all_gather(torch.tensor([rows.shape[0]])).tolist()
+        outs = [rows.new_empty((size, *rows.shape[1:])) for size in sizes]
+        return torch.cat(across.all_gather(rows, out=outs)).movedim(0, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this process's replicas."""
+        if isinstance(value, (PerReplica, SyncOnRead)):
+            return value.values
+        return (value,) * (1 if len(self.devices) == 1 else len(self.devices))
+
+    def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
+        """Cut each batch of a data set into shares, one for each replica.
+
+        Every process reads all batches and keeps its own shares; see
+        `distribute_datasets_from_function` to read a part only.
+
+        Args:
+            dataset: Batches of all replicas together, such as a `DataLoader`; equal in all
+                processes.
+        """
+        return DistributedDataset(self._replicas, dataset, is_global=True)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+    ) -> DistributedDataset:
+        """Call a function in each process, which returns the batches of this process's replicas.
+
+        Args:
+            dataset_fn: Function of an `InputContext`, which says which part to read. Each batch
+                goes to one replica.
+        """
+        return from_function(self._replicas, dataset_fn)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[int], Any]
+    ) -> PerReplica:
+        """Return the value that a function has for each replica of this process, by its number."""
+        first = 0 if self._replicas.across is None else self._replicas.across.rank
+        return PerReplica([value_fn(first + i) for i in range(len(self.devices))])
+
+    def sync_on_read(self, initial: torch.Tensor | float, aggregation: str = "sum") -> SyncOnRead:
+        """Return a value that each replica changes by itself, such as a metric."""
+        return SyncOnRead(initial, len(self.devices), aggregation)
+
+    def close(self) -> None:
+        """End the replicas of this process. The first replica's objects stay usable."""
+        self._forget()
+        self._replicas.close()
+
+    def local_index(self, replica: ReplicaContext) -> int:
+        """Return the number of a replica among those of this process."""
+        return 0 if len(self.devices) == 1 else replica.replica_id_in_sync_group
+
+    def _copy_of(self, thing: object) -> Any:
+        """Return what stands for an object in the replica of this thread; None for itself."""
+        replica = get_replica_context()
+        if replica is None or replica.strategy is not self or not self._objects:
+            return None
+        return self._objects[self.local_index(replica)].copies.get(id(thing))
+
+    def _prepare(self) -> None:
+        """Make the replicas' objects before the first run, and bring them up to date later."""
+        if not self._objects:
+            self._made.check()
+            self._made.redirect()
+            self._objects = [
+                ReplicaObjects(self._made, device, first=i == 0)
+                for i, device in enumerate(self.devices)
+            ]
+            if self._replicas.size > 1:
+                self._replicas.run(self._average_gradients)
+            return
+        first = self._objects[0]
+        changed = self._versions != self._current_versions()
+        for other in self._objects[1:]:
+            other.follow(first, values=changed)
+
+    def _current_versions(self) -> list[int]:
+        return [version_of(tensor) for tensor in self._objects[0].tensors()]
+
+    def _average_gradients(self, index: int, group: Group) -> None:
+        own = self._objects[index]
+        named = own.named()
+        for optimizer in own.optimizers:
+            params = {id(p) for g in optimizer.param_groups for p in g["params"]}
+            of_optimizer = [(name, p) for name, p in named if id(p) in params]
+            DistributedOptimizer(optimizer, of_optimizer, process_group=group)
+
+    @contextmanager
+    def _in_replica(
+        self, index: int, group: Group, share: _Share, *, is_new: bool
+    ) -> Iterator[None]:
+        """Run the block as one of the replicas of this process."""
+        own = self._objects[index]
+
+        def merge(call: Callable[..., Any], values: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            def once(given: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+                by_name = {k: PerReplica([names[k] for _, names in given]) for k in named}
+                with entered(self):
+                    return call(self, *merged([each for each, _ in given]), **by_name)
+
+            return of_replica(self._replicas.merge(index, (values, named), once), index)
+
+        for optimizer in own.optimizers if group.size > 1 else ():
+            optimizer.set_loss_weight(share.samples)
+        with ExitStack() as stack:
+            stack.enter_context(entered(self, ReplicaContext(self, group, share.part, merge)))
+            if is_new:
+                others = self._objects[0].names
+                stack.enter_context(ParameterCheck(own.names, others, group.rank))
+            yield
+
+    def _forget(self) -> None:
+        """Take the averaging of gradients off; the next run makes new copies."""
+        for own in self._objects:
+            for optimizer in own.optimizers if self.num_replicas_in_sync > 1 else ():
+                optimizer.close()
+        self._objects = []
+
+
+class _Share(NamedTuple):
+    samples: float | None
+    part: float
+
+
+def _shares(args: Any, kwargs: Any, size: int) -> list[_Share] | None:
+    """Return each replica's share of the samples, if a data set has noted it."""
+    given = [*args, *kwargs.values()]
+    samples = next((x.samples for x in given if isinstance(x, PerReplica) and x.samples), None)
+    if samples is None:
+        return None
+    total = max(1, sum(samples))
+    equal = len(set(samples)) == 1
+    assert len(samples) == size, "a data set knows all replicas"
+    return [_Share(None if equal else float(n), 1 / size if equal else n / total) for n in samples]
+
+
+def _average_buffers(own: ReplicaObjects, group: Group) -> None:
+    """Average the buffers that any replica has changed."""
+    buffers = own.float_buffers()
+    if not buffers:
+        return
+    changed = torch.tensor(own.changed_buffers(), dtype=torch.int64)
+    group.all_reduce(changed, "max")
+    with torch.no_grad():
+        for buffer, has_changed in zip(buffers, changed.tolist(), strict=True):
+            if has_changed:
+                buffer.copy_(group.all_reduce(buffer.clone(), "avg"))
+    own.note_buffers()
+
+
+def compute_average_loss(
+    per_sample_loss: torch.Tensor, global_batch_size: int | None = None
+) -> torch.Tensor:
+    """Return the part of a batch's mean loss that one replica has.
+
+    Called in a replica: the average of all replicas' gradients is then that of the mean over the
+    whole batch, also if replicas have different numbers of samples.
+
+    Args:
+        per_sample_loss: Loss of each sample of the replica.
+        global_batch_size: Number of samples of all replicas; as many as here on each when None.
+    """
+    replica = get_replica_context()
+    part = 1.0 if replica is None else replica.share
+    if global_batch_size is None:
+        return per_sample_loss.mean()
+    return per_sample_loss.sum() / (global_batch_size * part)

@@ -1,0 +1,127 @@
+"""Values of several replicas: one for each, as `Strategy.run` takes and returns them.
+
+    PerReplica    one value for each replica of this process, such as the shares of a batch
+    Mirrored      the same value in each replica
+    SyncOnRead    values that replicas change by themselves, combined when they are read: metrics
+
+Source: TensorFlow's `tf.distribute.DistributedValues`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from braid.errors import ConfigError
+from braid.strategies.contexts import get_replica_context
+
+__all__ = ["Mirrored", "PerReplica", "SyncOnRead", "of_replica", "per_replica"]
+
+AGGREGATIONS = ("sum", "mean", "only_first_replica")
+
+
+class PerReplica:
+    """One value for each replica of this process.
+
+    Args:
+        values: Values in the order of replicas.
+        samples: Number of samples in each, of all processes' replicas, if they are known: then
+            gradients are weighted by them.
+    """
+
+    def __init__(self, values: Sequence[Any], samples: Sequence[int] | None = None) -> None:
+        self.values = tuple(values)
+        self.samples = None if samples is None else tuple(samples)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
+        return f"{type(self).__name__}({inside})"
+
+
+class Mirrored(PerReplica):
+    """The same value in each replica of this process."""
+
+
+class SyncOnRead:
+    """A number or tensor that each replica changes by itself, such as a metric.
+
+    In a replica, `value` is the replica's own tensor, to be read and changed in place. Across
+    replicas, `read()` combines those of this process's replicas; `Strategy.reduce` those of all.
+
+    Args:
+        initial: First value of each replica.
+        num_replicas: Number of replicas of this process.
+        aggregation: `sum`, `mean` or `only_first_replica`.
+
+    Raises:
+        ConfigError: The aggregation is another one.
+    """
+
+    def __init__(
+        self, initial: torch.Tensor | float, num_replicas: int, aggregation: str = "sum"
+    ) -> None:
+        if aggregation not in AGGREGATIONS:
+            msg = f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"
+            raise ConfigError(msg)
+        self.aggregation = aggregation
+        self.values = tuple(torch.as_tensor(initial).detach().clone() for _ in range(num_replicas))
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The tensor of the replica that asks.
+
+        Raises:
+            ConfigError: The statement is in no replica.
+        """
+        replica = get_replica_context()
+        if replica is None:
+            msg = "value is a replica's own: call read() outside of strategy.run"
+            raise ConfigError(msg)
+        return self.values[replica.strategy.local_index(replica)]
+
+    def read(self) -> torch.Tensor:
+        """Return the combined value of this process's replicas, as a new tensor."""
+        first = self.values[0].clone()
+        if self.aggregation == "only_first_replica":
+            return first
+        for other in self.values[1:]:
+            first += other.to(first.device)
+        return first / len(self.values) if self.aggregation == "mean" else first
+
+
+def of_replica(tree: Any, index: int) -> Any:
+    """Return `tree` with each `PerReplica` in it replaced by its value for one replica."""
+    return _mapped(tree, lambda value: value.values[index])
+
+
+def per_replica(values: Sequence[Any]) -> Any:
+    """Return results of replicas in one structure, whose leaves are `PerReplica`.
+
+    Structures of equal kind (tuples, lists, mappings) are joined; a single replica's result stays
+    as it is.
+    """
+    first = values[0]
+    if len(values) == 1:
+        return first
+    kind = type(first)
+    if any(type(value) is not kind for value in values):
+        return PerReplica(values)
+    if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in values):
+        return {key: per_replica([value[key] for value in values]) for key in first}
+    if isinstance(first, (tuple, list)) and len({len(value) for value in values}) == 1:
+        joined = [per_replica(parts) for parts in zip(*values, strict=True)]
+        return kind(*joined) if hasattr(first, "_fields") else kind(joined)
+    return Mirrored(values) if first is None else PerReplica(values)
+
+
+def _mapped(tree: Any, change: Callable[[PerReplica], Any]) -> Any:
+    if isinstance(tree, PerReplica):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        parts = [_mapped(value, change) for value in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
