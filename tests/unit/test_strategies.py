@@ -16,6 +16,7 @@ from braid.errors import ConfigError
 from braid.runtime.rendezvous.engine_ranks import as_torchrun
 from braid.runtime.rendezvous.tf_config import read_tf_config
 from braid.strategies import (
+    CentralStorageStrategy,
     InputContext,
     MirroredStrategy,
     OneDeviceStrategy,
@@ -101,6 +102,40 @@ def test_mirrored_replicas_have_the_bits_of_one_process_in_turn(count):
     copies = [objects.tensors() for objects in strategy._objects]
     assert all(torch.equal(a, b) for a, *bs in zip(*copies, strict=True) for b in bs)
     strategy.close()
+
+
+def test_central_storage_keeps_one_state_and_trains_alike():
+    strategy = CentralStorageStrategy(["cpu", "cpu"])
+    data = batches(*[6] * 4)
+    model, _ = train(strategy, data)
+    for found, expected in zip(model.parameters(), in_turn(data, 2).parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    states = [objects.optimizers[0].state for objects in strategy._objects]
+    assert [len(state) for state in states] == [4, 0]
+    strategy.close()
+
+
+def test_libraries_reach_the_copies_of_a_parameter(mirrored):
+    model, _ = train(mirrored, batches(4))
+    extended, weight = mirrored.extended, model[0].weight
+    sums = extended.update(
+        weight, lambda x, value: x.detach().fill_(value).sum().item(), args=(2.0,)
+    )
+    assert sums.values == (2.0 * weight.numel(),) * 2
+    assert torch.equal(weight, torch.full_like(weight, 2.0))
+    assert extended.variable_created_in_scope(weight)
+    assert not extended.variable_created_in_scope(torch.ones(1))
+    with extended.colocate_vars_with(weight):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"shape \[1\] is in no module made in this"),
+        extended.colocate_vars_with(torch.ones(1)),
+    ):
+        pass
+    value = PerReplica([torch.ones(1), torch.ones(1)])
+    assert extended.reduce_to("sum", value, "cpu").item() == 2.0
+    assert [x.item() for x in extended.batch_reduce_to("mean", [(value, weight)])] == [1.0]
+    assert extended.worker_devices == extended.parameter_devices == (torch.device("cpu"),) * 2
 
 
 def test_shares_of_different_sizes_are_weighted_by_samples(mirrored):

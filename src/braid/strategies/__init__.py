@@ -15,7 +15,9 @@ from braid.strategies.contexts import (
     in_cross_replica_context,
 )
 from braid.strategies.datasets import DistributedDataset, InputContext
+from braid.strategies.extended import StrategyExtended
 from braid.strategies.kinds import (
+    CentralStorageStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
@@ -24,6 +26,7 @@ from braid.strategies.strategy import Strategy, compute_average_loss
 from braid.strategies.values import Mirrored, PerReplica, SyncOnRead
 
 __all__ = [
+    "CentralStorageStrategy",
     "ClusterResolver",
     "DistributedDataset",
     "InputContext",
@@ -35,6 +38,7 @@ __all__ = [
     "PerReplica",
     "ReplicaContext",
     "Strategy",
+    "StrategyExtended",
     "SyncOnRead",
     "TFConfigClusterResolver",
     "compute_average_loss",

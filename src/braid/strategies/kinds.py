@@ -19,7 +19,12 @@ from braid.strategies.cluster import (
 from braid.strategies.replicas import OneRank, ThreadReplicas
 from braid.strategies.strategy import Strategy
 
-__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy"]
+__all__ = [
+    "CentralStorageStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+]
 
 
 class OneDeviceStrategy(Strategy):
@@ -52,12 +57,28 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Sequence[DeviceLike] | None = None) -> None:
-        if devices is None:
-            devices = list(range(torch.cuda.device_count())) or ["cpu"]
-        if not devices:
-            msg = "devices is empty: name at least one device"
-            raise ConfigError(msg)
-        super().__init__(ThreadReplicas([as_device(device) for device in devices]))
+        super().__init__(ThreadReplicas(_devices(devices)))
+
+
+class CentralStorageStrategy(Strategy):
+    """Parameters and optimizers on one device, from which all devices get values for each step.
+
+    The state of the optimizer exists once, and each step copies the parameters to the other
+    devices. A replica sees new values in its next step only.
+
+    Args:
+        compute_devices: Devices of the replicas; the first one has the optimizers. See
+            `MirroredStrategy`.
+
+    Raises:
+        ConfigError: There are no such devices.
+
+    Cost:
+        Per step l bytes to each other device, l = bytes of the parameters, besides the gradients.
+    """
+
+    def __init__(self, compute_devices: Sequence[DeviceLike] | None = None) -> None:
+        super().__init__(ThreadReplicas(_devices(compute_devices)), is_central=True)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -92,3 +113,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             local = int(os.environ.get("LOCAL_RANK", "0"))
             device = local % count if count else "cpu"
         super().__init__(OneRank(as_device(device), group), cluster_resolver)
+
+
+def _devices(devices: Sequence[DeviceLike] | None) -> list[torch.device]:
+    if devices is None:
+        devices = list(range(torch.cuda.device_count())) or ["cpu"]
+    if not devices:
+        msg = "devices is empty: name at least one device"
+        raise ConfigError(msg)
+    return [as_device(device) for device in devices]

@@ -43,6 +43,7 @@ from braid.strategies.contexts import (
     get_replica_context,
 )
 from braid.strategies.datasets import DistributedDataset, InputContext, from_function
+from braid.strategies.extended import StrategyExtended
 from braid.strategies.made_in_scope import MadeInScope, ParameterCheck, ReplicaObjects
 from braid.strategies.replicas import LocalReplicas, merged
 from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica
@@ -56,17 +57,24 @@ class Strategy:
     Args:
         replicas: The replicas of this process.
         cluster_resolver: Names the processes, if there are several.
+        is_central: Whether only the first replica's optimizers step; the others get its values.
     """
 
     def __init__(
-        self, replicas: LocalReplicas, cluster_resolver: ClusterResolver | None = None
+        self,
+        replicas: LocalReplicas,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        is_central: bool = False,
     ) -> None:
+        self._is_central = is_central
         self._replicas = replicas
         self._made = MadeInScope(self._copy_of)
         self._objects: list[ReplicaObjects] = []
         self._versions: list[int] = []
         self._checked: set[object] = set()
         self.cluster_resolver = cluster_resolver
+        self.extended = StrategyExtended(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -234,6 +242,22 @@ class Strategy:
         """Return the number of a replica among those of this process."""
         return 0 if len(self.devices) == 1 else replica.replica_id_in_sync_group
 
+    def copies_of(self, param: torch.Tensor) -> list[torch.Tensor]:
+        """Return the copies of a parameter that the replicas of this process have.
+
+        Raises:
+            ConfigError: The parameter was made outside of the scope.
+        """
+        self._prepare()
+        name = self._objects[0].names.get(id(param))
+        if name is None:
+            msg = (
+                f"a parameter of shape {list(param.shape)} is in no module made in this "
+                "strategy's scope"
+            )
+            raise ConfigError(msg)
+        return [dict(own.named())[name] for own in self._objects]
+
     def _copy_of(self, thing: object) -> Any:
         """Return what stands for an object in the replica of this thread; None for itself."""
         replica = get_replica_context()
@@ -254,7 +278,7 @@ class Strategy:
                 self._replicas.run(self._average_gradients)
             return
         first = self._objects[0]
-        changed = self._versions != self._current_versions()
+        changed = self._is_central or self._versions != self._current_versions()
         for other in self._objects[1:]:
             other.follow(first, values=changed)
 
@@ -268,6 +292,8 @@ class Strategy:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
             DistributedOptimizer(optimizer, of_optimizer, process_group=group)
+            if self._is_central and index:  # averages with the others, and steps nothing
+                optimizer.step = lambda closure=None: closure and closure()
 
     @contextmanager
     def _in_replica(
