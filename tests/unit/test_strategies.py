@@ -391,8 +391,25 @@ def test_scopes_and_runs_that_enclose_others_are_refused(mirrored):
     with pytest.raises(ConfigError, match=r"strategy\.run inside of strategy\.run"):
         mirrored.run(lambda: mirrored.run(lambda: None))
     mirrored.run(lambda: model(torch.ones(1, 1)))
-    with pytest.raises(ConfigError, match="before the strategy"), mirrored.scope():
-        pass
+
+
+def test_what_is_made_between_steps_is_distributed_too(mirrored):
+    model, _ = train(mirrored, batches(4))
+    with mirrored.scope():
+        head = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        head(model(x)).sum().backward()
+        optimizer.step()
+        return torch.cat([p.detach().flatten() for p in [*model.parameters(), *head.parameters()]])
+
+    first, second = mirrored.run(
+        step, args=(PerReplica([torch.ones(1, 4), -torch.ones(1, 4)]),)
+    ).values
+    assert torch.equal(first, second)
+    assert mirrored.run(lambda: None) is None
 
 
 def test_batches_are_cut_for_replicas(mirrored):

@@ -82,6 +82,11 @@ class MadeInScope:
         self._copy_of = copy_of
         self._objects: list[weakref.ref[nn.Module | torch.optim.Optimizer]] = []
 
+    @property
+    def count(self) -> int:
+        """Number of objects made so far."""
+        return len(self._objects)
+
     @contextmanager
     def tracked(self) -> Iterator[None]:
         """Note the modules and optimizers that this thread makes in the block."""

@@ -72,6 +72,7 @@ class Strategy:
         self._made = MadeInScope(self._copy_of)
         self._objects: list[ReplicaObjects] = []
         self._versions: list[int] = []
+        self._num_made = 0
         self._checked: set[object] = set()
         self.cluster_resolver = cluster_resolver
         self.extended = StrategyExtended(self)
@@ -91,14 +92,10 @@ class Strategy:
         """Distribute the modules and optimizers that are made in the block.
 
         Raises:
-            ConfigError: Another strategy's scope is entered; or the strategy has run before.
+            ConfigError: Another strategy's scope is entered.
         """
-        with entered(self):
-            if self._objects:
-                msg = "models and optimizers are made before the strategy's first run"
-                raise ConfigError(msg)
-            with self._made.tracked():
-                yield self
+        with entered(self), self._made.tracked():
+            yield self
 
     def run(
         self,
@@ -127,7 +124,9 @@ class Strategy:
         self._prepare()
         kwargs = dict(kwargs or {})
         shares = _shares(args, kwargs, self.num_replicas_in_sync)
-        is_new = fn not in self._checked
+        function = getattr(fn, "__func__", fn)  # of a method
+        code = getattr(function, "__code__", function)
+        is_new = code not in self._checked
 
         def call(index: int, group: Group) -> Any:
             share = _Share(None, 1 / group.size) if shares is None else shares[group.rank]
@@ -142,7 +141,7 @@ class Strategy:
         except BaseException:
             self._forget()
             raise
-        self._checked.add(fn)
+        self._checked.add(code)
         self._versions = self._current_versions()
         return per_replica(results)
 
@@ -266,8 +265,11 @@ class Strategy:
         return self._objects[self.local_index(replica)].copies.get(id(thing))
 
     def _prepare(self) -> None:
-        """Make the replicas' objects before the first run, and bring them up to date later."""
+        """Make the replicas' objects, or bring them up to date."""
+        if self._objects and self._num_made != self._made.count:
+            self._forget()
         if not self._objects:
+            self._num_made = self._made.count
             self._made.check()
             self._made.redirect()
             self._objects = [

@@ -113,7 +113,7 @@ def per_replica(values: Sequence[Any]) -> Any:
     if isinstance(first, (tuple, list)) and len({len(value) for value in values}) == 1:
         joined = [per_replica(parts) for parts in zip(*values, strict=True)]
         return kind(*joined) if hasattr(first, "_fields") else kind(joined)
-    return Mirrored(values) if first is None else PerReplica(values)
+    return None if first is None else PerReplica(values)
 
 
 def _mapped(tree: Any, change: Callable[[PerReplica], Any]) -> Any:
