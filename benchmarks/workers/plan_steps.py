@@ -34,7 +34,8 @@ from braid.train.corpus import Corpus, standard_library
 from braid.train.loop import Stopping, Trainer
 from braid.train.models import gpt
 from braid.train.planned import options_of
-from braid.train.profile_worker import ProfileRequest, profiled_layers
+from braid.train.profile_request import ProfileRequest
+from braid.train.profile_worker import profiled_layers
 from braid.train.reports import Reporter
 
 __all__ = ["main"]

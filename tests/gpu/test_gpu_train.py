@@ -29,7 +29,8 @@ from braid.train.corpus import from_files
 from braid.train.device import choose_device
 from braid.train.gpt import flops_per_token
 from braid.train.loop import Stopping, Trainer
-from braid.train.profile_worker import ProfileRequest, measured
+from braid.train.profile_request import ProfileRequest
+from braid.train.profile_worker import measured
 from braid.train.reports import Reporter
 from braid.train.server_loop import train_on_servers
 

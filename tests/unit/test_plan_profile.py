@@ -18,7 +18,7 @@ from braid.plan.profiling import PerRows, profile_layers, read_profile
 from braid.plan.profiling.picture import profile_picture
 from braid.plan.profiling.profile import fitted
 from braid.train import profiling
-from braid.train.profile_worker import ProfileRequest
+from braid.train.profile_request import ProfileRequest
 
 
 def layers() -> list[tuple[str, nn.Module]]:
@@ -220,18 +220,20 @@ def test_a_picture_colours_layers_by_their_time(profile):
 def test_a_profile_of_a_known_model_is_kept(profile, tmp_path, monkeypatch):
     measured = []
 
-    def measure(request, num_ranks, threads):
-        measured.append((request.model, num_ranks, threads))
+    def measure(request):
+        measured.append(request)
         return profile
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "profile_together", measure)
-    request = ProfileRequest(model="tiny")
-    assert profiling.cached_profile(request, 2) == (profile, "")
-    again, note = profiling.cached_profile(request, 2)
+    requests = [
+        ProfileRequest(n=2, model="tiny"),
+        ProfileRequest(n=4, model="tiny"),
+        ProfileRequest(n=2, target="train:make"),
+    ]
+    assert [profiling.cached_profile(request) for request in requests] == [(profile, "")] * 3
+    again, note = profiling.cached_profile(requests[0])
     assert again == profile
     assert "profile of 0.0 h ago" in note
-    profiling.cached_profile(request, 4)
-    profiling.cached_profile(ProfileRequest(target="train:make"), 2)
-    profiling.cached_profile(ProfileRequest(target="train:make"), 2)
-    assert [n for _, n, _ in measured] == [2, 4, 2, 2]
+    profiling.cached_profile(requests[2])
+    assert measured == [*requests, requests[2]]

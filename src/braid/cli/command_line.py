@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from braid._version import __version__
-from braid.cli.commands import NO_DEFAULT, Directory, Threads
 from braid.cli.commands.checkpoint import (
     checkpoint_export,
     checkpoint_ls,
@@ -43,6 +42,7 @@ from braid.cli.commands.schedule import (
 from braid.cli.commands.torchrun_options import OWN_FLAGS, translated
 from braid.errors import ConfigError
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
+from braid.runtime.option_types import Command, Directory, Number, NumRanks, shown_as
 
 __all__ = ["COMMANDS", "TYRO_CONFIG", "answer", "main", "separate_command"]
 
@@ -161,32 +161,20 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
 
 
 def run(
-    command: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="SCRIPT [ARGS ...]", help_behavior_hint=NO_DEFAULT),
-    ] = (),
+    command: Command = (),
     *,
-    n: Annotated[
-        int | None,
-        tyro.conf.arg(
-            name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=NO_DEFAULT
-        ),
-    ] = None,
+    n: NumRanks = None,
     module: Annotated[bool, tyro.conf.arg(aliases=["-m"])] = False,
     no_python: bool = False,
     log_dir: Directory = None,
     port: str = "auto",
-    timeout: Annotated[
-        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=NO_DEFAULT)
-    ] = None,
-    threads: Threads = None,
+    timeout: Annotated[float | None, shown_as("FLOAT")] = None,
+    threads: Number = None,
     stopped_limit: float = 30.0,
     hang_report: float = 10.0,
     grace: float = 5.0,
-    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=NO_DEFAULT)] = "",
-    stdin: Annotated[
-        int | None, tyro.conf.arg(metavar="RANK", help_behavior_hint=NO_DEFAULT)
-    ] = None,
+    resume: Annotated[str, shown_as("PATH")] = "",
+    stdin: Annotated[int | None, shown_as("RANK")] = None,
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
     roles: Annotated[Roles, tyro.conf.arg(name="")] = Roles(),  # noqa: B008 - frozen
 ) -> int:
@@ -259,16 +247,7 @@ def run(
     return exit_code
 
 
-def demo(
-    *,
-    n: Annotated[
-        int | None,
-        tyro.conf.arg(
-            name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=NO_DEFAULT
-        ),
-    ] = None,
-    log_dir: Directory = None,
-) -> int:
+def demo(*, n: NumRanks = None, log_dir: Directory = None) -> int:
     """Train a model alone and in parallel, and prove that the weights are equal, in half a minute.
 
     Args:
@@ -285,15 +264,12 @@ def demo(
 
 def report(
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    others: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="RUN", help_behavior_hint=NO_DEFAULT),
-    ] = (),
+    others: Annotated[tyro.conf.Positional[tuple[str, ...]], shown_as("RUN")] = (),
     *,
-    out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = None,
+    out: Annotated[str | None, shown_as("FILE")] = None,
     show: Annotated[bool, tyro.conf.arg(name="open")] = False,
-    to: Annotated[str, tyro.conf.arg(metavar="TRACKER", help_behavior_hint=NO_DEFAULT)] = "",
-    place: Annotated[str, tyro.conf.arg(metavar="NAME", help_behavior_hint=NO_DEFAULT)] = "",
+    to: Annotated[str, shown_as("TRACKER")] = "",
+    place: Annotated[str, shown_as("NAME")] = "",
     follow: bool = False,
 ) -> int:
     """Write a run's report (one HTML file) and its trace, or a page that compares runs.

@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, NamedTuple, get_args
 
 import msgspec
-import tyro
 
 from braid.errors import ConfigError, below, raise_all
 from braid.programs.layout import Mesh
 from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
+from braid.runtime.option_types import DeviceName, DtypeName, Number, shown_as
 from braid.train.sampling import share_of
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
@@ -50,13 +50,6 @@ MODELS = {
 }
 
 MEASURED = ("time", "size")  # costs by which stages are balanced
-DeviceName = Literal["auto", "cpu", "cuda"]
-DtypeName = Literal["fp32", "bf16"]
-
-
-def _shown_as(metavar: str) -> Any:
-    """Return how the help shows an option without a default value."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,12 +105,12 @@ class TrainConfig:
     """
 
     model: str = "tiny"
-    data: Annotated[tuple[str, ...], _shown_as("FILE [FILE ...]")] = ()
+    data: Annotated[tuple[str, ...], shown_as("FILE [FILE ...]")] = ()
     steps: int = 200
     batch: int = 16
     context: int = 128
     lr: float = 3e-3
-    warmup: Annotated[int | None, _shown_as("INT")] = None
+    warmup: Number = None
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -125,20 +118,20 @@ class TrainConfig:
     eval_samples: int = 64
     checkpoint_every: int = 100
     keep: int = 3
-    log_dir: Annotated[str, _shown_as("DIR")] = ""
+    log_dir: Annotated[str, shown_as("DIR")] = ""
     reference_shards: int = 0
     sample_bytes: int = 240
-    mesh: Annotated[str, _shown_as("AXES")] = ""
+    mesh: Annotated[str, shown_as("AXES")] = ""
     schedule: str = "1f1b"
     microbatches: int = 4
-    balance: Annotated[str, _shown_as("BY")] = ""
+    balance: Annotated[str, shown_as("BY")] = ""
     recompute: str = "never"
     versions: str = ""
-    stage_replicas: Annotated[str, _shown_as("COUNTS")] = ""
+    stage_replicas: Annotated[str, shown_as("COUNTS")] = ""
     flush_every: int = 20
     stale_lr_steps: int = 0
     shard: int = 0
-    strategy: Annotated[str, _shown_as("NAME")] = ""
+    strategy: Annotated[str, shown_as("NAME")] = ""
     servers: int = 1
     replicas: int = 0
     staleness: int = 0

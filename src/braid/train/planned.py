@@ -19,7 +19,7 @@ from braid.plan.profiling import MeasuredMachines, MeasuredModel
 from braid.plan.search import PART_NAMES, Ranking, Training, find_splits
 from braid.train.config import TrainConfig
 from braid.train.models import gpt_name
-from braid.train.profile_worker import ProfileRequest
+from braid.train.profile_request import ProfileRequest
 from braid.train.profiling import cached_profile
 
 __all__ = ["comparison", "followed", "options_of", "ranking_here"]
@@ -55,13 +55,15 @@ def ranking_here(
     batch = config.batch
     rows = sorted({max(1, batch // num_ranks // part) for part in SPREAD} | {batch})
     request = ProfileRequest(
+        n=num_ranks,
+        threads=threads,
         model=config.model,
         context=config.context,
         rows=tuple(rows),
         device=config.device,
         dtype=config.dtype,
     )
-    profile, note = cached_profile(request, num_ranks, threads=threads)
+    profile, note = cached_profile(request)
     assert profile.host is not None, "ranks measured together"
     machines = MeasuredMachines(profile.host)
     return find_splits(MeasuredModel(profile), machines, Training(batch)), note

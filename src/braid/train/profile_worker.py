@@ -1,6 +1,6 @@
 """A rank of `braid profile -n N`: all ranks measure the same layers at the same time.
 
-`python -m braid.train.profile_worker REQUEST_AS_JSON`; rank 0 writes the profile.
+Rank 0 writes the profile.
 """
 
 from __future__ import annotations
@@ -16,32 +16,9 @@ from braid.plan.profiling import LayerProfile, Profile, profile_host, profile_la
 from braid.train.config import MODELS
 from braid.train.device import CPU, RankDevice, choose_device, compute_deterministically
 from braid.train.models import gpt, gpt_name, layers_of
+from braid.train.profile_request import ProfileRequest
 
-__all__ = ["ProfileRequest", "main", "measured", "profiled_layers"]
-
-
-class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Model to measure, and how long.
-
-    Attributes:
-        target: Model of the user's own.
-        model: Name of a GPT.
-        context: Bytes of a sequence of a GPT.
-        rows: Rows of the micro-batches to measure with.
-        seconds: Seconds to measure layers for.
-        out: File for the profile.
-        device: Device of a GPT on each rank, as `TrainConfig` has it.
-        dtype: Dtype of a GPT's matrix products.
-    """
-
-    target: str = ""
-    model: str = ""
-    context: int = 128
-    rows: tuple[int, ...] = (2, 8)
-    seconds: float = 4.0
-    out: str = ""
-    device: str = "auto"
-    dtype: str = "fp32"
+__all__ = ["main", "measured", "profiled_layers"]
 
 
 def measured(request: ProfileRequest, group: Group, place: RankDevice = CPU) -> Profile:

@@ -1,8 +1,8 @@
 """A rank of `braid profile -n N --servers`, which measures a parameter server of N servers.
 
-`python -m braid.train.server_profile REQUEST_AS_JSON`; the first worker writes the curve. A step
-clips and pushes gradients, lets servers step with AdamW, and pulls: what a training does after its
-backward. Half of the model's layers and all of them are two points of the curve.
+The first worker writes the curve. A step clips and pushes gradients, lets servers step with AdamW,
+and pulls: what a training does after its backward. Half of the model's layers and all of them are
+two points of the curve.
 """
 
 from __future__ import annotations
@@ -20,35 +20,23 @@ from braid.comm import Group
 from braid.parallel.gradients.exact_norm import clip_pieces_
 from braid.plan.profiling import Curve
 from braid.train.models import layers_of
-from braid.train.profile_worker import ProfileRequest
+from braid.train.profile_request import ProfileRequest
 
-__all__ = ["ServerRequest", "main", "measured"]
+__all__ = ["main", "measured"]
 
 RUNS = 9
 CLIP = 1.0
 ADAMW = partial(torch.optim.AdamW, lr=1e-6, fused=True)
 
 
-class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameter server to measure.
-
-    Attributes:
-        profile: Model whose parameters it has; its file is that of the curve.
-        servers: Number of servers, and of workers.
-    """
-
-    profile: ProfileRequest
-    servers: int
-
-
-def measured(request: ServerRequest, group: Group) -> Curve | None:
+def measured(request: ProfileRequest, group: Group) -> Curve | None:
     """Return the seconds of a step by bytes of parameters, on the first worker; a collective."""
-    clock, wanted = group.context.clock, request.profile
+    clock = group.context.clock
     torch.manual_seed(0)  # equal values on all nodes
-    layers = [layer for _, layer in layers_of(wanted.target, wanted.model, wanted.context).named]
+    layers = [layer for _, layer in layers_of(request.target, request.model, request.context).named]
     parts = {"half": layers[: max(1, len(layers) // 2)], "all": layers}
     points = {}
-    with ps.join(group, request.servers) as node:
+    with ps.join(group, group.size // 2) as node:
         served = [
             ps.ParameterServer(nn.ModuleList(own), node, ADAMW, name=name)
             for name, own in parts.items()
@@ -72,9 +60,9 @@ def measured(request: ServerRequest, group: Group) -> Curve | None:
     return Curve(tuple(nbytes), tuple(seconds)) if node.number == 0 else None
 
 
-def main(request: ServerRequest) -> None:
+def main(request: ProfileRequest) -> None:
     """Be a rank."""
     curve = measured(request, context.init())
     if curve is not None:
-        Path(request.profile.out).write_bytes(msgspec.json.encode(curve))
+        Path(request.out).write_bytes(msgspec.json.encode(curve))
     context.shutdown()

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from braid.cli.commands import NO_DEFAULT
 from braid.errors import ConfigError
 from braid.runtime.last_words import print_error
+from braid.runtime.option_types import Ranks, shown_as
 
 __all__ = ["checkpoint_export", "checkpoint_ls", "checkpoint_reshard", "checkpoint_verify"]
 
@@ -40,11 +40,7 @@ def checkpoint_ls(
 
 
 def checkpoint_verify(
-    paths: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint=NO_DEFAULT),
-    ] = (),
+    paths: Annotated[tyro.conf.Positional[tuple[str, ...]], shown_as("PATH [PATH ...]")] = (),
 ) -> int:
     """Check every file of checkpoints against its sha256.
 
@@ -103,7 +99,7 @@ def checkpoint_export(
 def checkpoint_reshard(
     where: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIRECTORY")],
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
+    n: Ranks = 1,
 ) -> int:
     """Write a checkpoint anew, as another number of ranks would have written it.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import tyro
+from braid.runtime.option_types import Target
 
 __all__ = ["convert"]
 
 
 def convert(
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")],
+    model: Target,
     *,
     out: str,
     stages: int = 2,

@@ -6,17 +6,10 @@ from typing import Annotated
 
 import tyro
 
-from braid.cli.commands import NO_DEFAULT
 from braid.errors import ConfigError
+from braid.runtime.option_types import Command, Ranks, Text
 
 __all__ = ["k8s_manifest", "slurm_script"]
-
-Command = Annotated[
-    tyro.conf.Positional[tuple[str, ...]],
-    tyro.conf.arg(metavar="SCRIPT [ARGS ...]", help_behavior_hint=NO_DEFAULT),
-]
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
-Ranks = Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"], metavar="INT")]
 
 
 def slurm_script(

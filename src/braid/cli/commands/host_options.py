@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
-
-from braid.cli.commands import NO_DEFAULT
+from braid.runtime.option_types import Number, Text, shown_as
 
 __all__ = ["HostOptions"]
 
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
-Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
-Seconds = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=NO_DEFAULT)]
+Seconds = Annotated[float | None, shown_as("FLOAT")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,17 +40,15 @@ class HostOptions:
             address at which they reach it).
     """
 
-    on: Annotated[str, tyro.conf.arg(metavar="ENGINE", help_behavior_hint=NO_DEFAULT)] = ""
+    on: Annotated[str, shown_as("ENGINE")] = ""
     engine_options: Text = ""
-    hosts: Annotated[
-        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=NO_DEFAULT)
-    ] = ""
+    hosts: Annotated[str, shown_as("a:2,b:2", "-H")] = ""
     hostfile: Text = ""
     rsh: Text = ""
     remote_python: Text = ""
     env: Text = ""
-    nnodes: Count = None
-    node_rank: Count = None
+    nnodes: Number = None
+    node_rank: Number = None
     rdzv: Text = ""
     rdzv_timeout: Seconds = None
     insecure_network: bool = False

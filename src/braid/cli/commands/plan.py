@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
-from braid.cli.commands import NO_DEFAULT, NumRanks
 from braid.cli.commands.typed import bytes_in, check_place
+from braid.runtime.option_types import NumRanks, Target, Text, shown_as
 
 if TYPE_CHECKING:
     from braid.plan.costs import Machines, ModelCosts
@@ -19,17 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
-
 
 def plan(
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")] = "",
+    target: Target = "",
     *,
     n: NumRanks = None,
     model: Text = "",
     cluster: Text = "",
     device: Text = "",
-    memory: Annotated[str, tyro.conf.arg(metavar="BYTES", help_behavior_hint=NO_DEFAULT)] = "",
+    memory: Annotated[str, shown_as("BYTES")] = "",
     batch: int = 16,
     context: int = 128,
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32",

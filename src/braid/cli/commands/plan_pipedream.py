@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from braid.cli.commands import NO_DEFAULT
 from braid.cli.commands.typed import bytes_in, check_place
+from braid.runtime.option_types import shown_as
 
 if TYPE_CHECKING:
     from braid.plan.pipedream import ProfiledGraph
@@ -22,7 +22,7 @@ def plan_pipedream(
     bandwidth: tuple[float, ...] = (1e9,),
     recurrence: Literal["paper", "released"] = "paper",
     straight: bool = False,
-    memory: Annotated[str, tyro.conf.arg(metavar="BYTES", help_behavior_hint=NO_DEFAULT)] = "",
+    memory: Annotated[str, shown_as("BYTES")] = "",
     optimizer_states: int = 2,
     rows: int = 8,
     plan: str = "",

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import tyro
-
-from braid.cli.commands import NO_DEFAULT
 from braid.errors import ConfigError
+from braid.runtime.option_types import Ranks, Text, shown_as
 
 __all__ = ["probe"]
 
 
 def probe(
     *,
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
-    hosts: Annotated[
-        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=NO_DEFAULT)
-    ] = "",
-    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)] = "",
-    remote_python: Annotated[
-        str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)
-    ] = "",
+    n: Ranks = 2,
+    hosts: Annotated[str, shown_as("a:2,b:2", "-H")] = "",
+    rsh: Text = "",
+    remote_python: Text = "",
     out: str = "cluster.toml",
     rounds: int = 15,
     no_pin: bool = False,

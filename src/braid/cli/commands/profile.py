@@ -2,117 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from braid.cli.commands import NO_DEFAULT, NumRanks, Threads
 from braid.cli.commands.typed import check_place
+from braid.train.profile_request import ProfileRequest
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from braid.plan.profiling import Profile
-    from braid.train.profile_worker import ProfileRequest
 
 __all__ = ["profile"]
 
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=NO_DEFAULT)]
 
-
-def profile(
-    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")] = "",
-    *,
-    n: NumRanks = None,
-    servers: bool = False,
-    model: Text = "",
-    context: int = 128,
-    rows: tuple[int, ...] = (2, 8),
-    seconds: float = 4.0,
-    threads: Threads = 1,
-    out: str = "profile.json",
-    graph: Text = "",
-    picture: Text = "",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    dtype: Literal["fp32", "bf16"] = "fp32",
-) -> int:
+def profile(request: Annotated[ProfileRequest, tyro.conf.arg(name="")]) -> int:
     """Measure the layers of a model: time of forward and backward, bytes, operations.
 
     FUNCTION returns the model and its example arguments, whose dim 0 are the rows: a tuple, or a
     dict of keyword arguments. The model is captured, and cut wherever it can be.
 
     Args:
-        target: Module and function; or a file and function, such as train.py:make.
-        n: Number of ranks of this host that measure at once, for `braid plan --profile`; also their
-            messages, collectives and optimizer (default: this process alone).
-        servers: Measure a parameter server, too, with as many servers as the N workers.
-        model: A GPT of `braid train` in its place, such as gpt2-tiny or gpt2-medium.
-        context: Bytes of a sequence, with --model.
-        rows: Rows of the micro-batches to measure with; two or more numbers.
-        seconds: Seconds to measure for, after first rounds.
-        threads: Threads to measure with, as a rank has them.
-        out: File for the profile.
-        graph: File for PipeDream's graph of the largest micro-batch.
-        picture: File for a picture of the layers, coloured by their time.
-        device: Device of --model, as for `braid train`. A model of your own stays where FUNCTION
-            puts it.
-        dtype: Dtype of the matrix products of --model: fp32, or bf16 by autocast.
+        request: Model to measure, and how.
     """
     from pathlib import Path
 
     from rich.console import Console
 
-    from braid.errors import ConfigError
     from braid.plan.pipedream import format_graph
     from braid.plan.profiling.picture import profile_picture
     from braid.train.device import choose_device
-    from braid.train.profile_worker import ProfileRequest
     from braid.train.profiling import profile_together
 
-    if bool(target) == bool(model):
-        msg = "give a model: MODULE:FUNCTION, or --model NAME"
-        raise ConfigError(msg)
-    if n is not None and n < 1:
-        msg = f"-n must be at least 1, got {n}"
-        raise ConfigError(msg)
-    if servers and (n is None or n < 2):
-        msg = "--servers measures workers together: add -n 2, or another number"
-        raise ConfigError(msg)
-    if target and (device, dtype) != ("auto", "fp32"):
-        msg = f"--device and --dtype are of --model: choose both where {target} makes its model"
-        raise ConfigError(msg)
-    choose_device(device)
-    for file in filter(None, (out, graph, picture)):
+    choose_device(request.device)
+    for file in filter(None, (request.out, request.graph, request.picture)):
         check_place(file)
-    console = Console()
-    request = ProfileRequest(
-        target=target,
-        model=model,
-        context=context,
-        rows=rows,
-        seconds=seconds,
-        device=device,
-        dtype=dtype,
-    )
-    if n is None:
-        measured = _alone(request, threads)
+    if request.n is None:
+        measured, follow_up = _alone(request), f"pipedream {request.out} --machines 2"
     else:
-        with Console(stderr=True).status(f"measuring on {n} ranks at once"):
-            measured = profile_together(request, n, threads=threads, servers=servers)
-    measured.write(out)
-    console.print(_table(measured))
-    command = f"pipedream {out} --machines 2" if n is None else f"--profile {out} --batch 16"
-    print(f"{out}: the profile; plan with braid plan {command}")
-    if graph:
-        Path(graph).write_text(format_graph(measured.as_graph(max(rows))))
-        print(f"{graph}: PipeDream's graph of {max(rows)} rows")
-    if picture:
-        Path(picture).write_text(profile_picture(measured, max(rows)))
-        print(f"{picture}: the layers, coloured by their time")
+        with Console(stderr=True).status(f"measuring on {request.n} ranks at once"):
+            measured = profile_together(request)
+        follow_up = f"--profile {request.out} --batch 16"
+    measured.write(request.out)
+    Console().print(_table(measured))
+    print(f"{request.out}: the profile; plan with braid plan {follow_up}")
+    rows = max(request.rows)
+    if request.graph:
+        Path(request.graph).write_text(format_graph(measured.as_graph(rows)))
+        print(f"{request.graph}: PipeDream's graph of {rows} rows")
+    if request.picture:
+        Path(request.picture).write_text(profile_picture(measured, rows))
+        print(f"{request.picture}: the layers, coloured by their time")
     return 0
 
 
-def _alone(request: ProfileRequest, threads: int | None) -> Profile:
+def _alone(request: ProfileRequest) -> Profile:
     """Return what this process measures by itself."""
     import torch
     from msgspec.structs import replace
@@ -132,7 +77,7 @@ def _alone(request: ProfileRequest, threads: int | None) -> Profile:
         dtype=request.dtype,
     )
     before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
+    torch.set_num_threads(request.threads or before)
     try:
         with Progress(console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(f"measuring {len(layers.named)} layers", total=1.0)

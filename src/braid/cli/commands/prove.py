@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from braid.errors import ConfigError
+from braid.runtime.option_types import Ranks
 
 __all__ = ["prove"]
 
@@ -14,7 +15,7 @@ __all__ = ["prove"]
 def prove(
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
     *,
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    n: Ranks = 2,
     steps: int = 5,
     log_dir: str = "runs/prove",
 ) -> int:

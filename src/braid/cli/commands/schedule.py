@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from braid.cli.commands import NO_DEFAULT
 from braid.cli.commands.typed import bytes_in, check_place
 from braid.errors import ConfigError
+from braid.runtime.option_types import Number, shown_as
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["schedule_check", "schedule_compare", "schedule_show", "schedule_simulate"]
 
 Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=NO_DEFAULT)]
-Explained = Annotated[str, tyro.conf.arg(help_behavior_hint=NO_DEFAULT)]
+Explained = Annotated[str, shown_as("STR")]
 NO_TERMINAL_WIDTH = 120
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
 

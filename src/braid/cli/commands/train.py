@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from braid.cli.commands import NO_DEFAULT, NumRanks, Threads
 from braid.errors import ConfigError
+from braid.runtime.option_types import Number, NumRanks, shown_as
 from braid.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def train(
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = TrainConfig(),  # noqa: B008 - frozen
     *,
     n: NumRanks = None,
-    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=NO_DEFAULT)] = "",
-    threads: Threads = None,
-    plan: Annotated[str, tyro.conf.arg(metavar="FILE", help_behavior_hint=NO_DEFAULT)] = "",
+    resume: Annotated[str, shown_as("PATH")] = "",
+    threads: Number = None,
+    plan: Annotated[str, shown_as("FILE")] = "",
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 

@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -25,7 +26,7 @@ def main(target: str, arguments: str, file: str = "") -> None:
     Args:
         target: `module:function`, or `module:Class.method`.
         arguments: Positional arguments of the function, as a JSON list. Where the function takes a
-            `msgspec.Struct`, it gets one.
+            dataclass or a `msgspec.Struct`, it gets one.
         file: File for the value that the function returns on one rank, as JSON; None is not
             written. Without a file, items of an iterator are printed, one JSON line each, and other
             values are dropped.
@@ -46,8 +47,8 @@ def main(target: str, arguments: str, file: str = "") -> None:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    return msgspec.convert(value, kind) if is_struct else value
+    has_fields = isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, msgspec.Struct))
+    return msgspec.convert(value, kind) if has_fields else value
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def spawn(
     Args:
         fn: Function at the top level of an importable module.
         n: Number of ranks.
-        args: Arguments of the function, of types that JSON can represent, or of `msgspec.Struct`.
+        args: Arguments of the function, of types that JSON can represent: also dataclasses and
+            `msgspec.Struct`.
         console: Console for output; kept in memory when None.
         results: File for the value that `fn` returns on one rank, as JSON. Without it, the items of
             an iterator are printed, one JSON line each.

@@ -8,6 +8,7 @@ import msgspec
 import tyro
 
 from braid.errors import ConfigError
+from braid.runtime.option_types import Ranks
 from braid.runtime.text import bytes_text
 
 __all__ = ["GBIT", "KIB", "MIB", "Budget", "Ranks", "Size", "in_fields", "read_fields", "read_size"]
@@ -58,7 +59,6 @@ def read_size(text: str) -> int:
     return int(number) * units.get(unit, 1)
 
 
-Ranks = Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])]
 Budget = Annotated[float, tyro.conf.arg(name="budget")]
 Size = Annotated[
     int,
