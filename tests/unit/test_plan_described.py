@@ -163,5 +163,5 @@ def test_a_program_finds_a_plan_for_its_own_model(tmp_path: Path) -> None:
         braid.find_plan(
             model, torch.ones(4, 64), batch=16, cluster=from_toml(CLUSTER), memory_bytes=-5
         )
-    with pytest.raises(ConfigError, match="cannot read the cluster"):
+    with pytest.raises(ConfigError, match=r"missing\.toml cannot be read"):
         braid.find_plan(model, torch.ones(4, 64), batch=16, cluster="missing.toml")

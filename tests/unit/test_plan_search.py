@@ -17,11 +17,11 @@ from braid.errors import ConfigError
 from braid.plan.costs import Axis, MicrobatchCost, Origin
 from braid.plan.described import DescribedMachines
 from braid.plan.exports import exports
+from braid.plan.failures import Failures, time_to_solution
 from braid.plan.pipedream import PipeDreamPlan
 from braid.plan.plan_file import Plan, Prediction, read_plan
 from braid.plan.search import (
     Estimator,
-    Failures,
     Split,
     Training,
     find_splits,
@@ -30,7 +30,6 @@ from braid.plan.search import (
     reasons,
     rescore,
     splits,
-    time_to_solution,
     timeline_of,
 )
 from braid.plan.search.split import held
@@ -324,18 +323,18 @@ def test_tables_and_pictures_show_each_kind_of_split() -> None:
 
 
 def test_failures_lengthen_a_training_and_checkpoints_are_worth_it() -> None:
-    often = Failures(3600.0 * 24, checkpoint_s=10.0, recovery_s=60.0)
+    often = Failures(rank_mean_hours=24.0, checkpoint_s=10.0, recovery_s=60.0)
     few, many = (time_to_solution(1e6, n, often) for n in (1, 64))
     assert 1e6 < few.seconds < many.seconds
     assert many.failures > 64 * few.failures * 0.9
     assert many.interval_s < few.interval_s
     for interval_s in (many.interval_s / 4, many.interval_s * 4):
-        worse = time_to_solution(1e6, 64, often._replace(interval_s=interval_s))
+        worse = time_to_solution(1e6, 64, often, interval_s=interval_s)
         assert worse.seconds > many.seconds
     with pytest.raises(ConfigError, match="leaves no time for work"):
         time_to_solution(1e6, 100_000, often)
     with pytest.raises(ConfigError, match="must be positive"):
-        time_to_solution(1e6, 1, Failures(-1.0))
+        Failures(rank_mean_hours=-1.0)
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: object) -> None:

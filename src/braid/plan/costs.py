@@ -10,11 +10,36 @@ device that is described. Every figure carries its origin to the end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, get_args
 
-__all__ = ["Axis", "Machines", "MicrobatchCost", "ModelCosts", "Origin"]
+from braid.errors import below, raise_all
+
+__all__ = ["Axis", "Machines", "MicrobatchCost", "ModelCosts", "Origin", "ParamDtype", "Training"]
 
 Origin = Literal["measured", "estimated"]
+ParamDtype = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Size of a training.
+
+    Attributes:
+        batch: Rows of a step over all ranks.
+        dtype: Dtype of parameters and activations.
+        optimizer_states: States of the optimizer for each parameter: 2 for Adam, 1 for momentum.
+    """
+
+    batch: int = 16
+    dtype: ParamDtype = "fp32"
+    optimizer_states: int = 2
+
+    def __post_init__(self) -> None:
+        problems = below(1, batch=self.batch) + below(0, optimizer_states=self.optimizer_states)
+        if self.dtype not in (known := get_args(ParamDtype)):
+            problems.append(f"dtype must be one of {', '.join(known)}, got {self.dtype!r}")
+        raise_all(problems)
 
 
 class MicrobatchCost(NamedTuple):

@@ -21,10 +21,11 @@ from torch import nn
 from braid.comm.autograd.nested import map_tensors
 from braid.errors import ConfigError
 from braid.parallel.graph import capture, segments
+from braid.plan.costs import ParamDtype, Training
 from braid.plan.described import DescribedMachines, DescribedModel, count_operations
 from braid.plan.plan_file import Plan
-from braid.plan.search import Training, find_splits
-from braid.programs.topology import Cluster, from_toml
+from braid.plan.search import find_splits
+from braid.programs.topology import Cluster, read_cluster
 
 __all__ = ["CapturedLayers", "captured_layers", "find_plan"]
 
@@ -85,7 +86,7 @@ def find_plan(
     cluster: Cluster | str | Path,
     num_ranks: int | None = None,
     memory_bytes: float | None = None,
-    dtype: str = "fp32",
+    dtype: ParamDtype = "fp32",
     optimizer_states: int = 2,
     asynchronous: bool = False,
     **kwargs: Any,
@@ -115,19 +116,9 @@ def find_plan(
 
     Cost: seconds; nothing is trained.
     """
-    if batch < 1 or optimizer_states < 0 or dtype not in DTYPES:
-        msg = (
-            "batch must be at least 1, optimizer_states at least 0 and dtype one of "
-            f"{', '.join(DTYPES)}, got {batch}, {optimizer_states} and {dtype!r}"
-        )
-        raise ConfigError(msg)
+    training = Training(batch, dtype, optimizer_states)
     if not isinstance(cluster, Cluster):
-        try:
-            cluster = from_toml(Path(cluster).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as exc:
-            why = exc.strerror if isinstance(exc, OSError) else "it is no text"
-            msg = f"cannot read the cluster {cluster}: {why}"
-            raise ConfigError(msg) from exc
+        cluster = read_cluster(cluster)
     if memory_bytes is not None and not memory_bytes > 0:
         msg = f"memory_bytes must be above 0, got {memory_bytes:g}"
         raise ConfigError(msg)
@@ -142,7 +133,6 @@ def find_plan(
         cluster, device, num_ranks=num_ranks, memory_bytes=memory_bytes, dtype=dtype
     )
     costs = DescribedModel(type(model).__name__, {1: operations}, device, dtype)
-    training = Training(batch, optimizer_states, dtype)
     ranking = find_splits(costs, machines, training, asynchronous=asynchronous, servers=False)
     return Plan.of(ranking.estimator, ranking.best)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.box import SIMPLE
 from rich.table import Table
 
+from braid.plan.failures import Failures, time_to_solution
 from braid.plan.search.estimate import SplitEstimate, StepTimeEstimate
-from braid.plan.search.failures import Failures, time_to_solution
 from braid.plan.search.planner import Ranking
 from braid.plan.search.sensitivity import PART_NAMES
 from braid.programs.schedule.bars import COLOURS, Bar, draw
@@ -17,18 +17,17 @@ from braid.runtime.text import seconds_text
 __all__ = ["best_of_kinds", "comparison", "infeasible", "ranking_table"]
 
 DAY_S = 86400.0
+NEVER = Failures()
 
 
-def ranking_table(
-    ranking: Ranking, top: int, steps: int = 0, failures: Failures | None = None
-) -> Table:
+def ranking_table(ranking: Ranking, top: int, steps: int = 0, failures: Failures = NEVER) -> Table:
     """Return the fastest splits as a table.
 
     Args:
         ranking: Splits by time.
         top: Number of rows.
         steps: Steps of the training, for its time to solution.
-        failures: Rate of failures, if ranks fail.
+        failures: Rate of failures of ranks.
     """
     estimator = ranking.estimator
     model, machines = estimator.model, estimator.machines
@@ -56,10 +55,8 @@ def ranking_table(
             f"{max(levels, default=0.0) / 1e6:.4g}",
         ]
         if steps:
-            work_s = steps * time.seconds
-            if failures is not None:
-                work_s = time_to_solution(work_s, machines.num_ranks, failures).seconds
-            cells.append(f"{work_s / DAY_S:.3g}")
+            solution = time_to_solution(steps * time.seconds, machines.num_ranks, failures)
+            cells.append(f"{solution.seconds / DAY_S:.3g}")
         table.add_row(f"{estimate.split}{'' if estimate.simulated else ' *'}", *cells)
     table.caption = (
         "work, idle, sends: % of the step; GB of a rank; MB over a link of a step; * by closed "

@@ -268,16 +268,11 @@ def _main_operation(name: str) -> str:
 
 
 def _cluster(file: str, ranks: int, latency_us: float, gbytes_per_s: float) -> Cluster:
-    from braid.programs.schedule.files import read_text
-    from braid.programs.topology import flat, from_toml
+    from braid.programs.topology import flat, read_cluster
 
-    if not file:
-        return flat(ranks, latency_us * 1e-6, gbytes_per_s * 1e9)
-    try:
-        return from_toml(read_text(file))
-    except ConfigError as exc:
-        msg = f"{file}: {exc}"
-        raise ConfigError(msg) from exc
+    if file:
+        return read_cluster(file)
+    return flat(ranks, latency_us * 1e-6, gbytes_per_s * 1e9)
 
 
 def _write(file: str, text: str) -> None:

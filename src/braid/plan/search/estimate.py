@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from braid.parallel.pipeline import block_partition
-from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts
+from braid.plan.costs import Axis, Machines, MicrobatchCost, ModelCosts, Training
 from braid.plan.search.split import Split, held, homes
 from braid.programs.topology import DTYPES
 
@@ -30,30 +30,9 @@ __all__ = [
     "SplitEstimate",
     "StageCost",
     "StepTimeEstimate",
-    "Training",
 ]
 
-
 GATHERED = 3  # stage of ZeRO at which parameters are in parts
-
-
-class Training(NamedTuple):
-    """Size of a training.
-
-    Attributes:
-        batch: Rows of a step.
-        optimizer_states: States of the optimizer for each parameter, of 4 bytes.
-        dtype: Dtype of parameters; if it has less than 4 bytes, the optimizer keeps a copy of 4.
-    """
-
-    batch: int
-    optimizer_states: int = 2
-    dtype: str = "fp32"
-
-    @property
-    def param_item(self) -> int:
-        """Bytes of an element of a parameter."""
-        return DTYPES[self.dtype]
 
 
 class StepTimeEstimate(NamedTuple):
@@ -298,9 +277,9 @@ class Estimator:
         for rank, (own, count) in enumerate(zip(ranks, under_way, strict=True)):
             params = sum(stage.param_bytes for stage in own)
             copies = {"": 0, "2bw": 1}.get(split.versions, split.pp - 1 - rank)
-            elements = params / training.param_item
-            kept = training.optimizer_states + (training.param_item < 4)
-            states = 0.0 if split.strategy else 4.0 * kept * elements
+            item = DTYPES[training.dtype]
+            kept = training.optimizer_states + (item < 4)  # states and a copy, 4 bytes each
+            states = 0.0 if split.strategy else 4.0 * kept * params / item
             saved = sum(stage.saved_bytes for stage in own) / len(own)
             inputs = max(stage.output_bytes for stage in own)
             activations = count * saved

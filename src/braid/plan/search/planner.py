@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.errors import ConfigError
-from braid.plan.costs import Machines, ModelCosts
-from braid.plan.search.estimate import Estimator, SplitEstimate, Training
+from braid.plan.costs import Machines, ModelCosts, Training
+from braid.plan.search.estimate import Estimator, SplitEstimate
 from braid.plan.search.rescoring import rescore
 from braid.plan.search.split import splits
 from braid.programs.schedule.pipeline import TRAINING

@@ -24,14 +24,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import msgspec
 
 from braid.errors import ConfigError
+from braid.programs.schedule.files import read_text
 from braid.programs.topology.cluster import Cluster, Level
 from braid.programs.topology.device import DEVICES, Device, Efficiency
 
-__all__ = ["from_toml", "to_toml"]
+__all__ = ["from_toml", "read_cluster", "to_toml"]
 
 
 class _Level(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -110,6 +112,19 @@ def from_toml(text: str) -> Cluster:
         raise ConfigError(msg) from exc
     levels = [Level(**msgspec.structs.asdict(level)) for level in file.level]
     return Cluster(levels, None if file.device is None else file.device.device())
+
+
+def read_cluster(file: str | Path) -> Cluster:
+    """Read the cluster that a TOML file describes.
+
+    Raises:
+        ConfigError: The file cannot be read, or has wrong tables; names the file.
+    """
+    try:
+        return from_toml(read_text(str(file)))
+    except ConfigError as exc:
+        msg = f"{file}: {exc}"
+        raise ConfigError(msg) from exc
 
 
 def to_toml(cluster: Cluster) -> str:

@@ -15,27 +15,35 @@ Source: J. Daly, A higher order estimate of the optimum checkpoint interval, FGC
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from braid.errors import ConfigError
 
 __all__ = ["Failures", "Solution", "time_to_solution"]
 
+HOUR_S = 3600.0
 
-class Failures(NamedTuple):
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failures:
     """Rate of failures of ranks, and what one costs.
 
     Attributes:
-        rank_mean_s: Mean seconds between failures of one rank.
+        rank_mean_hours: Mean hours between failures of one rank; 0 for never.
         checkpoint_s: Seconds for which a checkpoint holds up the training.
         recovery_s: Seconds from a failure to the next step.
-        interval_s: Seconds of work between checkpoints; the best when None.
     """
 
-    rank_mean_s: float
+    rank_mean_hours: float = 0.0
     checkpoint_s: float = 60.0
     recovery_s: float = 300.0
-    interval_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.rank_mean_hours, self.checkpoint_s, self.recovery_s)
+        if not all(0 <= figure < math.inf for figure in given) or not self.checkpoint_s:
+            msg = f"times of failures, checkpoints and recovery must be positive, got {self}"
+            raise ConfigError(msg)
 
 
 class Solution(NamedTuple):
@@ -52,23 +60,27 @@ class Solution(NamedTuple):
     failures: float
 
 
-def time_to_solution(work_s: float, num_ranks: int, failures: Failures) -> Solution:
+def time_to_solution(
+    work_s: float, num_ranks: int, failures: Failures, *, interval_s: float | None = None
+) -> Solution:
     """Return the expected time for `work_s` seconds of steps on ranks that fail.
 
-    Raises:
-        ConfigError: A figure is not positive, or ranks fail so often that nothing would be done.
+    Args:
+        work_s: Seconds of all steps.
+        num_ranks: Number of ranks.
+        failures: Rate of failures.
+        interval_s: Seconds of work between checkpoints; the best when None.
 
-    >>> round(time_to_solution(3600.0, 1, Failures(1e12)).seconds)
+    Raises:
+        ConfigError: Ranks fail so often that nothing would be done.
+
+    >>> round(time_to_solution(3600.0, 1, Failures(rank_mean_hours=1e9)).seconds)
     3600
     """
-    given = [failures.rank_mean_s, failures.checkpoint_s, failures.recovery_s + 1e-9]
-    given += [] if failures.interval_s is None else [failures.interval_s]
-    if not all(0 < figure < math.inf for figure in given):
-        msg = f"times of failures, checkpoints and recovery must be positive, got {failures}"
-        raise ConfigError(msg)
-    mean_s = failures.rank_mean_s / num_ranks
+    if not failures.rank_mean_hours:
+        return Solution(work_s, math.inf, 0.0)
+    mean_s = HOUR_S * failures.rank_mean_hours / num_ranks
     save_s = failures.checkpoint_s
-    interval_s = failures.interval_s
     if interval_s is None:
         interval_s = max(math.sqrt(2 * save_s * mean_s) - save_s, save_s)
     exponent = (interval_s + save_s) / mean_s
