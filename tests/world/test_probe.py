@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from braid.cli import main
-from braid.cli.bench.probe import Probe, as_cluster
+from braid.cli.bench.probe import as_cluster
 from braid.cli.bench.workers.probe import MeasuredLevel, Probed
+from braid.cli.commands.probe import ProbeOptions
 from braid.errors import ConfigError
 from braid.programs.topology import from_toml
 
@@ -46,11 +47,11 @@ def test_the_file_is_read_by_the_other_commands(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"ranks": 1}, "the number of ranks must be at least 2, got 1"),
+        ({"n": 1}, "the number of ranks must be at least 2, got 1"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
-        ({"sizes": (6,)}, "multiples of 4 bytes"),
+        ({"rsh": "ssh {host}"}, "needs hosts"),
     ],
 )
 def test_probes_that_make_no_sense_are_refused(wrong, words):
     with pytest.raises(ConfigError, match=words):
-        Probe(**wrong)
+        ProbeOptions(**wrong)

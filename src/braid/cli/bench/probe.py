@@ -1,4 +1,4 @@
-"""`braid probe`: measure latency and bandwidth between ranks, level by level, as a cluster.
+"""Measured latency and bandwidth between ranks, level by level, as a cluster.
 
 The measured message is one from `Group.send` to `Group.recv`. `braid schedule simulate --cluster`
 and `compare` read the file. Levels are NUMA nodes where there are several, the host, and the
@@ -9,90 +9,17 @@ them (`Group.engine.explain`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
-from rich.console import Console as RichConsole
-
-from braid.cli.bench.harness.ranks import Where, run_here, run_there
-from braid.cli.bench.workers.probe import MeasuredLevel, Probed, ProbePlan, main
-from braid.errors import below, raise_all
+from braid.cli.bench.workers.probe import MeasuredLevel, Probed
 from braid.programs.topology import LEVEL_NAMES, Cluster, Level
 
-__all__ = ["Probe", "as_cluster", "level_of", "probe", "run_probe"]
-
-# 64 KiB, below which latency is most of the time, to 64 MiB
-SIZES = tuple(1 << power for power in range(16, 27, 2))
-NETWORK_SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
+__all__ = ["as_cluster", "level_of"]
 
 NETWORK = LEVEL_NAMES[-1]
 LEAST_S = 1e-7  # time of bytes that is hardly more than latency
 LEAST_BURST = 0.05  # least share of a message in a bucket that is reported
 LEAST_LATENCIES = 1.5  # least time of a message that shows bandwidth, in latencies
 HALF_DUPLEX = 1.6  # time of both ways over that of one way, from which both share a link
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Probe:
-    """Options of a probe.
-
-    Attributes:
-        ranks: Number of ranks of this host, when no others are named.
-        sizes: Bytes of messages, multiples of 4; when None, 64 KiB to 64 MiB in a host, 1 KiB to 16
-            MiB over several.
-        rounds: Number of turns through all sizes.
-        where: Hosts to measure between; None for this one.
-        pin: Whether ranks stay on the processors of one NUMA node.
-        log_dir: Directory for the run's logs.
-    """
-
-    ranks: int = 2
-    sizes: tuple[int, ...] | None = None
-    rounds: int = 15
-    where: Where | None = None
-    pin: bool = True
-    log_dir: Path = Path("runs/probe")
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.ranks < 2 and self.where is None:
-            problems.append(f"the number of ranks must be at least 2, got {self.ranks}")
-        problems += below(1, rounds=self.rounds)
-        if self.sizes is not None and (not self.sizes or any(n < 4 or n % 4 for n in self.sizes)):
-            problems.append(f"sizes must be multiples of 4 bytes, got {self.sizes}")
-        raise_all(problems)
-
-
-def probe(wanted: Probe, *, console: RichConsole | None = None) -> Cluster:
-    """Measure in fresh processes and return the cluster.
-
-    Args:
-        wanted: Options of the probe.
-        console: Console for a sign of progress; standard error when None.
-
-    Raises:
-        ConfigError: A rank failed, or a host cannot be reached; the message is the launcher's error
-            block.
-    """
-    return as_cluster(run_probe(wanted, console=console))
-
-
-def run_probe(wanted: Probe, *, console: RichConsole | None = None) -> Probed:
-    """Measure in fresh processes and return the figures; see `probe`."""
-    wanted.log_dir.mkdir(parents=True, exist_ok=True)
-    sizes = wanted.sizes or (SIZES if wanted.where is None else NETWORK_SIZES)
-    plan = ProbePlan(sizes=sizes, rounds=wanted.rounds, pin=wanted.pin)
-    shown = console or RichConsole(stderr=True)
-    log_dir = wanted.log_dir / "run"
-    lines: list[str] = []
-    if wanted.where is not None:
-        with shown.status(f"sending messages between ranks on {wanted.where.hosts}"):
-            run_there(wanted.where, main, plan, on_line=lines.append, log_dir=log_dir)
-    else:
-        with shown.status(f"sending messages between {wanted.ranks} ranks"):
-            run_here(wanted.ranks, main, plan, on_line=lines.append, log_dir=log_dir)
-    return msgspec.json.decode(lines[-1] if lines else "", type=Probed)
 
 
 def as_cluster(probed: Probed) -> Cluster:

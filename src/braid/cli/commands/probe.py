@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
-from braid.errors import ConfigError
+import tyro
+
+from braid.errors import ConfigError, below, raise_all
 from braid.runtime.option_types import Ranks, Text, shown_as
 
-__all__ = ["probe"]
+__all__ = ["ProbeOptions", "probe"]
+
+# 64 KiB, below which latency is most of the time, to 64 MiB
+SIZES = tuple(1 << power for power in range(16, 27, 2))
+NETWORK_SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 
 
-def probe(
-    *,
-    n: Ranks = 2,
-    hosts: Annotated[str, shown_as("a:2,b:2", "-H")] = "",
-    rsh: Text = "",
-    remote_python: Text = "",
-    out: str = "cluster.toml",
-    rounds: int = 15,
-    no_pin: bool = False,
-    log_dir: str = "runs/probe",
-) -> int:
-    """Measure latency and bandwidth between ranks, and write them as a cluster.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeOptions:
+    """Ranks to measure between, and how long.
 
-    Args:
+    Attributes:
         n: Number of ranks of this host, all sending at the same time.
         hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
             there.
@@ -34,24 +33,56 @@ def probe(
         no_pin: Let ranks run on any processor, rather than on those of one NUMA node each.
         log_dir: Directory for the logs of the ranks.
     """
-    from pathlib import Path
 
-    from braid.cli.bench.harness.ranks import Where
-    from braid.cli.bench.probe import Probe
-    from braid.cli.bench.probe import probe as measure
+    n: Ranks = 2
+    hosts: Annotated[str, shown_as("a:2,b:2", "-H")] = ""
+    rsh: Text = ""
+    remote_python: Text = ""
+    out: str = "cluster.toml"
+    rounds: int = 15
+    no_pin: bool = False
+    log_dir: str = "runs/probe"
+
+    def __post_init__(self) -> None:
+        problems = below(1, rounds=self.rounds)
+        if not self.hosts:
+            problems += below(2, **{"the number of ranks": self.n})
+            if self.rsh:
+                problems.append(f"--rsh {self.rsh} needs hosts: name them with -H")
+        raise_all(problems)
+
+
+def probe(options: Annotated[ProbeOptions, tyro.conf.arg(name="")]) -> int:
+    """Measure latency and bandwidth between ranks, and write them as a cluster.
+
+    Args:
+        options: Ranks to measure between, and how long.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from braid.cli.bench.harness.ranks import Where, run_here, run_there
+    from braid.cli.bench.probe import as_cluster
+    from braid.cli.bench.workers.probe import Probed, ProbePlan, main
     from braid.programs.topology import to_toml
 
-    where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None
-    if rsh and not hosts:
-        msg = f"--rsh {rsh} needs hosts: name them with -H"
-        raise ConfigError(msg)
-    wanted = Probe(ranks=n, rounds=rounds, where=where, pin=not no_pin, log_dir=Path(log_dir))
-    cluster = measure(wanted)
+    sizes = NETWORK_SIZES if options.hosts else SIZES
+    plan = ProbePlan(sizes=sizes, rounds=options.rounds, pin=not options.no_pin)
+    log_dir, lines = Path(options.log_dir, "run"), list[str]()
+    log_dir.parent.mkdir(parents=True, exist_ok=True)
+    between = f"ranks on {options.hosts}" if options.hosts else f"{options.n} ranks"
+    with Console(stderr=True).status(f"sending messages between {between}"):
+        if options.hosts:
+            where = Where(hosts=options.hosts, rsh=options.rsh, remote_python=options.remote_python)
+            run_there(where, main, plan, on_line=lines.append, log_dir=log_dir)
+        else:
+            run_here(options.n, main, plan, on_line=lines.append, log_dir=log_dir)
+    cluster = as_cluster(msgspec.json.decode(lines[-1] if lines else "", type=Probed))
     text = to_toml(cluster)
     try:
-        Path(out).write_text(text, encoding="utf-8")
+        Path(options.out).write_text(text, encoding="utf-8")
     except OSError as exc:
-        msg = f"{out} cannot be written: {exc}; the cluster is\n{text}"
+        msg = f"{options.out} cannot be written: {exc}; the cluster is\n{text}"
         raise ConfigError(msg) from exc
     for level in cluster.levels:
         ways = "each way" if level.full_duplex else "both ways together"
@@ -66,5 +97,5 @@ def probe(
                 f"  after a rest {level.burst_bytes / 1024:,.0f} KiB beside its rate of "
                 f"{level.bytes_per_s / 1e9:.3f} GB/s"
             )
-    print(f"cluster  {out}")
+    print(f"cluster  {options.out}")
     return 0
