@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -25,26 +26,111 @@ NO_TERMINAL_WIDTH = 120
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramOptions:
+    """A program, by the name of its algorithm or in a file.
+
+    Attributes:
+        name: Name of the algorithm, or a file: a program as `braid schedule show` prints it, or
+            CSV of torch's pipelining.
+        ranks: World size, or number of stages; a file has its own.
+        operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
+        root: Rank that sends or receives everything, for operations that have one (default: 0).
+        row: Ranks of a host, for hierarchical (default of `simulate`: those of the first level of
+            the cluster).
+        microbatches: Number of micro-batches, for pipelines such as 1f1b.
+    """
+
+    name: Name
+    ranks: int = 4
+    operation: Explained = ""
+    root: Number = None
+    row: Number = None
+    microbatches: int = 8
+
+    def is_in_file(self) -> bool:
+        """Return whether `name` is a file, which has no options; names of algorithms go first."""
+        from braid.programs.schedule.collective import ALGORITHMS
+        from braid.programs.schedule.files import is_file
+        from braid.programs.schedule.pipeline import find_schedule
+
+        is_known = find_schedule(self.name) or self.name in {known for known, _ in ALGORITHMS}
+        if is_known or not is_file(self.name):
+            return False
+        if self.operation or self.root is not None or self.row is not None:
+            msg = (
+                f"--operation, --root and --row do not go with the file {self.name}, which says "
+                "what it does: leave them out"
+            )
+            raise ConfigError(msg)
+        return True
+
+    def rounds(self, row: int | None) -> Rounds:
+        """Return the rounds of a collective."""
+        from braid.programs.schedule.collective import ALGORITHMS, algorithm
+        from braid.programs.schedule.pipeline import ALL_SCHEDULES
+
+        operations = [operation for known, operation in ALGORITHMS if known == self.name]
+        if not operations:
+            names = sorted({known for known, _ in ALGORITHMS})
+            msg = (
+                f"there is no algorithm and no file {self.name}: choose out of {', '.join(names)}, "
+                f"{', '.join(ALL_SCHEDULES)}, or name a file"
+            )
+            raise ConfigError(msg)
+        main = "all_reduce" if "all_reduce" in operations else operations[0]
+        return algorithm(self.name, self.operation or main, self.ranks, root=self.root, row=row)
+
+    def program(self, row: int | None) -> Program:
+        """Return the program of an algorithm."""
+        from braid.programs.schedule.collective import program
+        from braid.programs.schedule.pipeline import find_schedule
+
+        pipeline = find_schedule(self.name)
+        if pipeline is None:
+            return program(self.rounds(row))
+        if self.operation or self.root is not None:
+            msg = f"--operation and --root do not go with {self.name}, which trains: leave them out"
+            raise ConfigError(msg)
+        return pipeline(self.ranks, self.microbatches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterOptions:
+    """Costs of messages.
+
+    Attributes:
+        cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
+        latency_us: Microseconds before the first byte.
+        gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
+    """
+
+    cluster: Explained = ""
+    latency_us: float = 5.0
+    gbytes_per_s: float = 10.0
+
+    def of(self, ranks: int) -> Cluster:
+        """Return the cluster of the file, or a switch with this number of ranks."""
+        from braid.programs.topology import flat, read_cluster
+
+        if self.cluster:
+            return read_cluster(self.cluster)
+        return flat(ranks, self.latency_us * 1e-6, self.gbytes_per_s * 1e9)
+
+
+SIMULATED = ProgramOptions(name=tyro.MISSING, ranks=8)
+
+
 def schedule_show(
-    name: Name,
+    options: Annotated[ProgramOptions, tyro.conf.arg(name="")],
     *,
-    ranks: int = 4,
-    operation: Explained = "",
-    root: Number = None,
-    row: Number = None,
-    microbatches: int = 8,
     table: bool = False,
     csv: bool = False,
 ) -> int:
     """Print a program, such as ring, tree, hierarchical, 1f1b, zbv or v_half.
 
     Args:
-        name: Name of the algorithm, or a file with a program.
-        ranks: World size, or number of stages.
-        operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
-        root: Rank that sends or receives everything, for operations that have one (default: 0).
-        row: Ranks of a host, for hierarchical.
-        microbatches: Number of micro-batches, for pipelines such as 1f1b.
+        options: Program to print.
         table: Draw a table of rounds instead.
         csv: Print CSV for torch's pipelining instead; `--schedule FILE.csv` of `braid train` reads
             it, too.
@@ -56,11 +142,8 @@ def schedule_show(
     if table and csv:
         msg = "--table and --csv are two forms of the same program: choose one"
         raise ConfigError(msg)
-    if _is_known(name):
-        program = _program(name, ranks, operation, root, row, microbatches)
-    else:
-        _check_no_options(name, operation, root, row)
-        program = read_program(name)
+    in_file = options.is_in_file()
+    program = read_program(options.name) if in_file else options.program(options.row)
     if csv:
         print(to_csv(program), end="")
     elif table:
@@ -92,17 +175,10 @@ def schedule_check(
 
 
 def schedule_simulate(
-    name: Name,
+    options: Annotated[ProgramOptions, tyro.conf.arg(name="")] = SIMULATED,
     *,
-    ranks: int = 8,
-    operation: Explained = "",
-    root: Number = None,
-    row: Number = None,
     nbytes: str = "64Mi",
-    cluster: Explained = "",
-    latency_us: float = 5.0,
-    gbytes_per_s: float = 10.0,
-    microbatches: int = 8,
+    cluster: Annotated[ClusterOptions, tyro.conf.arg(name="")],
     forward_ms: float = 1.0,
     backward_ms: float = 2.0,
     svg: Explained = "",
@@ -111,25 +187,16 @@ def schedule_simulate(
     """Compute how long a program takes on a cluster, and draw its timeline.
 
     Args:
-        name: Name of the algorithm, or a file: a program as `braid schedule show` prints it, or
-            CSV of torch's pipelining.
-        ranks: World size, or number of stages; a file has its own.
-        operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
-        root: Rank that sends or receives everything, for operations that have one (default: 0).
-        row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
+        options: Program to simulate.
         nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations
             of a micro-batch.
-        cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
-        latency_us: Microseconds before the first byte.
-        gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
-        microbatches: Number of micro-batches, for pipelines such as 1f1b.
+        cluster: Costs of messages.
         forward_ms: Milliseconds of the forward pass of a micro-batch on a rank.
         backward_ms: Milliseconds of the backward pass of a micro-batch on a rank; half of them are
             for the weights where a schedule splits it.
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
-    from braid.programs.schedule.collective import algorithm
     from braid.programs.schedule.files import valid_program
     from braid.programs.schedule.pipeline import find_schedule
 
@@ -141,28 +208,24 @@ def schedule_simulate(
             msg = f"{option} takes milliseconds from 0, got {value}"
             raise ConfigError(msg)
     size = bytes_in(nbytes)
-    if not _is_known(name):
-        _check_no_options(name, operation, root, row)
-        program = valid_program(name)
-    elif find_schedule(name) is not None or ranks <= MOST_DRAWN:
-        net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
-        row = net.levels[0].size if row is None else row
-        program = _program(name, ranks, operation, root, row, microbatches)
+    if options.is_in_file():
+        program = valid_program(options.name)
     else:
-        if svg or trace:
-            msg = (
-                f"a picture or a trace shows at most {MOST_DRAWN} ranks, and the program has "
-                f"{ranks}: leave --svg and --trace out"
-            )
-            raise ConfigError(msg)
-        net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
-        row = net.levels[0].size if row is None else row
-        wanted = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
-        return _estimate(wanted, size, net)
+        net = cluster.of(options.ranks)
+        row = net.levels[0].size if options.row is None else options.row
+        if find_schedule(options.name) is None and options.ranks > MOST_DRAWN:
+            if svg or trace:
+                msg = (
+                    f"a picture or a trace shows at most {MOST_DRAWN} ranks, and the program has "
+                    f"{options.ranks}: leave --svg and --trace out"
+                )
+                raise ConfigError(msg)
+            return _estimate(options.rounds(row), size, net)
+        program = options.program(row)
     if program.num_ranks > MOST_DRAWN:
         msg = f"at most {MOST_DRAWN} ranks can be drawn, and the program has {program.num_ranks}"
         raise ConfigError(msg)
-    net = _cluster(cluster, program.num_ranks, latency_us, gbytes_per_s)
+    net = cluster.of(program.num_ranks)
     net.check_size(program.num_ranks)
     costs = _costs(program, size, forward_ms * 1e-3, backward_ms * 1e-3)
     return _draw(program, costs, net, svg, trace)
@@ -175,9 +238,7 @@ def schedule_compare(
     *,
     ranks: int = 1024,
     sizes: tuple[str, ...] = ("1Ki", "64Ki", "1Mi", "16Mi", "256Mi", "4Gi"),
-    cluster: Explained = "",
-    latency_us: float = 5.0,
-    gbytes_per_s: float = 10.0,
+    cluster: Annotated[ClusterOptions, tyro.conf.arg(name="")],
 ) -> int:
     """Show which algorithm is fastest for which size on a cluster, up to 100,000 ranks.
 
@@ -185,9 +246,7 @@ def schedule_compare(
         operation: Collective, such as all_reduce.
         ranks: World size.
         sizes: Bytes of the largest full buffer of a rank.
-        cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
-        latency_us: Microseconds before the first byte.
-        gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
+        cluster: Costs of messages.
     """
     from braid.programs.cost import compare
     from braid.runtime.terminal_table import new_table
@@ -196,7 +255,7 @@ def schedule_compare(
     if not sizes:
         msg = "--sizes lists no size: give at least one, such as 1Mi"
         raise ConfigError(msg)
-    net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
+    net = cluster.of(ranks)
     comparison = compare(operation, ranks, [bytes_in(size) for size in sizes], net)
     levels = ", ".join(f"{level.size} per {level.name}" for level in net.levels)
     print(f"{operation} on {ranks} ranks ({levels}); the fastest is marked *")
@@ -214,65 +273,6 @@ def schedule_compare(
     for name, why in comparison.left_out.items():
         print(f"left out: {name}, {why}")
     return 0
-
-
-def _program(
-    name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
-) -> Program:
-    from braid.programs.schedule.collective import algorithm, program
-    from braid.programs.schedule.pipeline import find_schedule
-
-    pipeline = find_schedule(name)
-    if pipeline is not None:
-        if operation or root is not None:
-            msg = f"--operation and --root do not go with {name}, which trains: leave them out"
-            raise ConfigError(msg)
-        return pipeline(ranks, microbatches)
-    rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
-    return program(rounds)
-
-
-def _check_no_options(file: str, operation: str, root: int | None, row: int | None) -> None:
-    if operation or root is not None or row is not None:
-        msg = (
-            f"--operation, --root and --row do not go with the file {file}, which says "
-            "what it does: leave them out"
-        )
-        raise ConfigError(msg)
-
-
-def _is_known(name: str) -> bool:
-    """Whether `name` is the name of an algorithm; any other name is a file's, if there is one."""
-    from braid.programs.schedule.collective import ALGORITHMS
-    from braid.programs.schedule.files import is_file
-    from braid.programs.schedule.pipeline import find_schedule
-
-    if find_schedule(name) is not None or name in {known for known, _ in ALGORITHMS}:
-        return True
-    return not is_file(name)
-
-
-def _main_operation(name: str) -> str:
-    from braid.programs.schedule.collective import ALGORITHMS
-    from braid.programs.schedule.pipeline import ALL_SCHEDULES
-
-    operations = [operation for known, operation in ALGORITHMS if known == name]
-    if not operations:
-        names = sorted({known for known, _ in ALGORITHMS})
-        msg = (
-            f"there is no algorithm and no file {name}: choose out of {', '.join(names)}, "
-            f"{', '.join(ALL_SCHEDULES)}, or name a file"
-        )
-        raise ConfigError(msg)
-    return "all_reduce" if "all_reduce" in operations else operations[0]
-
-
-def _cluster(file: str, ranks: int, latency_us: float, gbytes_per_s: float) -> Cluster:
-    from braid.programs.topology import flat, read_cluster
-
-    if file:
-        return read_cluster(file)
-    return flat(ranks, latency_us * 1e-6, gbytes_per_s * 1e9)
 
 
 def _write(file: str, text: str) -> None:
