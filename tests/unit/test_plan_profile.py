@@ -227,9 +227,9 @@ def test_a_profile_of_a_known_model_is_kept(profile, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "profile_together", measure)
     requests = [
-        ProfileRequest(n=2, model="tiny"),
-        ProfileRequest(n=4, model="tiny"),
-        ProfileRequest(n=2, target="train:make"),
+        ProfileRequest(num_ranks=2, model="tiny"),
+        ProfileRequest(num_ranks=4, model="tiny"),
+        ProfileRequest(num_ranks=2, target="train:make"),
     ]
     assert [profiling.cached_profile(request) for request in requests] == [(profile, "")] * 3
     again, note = profiling.cached_profile(requests[0])

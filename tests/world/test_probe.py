@@ -47,7 +47,7 @@ def test_the_file_is_read_by_the_other_commands(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"n": 1}, "the number of ranks must be at least 2, got 1"),
+        ({"num_ranks": 1}, "the number of ranks must be at least 2, got 1"),
         ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"rsh": "ssh {host}"}, "needs hosts"),
     ],

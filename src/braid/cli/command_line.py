@@ -42,7 +42,7 @@ from braid.cli.commands.schedule import (
 from braid.cli.commands.torchrun_options import OWN_FLAGS, translated
 from braid.errors import ConfigError
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
-from braid.runtime.option_types import Command, Directory, Number, NumRanks, shown_as
+from braid.runtime.option_types import Command, Directory, Module, Number, NumRanks, shown_as
 
 __all__ = ["COMMANDS", "TYRO_CONFIG", "answer", "main", "separate_command"]
 
@@ -164,7 +164,7 @@ def run(
     command: Command = (),
     *,
     n: NumRanks = None,
-    module: Annotated[bool, tyro.conf.arg(aliases=["-m"])] = False,
+    module: Module = False,
     no_python: bool = False,
     log_dir: Directory = None,
     port: str = "auto",

@@ -11,6 +11,7 @@ __all__ = [
     "DeviceName",
     "Directory",
     "DtypeName",
+    "Module",
     "NumRanks",
     "Number",
     "Ranks",
@@ -37,6 +38,7 @@ Directory = Annotated[str | None, shown_as("DIR")]
 NumRanks = Annotated[int | None, shown_as("INT", "-n", name="num-ranks")]
 Ranks = Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])]
 Target = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODULE:FUNCTION")]
+Module = Annotated[bool, tyro.conf.arg(name="module", aliases=["-m"])]
 Command = Annotated[tuple[str, ...], tyro.conf.Positional, shown_as("SCRIPT [ARGS ...]")]
 DeviceName = Literal["auto", "cpu", "cuda"]
 DtypeName = Literal["fp32", "bf16"]

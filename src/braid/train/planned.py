@@ -55,7 +55,7 @@ def ranking_here(
     batch = config.batch
     rows = sorted({max(1, batch // num_ranks // part) for part in SPREAD} | {batch})
     request = ProfileRequest(
-        n=num_ranks,
+        num_ranks=num_ranks,
         threads=threads,
         model=config.model,
         context=config.context,

@@ -23,8 +23,9 @@ class ProfileRequest:
 
     Attributes:
         target: Module and function; or a file and function, such as train.py:make.
-        n: Number of ranks of this host that measure at once, for `braid plan --profile`; also their
-            messages, collectives and optimizer (default: this process alone).
+        num_ranks: Number of ranks of this host that measure at once, for `braid plan
+            --profile`; also their messages, collectives and optimizer (default: this process
+            alone).
         servers: Measure a parameter server, too, with as many servers as the N workers.
         model: A GPT of `braid train` in its place, such as gpt2-tiny or gpt2-medium.
         context: Bytes of a sequence, with --model.
@@ -40,7 +41,7 @@ class ProfileRequest:
     """
 
     target: Target = ""
-    n: NumRanks = None
+    num_ranks: NumRanks = None
     servers: bool = False
     model: Text = ""
     context: int = 128
@@ -57,9 +58,9 @@ class ProfileRequest:
         problems = []
         if bool(self.target) == bool(self.model):
             problems.append("give a model: MODULE:FUNCTION, or --model NAME")
-        if self.n is not None:
-            problems += below(1, **{"-n": self.n})
-        if self.servers and (self.n is None or self.n < 2):
+        if self.num_ranks is not None:
+            problems += below(1, **{"-n": self.num_ranks})
+        if self.servers and (self.num_ranks is None or self.num_ranks < 2):
             problems.append("--servers measures workers together: add -n 2, or another number")
         if self.target and (self.device, self.dtype) != ("auto", "fp32"):
             problems.append(

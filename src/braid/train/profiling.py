@@ -32,17 +32,17 @@ def profile_together(request: ProfileRequest) -> Profile:
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
     """
-    assert request.n is not None, "ranks are asked for"
+    assert request.num_ranks is not None, "ranks are asked for"
     with tempfile.TemporaryDirectory(prefix="braid-profile-") as place:
         out = Path(place, "profile.json")
-        _measure(profile_worker.main, request, request.n, out)
+        _measure(profile_worker.main, request, request.num_ranks, out)
         profile = read_profile(out)
         if not request.servers or profile.host is None:
             return profile
         out = Path(place, "servers.json")
-        _measure(server_profile.main, request, 2 * request.n + 1, out)
+        _measure(server_profile.main, request, 2 * request.num_ranks + 1, out)
         curve = msgspec.json.decode(out.read_bytes(), type=Curve)
-        collectives = {**profile.host.collectives, f"push_pull/{request.n}": curve}
+        collectives = {**profile.host.collectives, f"push_pull/{request.num_ranks}": curve}
         host = msgspec.structs.replace(profile.host, collectives=collectives)
         return msgspec.structs.replace(profile, host=host)
 

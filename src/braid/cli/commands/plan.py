@@ -30,7 +30,7 @@ class PlanRequest:
 
     Attributes:
         target: Model of your own, as `braid profile` takes it.
-        n: Number of ranks (default: all of the cluster, or those of the profile).
+        num_ranks: Number of ranks (default: all of the cluster, or those of the profile).
         model: A GPT of `braid train`, such as gpt2-medium.
         cluster: TOML file of a cluster, with a [device]; see `docs/handbook`.
         device: Device of the table in place of the cluster's, such as a100-40gb.
@@ -50,7 +50,7 @@ class PlanRequest:
     """
 
     target: Target = ""
-    n: NumRanks = None
+    num_ranks: NumRanks = None
     model: Text = ""
     cluster: Text = ""
     device: Text = ""
@@ -68,8 +68,9 @@ class PlanRequest:
     failures: Annotated[Failures, tyro.conf.arg(name="")]
 
     def __post_init__(self) -> None:
-        problems = below(1, **{"-n": 1 if self.n is None else self.n, "--top": self.top})
-        problems += below(0, **{"--steps": self.steps})
+        problems = below(1, **{"--top": self.top}) + below(0, **{"--steps": self.steps})
+        if self.num_ranks is not None:
+            problems += below(1, **{"-n": self.num_ranks})
         if bool(self.cluster) == bool(self.profile):
             problems.append("give --cluster FILE, or --profile FILE of `braid profile -n N`")
         raise_all(problems)
@@ -109,7 +110,7 @@ def plan(request: Annotated[PlanRequest, tyro.conf.arg(name="")]) -> int:
     else:
         computes, device = _cluster(request.cluster, request.device)
         machines = DescribedMachines(
-            computes, device, num_ranks=request.n, memory_bytes=limit, dtype=training.dtype
+            computes, device, num_ranks=request.num_ranks, memory_bytes=limit, dtype=training.dtype
         )
         costs, names = described(request.target, request.model, context, device, training.dtype)
     ranking = find_splits(costs, machines, training, asynchronous=request.asynchronous)
@@ -211,8 +212,8 @@ def _profile_of(request: PlanRequest) -> Profile:
     if model and gpt_name(model) != read.model:
         msg = f"{file} is a profile of {read.model}, got --model {model}: leave --model out"
         raise ConfigError(msg)
-    if read.host is None or (request.n or read.host.ranks) != read.host.ranks:
-        wanted = request.n or 2
+    if read.host is None or (request.num_ranks or read.host.ranks) != read.host.ranks:
+        wanted = request.num_ranks or 2
         msg = (
             f"{file} was not measured with {wanted} ranks at once: make it with braid profile "
             f"-n {wanted}"

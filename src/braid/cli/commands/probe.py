@@ -23,7 +23,7 @@ class ProbeOptions:
     """Ranks to measure between, and how long.
 
     Attributes:
-        n: Number of ranks of this host, all sending at the same time.
+        num_ranks: Number of ranks of this host, all sending at the same time.
         hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
             there.
         rsh: Command that reaches {host} (default: ssh without questions).
@@ -34,7 +34,7 @@ class ProbeOptions:
         log_dir: Directory for the logs of the ranks.
     """
 
-    n: Ranks = 2
+    num_ranks: Ranks = 2
     hosts: Annotated[str, shown_as("a:2,b:2", "-H")] = ""
     rsh: Text = ""
     remote_python: Text = ""
@@ -46,7 +46,7 @@ class ProbeOptions:
     def __post_init__(self) -> None:
         problems = below(1, rounds=self.rounds)
         if not self.hosts:
-            problems += below(2, **{"the number of ranks": self.n})
+            problems += below(2, **{"the number of ranks": self.num_ranks})
             if self.rsh:
                 problems.append(f"--rsh {self.rsh} needs hosts: name them with -H")
         raise_all(problems)
@@ -70,13 +70,13 @@ def probe(options: Annotated[ProbeOptions, tyro.conf.arg(name="")]) -> int:
     plan = ProbePlan(sizes=sizes, rounds=options.rounds, pin=not options.no_pin)
     log_dir, lines = Path(options.log_dir, "run"), list[str]()
     log_dir.parent.mkdir(parents=True, exist_ok=True)
-    between = f"ranks on {options.hosts}" if options.hosts else f"{options.n} ranks"
+    between = f"ranks on {options.hosts}" if options.hosts else f"{options.num_ranks} ranks"
     with Console(stderr=True).status(f"sending messages between {between}"):
         if options.hosts:
             where = Where(hosts=options.hosts, rsh=options.rsh, remote_python=options.remote_python)
             run_there(where, main, plan, on_line=lines.append, log_dir=log_dir)
         else:
-            run_here(options.n, main, plan, on_line=lines.append, log_dir=log_dir)
+            run_here(options.num_ranks, main, plan, on_line=lines.append, log_dir=log_dir)
     cluster = as_cluster(msgspec.json.decode(lines[-1] if lines else "", type=Probed))
     text = to_toml(cluster)
     try:

@@ -38,10 +38,10 @@ def profile(request: Annotated[ProfileRequest, tyro.conf.arg(name="")]) -> int:
     choose_device(request.device)
     for file in filter(None, (request.out, request.graph, request.picture)):
         check_place(file)
-    if request.n is None:
+    if request.num_ranks is None:
         measured, follow_up = _alone(request), f"pipedream {request.out} --machines 2"
     else:
-        with Console(stderr=True).status(f"measuring on {request.n} ranks at once"):
+        with Console(stderr=True).status(f"measuring on {request.num_ranks} ranks at once"):
             measured = profile_together(request)
         follow_up = f"--profile {request.out} --batch 16"
     measured.write(request.out)

@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass
 
 from braid.errors import raise_all
+from braid.runtime.option_types import Command, Module, Ranks, Text
 
 __all__ = ["PORT", "SECRET_FILE", "KubernetesManifest"]
 
@@ -94,26 +95,26 @@ class KubernetesManifest:
     """A manifest.
 
     Attributes:
-        name: Name of the job, of its service, and the begin of its pods' names.
-        image: Image of the container, which has braid and the program.
-        command: Script and its arguments.
+        command: Script and its arguments: everything after SCRIPT belongs to it.
+        image: Image of the container, which has braid and the script.
+        name: Name of the job.
         nodes: Number of pods.
         ranks_per_node: Number of ranks of each pod.
         gpus: GPUs of each pod.
-        cpus: Processors of each pod, such as 4; the cluster's default when empty.
-        memory: Memory of each pod, such as 16Gi; the cluster's default when empty.
-        is_module: Whether the script is the name of a Python module.
+        cpus: Processors of each pod, such as 4.
+        memory: Memory of each pod, such as 16Gi.
+        is_module: SCRIPT is the name of a Python module.
     """
 
-    name: str
-    image: str
-    command: tuple[str, ...]
+    command: Command = ()
+    image: Text = ""
+    name: str = "braid"
     nodes: int = 1
-    ranks_per_node: int = 1
+    ranks_per_node: Ranks = 1
     gpus: int = 0
-    cpus: str = ""
-    memory: str = ""
-    is_module: bool = False
+    cpus: Text = ""
+    memory: Text = ""
+    is_module: Module = False
 
     def __post_init__(self) -> None:
         problems = []

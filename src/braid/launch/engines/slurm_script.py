@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from braid.errors import raise_all
+from braid.runtime.option_types import Command, Module, Ranks, Text
 
 __all__ = ["BatchScript"]
 
@@ -48,45 +49,44 @@ class BatchScript:
     """A batch script.
 
     Attributes:
-        command: Script and its arguments.
+        command: Script and its arguments: everything after SCRIPT belongs to it.
         num_ranks: Number of ranks.
-        nodes: Number of nodes; Slurm's choice when 0.
-        cpus_per_rank: Processors of each rank.
-        gpus_per_rank: GPUs of each rank.
-        time: Time limit, as Slurm writes it, such as 4:00:00; the partition's when empty.
-        partition: Partition; the cluster's default when empty.
+        nodes: Number of nodes; 0 for Slurm's choice.
+        cpus: Processors of each rank.
+        gpus: GPUs of each rank.
+        time: Time limit, such as 4:00:00 (default: the partition's).
+        partition: Partition (default: the cluster's).
         name: Name of the job.
-        is_module: Whether the script is the name of a Python module.
-        options: Further options of sbatch, such as --account=physics.
+        is_module: SCRIPT is the name of a Python module.
+        options: Further options of sbatch, such as "--account=physics --exclusive".
     """
 
-    command: tuple[str, ...]
-    num_ranks: int
+    command: Command = ()
+    num_ranks: Ranks = 1
     nodes: int = 0
-    cpus_per_rank: int = 1
-    gpus_per_rank: int = 0
-    time: str = ""
-    partition: str = ""
+    cpus: int = 1
+    gpus: int = 0
+    time: Text = ""
+    partition: Text = ""
     name: str = "braid"
-    is_module: bool = False
-    options: tuple[str, ...] = ()
+    is_module: Module = False
+    options: Text = ""
 
     def __post_init__(self) -> None:
         problems = []
         if not self.command:
             problems.append("nothing to run: give a script, or -m and a module")
-        if self.num_ranks < 1 or self.cpus_per_rank < 1:
+        if self.num_ranks < 1 or self.cpus < 1:
             problems.append("numbers of ranks and processors must be at least 1")
-        if self.nodes < 0 or self.gpus_per_rank < 0:
+        if self.nodes < 0 or self.gpus < 0:
             problems.append("numbers of nodes and GPUs must not be negative")
-        texts = (self.time, self.partition, self.name, *self.options)
+        options = shlex.split(self.options)
+        texts = (self.time, self.partition, self.name, *options)
         if any("\n" in text for text in texts):
             problems.append("options must be on one line")
         if not re.fullmatch(r"[\w.-]+", self.name):
             problems.append(f"a name has letters, numbers, dots and dashes, got {self.name!r}")
-        problems += [
-            f"{option!r} is no option of sbatch" for option in self.options if option[:1] != "-"
-        ]
+        problems += [f"{word!r} is no option of sbatch" for word in options if word[:1] != "-"]
         raise_all(problems)
 
     def text(self) -> str:
@@ -94,16 +94,16 @@ class BatchScript:
         options = [
             f"--job-name={self.name}",
             f"--ntasks={self.num_ranks}",
-            f"--cpus-per-task={self.cpus_per_rank}",
+            f"--cpus-per-task={self.cpus}",
             *([f"--nodes={self.nodes}"] if self.nodes else []),
-            *([f"--gpus-per-task={self.gpus_per_rank}"] if self.gpus_per_rank else []),
+            *([f"--gpus-per-task={self.gpus}"] if self.gpus else []),
             *([f"--time={self.time}"] if self.time else []),
             *([f"--partition={self.partition}"] if self.partition else []),
             f"--output={self.name}-%j.out",
             "--open-mode=append",
             "--requeue",
             f"--signal=B:USR1@{SAVE_S}",
-            *map(_quoted, self.options),
+            *map(_quoted, shlex.split(self.options)),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), ""]
         return "\n".join(lines) + "\n" + FOLLOW.format(words=self._words())
@@ -111,7 +111,7 @@ class BatchScript:
     def _words(self) -> str:
         """Return the words of `braid run`; the directory is that of the job, also when requeued."""
         fixed: Sequence[str] = ("--on", "slurm", "-n", str(self.num_ranks), "--resume", "auto")
-        threads = ("--threads", str(self.cpus_per_rank)) if self.cpus_per_rank > 1 else ()
+        threads = ("--threads", str(self.cpus)) if self.cpus > 1 else ()
         own = (*(("-m",) if self.is_module else ()), *self.command)
         log_dir = '--log-dir "runs/slurm-$SLURM_JOB_ID"'
         return f"{shlex.join((*fixed, *threads))} {log_dir} {shlex.join(own)}"
