@@ -1,7 +1,7 @@
 """`python -m benchmarks NAME`: measure braid beside other systems, in turns in one run.
 
 A benchmark, `BENCH` of its module, is the dataclass of its options, a function that measures, and
-one that prints tables and verdicts. Run it where this repository is, in an environment in which
+functions that make tables and verdicts. Run it where this repository is, in an environment in which
 braid is installed.
 """
 

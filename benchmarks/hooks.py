@@ -24,11 +24,10 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["BENCH", "HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks"]
+__all__ = ["BENCH", "HooksBench", "HooksReport", "hooks_table", "hooks_verdicts"]
 
 HOOKS = ("bf16", "int8", "topk:0.01", "powersgd:rank=4,start=2")
 LEAST = {"bf16": 1.6, "topk": 3.0, "powersgd": 4.0}  # least speed-up of a step, at 1 Gbit/s
@@ -143,9 +142,4 @@ def hooks_verdicts(report: HooksReport) -> list[BenchVerdict]:
     return verdicts
 
 
-def print_hooks(report: HooksReport, out: Path) -> None:
-    """Print the table, the verdicts and the path of the figures."""
-    show(hooks_table(report), hooks_verdicts(report), out / "hooks.json")
-
-
-BENCH = Benchmark("hooks", HooksBench, _measure_hooks, print_hooks)
+BENCH = Benchmark("hooks", HooksBench, _measure_hooks, hooks_table, hooks_verdicts)

@@ -29,12 +29,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
+    unknown,
 )
 from braid.cli.bench.workers.ddp import Case
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
 from braid.compat.horovod.fusion import FusionState, Request
-from braid.errors import ConfigError
 from braid.runtime.terminal_table import new_table
 
 __all__ = [
@@ -44,7 +43,6 @@ __all__ = [
     "Thousand",
     "fusion_table",
     "fusion_verdicts",
-    "print_fusion",
 ]
 
 CASES = (Case("mlp", 64), Case("gpt", 2), Case("tiny", 32))
@@ -106,16 +104,11 @@ class FusionBench:
     out: Path = Path("runs/bench-horovod")
 
     def __post_init__(self) -> None:
-        known = {*MODEL_NAMES, "tiny"}
-        unknown = [case.model for case in self.cases if case.model not in known]
-        if unknown:
-            msg = (
-                f"there is no model {', '.join(unknown)}: choose out of {', '.join(sorted(known))}"
-            )
-            raise ConfigError(msg)
+        models = (case.model for case in self.cases)
+        problems = unknown("model", models, sorted({*MODEL_NAMES, "tiny"}))
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 2)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
-        check_minimums(least)
+        check_minimums(least, problems)
 
 
 def _measure_fusion(bench: FusionBench, console: RichConsole) -> FusionReport:
@@ -283,9 +276,4 @@ def fusion_table(report: FusionReport) -> Table:
     return grid
 
 
-def print_fusion(report: FusionReport, out: Path) -> None:
-    """Print the table and the path of the figures."""
-    show(fusion_table(report), fusion_verdicts(report), out / "fusion.json")
-
-
-BENCH = Benchmark("fusion", FusionBench, _measure_fusion, print_fusion)
+BENCH = Benchmark("fusion", FusionBench, _measure_fusion, fusion_table, fusion_verdicts)

@@ -16,6 +16,7 @@ from typing import Annotated
 import msgspec
 import tyro
 from rich.console import Console as RichConsole
+from rich.table import Table
 
 from braid.cli.bench.harness.options import Ranks
 from braid.cli.bench.harness.report import (
@@ -24,7 +25,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
 )
 from braid.errors import ConfigError
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
@@ -32,7 +32,7 @@ from braid.launch.engines.client import EngineSupervisor
 from braid.launch.engines.options import EngineOptions
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["BENCH", "LaunchBench", "LaunchReport", "launch_verdicts", "print_launch"]
+__all__ = ["BENCH", "LaunchBench", "LaunchReport", "launch_verdicts"]
 
 WORKER = "benchmarks.workers.launch"
 HERE = "braid run"
@@ -108,8 +108,8 @@ def launch_verdicts(report: LaunchReport) -> list[BenchVerdict]:
     return verdicts
 
 
-def print_launch(report: LaunchReport, out: Path) -> None:
-    """Print the figures and the verdicts."""
+def launch_table(report: LaunchReport) -> Table:
+    """Make a table with one row per launcher."""
     table = new_table(
         f"{report.ranks} ranks, {report.machine}", ["launcher"], ["first step, s", "death known, s"]
     )
@@ -119,7 +119,7 @@ def print_launch(report: LaunchReport, out: Path) -> None:
             f"{statistics.median(figures.start_s):.2f}",
             f"{statistics.median(figures.notice_s):.3f}",
         )
-    show(table, launch_verdicts(report), out / "launch.json")
+    return table
 
 
 def _once(bench: LaunchBench, name: str) -> tuple[float, float]:
@@ -156,4 +156,4 @@ def _run(bench: LaunchBench, name: str, what: str) -> tuple[Outcome, list[dict[s
     return outcome, [json.loads(text) for text in lines]
 
 
-BENCH = Benchmark("launch", LaunchBench, _measure_launch, print_launch)
+BENCH = Benchmark("launch", LaunchBench, _measure_launch, launch_table, launch_verdicts)

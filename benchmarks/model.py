@@ -21,7 +21,7 @@ from benchmarks.lab import Lab
 from benchmarks.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan, main
 from braid.cli.bench.harness.options import GBIT, KIB, MIB, Ranks
 from braid.cli.bench.harness.ranks import Where, run_there
-from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, measured_on, show
+from braid.cli.bench.harness.report import Benchmark, BenchVerdict, Report, measured_on
 from braid.cli.bench.probe import as_cluster
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
@@ -38,7 +38,6 @@ __all__ = [
     "error",
     "model_table",
     "predict",
-    "print_model",
     "verdicts",
 ]
 
@@ -225,14 +224,9 @@ def verdicts(report: ModelReport) -> list[BenchVerdict]:
     return judged
 
 
-def print_model(report: ModelReport, out: Path) -> None:
-    """Print the table, the verdicts and the path of the figures."""
-    show(model_table(report), verdicts(report), out / "model.json", width=160)
-
-
 def _ms(seconds: float) -> str:
     """Format milliseconds with three digits."""
     return f"{seconds * 1e3:.0f}" if seconds >= HUNDRED_MS else f"{seconds * 1e3:.3g}"
 
 
-BENCH = Benchmark("model", ModelBench, _measure_model, print_model)
+BENCH = Benchmark("model", ModelBench, _measure_model, model_table, verdicts, width=160)

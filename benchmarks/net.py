@@ -32,7 +32,6 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
 )
 from braid.launch import parse_hosts
 from braid.runtime.terminal_table import new_table
@@ -46,7 +45,6 @@ __all__ = [
     "Target",
     "net_table",
     "places",
-    "print_net",
     "targets",
 ]
 
@@ -289,13 +287,8 @@ def net_table(report: NetReport) -> Table:
     return grid
 
 
-def print_net(report: NetReport, out: Path) -> None:
-    """Print the table, the targets and the path of the figures."""
-    show(net_table(report), targets(report), out / "net.json")
-
-
 def _figure(value: float, unit: str) -> str:
     return f"{value:.1%} {unit}" if unit == "of the link" else f"{value:.2f} {unit}"
 
 
-BENCH = Benchmark("net", NetBench, _measure_net, print_net)
+BENCH = Benchmark("net", NetBench, _measure_net, net_table, targets)

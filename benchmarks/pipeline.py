@@ -9,10 +9,9 @@ micro-batches against the simulator.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
 from typing import Annotated
 
 from rich.console import Console as RichConsole
@@ -29,9 +28,9 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
+    unknown,
+    unsteady,
 )
-from braid.errors import ConfigError
 from braid.programs.schedule.pipeline import SCHEDULES
 from braid.runtime.terminal_table import new_table
 from braid.runtime.text import bytes_text
@@ -41,11 +40,10 @@ __all__ = [
     "CASES",
     "PipelineBench",
     "PipelineReport",
-    "pipeline_doubts",
+    "pipeline_lines",
     "pipeline_tables",
     "pipeline_verdicts",
     "plot_sweep",
-    "print_pipeline",
 ]
 
 CASES = (
@@ -72,7 +70,6 @@ LEAST_EFFICIENCY = 0.9
 HELD_WITHIN = 0.1
 MOST_ACTION_S = 100e-6
 OPTIMUM_WITHIN = 0.05
-STEADY = 1.3  # work alone differs by less on an idle machine
 
 
 class PipelineReport(Report, kw_only=True):
@@ -111,8 +108,7 @@ class PipelineBench:
         problems = []
         for case in self.cases:
             if case.model not in MODEL_NAMES:
-                models = ", ".join(MODEL_NAMES)
-                problems.append(f"there is no model {case.model}: choose out of {models}")
+                problems += unknown("model", [case.model], MODEL_NAMES)
             elif case.schedule not in TORCH_SCHEDULES:
                 names = ", ".join(TORCH_SCHEDULES)
                 problems.append(
@@ -160,11 +156,8 @@ def _measure_pipeline(bench: PipelineBench, console: RichConsole) -> PipelineRep
     names = ", ".join(f"{case.model} ({case.schedule})" for case in cases) or bench.sweep
     with console.status(f"measuring {names} on {bench.ranks} ranks"):
         figures = figures_of(bench.ranks, main, plan, Figures, out=bench.out)
-    return PipelineReport(
-        **where,
-        figures=figures,
-        swept=f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else "",
-    )
+    swept = f"{bench.swept.model}, {bench.swept.schedule}" if bench.sweep else ""
+    return PipelineReport(**where, figures=figures, swept=swept)
 
 
 def pipeline_verdicts(report: PipelineReport) -> list[BenchVerdict]:
@@ -185,21 +178,12 @@ def pipeline_verdicts(report: PipelineReport) -> list[BenchVerdict]:
     return verdicts
 
 
-def pipeline_doubts(report: PipelineReport) -> list[str]:
-    """Return texts on figures that were measured while other programs slowed the machine down."""
-    lines = []
+def pipeline_lines(report: PipelineReport) -> Iterator[object]:
+    """Yield the verdicts, and warnings of cases in which other programs slowed the machine down."""
+    yield from pipeline_verdicts(report)
     for row in report.figures.measured:
-        work_s = row.rounds_s.get("compute", [])
-        if len(work_s) < LEAST_ROUNDS:
-            continue
-        low_s, *_, high_s = quantiles(work_s, n=10)
-        if high_s > STEADY * low_s:
-            lines.append(
-                f"unsteady  {row.case.model}, {row.case.schedule}: work without messages took "
-                f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth and ninetieth percentile): "
-                "something else has slowed the machine down; measure again"
-            )
-    return lines
+        label, seconds = f"{row.case.model}, {row.case.schedule}", row.rounds_s.get("compute", [])
+        yield from unsteady(label, "work without messages", seconds, LEAST_ROUNDS)
 
 
 def _verdicts_of(row: Measured) -> list[BenchVerdict]:
@@ -324,13 +308,7 @@ def plot_sweep(report: PipelineReport, path: Path) -> Path:
     Args:
         report: Report of a sweep.
         path: File, as PNG or SVG by its suffix.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        msg = "the plot needs matplotlib, which is not installed: pip install 'braid-train[bench]'"
-        raise ConfigError(msg)
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(6.4, 4.0))
     axes = figure.add_subplot()
     swept = report.figures.swept
@@ -367,13 +345,12 @@ def plot_sweep(report: PipelineReport, path: Path) -> Path:
     return path
 
 
-def print_pipeline(report: PipelineReport, out: Path) -> None:
-    """Print the tables, the verdicts and the path of the figures, and draw those of a sweep."""
-    if report.swept and importlib.util.find_spec("matplotlib") is not None:
-        for suffix in ("png", "svg"):
-            plot_sweep(report, out / f"microbatches.{suffix}")
-    lines = [*pipeline_verdicts(report), *pipeline_doubts(report)]
-    show(pipeline_tables(report), lines, out / "pipeline.json")
+def draw_sweep(report: PipelineReport, out: Path) -> None:
+    """Draw a sweep, if the report is of one."""
+    for suffix in ("png", "svg") if report.swept else ():
+        plot_sweep(report, out / f"microbatches.{suffix}")
 
 
-BENCH = Benchmark("pipeline", PipelineBench, _measure_pipeline, print_pipeline)
+BENCH = Benchmark(
+    "pipeline", PipelineBench, _measure_pipeline, pipeline_tables, pipeline_lines, draw_sweep
+)

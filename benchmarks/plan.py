@@ -38,8 +38,7 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
-    unknown_parts,
+    unknown,
 )
 from braid.runtime.terminal_table import new_table
 from braid.train.config import MODELS
@@ -50,7 +49,6 @@ __all__ = [
     "PlanReport",
     "plan_table",
     "plan_verdicts",
-    "print_plan",
     "steps_table",
 ]
 
@@ -103,7 +101,7 @@ class PlanBench:
             if _steps_of(each, 1) is None
         ]
         least = [("rounds", self.sizes.rounds, 1)]
-        check_minimums(least, [*unknown_parts(self.only, PARTS), *problems])
+        check_minimums(least, [*unknown("part", self.only, PARTS), *problems])
 
 
 def _measure_plan(bench: PlanBench, console: RichConsole) -> PlanReport:
@@ -239,11 +237,10 @@ def plan_table(report: PlanReport) -> Table:
     return grid
 
 
-def print_plan(report: PlanReport, out: Path) -> None:
-    """Print the tables, the verdicts and the path of the figures."""
+def plan_tables(report: PlanReport) -> list[Table]:
+    """Make a table for each part that was measured."""
     tables = [steps_table(rows) for rows in (report.steps, report.oversubscribed) if rows]
-    tables += [plan_table(report)] if report.asynchronous else []
-    show(tables, list(plan_verdicts(report)), out / "plan.json")
+    return [*tables, *([plan_table(report)] if report.asynchronous else [])]
 
 
-BENCH = Benchmark("plan", PlanBench, _measure_plan, print_plan)
+BENCH = Benchmark("plan", PlanBench, _measure_plan, plan_tables, plan_verdicts)

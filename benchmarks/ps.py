@@ -30,12 +30,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
-    unknown_parts,
+    unknown,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["BENCH", "PsBench", "PsReport", "print_ps", "ps_table", "ps_verdicts"]
+__all__ = ["BENCH", "PsBench", "PsReport", "ps_table", "ps_verdicts"]
 
 T = TypeVar("T")
 TRANSFERS = ("dense", "small", "pairs", "rows")
@@ -105,7 +104,7 @@ class PsBench:
 
     def __post_init__(self) -> None:
         least = [("rounds", self.rounds, 1), ("kills", self.kills, 1)]
-        check_minimums(least, unknown_parts(self.only, PARTS))
+        check_minimums(least, unknown("part", self.only, PARTS))
 
 
 def _measure_ps(bench: PsBench, console: RichConsole) -> PsReport:
@@ -284,16 +283,15 @@ def _lines(row: Measured) -> Iterator[_Line]:
         yield _Line(LABELS[row.name], way, f"{seconds * 1e3:.3f}", rate, ratio)
 
 
-def print_ps(report: PsReport, out: Path) -> None:
-    """Print the table, the verdicts and the path of the figures."""
-    notes = [row.note for row in report.rows if row.name == "step"]
-    lines: list[object] = list(ps_verdicts(report))
-    lines += [
-        f"steps: {note}; 4 processes of one thread share {report.machine}, and the all-reduce's "
-        "ranks have two of them to themselves"
-        for note in notes
+def ps_lines(report: PsReport) -> list[object]:
+    """Return the verdicts, and notes on the training steps."""
+    notes = [
+        f"steps: {row.note}; 4 processes of one thread share {report.machine}, and the "
+        "all-reduce's ranks have two of them to themselves"
+        for row in report.rows
+        if row.name == "step"
     ]
-    show(ps_table(report), lines, out / "ps.json")
+    return [*ps_verdicts(report), *notes]
 
 
-BENCH = Benchmark("ps", PsBench, _measure_ps, print_ps)
+BENCH = Benchmark("ps", PsBench, _measure_ps, ps_table, ps_lines)

@@ -22,12 +22,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
-    unknown_parts,
+    unknown,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["BENCH", "RpcBench", "RpcReport", "print_rpc", "rpc_table", "rpc_verdicts"]
+__all__ = ["BENCH", "RpcBench", "RpcReport", "rpc_table", "rpc_verdicts"]
 
 LABELS = {
     "small": "small call and its answer",
@@ -75,7 +74,7 @@ class RpcBench:
 
     def __post_init__(self) -> None:
         least = [("rounds", self.rounds, 1)]
-        check_minimums(least, unknown_parts(self.only, PARTS))
+        check_minimums(least, unknown("part", self.only, PARTS))
 
 
 def _measure_rpc(bench: RpcBench, console: RichConsole) -> RpcReport:
@@ -129,9 +128,4 @@ def rpc_table(report: RpcReport) -> Table:
     return grid
 
 
-def print_rpc(report: RpcReport, out: Path) -> None:
-    """Print the table, the verdicts and the path of the figures."""
-    show(rpc_table(report), list(rpc_verdicts(report)), out / "rpc.json")
-
-
-BENCH = Benchmark("rpc", RpcBench, _measure_rpc, print_rpc)
+BENCH = Benchmark("rpc", RpcBench, _measure_rpc, rpc_table, rpc_verdicts)

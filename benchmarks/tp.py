@@ -23,12 +23,12 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
+    unknown,
 )
 from braid.errors import ConfigError
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["BENCH", "CASES", "TpBench", "TpReport", "print_tp"]
+__all__ = ["BENCH", "CASES", "TpBench", "TpReport"]
 
 CASES = (
     Case("llama", 128, 4, 2, 64),
@@ -70,11 +70,7 @@ class TpBench:
     out: Path = Path("runs/bench-tp")
 
     def __post_init__(self) -> None:
-        problems = [
-            f"there is no model {case.model}: choose out of {', '.join(MODEL_NAMES)}"
-            for case in self.cases
-            if case.model not in MODEL_NAMES
-        ]
+        problems = unknown("model", (case.model for case in self.cases), MODEL_NAMES)
         if self.ranks > 1 and KV_HEADS % self.ranks:
             problems.append(f"{KV_HEADS} heads of keys cannot be divided over {self.ranks} ranks")
         problems += [
@@ -145,11 +141,6 @@ def _name_of(case: Case) -> str:
     return f"{case.model} {case.width}, {case.layers} layers"
 
 
-def print_tp(report: TpReport, out: Path) -> None:
-    """Print the table, the verdicts and the path of the figures."""
-    show(tp_tables(report), tp_verdicts(report), out / "tp.json")
-
-
 def case_of(text: str) -> Case:
     """Return the case of a text such as llama:128:4:2:64.
 
@@ -166,4 +157,4 @@ def case_of(text: str) -> Case:
     return Case(model, *map(int, numbers))
 
 
-BENCH = Benchmark("tp", TpBench, _measure_tp, print_tp)
+BENCH = Benchmark("tp", TpBench, _measure_tp, tp_tables, tp_verdicts)

@@ -24,11 +24,11 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
+    unknown,
 )
 from braid.runtime.terminal_table import new_table
 
-__all__ = ["BENCH", "CASES", "ZeroBench", "ZeroReport", "print_zero"]
+__all__ = ["BENCH", "CASES", "ZeroBench", "ZeroReport"]
 
 CASES = (Case("gpt", 1), Case("gpt", 4), Case("mlp", 64))
 LEAST_ROUNDS = 12
@@ -78,11 +78,7 @@ class ZeroBench:
     out: Path = Path("runs/bench-zero")
 
     def __post_init__(self) -> None:
-        problems = [
-            f"there is no model {case.model}: choose out of {', '.join(MODEL_NAMES)}"
-            for case in self.cases
-            if case.model not in MODEL_NAMES
-        ]
+        problems = unknown("model", (case.model for case in self.cases), MODEL_NAMES)
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
         least += [("save_mib", self.save_mib, 0), ("save_rounds", self.save_rounds, 1)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
@@ -169,9 +165,4 @@ def zero_table(report: ZeroReport) -> Table:
     return grid
 
 
-def print_zero(report: ZeroReport, out: Path) -> None:
-    """Print the table, the verdicts and the path of the figures."""
-    show(zero_table(report), zero_verdicts(report), out / "zero.json")
-
-
-BENCH = Benchmark("zero", ZeroBench, _measure_zero, print_zero)
+BENCH = Benchmark("zero", ZeroBench, _measure_zero, zero_table, zero_verdicts)

@@ -45,7 +45,7 @@ from braid.cli.bench.ddp import (
     HEADINGS,
     DdpBench,
     DdpReport,
-    ddp_doubts,
+    ddp_lines,
     ddp_verdicts,
     share_text,
 )
@@ -167,7 +167,7 @@ def training_proof(commit: str) -> list[str]:
             "on average than with torch's DDP sending nothing; in brackets the 5th and 95th percentile of its share over resampled rounds."
         ),
         "",
-        *(f"* {line}" for line in [*ddp_verdicts(ddp), *ddp_doubts(ddp)]),
+        *(f"* {line}" for line in ddp_lines(ddp)),
     ]
     replace_section("training", "\n".join(told), FIGURES)
     return missed(ddp_verdicts(ddp))

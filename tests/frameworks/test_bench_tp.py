@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tp import BENCH, CASES, TpBench, print_tp, tp_verdicts
+from benchmarks.tp import BENCH, CASES, TpBench, tp_verdicts
 from benchmarks.workers.tp import VARIANTS, Case
 from braid.cli.bench.harness.options import read_fields
 from braid.errors import ConfigError
@@ -23,7 +23,7 @@ def test_all_engines_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert row.collectives == row.sent > 0
     assert row.largest_gap < 1e-5
     assert len(tp_verdicts(report)) == 6
-    print_tp(report, tmp_path)
+    BENCH.show(report, tmp_path)
     assert "parallelize_module" in capsys.readouterr().out
     assert (tmp_path / "tp.json").exists()
 

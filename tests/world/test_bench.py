@@ -105,7 +105,7 @@ def test_the_largest_figures_are_shown_whole(capsys, tmp_path):
     report = comm.CommReport(
         braid="", torch="", machine="", mpi="an MPI", explained={}, rows=[row, other]
     )
-    comm.print_report(report, tmp_path)
+    comm.BENCH.show(report, tmp_path)
     text = capsys.readouterr().out
     assert (text.count("987,654"), text.count("1,23"), "…" in text) == (10, 8, False)
 
@@ -172,7 +172,7 @@ def test_reports_of_sharding_are_judged_and_shown(tmp_path, capsys):
     report = zero.ZeroReport(braid="1", torch="2", machine="one", rows=[row])
     held = [verdict.held for verdict in zero.zero_verdicts(report)]
     assert held == [False, *[True] * 6]
-    zero.print_zero(report, tmp_path)
+    zero.BENCH.show(report, tmp_path)
     assert "braid, stage 3" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="expected model:batch, got 'gpt'"):
         read_fields(zero_worker.Case, "gpt")
@@ -186,13 +186,13 @@ def measured(alone_s):
         num_params=1,
         batch=4,
         ranks=2,
-        step_s={},
+        step_s={"gloo": 1.0, "silent": 1.0},
         speedup={},
         gone={},
         gone_between={},
         exposed_s={},
         spread={},
-        rounds_s={"alone": alone_s},
+        rounds_s={"alone": alone_s, "torch": [1.0], "braid": [1.0]},
     )
 
 
@@ -208,7 +208,7 @@ def measured(alone_s):
 )
 def test_figures_of_a_machine_that_was_not_quiet_are_doubted(alone_s, busy, doubts):
     report = ddp.DdpReport(braid="", torch="", machine="", models=[measured(alone_s)], busy=busy)
-    found = ddp.ddp_doubts(report)
+    found = [line for line in map(str, ddp.ddp_lines(report)) if line.startswith("unsteady")]
     assert len(found) == doubts
     for line in found:
         assert "mlp, batch 4: steps without communication took 100 to 140 ms" in line

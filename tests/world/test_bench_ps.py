@@ -130,7 +130,7 @@ def test_reports_are_judged_and_shown(tmp_path, capsys):
     held = [verdict.held for verdict in ps.ps_verdicts(report)]
     transfers = [False, True, True, False, False, True, False]
     assert held == [*transfers, True, True, True, False, False, False, False, True]
-    ps.print_ps(report, tmp_path)
+    ps.BENCH.show(report, tmp_path)
     text = capsys.readouterr().out
     assert "2.13 GB/s" in text
     assert "steps: a model; 4 processes" in text

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +34,7 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
+    unknown,
 )
 from braid.cli.bench.workers.candidates import LIBRARIES
 from braid.cli.bench.workers.comm import CommPlan, Row, main
@@ -48,7 +49,6 @@ __all__ = [
     "CommBench",
     "CommReport",
     "plot",
-    "print_report",
     "table",
 ]
 
@@ -125,20 +125,12 @@ class CommBench:
     no_plot: bool = False
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.operations if name not in OPERATIONS]
-        if unknown:
-            msg = (
-                f"there is no operation {', '.join(unknown)}: choose out of {', '.join(OPERATIONS)}"
-            )
-            raise ConfigError(msg)
-        unknown = [name for name in self.dtypes if name not in KNOWN_DTYPES]
-        if unknown:
-            msg = f"there is no dtype {', '.join(unknown)}: choose out of {', '.join(KNOWN_DTYPES)}"
-            raise ConfigError(msg)
+        problems = unknown("operation", self.operations, OPERATIONS)
+        problems += unknown("dtype", self.dtypes, KNOWN_DTYPES)
         least = [("the number of ranks", n, 2) for n in self.ranks]
         least += [("the number of rounds", self.rounds, 1)]
         least += [("a size in bytes", size, 1) for size in self.sizes_bytes]
-        check_minimums(least)
+        check_minimums(least, problems)
 
 
 class _Bar:
@@ -271,14 +263,7 @@ def _short(figure: float) -> str:
 
 
 def plot(report: CommReport, path: Path) -> Path:
-    """Plot time over size for every operation, both axes logarithmic.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        msg = "the plot needs matplotlib, which is not installed: pip install 'braid-train[bench]'"
-        raise ConfigError(msg)
+    """Plot time over size for every operation, both axes logarithmic."""
     figure_type = importlib.import_module("matplotlib.figure").Figure
     names = list(dict.fromkeys(row.operation for row in report.rows if row.nbytes))
     figure = figure_type(figsize=(4.2 * min(3, len(names)), 3.4 * -(-len(names) // 3)))
@@ -308,11 +293,9 @@ def plot(report: CommReport, path: Path) -> Path:
     return path
 
 
-def print_report(report: CommReport, out: Path) -> None:
-    """Print the table and the paths of the files."""
-    picture = out / "comm.png"
-    lines = [*report.explained.values(), *([f"plot  {picture}"] if picture.exists() else [])]
-    show(table(report), lines, out / "comm.json")
+def explanations(report: CommReport) -> Iterable[str]:
+    """Return texts about the algorithms that braid chose."""
+    return report.explained.values()
 
 
-BENCH = Benchmark("comm", CommBench, _measure_comm, print_report)
+BENCH = Benchmark("comm", CommBench, _measure_comm, table, explanations)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, quantiles
+from statistics import fmean
 from typing import Annotated
 
 from rich.console import Console as RichConsole
@@ -27,21 +27,20 @@ from braid.cli.bench.harness.report import (
     Report,
     check_minimums,
     measured_on,
-    show,
+    unknown,
+    unsteady,
 )
 from braid.cli.bench.workers.ddp import VARIANTS, Case, DDPPlan, MeasuredCase, main
 from braid.cli.bench.workers.ddp_models import MODEL_NAMES
-from braid.errors import ConfigError
 from braid.runtime.terminal_table import new_table
 
 __all__ = [
     "BENCH",
     "DdpBench",
     "DdpReport",
-    "ddp_doubts",
+    "ddp_lines",
     "ddp_table",
     "ddp_verdicts",
-    "print_ddp",
     "share_text",
 ]
 
@@ -56,7 +55,6 @@ CASES = (
 LEAST_ROUNDS = 24
 LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
 AS_FAST = 0.98  # means of equal steps differ by as much as 2%
-STEADY = 1.3  # steps of one process alone differ by less on an idle machine
 LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
 HEADINGS = {
     "alone": "none",
@@ -97,13 +95,9 @@ class DdpBench:
     out: Path = Path("runs/bench-ddp")
 
     def __post_init__(self) -> None:
-        unknown = [case.model for case in self.cases if case.model not in MODEL_NAMES]
-        if unknown:
-            msg = f"there is no model {', '.join(unknown)}: choose out of {', '.join(MODEL_NAMES)}"
-            raise ConfigError(msg)
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1), ("busy", self.busy, 0)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
-        check_minimums(least)
+        check_minimums(least, unknown("model", (case.model for case in self.cases), MODEL_NAMES))
 
 
 def _measure_ddp(bench: DdpBench, console: RichConsole) -> DdpReport:
@@ -158,22 +152,12 @@ def ddp_verdicts(report: DdpReport) -> list[BenchVerdict]:
     return verdicts
 
 
-def ddp_doubts(report: DdpReport) -> list[str]:
-    """Return texts on figures that were measured while other programs slowed the machine down."""
-    lines = []
+def ddp_lines(report: DdpReport) -> Iterator[object]:
+    """Yield the verdicts, and warnings of models for which other programs slowed the machine."""
+    yield from ddp_verdicts(report)
     for model in [] if report.busy else report.models:
-        alone_s = model.rounds_s["alone"]
-        if len(alone_s) < LEAST_ROUNDS:
-            continue
-        low_s, *_, high_s = quantiles(alone_s, n=10)
-        if high_s > STEADY * low_s:
-            lines.append(
-                f"unsteady  {model.model}, batch {model.batch}: steps without communication took "
-                f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth "
-                "and ninetieth percentile): something else has slowed the machine down; measure "
-                "again"
-            )
-    return lines
+        label, seconds = f"{model.model}, batch {model.batch}", model.rounds_s["alone"]
+        yield from unsteady(label, "steps without communication", seconds, LEAST_ROUNDS)
 
 
 def share_text(model: MeasuredCase, variant: str) -> str:
@@ -213,10 +197,4 @@ def ddp_table(report: DdpReport) -> Table:
     return grid
 
 
-def print_ddp(report: DdpReport, out: Path) -> None:
-    """Print the table and the path of the figures."""
-    lines = [*ddp_verdicts(report), *ddp_doubts(report)]
-    show(ddp_table(report), lines, out / "ddp.json")
-
-
-BENCH = Benchmark("ddp", DdpBench, _measure_ddp, print_ddp)
+BENCH = Benchmark("ddp", DdpBench, _measure_ddp, ddp_table, ddp_lines)

@@ -1,17 +1,19 @@
 """Reports of benchmarks: figures are judged, shown and saved.
 
 A bench fills a `Report`, whose first fields are the same everywhere. It draws one table of the
-report and compares it with promises (`BenchVerdict`). `save` writes JSON, `show` prints the table
-and the verdicts.
+report and compares it with promises (`BenchVerdict`). `Benchmark.measure` writes JSON,
+`Benchmark.show` prints the table and the verdicts.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import quantiles
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -29,11 +31,11 @@ __all__ = [
     "check_minimums",
     "measured_on",
     "save",
-    "show",
-    "unknown_parts",
+    "unknown",
+    "unsteady",
 ]
 
-WIDTH = 120  # columns of a table outside of a terminal
+STEADY = 1.3  # ratio of times of equal work, below which a machine is idle
 
 
 def load_per_core() -> float:
@@ -90,13 +92,19 @@ class Benchmark(Generic[Options, ReportT]):
         name: Name of the file of its figures.
         options: Dataclass of its options, which tyro reads; `out` is the directory of the figures.
         take: Function of the options that returns the report; it shows its progress on a console.
-        show: Prints a report; its second argument is the directory.
+        tables: Makes tables of a report.
+        lines: Makes verdicts of a report, and other lines.
+        draw: Draws pictures of a report into the directory, if matplotlib is installed.
+        width: Number of columns of the tables where the output is no terminal.
     """
 
     name: str
     options: type[Options]
     take: Callable[[Options, Console], ReportT]
-    show: Callable[[ReportT, Path], None]
+    tables: Callable[[ReportT], Table | Iterable[Table]]
+    lines: Callable[[ReportT], Iterable[object]]
+    draw: Callable[[ReportT, Path], None] = lambda _report, _out: None
+    width: int = 120
 
     def measure(self, options: Options, console: Console | None = None) -> ReportT:
         """Measure in fresh processes, and write the figures to the directory of the options.
@@ -120,6 +128,26 @@ class Benchmark(Generic[Options, ReportT]):
         out: Path = options.out  # type: ignore[attr-defined]
         self.show(self.measure(options), out)
         return 0
+
+    def show(self, report: ReportT, out: Path) -> None:
+        """Print the tables, the lines below them, and the paths of pictures and figures.
+
+        Args:
+            report: The figures.
+            out: Directory to which the report was written.
+        """
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=self.width)
+        tables = self.tables(report)
+        for table in [tables] if isinstance(tables, Table) else tables:
+            console.print(table)
+        if importlib.util.find_spec("matplotlib") is not None:
+            self.draw(report, out)
+        pictures = (f"plot  {path}" for path in sorted(out.glob("*.png")))
+        for line in (*self.lines(report), *pictures):
+            console.print(str(line), highlight=False, soft_wrap=True)
+        console.print(f"figures  {out / self.name}.json")
 
 
 class BenchVerdict(NamedTuple):
@@ -156,33 +184,35 @@ def check_minimums(
     raise_all([*small, *problems])
 
 
-def unknown_parts(only: Sequence[str], parts: Sequence[str]) -> list[str]:
-    """Return the problems with a choice of parts, for `check_minimums`."""
-    known = ", ".join(parts)
-    return [f"there is no part {each}: choose out of {known}" for each in only if each not in parts]
+def unknown(kind: str, names: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return a problem for each name that is not known, for `check_minimums`."""
+    choices = ", ".join(known := tuple(known))
+    return [
+        f"there is no {kind} {name}: choose out of {choices}" for name in names if name not in known
+    ]
+
+
+def unsteady(label: str, work: str, seconds: Sequence[float], least_rounds: int) -> list[str]:
+    """Return a warning if other programs slowed the machine down during a measurement.
+
+    Args:
+        label: Name of the measured case.
+        work: Name of the work, which takes equal times on an idle machine.
+        seconds: Times of the work by round.
+        least_rounds: Number of rounds below which nothing is known.
+    """
+    if len(seconds) < least_rounds:
+        return []
+    low_s, *_, high_s = quantiles(seconds, n=10)
+    if high_s <= STEADY * low_s:
+        return []
+    text = (
+        f"unsteady  {label}: {work} took {low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth and "
+        "ninetieth percentile): something else has slowed the machine down; measure again"
+    )
+    return [text]
 
 
 def save(report: Report, path: Path) -> None:
     """Write a report as JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-
-
-def show(
-    tables: Table | Sequence[Table], lines: Iterable[object], path: Path, *, width: int = WIDTH
-) -> None:
-    """Print tables, lines below them, and the path of the figures.
-
-    Args:
-        tables: The figures.
-        lines: Verdicts, or other lines.
-        path: File to which the report was written.
-        width: Number of columns where the output is no terminal.
-    """
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=width)
-    for table in [tables] if isinstance(tables, Table) else tables:
-        console.print(table)
-    for line in lines:
-        console.print(str(line), highlight=False, soft_wrap=True)
-    console.print(f"figures  {path}")
