@@ -19,7 +19,7 @@ __all__ = ["StrategyExtended"]
 
 
 class StrategyExtended:
-    """What libraries on top of a strategy use.
+    """Names of a strategy that libraries use.
 
     Args:
         strategy: The strategy.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,10 +143,11 @@ class Benchmark(Generic[Options, ReportT]):
         tables = self.tables(report)
         for table in [tables] if isinstance(tables, Table) else tables:
             console.print(table)
+        began_s = time.time()
         if importlib.util.find_spec("matplotlib") is not None:
             self.draw(report, out)
-        pictures = (f"plot  {path}" for path in sorted(out.glob("*.png")))
-        for line in (*self.lines(report), *pictures):
+        drawn = (path for path in sorted(out.glob("*.png")) if path.stat().st_mtime >= began_s - 1)
+        for line in (*self.lines(report), *(f"plot  {path}" for path in drawn)):
             console.print(str(line), highlight=False, soft_wrap=True)
         console.print(f"figures  {out / self.name}.json")
 
