@@ -376,6 +376,22 @@ def test_an_optimizer_of_parameters_outside_of_the_scope_is_refused(mirrored):
         mirrored.run(optimizer.step)
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "one"])
+def test_an_optimizer_made_outside_of_the_scope_is_refused(mirrored, kind):
+    strategy = mirrored if kind == "mirrored" else OneDeviceStrategy()
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ConfigError, match=r"was not made in this strategy's scope|replica 0's"):
+        strategy.run(step)
+    strategy.close()
+
+
 def test_scopes_and_runs_that_enclose_others_are_refused(mirrored):
     with mirrored.scope(), mirrored.scope():
         model = nn.Linear(1, 1)

@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.comm import Group
 from braid.errors import ConfigError
@@ -136,11 +137,15 @@ class Strategy:
                 _average_buffers(self._objects[index], group)
             return result
 
+        hook = register_optimizer_step_pre_hook(self._check_optimizer) if is_new else None
         try:
             results = self._replicas.run(call)
         except BaseException:
             self._forget()
             raise
+        finally:
+            if hook is not None:
+                hook.remove()
         self._checked.add(code)
         self._versions = self._current_versions()
         return per_replica(results)
@@ -320,6 +325,19 @@ class Strategy:
                 others = self._objects[0].names
                 stack.enter_context(ParameterCheck(own.names, others, group.rank))
             yield
+
+    def _check_optimizer(self, optimizer: Any, *_: Any) -> None:
+        """Refuse an optimizer in a replica that was made outside of the scope."""
+        replica = get_replica_context()
+        if replica is None or replica.strategy is not self:
+            return
+        own = self._objects[self.local_index(replica)].optimizers
+        if not any(optimizer is each for each in own):
+            msg = (
+                f"{type(optimizer).__name__} was not made in this strategy's scope, so its "
+                "gradients are not averaged: make it inside of strategy.scope()"
+            )
+            raise ConfigError(msg)
 
     def _forget(self) -> None:
         """Take the averaging of gradients off; the next run makes new copies."""
