@@ -13,7 +13,20 @@ from typing import Any
 
 import tyro
 
-from benchmarks import hooks, horovod, launch, model, net, pipeline, plan, ps, rpc, tp, zero
+from benchmarks import (
+    hooks,
+    horovod,
+    launch,
+    model,
+    net,
+    pipeline,
+    plan,
+    ps,
+    rpc,
+    strategies,
+    tp,
+    zero,
+)
 from braid.cli import TYRO_CONFIG, answer
 from braid.cli.bench.harness.report import Benchmark
 from braid.runtime.last_words import ending_well
@@ -31,6 +44,7 @@ BENCHMARKS: dict[str, Benchmark[Any, Any]] = {
     "plan": plan.BENCH,
     "ps": ps.BENCH,
     "rpc": rpc.BENCH,
+    "strategies": strategies.BENCH,
     "tp": tp.BENCH,
     "zero": zero.BENCH,
 }

@@ -1,0 +1,94 @@
+"""Measure strategies beside the wrappers that have as many replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.workers.strategies import StepPlan, Steps, mirrored, workers
+from braid.cli.bench.harness.ranks import figures_of
+from braid.cli.bench.harness.report import (
+    Benchmark,
+    BenchVerdict,
+    Report,
+    check_minimums,
+    measured_on,
+)
+from braid.runtime.terminal_table import new_table
+from braid.runtime.text import duration_text
+
+__all__ = ["BENCH", "StrategyBench", "StrategyReport"]
+
+MOST = 1.05  # of the wrapper's seconds
+WRAPPERS = {
+    "MirroredStrategy": "DataParallel",
+    "MultiWorkerMirroredStrategy": "DistributedDataParallel",
+}
+
+
+class StrategyReport(Report, kw_only=True):
+    """Seconds of steps.
+
+    Attributes:
+        steps: Steps of each strategy.
+    """
+
+    steps: dict[str, Steps] = msgspec.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyBench:
+    """Measure steps of MirroredStrategy and MultiWorkerMirroredStrategy beside their wrappers.
+
+    Attributes:
+        model: Name of a GPT of `braid train`.
+        batch: Rows of a step over all replicas.
+        n: Number of replicas.
+        rounds: Number of steps of each, in turns.
+        out: Directory for `strategies.json` and the logs.
+    """
+
+    model: str = "mini"
+    batch: int = 16
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
+    rounds: int = 30
+    out: Path = Path("runs/bench-strategies")
+
+    def __post_init__(self) -> None:
+        least = [("batch", self.batch, self.n), ("n", self.n, 1), ("rounds", self.rounds, 1)]
+        check_minimums(least)
+
+
+def _measure(bench: StrategyBench, console: Console) -> StrategyReport:
+    report = StrategyReport(**measured_on())
+    plan = StepPlan(model=bench.model, batch=bench.batch, replicas=bench.n, rounds=bench.rounds)
+    cases = zip(WRAPPERS, ((1, mirrored), (bench.n, workers)), strict=True)
+    for name, (num_ranks, function) in cases:
+        with console.status(f"{name} beside {WRAPPERS[name]}"):
+            report.steps[name] = figures_of(num_ranks, function, plan, Steps, out=bench.out)
+    return report
+
+
+def _table(report: StrategyReport) -> Table:
+    title = f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core"
+    grid = new_table(title, ("strategy", "beside"), ("a step", "beside", "ratio"))
+    for name, steps in report.steps.items():
+        ours, theirs = (duration_text(s * 1e9) for s in (steps.strategy, steps.wrapper))
+        grid.add_row(name, WRAPPERS[name], ours, theirs, f"{steps.ratio:.2f}")
+    return grid
+
+
+def _verdicts(report: StrategyReport) -> Iterator[BenchVerdict]:
+    for name, steps in report.steps.items():
+        claim = f"a step of {name} takes at most {MOST:g} times as long as {WRAPPERS[name]}'s"
+        yield BenchVerdict(claim, f"measured {steps.ratio:.2f}", steps.ratio <= MOST)
+
+
+BENCH = Benchmark("strategies", StrategyBench, _measure, _table, _verdicts)
