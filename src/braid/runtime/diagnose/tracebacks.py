@@ -263,15 +263,7 @@ def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
         linked = any(line in CHAINED for line in lines[max(0, start - 3) : start])
         in_group = "Group" in (last.type if last else "")
         errors = [*errors, str(last)] if last and (linked or in_group) else []
-        last = ParsedError(
-            type=error.type,
-            message=error.message,
-            where=error.where,
-            details=error.details,
-            chain=tuple(errors),
-            raised_by=error.raised_by,
-            module=error.module,
-        )
+        last = replace(error, chain=tuple(errors))
     return last
 
 
@@ -329,14 +321,19 @@ def _syntax_error(lines: list[str]) -> ParsedError | None:
     return None
 
 
+def _last_match(lines: list[str], pattern: re.Pattern[str]) -> tuple[int, re.Match[str]] | None:
+    """Return the number of the last line that matches, and the match."""
+    matches = ((index, pattern.match(lines[index])) for index in reversed(range(len(lines))))
+    return next(((index, match) for index, match in matches if match is not None), None)
+
+
 def _fatal_error(lines: list[str]) -> ParsedError | None:
-    for index in range(len(lines) - 1, -1, -1):
-        match = FATAL.match(lines[index])
-        if match is not None:
-            stacks = parse_stack("\n".join(lines[index:]))
-            where = next((s.where for s in stacks if s.current), "")
-            return ParsedError(type="Fatal Python error", message=match["message"], where=where)
-    return None
+    if (last := _last_match(lines, FATAL)) is None:
+        return None
+    index, match = last
+    stacks = parse_stack("\n".join(lines[index:]))
+    where = next((s.where for s in stacks if s.current), "")
+    return ParsedError(type="Fatal Python error", message=match["message"], where=where)
 
 
 def _aborted(lines: list[str]) -> ParsedError | None:
@@ -348,12 +345,11 @@ def _aborted(lines: list[str]) -> ParsedError | None:
 
 
 def _cpp_exception(lines: list[str]) -> ParsedError | None:
-    for index in range(len(lines) - 1, -1, -1):
-        match = TERMINATE.match(lines[index])
-        if match is not None:
-            what = WHAT.match(lines[index + 1]) if index + 1 < len(lines) else None
-            return ParsedError(type=match["type"], message=what["message"] if what else "")
-    return None
+    if (last := _last_match(lines, TERMINATE)) is None:
+        return None
+    index, match = last
+    what = WHAT.match(lines[index + 1]) if index + 1 < len(lines) else None
+    return ParsedError(type=match["type"], message=what["message"] if what else "")
 
 
 def _to_error(match: re.Match[str], frames: list[_Frame], rest: list[str]) -> ParsedError:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from braid.runtime.metrics.files import FOLDER, MetricsFiles, has_writer
-from braid.runtime.metrics.memory import memory_bytes
 from braid.runtime.metrics.reading import MetricRows, MetricsReader, average_rows, read_metrics
 from braid.runtime.metrics.rows import MEASURED, Row, row_of
-from braid.runtime.metrics.run_metrics import RunMetrics
+from braid.runtime.metrics.run_metrics import RunMetrics, memory_bytes
 
 __all__ = [
     "FOLDER",

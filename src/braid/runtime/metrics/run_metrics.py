@@ -8,6 +8,7 @@ which they agree through the store by which they have met. `braid report` reads 
 from __future__ import annotations
 
 import logging
+import resource
 import secrets
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from braid._version import __version__
 from braid.errors import ConfigError
@@ -24,16 +26,30 @@ from braid.runtime.clock import Clock
 from braid.runtime.diagnose.run_record import RunRecord
 from braid.runtime.events import Recorder
 from braid.runtime.metrics.files import MetricsFiles
-from braid.runtime.metrics.memory import memory_bytes
 from braid.runtime.metrics.rows import row_of
 from braid.runtime.rendezvous import ControlClient, JobEnvironment, Logged
 from braid.runtime.store import Store
 
-__all__ = ["RunMetrics"]
+__all__ = ["RunMetrics", "memory_bytes"]
 
 LOG = logging.getLogger(__name__)
 
 DIRECTORY = "metrics/directory"  # key of the directory's name in the store
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage's ru_maxrss
+
+
+def memory_bytes() -> dict[str, int]:
+    """Return bytes by name: of the process, and of a GPU that is in use; `rows` has the names."""
+    nbytes = {
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT,
+    }
+    torch = sys.modules.get("torch")  # a process that has not imported it uses no GPU
+    if torch is not None and torch.cuda.is_initialized():
+        # one call for both numbers: it takes half a millisecond
+        allocated = torch.cuda.memory.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        nbytes |= {"cuda_bytes": allocated["current"], "cuda_peak_bytes": allocated["peak"]}
+    return nbytes
 
 
 class RunMetrics:

@@ -267,10 +267,7 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         ConfigError: The variable is neither 0 nor 1.
     """
-    reader = _Reader(os.environ if environ is None else environ)
-    portable = reader.switch("BRAID_PORTABLE")
-    _refuse(reader.problems)
-    return portable
+    return _switch("BRAID_PORTABLE", environ)
 
 
 def wants_frame_codes(environ: Mapping[str, str] | None = None) -> bool:
@@ -282,10 +279,14 @@ def wants_frame_codes(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         ConfigError: The variable is neither 0 nor 1.
     """
+    return not _switch("BRAID_NO_FRAME_MAC", environ)
+
+
+def _switch(name: str, environ: Mapping[str, str] | None) -> bool:
     reader = _Reader(os.environ if environ is None else environ)
-    without = reader.switch("BRAID_NO_FRAME_MAC")
+    switch = reader.switch(name)
     _refuse(reader.problems)
-    return not without
+    return switch
 
 
 def _network_problems(environment: JobEnvironment) -> list[str]:

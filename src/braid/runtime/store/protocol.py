@@ -5,6 +5,8 @@ A small message travels in the meta of a frame, a larger one in the frame's only
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from braid.errors import CommError
@@ -46,6 +48,7 @@ class StoreResult(msgspec.Struct, array_like=True, frozen=True):
     reply: Reply
 
 
+M = TypeVar("M")
 _CALLS = msgspec.msgpack.Decoder(StoreCall)
 _RESULTS = msgspec.msgpack.Decoder(StoreResult)
 
@@ -58,27 +61,20 @@ def pack(message: StoreCall | StoreResult) -> tuple[bytes, list[bytes]]:
 
 def unpack_call(frame: Frame) -> StoreCall:
     """Return the call in `frame`; CommError when there is none."""
-    try:
-        return _CALLS.decode(_body(frame))
-    except msgspec.DecodeError as exc:
-        msg = (
-            f"the client of a store sent a frame that is no request ({exc}): do both run the same "
-            "version?"
-        )
-        raise CommError(msg) from exc
+    return _unpack(frame, _CALLS, "client", "request")
 
 
 def unpack_result(frame: Frame) -> StoreResult:
     """Return the result in `frame`; CommError when there is none."""
+    return _unpack(frame, _RESULTS, "server", "reply")
+
+
+def _unpack(frame: Frame, decoder: msgspec.msgpack.Decoder[M], sender: str, kind: str) -> M:
     try:
-        return _RESULTS.decode(_body(frame))
+        return decoder.decode(frame.buffers[0] if frame.buffers else frame.meta)
     except msgspec.DecodeError as exc:
         msg = (
-            f"the server of a store sent a frame that is no reply ({exc}): do both run the same "
+            f"the {sender} of a store sent a frame that is no {kind} ({exc}): do both run the same "
             "version?"
         )
         raise CommError(msg) from exc
-
-
-def _body(frame: Frame) -> bytes | memoryview:
-    return frame.buffers[0] if frame.buffers else frame.meta

@@ -14,10 +14,8 @@ import os
 from collections.abc import Sequence
 
 from braid.errors import ConfigError, PeerLostError, RendezvousError
-from braid.runtime.clock import Clock
-from braid.runtime.message.protocol.schema import Schema
 from braid.runtime.message.protocol.van_state import HALF_CLOSED_S
-from braid.runtime.message.protocol.vocabulary import VanConfig, split_node
+from braid.runtime.message.protocol.vocabulary import split_node
 from braid.runtime.message.vans.stream import FrameStream
 from braid.runtime.message.vans.stream_van import FRAME_LIMITS, StreamVan
 from braid.runtime.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
@@ -152,17 +150,6 @@ class PipeVan(StreamVan):
 
     On failure: see `StreamVan`. A peer that is lost can be attached again, over other pipes.
     """
-
-    def __init__(
-        self,
-        node: str,
-        schema: Schema,
-        *,
-        epoch: int = 0,
-        config: VanConfig | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        super().__init__(node, schema, epoch=epoch, config=config, clock=clock)
 
     def attach(self, peer: str, stream: FrameStream) -> None:
         """Make a link of a stream; its other end must be a van of the same schema.
