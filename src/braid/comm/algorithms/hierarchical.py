@@ -85,13 +85,14 @@ def hierarchical(
     # no member ends before all have compared descriptions: each waits for sums of all members
     run = _AllReduceRun(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
     yield from run.window.open()
+    phases = [(run.stage, 0), (run.sum_local, 1), (run.sum_remote, 1 + DEPTH)]
+    if run.gathers:
+        phases.append((run.gather_remote, 1 + 2 * DEPTH))
+    phases.append((run.copy_out, run.last_turn))
     for turn in range(len(run.chunks) + run.last_turn):
-        yield from run.stage(turn)
-        yield from run.sum_local(turn - 1)
-        yield from run.sum_remote(turn - 1 - DEPTH)
-        if run.gathers:
-            yield from run.gather_remote(turn - 1 - 2 * DEPTH)
-        yield from run.copy_out(turn - run.last_turn)
+        for phase, delay in phases:
+            if 0 <= turn - delay < len(run.chunks):
+                yield from phase(turn - delay)
     run.window.take_last_step()
 
 
@@ -229,8 +230,6 @@ class _AllReduceRun:
 
     def stage(self, j: int) -> Steps:
         """Publish chunk `j` to the local peers."""
-        if not 0 <= j < len(self.chunks):
-            return
         if j >= self.num_slots:  # a rank without a slice has no other wait before it
             yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
         chunk = self.chunks[j]
@@ -240,8 +239,6 @@ class _AllReduceRun:
 
     def sum_local(self, j: int) -> Steps:
         """Sum this rank's slice of chunk `j` over the local peers, and send the sum."""
-        if not 0 <= j < len(self.chunks):
-            return
         self.lengths.clear()
         if self.own_slice >= 0:
             yield from self.window.reached(self.local_peers, self.values["staged", j])
@@ -260,8 +257,6 @@ class _AllReduceRun:
 
     def sum_remote(self, j: int) -> Steps:
         """Sum this rank's slice of chunk `j`, or its row of it, over the cross-node peers."""
-        if not 0 <= j < len(self.chunks):
-            return
         self.lengths.clear()
         if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["sent", j])
@@ -281,8 +276,6 @@ class _AllReduceRun:
 
     def gather_remote(self, j: int) -> Steps:
         """Copy the summed rows of this rank's slice from the cross-node peers."""
-        if not 0 <= j < len(self.chunks):
-            return
         if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["summed", j])
             done = self._done(j)
@@ -294,8 +287,6 @@ class _AllReduceRun:
 
     def copy_out(self, j: int) -> Steps:
         """Copy the finished slices of chunk `j` from the local peers."""
-        if not 0 <= j < len(self.chunks):
-            return
         if len(self.local_peers) == 1:  # the chunk has been finished in place
             return
         yield from self.window.reached(self.workers, self.values["done", j])

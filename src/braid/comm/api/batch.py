@@ -1,4 +1,4 @@
-"""Several operations that are started together.
+"""Operations that are started together, or one by one without a thread, and waited for later.
 
     with group.coalesce() as batch:
         batch.send(x, after)
@@ -29,12 +29,42 @@ from braid.comm.tensors.arguments import overlap
 from braid.comm.tensors.copies import Copies
 from braid.errors import ConfigError, StaleError
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "Starter"]
 
 FUSED_BYTES = 256 << 10  # tensors up to this size are worth copying together
 
 
-class Batch(Reductions, Movements, PointToPoint):
+class _FaceOfGroup(Reductions, Movements, PointToPoint):
+    """Another face of a group, for calls that are submitted in another way."""
+
+    def __init__(self, group: Face) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.devices = group.devices
+        self._group = group
+
+    def _device_types(self, x: torch.Tensor) -> frozenset[str]:
+        return self._group._device_types(x)  # noqa: SLF001 - another face of the same group
+
+
+class Starter(_FaceOfGroup):
+    """The operations of a group, each of which returns a Work at once; made by `Group.starting`.
+
+    Args:
+        group: The group.
+        start: Starts a collective.
+    """
+
+    def __init__(self, group: Face, start: Callable[[Collective], Work]) -> None:
+        super().__init__(group)
+        self._start = start
+
+    def _submit(self, collective: Collective) -> Any:
+        collective.async_op = True
+        return self._start(collective)
+
+
+class Batch(_FaceOfGroup):
     """Collects operations and starts them together; a context manager, made by `Group.coalesce`.
 
     Calls return what they will return when `work` has ended. They do not accept `async_op`.
@@ -48,10 +78,7 @@ class Batch(Reductions, Movements, PointToPoint):
     """
 
     def __init__(self, group: Face, launch: Callable[[Sequence[Collective]], list[Work]]) -> None:
-        self.rank = group.rank
-        self.size = group.size
-        self.devices = group.devices
-        self._group = group
+        super().__init__(group)
         self._launch = launch
         self.collectives: list[Collective] = []
         self._work: Works | None = None
@@ -94,9 +121,6 @@ class Batch(Reductions, Movements, PointToPoint):
             raise ConfigError(msg)
         self.collectives.append(collective)
         return collective.result
-
-    def _device_types(self, x: torch.Tensor) -> frozenset[str]:
-        return self._group._device_types(x)  # noqa: SLF001 - another face of the same group
 
 
 def fuse(collectives: Sequence[Collective]) -> list[Collective]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from braid.comm.api.batch import Batch
+from braid.comm.api.batch import Batch, Starter
 from braid.comm.api.handle import Handle
 from braid.comm.api.movements import Movements
 from braid.comm.api.objects import Objects
@@ -30,7 +30,6 @@ from braid.comm.api.point_to_point import PointToPoint
 from braid.comm.api.rebuild import meet_survivors
 from braid.comm.api.reductions import Reductions
 from braid.comm.api.request import Numbers, Request, describe_persistent
-from braid.comm.api.starter import Starter
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.engines.collective import Collective, Describer
 from braid.comm.engines.engine import Engine

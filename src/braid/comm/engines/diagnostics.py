@@ -90,14 +90,13 @@ def timeout_text(
         timeout_s: Its deadline in seconds.
         awaited: Members that it waits for just now; all that matter if it is a message.
     """
+    heading = (
+        f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
+        "waits for"
+    )
     if pages.carries_messages(channel.index):
-        return _message_timeout(pages, channel, operation, timeout_s, awaited)
-    lines = [
-        (
-            f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
-            "waits for"
-        )
-    ]
+        return "\n".join([heading, *_unfinished_messages(pages, channel, awaited)])
+    lines = [heading]
     for member in channel.peers:
         counter = channel.counter(member)
         if counter >= channel.value:
@@ -114,15 +113,10 @@ def timeout_text(
     return "\n".join(lines)
 
 
-def _message_timeout(
-    pages: ControlPages, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
-) -> str:
-    lines = [
-        (
-            f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
-            "waits for"
-        )
-    ]
+def _unfinished_messages(
+    pages: ControlPages, channel: Channel, awaited: Sequence[int]
+) -> list[str]:
+    lines = []
     for member in awaited:
         if channel.index == pages.sending_index(pages.rank):  # of what is sent to this rank
             counter = channel.counter(member)
@@ -135,4 +129,4 @@ def _message_timeout(
         "see where those ranks are, whether both ends use the same tag and group, or raise "
         "timeout_s"
     )
-    return "\n".join(lines)
+    return lines

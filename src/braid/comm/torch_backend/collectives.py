@@ -117,15 +117,8 @@ class Collectives(BaseProcessGroup):
         inputs, opts = tensors_of(inputs), _options(c10d.AllgatherOptions, opts)
         if not all(map(in_shared_memory, inputs)):
             return self._elsewhere(inputs[0]).allgather(output_lists, inputs, opts)
-        timeout_s = self._deadline(opts)
         pairs = list(zip(inputs, _lists(output_lists), strict=True))
-
-        def call(group: Any, background: bool) -> Any:
-            for x, out in pairs:
-                last = group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
-            return last
-
-        return self._carry_out(call, flat_outputs(output_lists), opts, several=len(pairs) != 1)
+        return self._all_gather_pairs(pairs, flat_outputs(output_lists), opts)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather several tensors.
@@ -149,10 +142,17 @@ class Collectives(BaseProcessGroup):
         opts = _options(c10d.AllgatherOptions, opts)
         if not all(map(in_shared_memory, inputs)):
             return _call_either(self._elsewhere(inputs[0]), name, outputs, inputs, opts)
-        timeout_s, size = self._deadline(opts), self.size()
+        size = self.size()
         pairs = [
             (_flat(x, out), rows(out, x, size)) for out, x in zip(outputs, inputs, strict=True)
         ]
+        return self._all_gather_pairs(pairs, outputs, opts)
+
+    def _all_gather_pairs(
+        self, pairs: Sequence[tuple[Any, Any]], outputs: list[Any], opts: Any
+    ) -> Any:
+        """Gather each input into its output."""
+        timeout_s = self._deadline(opts)
 
         def call(group: Any, background: bool) -> Any:
             for x, out in pairs:
@@ -167,18 +167,11 @@ class Collectives(BaseProcessGroup):
         if not all(map(in_shared_memory, outputs)):
             return self._elsewhere(outputs[0]).reduce_scatter(outputs, input_lists, opts)
         op, factor = reduction(opts.reduceOp)
-        timeout_s = self._deadline(opts)
-        pairs = list(zip(outputs, _lists(input_lists), strict=True))
-
-        def call(group: Any, background: bool) -> Any:
-            for out, parts in pairs:
-                scaled = [premultiplied(x, factor) for x in parts]
-                last = group.reduce_scatter(
-                    scaled, op, out=out, async_op=background, timeout_s=timeout_s
-                )
-            return last
-
-        return self._carry_out(call, outputs, opts, several=len(pairs) != 1)
+        pairs = [
+            ([premultiplied(x, factor) for x in parts], out)
+            for out, parts in zip(outputs, _lists(input_lists), strict=True)
+        ]
+        return self._reduce_scatter_pairs(op, pairs, outputs, opts)
 
     # torch's argument names
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
@@ -197,11 +190,18 @@ class Collectives(BaseProcessGroup):
         if not all(map(in_shared_memory, inputs)):
             return _call_either(self._elsewhere(inputs[0]), name, outputs, inputs, opts)
         op, factor = reduction(opts.reduceOp)
-        timeout_s, size = self._deadline(opts), self.size()
+        size = self.size()
         pairs = [
             divided(premultiplied(x, factor), out, size)
             for out, x in zip(outputs, inputs, strict=True)
         ]
+        return self._reduce_scatter_pairs(op, pairs, outputs, opts)
+
+    def _reduce_scatter_pairs(
+        self, op: str, pairs: Sequence[tuple[Any, Any]], outputs: list[Any], opts: Any
+    ) -> Any:
+        """Reduce each input, and keep this rank's part in its output."""
+        timeout_s = self._deadline(opts)
 
         def call(group: Any, background: bool) -> Any:
             for x, out in pairs:
