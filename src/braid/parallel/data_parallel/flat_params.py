@@ -16,7 +16,7 @@ from torch import nn
 
 from braid.comm import Group, StepsBy
 from braid.errors import ConfigError
-from braid.parallel.data_parallel.finite_check import FiniteCheck
+from braid.parallel.data_parallel.finite import FiniteCheck
 from braid.parallel.gradients import FlatBuffer, ParamTable, allocator
 from braid.parallel.gradients.lost_requests import reclaim_lost_requests
 

@@ -17,29 +17,34 @@ Source: C. Kim et al., torchgpipe (2020), whose functions of these names measure
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, overload
 
 import torch
+from rich.cells import cell_len, set_cell_size
 from torch import nn
 
 from braid.comm.autograd.layer_costs import bytes_of, seconds_of
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
-from braid.parallel.pipeline.balance_bars import bars
 from braid.parallel.pipeline.block_partition import block_partition
 from braid.parallel.pipeline.cutting import layers_of
 from braid.parallel.pipeline.layer_runs import Run, Skips, as_they_were, run_all
 from braid.parallel.pipeline.microbatches import num_rows, scatter, sizes_of
 from braid.runtime.clock import Clock, MonotonicClock
+from braid.runtime.text import seconds_text
 
 __all__ = ["Balance", "balance_by_size", "balance_by_time"]
 
 Layers = nn.Sequential | Sequence[nn.Module]
+WIDTH = 30  # characters of the longest bar
+EIGHTHS = " ▏▎▍▌▋▊▉"
+MOST_NAME = 40  # characters of a layer's name
+KIB = 1024
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Balance(Sequence[int]):
     @property
     def stage_costs(self) -> list[float]:
         """Cost of each stage."""
-        ends = list(accumulate(self.sizes))
+        ends = itertools.accumulate(self.sizes)
         return [
             math.fsum(self.costs[end - size : end])
             for size, end in zip(self.sizes, ends, strict=True)
@@ -79,7 +84,7 @@ class Balance(Sequence[int]):
 
     def __str__(self) -> str:
         """Draw a bar for each stage and layer; the heaviest stage is marked."""
-        return bars(self.sizes, self.names, self.costs, self.unit)
+        return _bars(self)
 
 
 def balance_by_time(
@@ -216,3 +221,48 @@ def _sized(costs: list[float], param_scale: float) -> Run:
         return output
 
     return run
+
+
+def _bars(balance: Balance) -> str:
+    """Draw a bar for each stage, and below it one for each of its layers.
+
+    stage 0  3 layers  12.1 ms  ██████████████████████████████
+      0 Embedding       1.1 ms  ██▋
+      1 Block           5.5 ms  █████████████▋
+    """
+    rows = list(_rows(balance))
+    heaviest = max(balance.stage_costs, default=0.0)
+    shown = [_text(cost, balance.unit) for _, cost, _ in rows]
+    wide = min(MOST_NAME, max((cell_len(name) for name, _, _ in rows), default=0))
+    right = max(map(len, shown), default=0)
+    lines = []
+    marks = balance.stage_costs.count(heaviest) < len(balance)
+    for (name, cost, is_stage), text in zip(rows, shown, strict=True):
+        bar = _bar(cost / heaviest if heaviest else 0.0)
+        mark = "  heaviest" if marks and is_stage and cost == heaviest else ""
+        lines.append(f"{set_cell_size(name, wide)}  {text:>{right}}  {bar}{mark}".rstrip())
+    return "\n".join(lines)
+
+
+def _rows(balance: Balance) -> Iterator[tuple[str, float, bool]]:
+    """Yield name, cost, and whether it is a stage's: each stage, followed by its layers."""
+    layers = iter(zip(balance.names, balance.costs, strict=True))
+    for stage, (size, cost) in enumerate(zip(balance, balance.stage_costs, strict=True)):
+        yield f"stage {stage}  {size} layer{'s' * (size != 1)}", cost, True
+        for name, layer_cost in itertools.islice(layers, size):
+            yield f"  {name}", layer_cost, False
+
+
+def _bar(share: float) -> str:
+    eighths = round(share * WIDTH * 8)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+
+
+def _text(cost: float, unit: str) -> str:
+    if unit == "s":
+        return seconds_text(cost)
+    for name in ("B", "KiB", "MiB"):
+        if cost < KIB:
+            return f"{cost:.0f} B" if name == "B" else f"{cost:.1f} {name}"
+        cost /= KIB
+    return f"{cost:.1f} GiB"

@@ -28,10 +28,40 @@ from braid.parallel.sharding.optimizer import refuse_wrong_rules
 from braid.parallel.sharding.options import ShardingOptions
 from braid.parallel.sharding.policies import MixedPrecisionPolicy, offload_of, precision_of
 
-__all__ = ["FullyShardedDataParallel", "make_sharding"]
+__all__ = ["FullyShardedDataParallel", "ShardedModule", "make_sharding"]
 
 
-class FullyShardedDataParallel(nn.Module):
+class ShardedModule:
+    """Methods of a sharded model, whatever shards it.
+
+    Attributes:
+        sharding: The engine.
+    """
+
+    sharding: Sharding
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm is at most `max_norm`; a collective.
+
+        Use it in place of torch's function, which sees the pieces of one rank only.
+
+        Returns:
+            The norm before scaling.
+        """
+        return self.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients of backwards inside local; see `Sharding.no_sync`."""
+        return self.sharding.no_sync()
+
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Let the module have whole parameters inside, to be read; a collective."""
+        return self.sharding.gathered()
+
+
+class FullyShardedDataParallel(ShardedModule, nn.Module):
     """Wraps a module so that each rank keeps a part of its parameters, gradients and states.
 
     Parameters stay the same objects: between uses they are this rank's pieces, flat and possibly
@@ -105,26 +135,6 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward."""
         return self.module(*args, **kwargs)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale gradients so that their norm is at most `max_norm`; a collective.
-
-        Use it in place of torch's function, which sees the pieces of one rank only.
-
-        Returns:
-            The norm before scaling.
-        """
-        return self.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients of backwards inside local; see `Sharding.no_sync`."""
-        return self.sharding.no_sync()
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Let the module have whole parameters inside, to be read; a collective."""
-        return self.sharding.gathered()
 
     def close(self) -> None:
         """Stop sharding; see `Sharding.close`. Not a collective."""

@@ -12,7 +12,6 @@ the same objects before and after, so an optimizer may be made in between.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -23,7 +22,12 @@ from torch import nn
 from braid.errors import ConfigError
 from braid.parallel.sharding import gathered_state
 from braid.parallel.sharding.engine import Sharding
-from braid.parallel.sharding.fsdp import FullyShardedDataParallel, make_sharding, refuse_placement
+from braid.parallel.sharding.fsdp import (
+    FullyShardedDataParallel,
+    ShardedModule,
+    make_sharding,
+    refuse_placement,
+)
 from braid.parallel.sharding.residency import CALL
 from braid.parallel.sharding.units import MARK
 
@@ -33,7 +37,7 @@ NOTE = "braid_fully_shard"  # arguments of the call, as an attribute of the modu
 OUTER = "braid_fully_shard_outer"  # the next module around it that was passed after it
 
 
-class FSDPModule:
+class FSDPModule(ShardedModule):
     """Methods that a module has after `fully_shard`; its class derives from its own and this."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,33 +46,13 @@ class FSDPModule:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]  # of the module
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> Sharding:  # type: ignore[override]  # made at its first use
         """The engine; a collective at its first use."""
         return _engine_of(self)  # type: ignore[arg-type]  # a module, see the class
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale gradients so that their norm is at most `max_norm`; a collective.
-
-        Use it in place of torch's function, which sees the pieces of one rank only.
-
-        Returns:
-            The norm before scaling.
-        """
-        return self.sharding.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Let backwards from now on average gradients, or keep them local."""
         self.sharding.synchronizes = requires_gradient_sync
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients of backwards inside local; see `Sharding.no_sync`."""
-        return self.sharding.no_sync()
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Let the module have whole parameters inside, to be read; a collective."""
-        return self.sharding.gathered()
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Refuse, once the module is divided: it would have the flat pieces of one rank.

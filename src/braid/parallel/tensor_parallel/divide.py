@@ -11,6 +11,10 @@ Every rank runs the whole model's forward on the same batch. Modules stay the sa
 same names, with a part of their parameters; the other parameters are whole and equal on all ranks,
 and so are their gradients. A parameter that modules share has one slicing.
 
+Parts of different models fit together in shape, and training them shows nothing but bad results.
+So ranks compare what they were given: parameters by name, shape and bits, plans, options and shapes
+of inputs.
+
 Without `inputs` the divided layers are replaced, and all other code of the model runs as it is.
 With them the graph of the model is captured, and collectives are inserted where its values need
 them: it needs no plan, drops the elements that one process drops, and can divide sequences and
@@ -28,8 +32,10 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.errors import ConfigError, raise_all
+from braid.parallel.gradients import ParamTable
 from braid.parallel.gradients.exact_norm import clip_counted_
-from braid.parallel.tensor_parallel.agreement import check_call
+from braid.parallel.gradients.hashing import compare_values
 from braid.parallel.tensor_parallel.by_modules import divide_by_modules
 from braid.parallel.tensor_parallel.insertion import (
     Division,
@@ -42,8 +48,14 @@ from braid.parallel.tensor_parallel.resolve import LayerKind, resolve
 from braid.parallel.tensor_parallel.slices import Slicing
 from braid.parallel.tensor_parallel.whole import slicing_of
 from braid.programs.layout import Layout
+from braid.runtime.torch_internals import pytree
 
 __all__ = ["clip_grad_norm_", "parallelize"]
+
+SAME_START = (
+    "give all ranks the same values before parallelize: torch.manual_seed with one number before "
+    "the model is made, or one checkpoint"
+)
 
 
 def parallelize(
@@ -82,7 +94,7 @@ def parallelize(
             before anything is changed.
     """
     options = InsertionOptions(sequence_parallel, strict, gather_outputs)
-    check_call(model, group, plan, inputs, options)
+    _check_call(model, group, plan, inputs, options)
     if inputs is None:
         kinds = resolve(model, plan, group.size, by_graph=False)
         divide_by_modules(model, group, kinds)
@@ -131,3 +143,45 @@ def _kinds_by_graph(model: nn.Module, slicings: Mapping[str, Slicing]) -> dict[s
         for name, _, attribute in (param.rpartition(".") for param in slicings)
         if attribute == "weight" and (slicing := slicings[f"{name}.weight"])
     }
+
+
+def _check_call(model: Any, group: Any, plan: Any, inputs: Any, options: Any) -> None:
+    """Raise unless all ranks ask for the same division of the same model; a collective.
+
+    Raises:
+        ConfigError: An argument is of another type, or the model is divided already.
+        MismatchError: Ranks have different models, plans, options or shapes of inputs; raised on
+            every rank, with the differences.
+
+    Cost: a pass over the parameters, and one all_gather of 8 bytes for each.
+    """
+    problems = []
+    if not isinstance(model, nn.Module):
+        problems.append(f"a model is a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(group, Group):
+        problems.append(
+            f'the ranks of a model are a group, such as braid.mesh("dp=2,tp=2")["tp"], got '
+            f"{type(group).__name__}"
+        )
+    if plan is not None and not isinstance(plan, Mapping):
+        problems.append(f"a plan maps expressions to kinds, got {type(plan).__name__}")
+    if inputs is None and options != type(options)():
+        problems.append(
+            "sequence_parallel, strict and gather_outputs need inputs: a batch to capture"
+        )
+    raise_all(problems)
+    if any(slicing_of(param) is not None for param in model.parameters()):
+        msg = "the model is divided already: undivide(model, group) makes it whole again"
+        raise ConfigError(msg)
+    shapes = pytree.tree_map(_text, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+    table = ParamTable.of(model)
+    table.compare(group, {"plan": plan, "inputs": shapes, "options": options})
+    filled = [record for record in table if not record.param.is_meta]
+    compare_values(group, filled, "when the model is divided", SAME_START)
+
+
+def _text(leaf: object) -> object:
+    """Return what ranks compare of an input."""
+    if isinstance(leaf, torch.Tensor):
+        return list(leaf.shape), str(leaf.dtype)
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf).__name__

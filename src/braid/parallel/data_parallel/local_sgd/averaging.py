@@ -30,7 +30,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.parallel.data_parallel.finite_check import FiniteCheck
+from braid.parallel.data_parallel.finite import FiniteCheck
 from braid.parallel.data_parallel.flat_params import FlatParams, Params, mean, parameters_in
 from braid.parallel.data_parallel.step_counts import is_whole
 from braid.parallel.gradients import ParamTable

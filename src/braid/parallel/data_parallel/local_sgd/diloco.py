@@ -28,7 +28,7 @@ import torch
 
 from braid.comm import StepsBy
 from braid.errors import ConfigError
-from braid.parallel.data_parallel.finite_check import FiniteCheck
+from braid.parallel.data_parallel.finite import FiniteCheck
 from braid.parallel.data_parallel.flat_params import (
     FlatParams,
     make_equal,
