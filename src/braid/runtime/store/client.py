@@ -17,7 +17,7 @@ import threading
 
 from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.runtime.clock import Clock, MonotonicClock
-from braid.runtime.store.interface import RequestStore
+from braid.runtime.store.interface import Store
 from braid.runtime.store.protocol import StoreCall, pack, unpack_result
 from braid.runtime.store.store_state import Reply, Request
 from braid.runtime.wire import DEFAULT_TIMEOUT_S, Connection
@@ -27,7 +27,7 @@ __all__ = ["StoreClient"]
 _ANSWER_LIMIT_S = 30.0  # a server that is this late behind its own deadline is stuck
 
 
-class StoreClient(RequestStore):
+class StoreClient(Store):
     """A store in another process.
 
     Args:
@@ -70,7 +70,8 @@ class StoreClient(RequestStore):
     def __repr__(self) -> str:
         return f"<StoreClient of {self._connection.peer}>"
 
-    def _ask(self, request: Request, timeout_s: float) -> Reply:
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """See `Store.ask`."""
         number = next(self._numbers)
         timeout_ns = max(0, round(timeout_s * 1e9))
         deadline_ns = self._now_ns() + timeout_ns + round(_ANSWER_LIMIT_S * 1e9)

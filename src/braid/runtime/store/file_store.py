@@ -30,7 +30,7 @@ import msgspec
 
 from braid.errors import CommTimeout, ConfigError
 from braid.runtime.clock import Clock, MonotonicClock
-from braid.runtime.store.interface import RequestStore
+from braid.runtime.store.interface import Store
 from braid.runtime.store.store_state import (
     Add,
     Append,
@@ -55,7 +55,7 @@ _PAUSE_FIRST_S = 0.0005
 _PAUSE_MOST_S = 0.02  # how late a waiter may notice a key
 
 
-class FileStore(RequestStore):
+class FileStore(Store):
     """A store in a file; every process opens the same path.
 
     The file stays when all have closed it, and grows with every change: give each run its own path.
@@ -115,7 +115,8 @@ class FileStore(RequestStore):
     def __repr__(self) -> str:
         return f"<FileStore {self._path}>"
 
-    def _ask(self, request: Request, timeout_s: float) -> Reply:
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """See `Store.ask`."""
         deadline_ns = self._deadline_ns(timeout_s)
         # A short wait for a key is no reason to be impatient with the lock.
         lock_deadline_ns = self._deadline_ns(max(timeout_s, self.default_timeout_s))

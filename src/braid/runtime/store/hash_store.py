@@ -7,14 +7,14 @@ import threading
 from collections.abc import Iterable
 
 from braid.runtime.clock import Clock, MonotonicClock
-from braid.runtime.store.interface import RequestStore
+from braid.runtime.store.interface import Store
 from braid.runtime.store.store_state import AddressedReply, Reply, Request, StoreState
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
 __all__ = ["HashStore"]
 
 
-class HashStore(RequestStore):
+class HashStore(Store):
     """The store's state machine under a lock; all threads use the same object.
 
     Args:
@@ -35,7 +35,8 @@ class HashStore(RequestStore):
     def __repr__(self) -> str:
         return f"<HashStore with {self._state.num_keys} keys>"
 
-    def _ask(self, request: Request, timeout_s: float) -> Reply:
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """See `Store.ask`."""
         caller = next(self._callers)
         timeout_ns = round(timeout_s * 1e9)
         with self._arrived:

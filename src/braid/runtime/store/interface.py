@@ -4,16 +4,18 @@ Problem: ranks meet through a server under braid's launcher, through torch's sto
 through a file on a cluster without either, and through a dictionary in tests. Code above must not
 know which.
 
-Idea: one Protocol with torch's operations on bytes. An implementation only executes one request
-(`RequestStore._ask`); names, time-outs and errors are the same for all, and one conformance suite
-checks them.
+Idea: one class with torch's operations on bytes. A kind of store only executes one request
+(`Store.ask`); names, time-outs and errors are the same for all, and one conformance suite checks
+them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import cast
+
+import msgspec
 
 from braid.errors import CommTimeout, ConfigError
 from braid.runtime.store.store_state import (
@@ -36,78 +38,25 @@ from braid.runtime.store.store_state import (
 )
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
-__all__ = ["PrefixStore", "RequestStore", "Store", "missing_keys_error"]
+__all__ = ["PrefixStore", "Store", "missing_keys_error"]
 
 _SHOWN_KEYS = 8
 
 
-class Store(Protocol):
+class Store(ABC):
     """Keys and values that several processes share; semantics of torch.distributed.Store.
 
     Each operation is atomic, and all clients see all operations in one order. Time-outs are in
     seconds; None means the store's default.
+
+    Args:
+        default_timeout_s: Deadline of operations that are given none.
 
     Raises:
         CommTimeout: Keys were missing at the deadline; the text names them.
         PeerLostError: The process that holds the store is gone.
         ConfigError: A key or value is of the wrong type, or `add` was called for a value that is no
             number.
-    """
-
-    def set(self, key: str, value: bytes) -> None:
-        """Set `key` to `value`."""
-        ...
-
-    def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Return the value of `key`; waits until it is set."""
-        ...
-
-    def add(self, key: str, n: int) -> int:
-        """Add `n` to the decimal number in `key` (0 when missing) and return the sum."""
-        ...
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set `key` to `desired` if it holds `expected`, or is missing and `expected` is empty.
-
-        Returns:
-            The value afterwards; `expected` when the key is missing and stays so.
-        """
-        ...
-
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are set."""
-        ...
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are set now."""
-        ...
-
-    def delete_key(self, key: str) -> bool:
-        """Remove `key`; returns whether it was set."""
-        ...
-
-    def num_keys(self) -> int:
-        """Number of keys in the whole store, prefixes or not."""
-        ...
-
-    def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Return the values of `keys`; waits until all are set."""
-        ...
-
-    def multi_set(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys at once."""
-        ...
-
-    def append(self, key: str, value: bytes) -> None:
-        """Append `value` to the value of `key`, which is created if missing."""
-        ...
-
-
-class RequestStore(ABC):
-    """The operations of a `Store`, each as one request.
-
-    Args:
-        default_timeout_s: Deadline of operations that are given none.
     """
 
     def __init__(self, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -117,7 +66,7 @@ class RequestStore(ABC):
         self.default_timeout_s = default_timeout_s
 
     @abstractmethod
-    def _ask(self, request: Request, timeout_s: float) -> Reply:
+    def ask(self, request: Request, timeout_s: float) -> Reply:
         """Execute one request; returns `Missing` if keys are not set within `timeout_s`."""
 
     def set(self, key: str, value: bytes) -> None:
@@ -133,7 +82,11 @@ class RequestStore(ABC):
         return cast("int", self._value(Add(_key(key), n)))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set `key` to `desired` if it holds `expected`, or is missing and `expected` is empty."""
+        """Set `key` to `desired` if it holds `expected`, or is missing and `expected` is empty.
+
+        Returns:
+            The value afterwards; `expected` when the key is missing and stays so.
+        """
         request = CompareSet(_key(key), _bytes(key, expected), _bytes(key, desired))
         return cast("bytes", self._value(request))
 
@@ -150,7 +103,7 @@ class RequestStore(ABC):
         return cast("bool", self._value(Delete(_key(key))))
 
     def num_keys(self) -> int:
-        """Number of keys in the whole store."""
+        """Number of keys in the whole store, prefixes or not."""
         return cast("int", self._value(NumKeys()))
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
@@ -167,7 +120,7 @@ class RequestStore(ABC):
 
     def _value(self, request: Request, timeout_s: float | None = None) -> Value:
         timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
-        reply = self._ask(request, timeout_s)
+        reply = self.ask(request, timeout_s)
         if isinstance(reply, StoreAnswer):
             return reply.value
         if isinstance(reply, Missing):
@@ -175,7 +128,7 @@ class RequestStore(ABC):
         raise ConfigError(reply.reason)
 
 
-class PrefixStore:
+class PrefixStore(Store):
     """A part of another store: every key gets `prefix/` in front.
 
     Args:
@@ -184,58 +137,26 @@ class PrefixStore:
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(store.default_timeout_s)
         self._prefix = f"{_key(prefix)}/"
         self._store = store
-
-    def set(self, key: str, value: bytes) -> None:
-        """Set `key` to `value`."""
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Return the value of `key`; waits until it is set."""
-        return self._store.get(self._prefix + key, timeout_s)
-
-    def add(self, key: str, n: int) -> int:
-        """Add `n` to the decimal number in `key` (0 when missing) and return the sum."""
-        return self._store.add(self._prefix + key, n)
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set `key` to `desired` if it holds `expected`, or is missing and `expected` is empty."""
-        return self._store.compare_set(self._prefix + key, expected, desired)
-
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are set."""
-        self._store.wait(self._prefixed(keys), timeout_s)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are set now."""
-        return self._store.check(self._prefixed(keys))
-
-    def delete_key(self, key: str) -> bool:
-        """Remove `key`; returns whether it was set."""
-        return self._store.delete_key(self._prefix + key)
-
-    def num_keys(self) -> int:
-        """Number of keys in the whole store, with or without the prefix."""
-        return self._store.num_keys()
-
-    def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Return the values of `keys`; waits until all are set."""
-        return self._store.multi_get(self._prefixed(keys), timeout_s)
-
-    def multi_set(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys at once."""
-        self._store.multi_set({self._prefix + key: value for key, value in items.items()})
-
-    def append(self, key: str, value: bytes) -> None:
-        """Append `value` to the value of `key`, which is created if missing."""
-        self._store.append(self._prefix + key, value)
 
     def __repr__(self) -> str:
         return f"PrefixStore({self._prefix[:-1]!r}, {self._store!r})"
 
-    def _prefixed(self, keys: Sequence[str]) -> list[str]:
-        return [self._prefix + key for key in _keys(keys)]
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """See `Store.ask`."""
+        return self._store.ask(self._prefixed(request), timeout_s)
+
+    def _prefixed(self, request: Request) -> Request:
+        match request:
+            case NumKeys():
+                return request
+            case MultiSet(items):
+                return MultiSet({self._prefix + key: value for key, value in items.items()})
+            case StoreWait(keys) | Check(keys) | MultiGet(keys):
+                return msgspec.structs.replace(request, keys=[self._prefix + key for key in keys])
+        return msgspec.structs.replace(request, key=self._prefix + request.key)
 
 
 def missing_keys_error(keys: Sequence[str], timeout_s: float, store: str) -> CommTimeout:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,25 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store as TorchBase  # mypy does not see dist.Store
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.runtime.store.interface import Store, missing_keys_error
+from braid.runtime.store.interface import Store
+from braid.runtime.store.store_state import (
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    Delete,
+    Get,
+    Missing,
+    MultiGet,
+    MultiSet,
+    NumKeys,
+    Reply,
+    Request,
+    Set,
+    StoreAnswer,
+    StoreWait,
+    Value,
+)
 from braid.runtime.wire import DEFAULT_TIMEOUT_S
 
 __all__ = ["TorchStore", "as_torch_store"]
@@ -32,7 +50,7 @@ POLLED_S = 1.0  # waits that are shorter ask again and again
 LONGEST_PAUSE_S = 0.02
 
 
-class TorchStore:
+class TorchStore(Store):
     """A braid Store over a store of torch.
 
     Args:
@@ -45,44 +63,75 @@ class TorchStore:
     """
 
     def __init__(self, store: TorchBase, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        super().__init__(default_timeout_s)
         self._store: Any = store  # its annotations say str where it accepts bytes
-        self.default_timeout_s = default_timeout_s
 
-    def set(self, key: str, value: bytes) -> None:
-        """Set `key` to `value`."""
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """See `Store.ask`."""
+        keys: list[str] = []
+        if isinstance(request, Get):
+            keys = [request.key]
+        elif isinstance(request, (StoreWait, MultiGet)):
+            keys = request.keys
+        try:
+            self._wait(keys, timeout_s)
+        except _TorchStoreError:
+            return Missing([key for key in dict.fromkeys(keys) if not self.check([key])] or keys)
         with self._mapped():
-            self._store.set(key, value)
+            return StoreAnswer(self._execute(request))
 
-    def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Return the value of `key`; waits until it is set."""
-        self.wait([key], timeout_s)
-        with self._mapped():
-            return bytes(self._store.get(key))
+    def _execute(self, request: Request) -> Value:
+        store = self._store
+        result: Value = None
+        match request:
+            case Set(key, value):
+                store.set(key, value)
+            case Get(key):
+                result = bytes(store.get(key))
+            case Add(key, amount):
+                result = int(store.add(key, amount))
+            case CompareSet(key, expected, desired):
+                result = bytes(store.compare_set(key, expected, desired))
+            case Check(keys):
+                result = bool(store.check(keys))
+            case Delete(key):
+                result = bool(store.delete_key(key))
+            case NumKeys():
+                result = int(store.num_keys())
+            case MultiGet() | MultiSet() | Append():
+                result = self._execute_extended(request)
+        return result
 
-    def add(self, key: str, n: int) -> int:
-        """Add `n` to the decimal number in `key` (0 when missing) and return the sum."""
-        with self._mapped():
-            return int(self._store.add(key, n))
+    def _execute_extended(self, request: MultiGet | MultiSet | Append) -> Value:
+        """Execute what torch's FileStore lacks: there several keys are set one by one."""
+        store, is_extended = self._store, self._store.has_extended_api()
+        match request:
+            case MultiGet(keys) if not (is_extended and keys):  # torch's HashStore needs a key
+                return [bytes(store.get(key)) for key in keys]
+            case MultiGet(keys):
+                return [bytes(value) for value in store.multi_get(keys)]
+            case MultiSet(items) if is_extended:
+                store.multi_set(list(items), list(items.values()))
+            case MultiSet(items):
+                for key, value in items.items():
+                    store.set(key, value)
+            case Append(key, value) if is_extended:
+                store.append(key, value)
+            case Append():
+                msg = f"{self!r} cannot append: use another store of torch, or braid's FileStore"
+                raise ConfigError(msg)
+        return None
 
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set `key` to `desired` if it holds `expected`, or is missing and `expected` is empty."""
-        with self._mapped():
-            return bytes(self._store.compare_set(key, expected, desired))
-
-    def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are set."""
-        timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        if not keys:
+            return
         # Torch rounds to whole milliseconds, and treats none as "for ever" in some of its stores.
         limit = timedelta(seconds=max(timeout_s, 1e-3))
-        try:
-            if timeout_s < POLLED_S:
-                self._poll(keys, timeout_s)
-                return
-            with self._mapped():
-                self._store.wait(list(keys), limit)
-        except _TorchStoreError as exc:
-            missing = [key for key in dict.fromkeys(keys) if not self.check([key])]
-            raise missing_keys_error(missing or keys, timeout_s, repr(self)) from exc
+        if timeout_s < POLLED_S:
+            self._poll(keys, timeout_s)
+            return
+        with self._mapped():
+            self._store.wait(list(keys), limit)
 
     def _poll(self, keys: Sequence[str], timeout_s: float) -> None:
         """Wait by asking: torch warns on stderr of each wait that ends without its keys."""
@@ -94,48 +143,6 @@ class TorchStore:
                 raise _TorchStoreError(msg)
             time.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are set now."""
-        with self._mapped():
-            return bool(self._store.check(list(keys)))
-
-    def delete_key(self, key: str) -> bool:
-        """Remove `key`; returns whether it was set."""
-        with self._mapped():
-            return bool(self._store.delete_key(key))
-
-    def num_keys(self) -> int:
-        """Number of keys in the whole store, with those of torch."""
-        with self._mapped():
-            return int(self._store.num_keys())
-
-    def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Return the values of `keys`; waits until all are set."""
-        if not keys:
-            return []  # torch's HashStore fails on an empty list
-        self.wait(keys, timeout_s)
-        with self._mapped():
-            if self._store.has_extended_api():
-                return [bytes(value) for value in self._store.multi_get(list(keys))]
-            return [bytes(self._store.get(key)) for key in keys]
-
-    def multi_set(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys; at once unless torch's store cannot (its FileStore)."""
-        with self._mapped():
-            if self._store.has_extended_api():
-                self._store.multi_set(list(items), list(items.values()))
-                return
-            for key, value in items.items():
-                self._store.set(key, value)
-
-    def append(self, key: str, value: bytes) -> None:
-        """Append `value` to the value of `key`, which is created if missing."""
-        with self._mapped():
-            if not self._store.has_extended_api():
-                msg = f"{self!r} cannot append: use another store of torch, or braid's FileStore"
-                raise ConfigError(msg)
-            self._store.append(key, value)
 
     def __repr__(self) -> str:
         return f"TorchStore({type(self._store).__name__})"
