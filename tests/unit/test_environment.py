@@ -22,7 +22,7 @@ from braid.runtime.rendezvous import (
     Stop,
 )
 from braid.runtime.rendezvous.control import decode_from_rank, encode
-from braid.runtime.wire import Identity, SocketConnection
+from braid.runtime.wire import Connection, Identity
 
 TORCHRUN = {
     "RANK": "3",
@@ -191,8 +191,8 @@ def pair():
     ours, theirs = socket.socketpair()
     identity = Identity("run", "control", 0, 0)
     with (
-        SocketConnection(ours, identity) as launcher,
-        ControlClient(SocketConnection(theirs, identity)) as client,
+        Connection(ours, identity) as launcher,
+        ControlClient(Connection(theirs, identity)) as client,
     ):
         yield launcher, client
 

@@ -14,7 +14,7 @@ from braid.errors import CommError, PeerLostError
 from braid.runtime.message.vans import ring, shared_memory
 from braid.runtime.message.vans.ring import RING_BYTES, ReceiveRing, SendRing
 from braid.runtime.message.vans.shared_memory import LEAST_BYTES, SharedStream
-from braid.runtime.wire import Identity, SocketConnection
+from braid.runtime.wire import Connection, Identity
 from support.leaks import no_leaks
 
 pytestmark = pytest.mark.skipif(not shared_memory.has_rings(), reason="needs Linux on x86-64")
@@ -24,7 +24,7 @@ LARGE = os.urandom(LEAST_BYTES)
 
 def connections():
     ends = socket.socketpair()
-    return [SocketConnection(end, Identity("run", "worker", n)) for n, end in enumerate(ends)]
+    return [Connection(end, Identity("run", "worker", n)) for n, end in enumerate(ends)]
 
 
 @contextlib.contextmanager

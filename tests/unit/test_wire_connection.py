@@ -26,7 +26,7 @@ from braid.errors import (
     StaleError,
 )
 from braid.runtime.clock import VirtualClock
-from braid.runtime.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
+from braid.runtime.wire import Connection, FrameLimits, Identity, Listener, Secret, connect
 from braid.runtime.wire.address import Address
 from braid.runtime.wire.listener import MAX_ACCEPTS, MAX_HALF_OPEN, MAX_SILENT
 from braid.runtime.wire.unsent import Unsent
@@ -39,7 +39,7 @@ WORKER = Identity("run", "control", 3, 1)
 @pytest.fixture
 def pair():
     one, other = socket.socketpair()
-    with SocketConnection(one, SERVER) as left, SocketConnection(other, WORKER) as right:
+    with Connection(one, SERVER) as left, Connection(other, WORKER) as right:
         yield left, right
 
 
@@ -202,7 +202,7 @@ def test_frames_sent_before_the_end_are_received(pair):
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
 def test_last_words_are_received_after_a_send_that_failed(family, unread):
     with socket_pair(family) as (one, other):
-        left, right = SocketConnection(one, SERVER), SocketConnection(other, WORKER)
+        left, right = Connection(one, SERVER), Connection(other, WORKER)
         if unread:
             right.send(b"nobody reads this")
             assert left.poll(5)
@@ -285,7 +285,7 @@ def test_bytes_that_are_no_frame_close_the_connection(pair):
 
 def test_a_peer_that_never_reads_times_the_sender_out():
     one, other = socket.socketpair()
-    with other, SocketConnection(one, WORKER, send_timeout_s=0.01) as left:
+    with other, Connection(one, WORKER, send_timeout_s=0.01) as left:
         with pytest.raises(CommTimeout, match=r"rank 3 .* did not read for 0\.01 s"):
             left.send(b"", [bytes(40_000_000)])
         assert left.closed
@@ -606,7 +606,7 @@ def test_a_connection_knows_whether_its_other_end_is_on_this_host(pair):
     left, right = pair
     assert (left.is_local, right.is_local) == (True, True)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        client = SocketConnection(socket.create_connection(server.getsockname()), SERVER)
-        with client, SocketConnection(server.accept()[0], WORKER) as served:
+        client = Connection(socket.create_connection(server.getsockname()), SERVER)
+        with client, Connection(server.accept()[0], WORKER) as served:
             assert (client.is_local, served.is_local) == (True, True)
         assert client.is_local is False  # closed: nobody knows

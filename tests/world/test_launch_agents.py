@@ -21,7 +21,7 @@ from braid.launch.process.job import JobSpec
 from braid.runtime.clock import MonotonicClock, VirtualClock
 from braid.runtime.rendezvous.file_meeting import FileMeeting
 from braid.runtime.rendezvous.meeting import MeetingPoint
-from braid.runtime.wire import Identity, SocketConnection
+from braid.runtime.wire import Connection, Identity
 from support.leaks import no_leaks
 
 pytestmark = pytest.mark.launcher
@@ -66,7 +66,7 @@ def test_agents_that_do_not_end_are_waited_for_together():
 def test_who_came_by_itself_and_went_is_forgotten_and_may_come_again():
     def come(board: AgentRegistry) -> tuple[weakref.ref, socket.socket]:
         ours, theirs = socket.socketpair()
-        connection = SocketConnection(ours, Identity("run", "agent", 1))
+        connection = Connection(ours, Identity("run", "agent", 1))
         return weakref.ref(board.admit(connection, unheard, unheard)), theirs
 
     with no_leaks(), selectors.DefaultSelector() as selector:

@@ -18,7 +18,7 @@ import pytest
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.runtime.store import FileStore, HashStore, PrefixStore, StoreClient, StoreServer
 from braid.runtime.store.file_store import _HEAD
-from braid.runtime.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
+from braid.runtime.wire import Connection, FrameLimits, Identity, Listener, Secret, connect
 from support.store_conformance import check_store
 
 SECRET = Secret.generate()
@@ -45,8 +45,8 @@ def open_client(server, rank=0):
 
 def socket_pair_client(stack, server, rank=0):
     ours, theirs = socket.socketpair()
-    server.serve(SocketConnection(theirs, Identity("run", "store", rank)))
-    client = StoreClient(SocketConnection(ours, Identity("run", "launcher", -1)), 10)
+    server.serve(Connection(theirs, Identity("run", "store", rank)))
+    client = StoreClient(Connection(ours, Identity("run", "launcher", -1)), 10)
     return stack.enter_context(client)
 
 
@@ -141,8 +141,8 @@ def test_a_client_that_dies_is_forgotten_and_its_keys_stay(stack):
 def test_a_client_that_speaks_nonsense_is_dropped_and_the_others_served(stack):
     server = stack.enter_context(StoreServer())
     ours, theirs = socket.socketpair()
-    server.serve(SocketConnection(theirs, Identity("run", "store", 5)))
-    with SocketConnection(ours, Identity("run", "launcher", -1)) as nonsense:
+    server.serve(Connection(theirs, Identity("run", "store", 5)))
+    with Connection(ours, Identity("run", "launcher", -1)) as nonsense:
         nonsense.send(b"\xc1 is no msgpack")
         with pytest.raises(PeerLostError):
             nonsense.recv(10)
@@ -154,8 +154,8 @@ def test_a_client_that_never_reads_does_not_hold_the_others_up(stack):
     busy = socket_pair_client(stack, server)
     busy.set("large", bytes(2_000_000))
     ours, theirs = socket.socketpair()
-    with SocketConnection(ours, Identity("run", "launcher", -1)) as deaf:
-        server.serve(SocketConnection(theirs, Identity("run", "store", 5)))
+    with Connection(ours, Identity("run", "launcher", -1)) as deaf:
+        server.serve(Connection(theirs, Identity("run", "store", 5)))
         for number in range(3):
             deaf.send(bytes([0x93, number, 0, 0x92, 0xA3]) + b"get" + b"\xa5large")
         assert [busy.add("n", 1) for _ in range(3)] == [1, 2, 3]
@@ -165,10 +165,10 @@ def test_a_client_that_never_reads_does_not_hold_the_others_up(stack):
 def test_a_client_with_many_requests_gets_all_answers_in_their_order(stack):
     server = stack.enter_context(StoreServer())
     ours, theirs = socket.socketpair()
-    with SocketConnection(ours, Identity("run", "launcher", -1)) as hasty:
+    with Connection(ours, Identity("run", "launcher", -1)) as hasty:
         for number in range(100):  # several turns, all read ahead before the first
             hasty.send(bytes([0x93, number, 0, 0x93, 0xA3]) + b"add\xa1n\x01")
-        server.serve(SocketConnection(theirs, Identity("run", "store", 0)))
+        server.serve(Connection(theirs, Identity("run", "store", 0)))
         sums = [hasty.recv(10).meta for _ in range(100)]
     assert sums == [bytes([0x92, n, 0x92, 0xA2]) + b"ok" + bytes([n + 1]) for n in range(100)]
 
@@ -177,9 +177,9 @@ def test_a_value_that_no_frame_can_carry_is_refused_and_the_client_lives(stack):
     server = stack.enter_context(StoreServer())
     ours, theirs = socket.socketpair()
     limits = FrameLimits(max_frame_bytes=100_000)
-    server.serve(SocketConnection(theirs, Identity("run", "store", 0), limits=limits))
+    server.serve(Connection(theirs, Identity("run", "store", 0), limits=limits))
     launcher = Identity("run", "launcher", -1)
-    client = stack.enter_context(StoreClient(SocketConnection(ours, launcher), 10))
+    client = stack.enter_context(StoreClient(Connection(ours, launcher), 10))
     client.append("log", bytes(60_000))
     client.append("log", bytes(60_000))
     with pytest.raises(ConfigError, match=r"too large: 1200\d\d bytes \(limit 100000\)"):
@@ -193,7 +193,7 @@ def test_a_closed_server_takes_no_connections(stack):
     server.close()
     ours, theirs = socket.socketpair()
     with ours, pytest.raises(StaleError, match="closed"):
-        server.serve(SocketConnection(theirs, Identity("run", "store", 0)))
+        server.serve(Connection(theirs, Identity("run", "store", 0)))
 
 
 def test_wrong_types_are_refused_before_anything_is_sent(stack):

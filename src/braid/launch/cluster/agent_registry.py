@@ -12,7 +12,7 @@ from braid.launch.cluster.agent_messages import AGENT_ROLE, AGENT_SCHEMA
 from braid.launch.cluster.remote_shell import Placed, Placement
 from braid.runtime.clock import Clock
 from braid.runtime.message import PipeVan
-from braid.runtime.wire import SocketConnection
+from braid.runtime.wire import Connection
 
 __all__ = ["AgentRegistry"]
 
@@ -51,9 +51,7 @@ class AgentRegistry:
         """
         return self._add(self._new_peer(), node, name, placement.start(), on_message, on_lost)
 
-    def admit(
-        self, connection: SocketConnection, on_message: OnMessage, on_lost: OnLost
-    ) -> AgentHandle:
+    def admit(self, connection: Connection, on_message: OnMessage, on_lost: OnLost) -> AgentHandle:
         """Register a launcher that has connected and knows the secret; otherwise like `start`."""
         peer, node = self._new_peer(), connection.peer.rank
         self._van.attach(peer, connection)

@@ -16,7 +16,7 @@ from braid.launch.process.job import JobSpec
 from braid.runtime.clock import Clock
 from braid.runtime.rendezvous.file_meeting import FileMeeting
 from braid.runtime.rendezvous.interfaces import interfaces, machine
-from braid.runtime.wire import Address, Identity, Secret, SocketConnection, connect
+from braid.runtime.wire import Address, Connection, Identity, Secret, connect
 
 __all__ = ["INSECURE_WARNING", "dial", "join_first_node", "open_join_listener", "own_addresses"]
 
@@ -104,7 +104,7 @@ def dial(
     node: int,
     limit_s: float,
     notice: Callable[[str], None],
-) -> SocketConnection:
+) -> Connection:
     """Connect a node to the launcher at the first address that works.
 
     Raises:

@@ -23,7 +23,7 @@ from braid.runtime.diagnose.tracebacks import ParsedError, final_error, parse_er
 from braid.runtime.diagnose.verdict import RankEnd
 from braid.runtime.rendezvous import Exiting, FromLauncher, FromRank, RankFailed
 from braid.runtime.rendezvous.control import decode_from_rank, encode
-from braid.runtime.wire import SocketConnection
+from braid.runtime.wire import Connection
 
 __all__ = ["Rank"]
 
@@ -74,7 +74,7 @@ class Rank(ABC):
         self.failure: RankFailed | None = None
         self.exiting: Exiting | None = None
         self.end: RankEnd | None = None
-        self._control: SocketConnection | None = None
+        self._control: Connection | None = None
         self._has_connected = False
         self._unsent: list[FromLauncher] = []  # messages from before the rank connected
         self._selector = selector
@@ -141,7 +141,7 @@ class Rank(ABC):
             at_ns -= self.box.ring.clock_offset_ns
         return self.box.last_events(at_ns, gave_up=gave_up)
 
-    def adopt(self, connection: SocketConnection) -> None:
+    def adopt(self, connection: Connection) -> None:
         """Use `connection` as the rank's control connection; a second one is closed."""
         if self._control is not None or not self.alive:
             connection.close()

@@ -19,7 +19,7 @@ from braid.errors import CommError, ConfigError, StaleError
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.store.protocol import STORE_LIMITS, STORE_ROLE, StoreResult, pack, unpack_call
 from braid.runtime.store.store_state import AddressedReply, Refusal, StoreState
-from braid.runtime.wire import Identity, Listener, Secret, SocketConnection
+from braid.runtime.wire import Connection, Identity, Listener, Secret
 
 __all__ = ["StoreServer"]
 
@@ -44,8 +44,8 @@ class StoreServer:
         self._listener = listener
         self._state = StoreState()
         self._numbers = itertools.count(1)
-        self._clients: dict[int, SocketConnection] = {}
-        self._handed_over: deque[SocketConnection] = deque()
+        self._clients: dict[int, Connection] = {}
+        self._handed_over: deque[Connection] = deque()
         self._unfinished: set[int] = set()  # clients that had more requests than a turn has
         self._closing = False
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -97,7 +97,7 @@ class StoreServer:
             raise ConfigError(msg)
         return self._listener.address
 
-    def serve(self, connection: SocketConnection) -> None:
+    def serve(self, connection: Connection) -> None:
         """Serve the client at the other end of `connection`, which the server owns from now on.
 
         Raises:
@@ -188,7 +188,7 @@ class StoreServer:
         while self._handed_over:
             self._admit(self._handed_over.popleft())
 
-    def _admit(self, connection: SocketConnection) -> None:
+    def _admit(self, connection: Connection) -> None:
         if connection.closed:
             return
         client = next(self._numbers)
@@ -238,7 +238,7 @@ class StoreServer:
             except CommError:
                 self._drop(client)
 
-    def _select(self, client: int, connection: SocketConnection, queued_bytes: int) -> None:
+    def _select(self, client: int, connection: Connection, queued_bytes: int) -> None:
         """Select for writing only while something is queued; drop a client that never reads."""
         if queued_bytes > _MAX_OUTBOX_BYTES:
             self._drop(client)

@@ -30,7 +30,7 @@ from braid.runtime.transport.health import Health
 from braid.runtime.transport.memory import CLOSED, NAMES_START, STATE, Root
 from braid.runtime.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes, pack_writes
 from braid.runtime.transport.wait import Doorbells, Sleep, Waiter, silent_pipe, yield_core
-from braid.runtime.wire import SocketConnection
+from braid.runtime.wire import Connection
 
 __all__ = ["Link", "LinkWaiter", "Links"]
 
@@ -65,7 +65,7 @@ class Link:
     def __init__(
         self,
         rank: int,
-        connection: SocketConnection,
+        connection: Connection,
         root: Root,
         memory: MirroredMemory,
         *,

@@ -27,7 +27,7 @@ from braid.runtime.diagnose.reach_table import reach_table
 from braid.runtime.store.exchange import LOOK_S
 from braid.runtime.transport.meeting import Meeting
 from braid.runtime.transport.reachability import own_address_towards, probe
-from braid.runtime.wire import Address, Identity, Listener, Secret, SocketConnection, local_address
+from braid.runtime.wire import Address, Connection, Identity, Listener, Secret, local_address
 from braid.runtime.wire import connect as dial
 
 __all__ = ["LOST_AFTER_S", "Network", "PeerConnection", "call_all"]
@@ -69,7 +69,7 @@ class PeerConnection(NamedTuple):
     pid: int
     host: str
     over_network: bool
-    connection: SocketConnection
+    connection: Connection
 
 
 class _Endpoint(NamedTuple):
@@ -129,7 +129,7 @@ def call_all(
         over_network = _require_one_network(meeting, ends)
         if over_network:
             _require_reach(meeting, hosts, ends)
-        calls: dict[int, SocketConnection] = {}
+        calls: dict[int, Connection] = {}
         with contextlib.ExitStack() as undo:
             for peer in (r for r in remote if r < me):
                 calls[peer] = _call(meeting, peer, ends[peer].address, job_secret, who)
@@ -274,9 +274,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], ends: list[_Endpoin
     raise RendezvousError(msg)
 
 
-def _call(
-    meeting: Meeting, peer: int, address: str, secret: Secret, who: Identity
-) -> SocketConnection:
+def _call(meeting: Meeting, peer: int, address: str, secret: Secret, who: Identity) -> Connection:
     try:
         timeout_s = min(meeting.timeout_s, ANSWER_S)
         connection = dial(address, secret, who, timeout_s=timeout_s, clock=meeting.clock)
@@ -293,7 +291,7 @@ def _call(
     return connection
 
 
-def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> SocketConnection:
+def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> Connection:
     deadline_ns = meeting.clock.after_ns(meeting.timeout_s)
     while True:
         left_s = (deadline_ns - meeting.clock.now_ns()) / 1e9

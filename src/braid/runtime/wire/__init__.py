@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from braid.runtime.wire.address import Address, local_address
-from braid.runtime.wire.connection import DEFAULT_TIMEOUT_S, Connection, SocketConnection
+from braid.runtime.wire.connection import DEFAULT_TIMEOUT_S, Connection
 from braid.runtime.wire.frames import (
     MAX_META_BYTES,
     Allocate,
@@ -44,7 +44,6 @@ __all__ = [
     "Refused",
     "Secret",
     "SendBytes",
-    "SocketConnection",
     "Unsent",
     "connect",
     "encode",

@@ -21,7 +21,6 @@ import select
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.runtime.clock import Clock, MonotonicClock
@@ -30,7 +29,7 @@ from braid.runtime.wire.frames import Allocate, Buffer, Frame, FrameDecoder, Fra
 from braid.runtime.wire.handshake import Identity
 from braid.runtime.wire.unsent import Unsent
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection", "is_inside_host"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Connection", "is_inside_host"]
 
 DEFAULT_TIMEOUT_S = 300.0
 # With the system's 208 KiB, both ends of a unix socket sleep after every 208 KiB. TCP adapts its
@@ -38,48 +37,12 @@ DEFAULT_TIMEOUT_S = 300.0
 _UNIX_BUFFER_BYTES = 2 << 20
 
 
-class Connection(Protocol):
-    """Frames to and from one peer. Any thread may send; one thread at a time receives."""
+class Connection:
+    """Frames to and from one peer, over a connected stream socket after its handshake.
 
-    @property
-    def peer(self) -> Identity:
-        """Proven identity of the other end."""
-        ...
-
-    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:
-        """Send a frame and return when the buffers may be reused."""
-        ...
-
-    def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
-        """Wait for the next frame; its buffers go into the memory that `allocate` returns."""
-        ...
-
-    def recv(self, timeout_s: float | None = None) -> Frame:
-        """Wait for the next frame, in new memory."""
-        ...
-
-    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """Return the next frame if it is already here; never waits."""
-        ...
-
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether a frame can be read, or the end of the stream."""
-        ...
-
-    def fileno(self) -> int:
-        """Descriptor for a selector."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection; threads that wait in it get PeerLostError."""
-        ...
-
-
-class SocketConnection:
-    """A `Connection` over a connected stream socket, after its handshake.
-
-    With a selector: a readable `fileno()` means that `try_recv()` must be called *until it returns
-    None*, since one read may bring several frames.
+    Any thread may send; one thread at a time receives. With a selector: a readable `fileno()`
+    means that `try_recv()` must be called *until it returns None*, since one read may bring
+    several frames.
 
     Args:
         sock: Connected AF_UNIX or TCP socket; owned and closed by this object.
@@ -300,14 +263,14 @@ class SocketConnection:
         """Close the socket; threads that wait in this connection get PeerLostError. Idempotent."""
         self._end("this process closed the connection")
 
-    def __enter__(self) -> SocketConnection:
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<SocketConnection to {self._peer}{', ended' if self._ended else ''}>"
+        return f"<Connection to {self._peer}{', ended' if self._ended else ''}>"
 
     def _queue(self, pieces: list[memoryview], *, has_buffers: bool) -> None:
         """Append a frame to the outbox; one with codes is sent part by part."""

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from braid.errors import CommTimeout, ConfigError, RendezvousError, StaleError
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.wire.address import Address
-from braid.runtime.wire.connection import SocketConnection, is_inside_host
+from braid.runtime.wire.connection import Connection, is_inside_host
 from braid.runtime.wire.frames import FrameLimits
 from braid.runtime.wire.handshake import (
     NONCE_BYTES,
@@ -113,7 +113,7 @@ class Listener:
         self._clock = clock or MonotonicClock()
         self._half_open: dict[int, _HalfOpen] = {}
         self._silent: set[int] = set()  # of those, clients that have sent nothing yet
-        self._accepted: deque[SocketConnection] = deque()
+        self._accepted: deque[Connection] = deque()
         self._refusals: deque[str] = deque(maxlen=_KEPT_REFUSALS)
         self._pause_until_ns: int | None = None
         self._socket = _bind(wanted)
@@ -149,14 +149,14 @@ class Listener:
             due.append(self._pause_until_ns)
         return min(due, default=None)
 
-    def accept_ready(self) -> list[SocketConnection]:
+    def accept_ready(self) -> list[Connection]:
         """Advance all handshakes without waiting; returns the connections that became complete."""
         self._advance(0.0)
         ready = list(self._accepted)
         self._accepted.clear()
         return ready
 
-    def accept(self, timeout_s: float) -> SocketConnection:
+    def accept(self, timeout_s: float) -> Connection:
         """Wait for the next client that proves its identity.
 
         Raises:
@@ -304,7 +304,7 @@ class Listener:
                     elif isinstance(instruction, Established):
                         self._forget(half)
                         self._accepted.append(
-                            SocketConnection(
+                            Connection(
                                 half.sock,
                                 instruction.peer,
                                 limits=self._limits,
@@ -339,7 +339,7 @@ def connect(
     timeout_s: float,
     limits: FrameLimits | None = None,
     clock: Clock | None = None,
-) -> SocketConnection:
+) -> Connection:
     """Connect to a `Listener` and prove both ends; tries again while nothing listens.
 
     Args:
@@ -374,7 +374,7 @@ def connect(
                     seals_frames=secret.seals_frames and not is_inside_host(sock),
                 )
                 peer, keys = _prove(sock, handshake, address, deadline_ns, clock)
-                return SocketConnection(sock, peer, limits=limits, keys=keys, clock=clock)
+                return Connection(sock, peer, limits=limits, keys=keys, clock=clock)
             except BaseException:
                 sock.close()
                 raise

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from braid.errors import CommError
-from braid.runtime.wire import MAX_META_BYTES, Allocate, Buffer, Frame, Identity, SocketConnection
+from braid.runtime.wire import MAX_META_BYTES, Allocate, Buffer, Connection, Frame, Identity
 
 if TYPE_CHECKING:
     from braid.runtime.message.vans.ring import ReceiveRing, SendRing
@@ -54,7 +54,7 @@ class SharedStream:
         enabled: Whether to use shared memory; if not, rings of the peer are not opened.
     """
 
-    def __init__(self, connection: SocketConnection, *, enabled: bool = True) -> None:
+    def __init__(self, connection: Connection, *, enabled: bool = True) -> None:
         self._connection = connection
         self._enabled = enabled and connection.is_local and has_rings()
         self._outgoing: SendRing | None = None
@@ -86,7 +86,7 @@ class SharedStream:
         return self._connection.fileno()
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the socket accepts now; see `SocketConnection.post`.
+        """Queue a frame and write what the socket accepts now; see `Connection.post`.
 
         Raises:
             PeerLostError: The connection ended before, or broke for another reason.

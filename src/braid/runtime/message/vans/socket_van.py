@@ -13,7 +13,7 @@ from braid.runtime.message.protocol.schema import Schema
 from braid.runtime.message.protocol.vocabulary import VanConfig, split_node
 from braid.runtime.message.vans.shared_memory import SharedStream
 from braid.runtime.message.vans.stream_van import FRAME_LIMITS, StreamVan, node_of
-from braid.runtime.wire import Identity, Listener, Secret, SocketConnection
+from braid.runtime.wire import Connection, Identity, Listener, Secret
 from braid.runtime.wire import connect as connect_wire
 
 __all__ = ["SocketVan"]
@@ -112,5 +112,5 @@ class SocketVan(StreamVan):
                     )
                     raise RendezvousError(msg)
 
-    def _stream(self, connection: SocketConnection) -> SharedStream:
+    def _stream(self, connection: Connection) -> SharedStream:
         return SharedStream(connection, enabled=self._state.config.shared_memory)

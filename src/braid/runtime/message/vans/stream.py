@@ -11,7 +11,7 @@ __all__ = ["FrameStream"]
 
 
 class FrameStream(Protocol):
-    """A stream of frames that never blocks: a `SocketConnection`, or a `PipeStream`."""
+    """A stream of frames that never blocks: a `Connection`, or a `PipeStream`."""
 
     @property
     def peer(self) -> object:

@@ -41,10 +41,10 @@ from braid.runtime.message.vans.poller import READABLE, WRITABLE, Looking, Polle
 from braid.runtime.message.vans.stream import FrameStream
 from braid.runtime.wire import (
     Allocate,
+    Connection,
     FrameLimits,
     Identity,
     Listener,
-    SocketConnection,
 )
 
 __all__ = ["FRAME_LIMITS", "StreamVan", "node_of"]
@@ -159,7 +159,7 @@ class StreamVan(Van):
             self._turns.end(hand_over=self._signal is not None)
         return True
 
-    def _stream(self, connection: SocketConnection) -> FrameStream:
+    def _stream(self, connection: Connection) -> FrameStream:
         """Return the stream of a connection that the listener has accepted."""
         return connection
 
