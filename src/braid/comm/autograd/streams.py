@@ -41,16 +41,11 @@ CPU_STREAM: Final = CPUStream()
 Stream: TypeAlias = "torch.cuda.Stream | CPUStream"
 
 
-def new_stream(device: torch.device, *, priority: int = 0) -> Stream:
-    """Return a new stream of a device.
-
-    Args:
-        device: CPU or CUDA device.
-        priority: Priority; lower runs earlier, and 0 is the lowest that CUDA has.
-    """
+def new_stream(device: torch.device) -> Stream:
+    """Return a new stream of a CPU or CUDA device."""
     if device.type != "cuda":
         return CPU_STREAM
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def current_stream(device: torch.device) -> Stream:

@@ -153,11 +153,6 @@ def _view(own: Passes) -> PipelineView:
     )
 
 
-def _median(divisions: Sequence[TimeDivision]) -> TimeDivision:
-    """Return the median of each part of the time."""
-    return TimeDivision(*(median(part) for part in zip(*divisions, strict=True)))
-
-
 class _Instant:
     """A network that takes no time: transfers cost their rank time instead."""
 

@@ -3,12 +3,7 @@
     mark_ready(p) ... mark_ready(q) -> True     launch()     wait()
     gradients move into the flat buffer         starts       ends the operation
 
-The operation decides what a launch means; a `Request` of `braid.comm` is one:
-
-    operation         after wait()                                  owner
-    all_reduce        the average is in `.grad` on all ranks        None
-    reduce_scatter    each rank has the average of its shard        None
-    push              the owner has the sum                         its group rank
+The operation is a persistent all_reduce: after `wait`, the average is in `.grad` on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from braid.comm import Group, StepsBy
+from braid.comm import Request, StepsBy
 from braid.errors import ConfigError
 from braid.parallel.gradients.bucket_layout import BucketLayout
 from braid.parallel.gradients.flat import FlatBuffer, alone, shaped
@@ -31,10 +26,7 @@ from braid.types import first_few
 __all__ = [
     "Awaited",
     "Bucket",
-    "BucketOperation",
     "CheckedNumbers",
-    "MakeOperation",
-    "all_reduce",
     "dropped_text",
 ]
 
@@ -47,33 +39,7 @@ class Awaited(Protocol):
         ...
 
 
-class BucketOperation(Protocol):
-    """The operation that a launch of a bucket starts; registered once, started in every step."""
-
-    def start(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Awaited:
-        """Start the operation on the bucket's memory."""
-        ...
-
-    def residual(self) -> torch.Tensor | None:
-        """Return what a lossy format has left out on this rank so far, as a flat copy."""
-        ...
-
-    def reset_residual(self) -> None:
-        """Forget what has been left out."""
-        ...
-
-    def retire(self) -> None:
-        """Give up the operation's channel; all ranks do so at the same point."""
-        ...
-
-
 CheckedNumbers = Literal["all", "first", "late"]
-MakeOperation = Callable[[Group, torch.Tensor, str | None], BucketOperation]
-
-
-def all_reduce(group: Group, buffer: torch.Tensor, wire: str | None) -> BucketOperation:
-    """Register the average of `buffer` over all ranks, sent over networks in the format `wire`."""
-    return group.persistent("all_reduce", buffer, op="avg", wire=wire)
 
 
 class LateNumbers:
@@ -127,10 +93,9 @@ class Bucket:
         title: Name of the span.
         residuals: Residuals to be added at the next launch, by parameter name. Shared by the
             buckets of a model; each removes those of its members.
-        owner: Group rank that receives the reduced values; None when all ranks do.
 
     Attributes:
-        index, layout, buffer, operation, owner: As given.
+        index, layout, buffer, operation: As given.
         views: Gradient memory by position.
         is_launched: Whether the bucket has been launched in this backward.
         counts: Number of times that gradients have come in this backward, by position.
@@ -143,18 +108,16 @@ class Bucket:
         layout: BucketLayout,
         records: Sequence[ParamRecord],
         buffer: FlatBuffer,
-        operation: BucketOperation,
+        operation: Request,
         *,
         events: Recorder,
         title: str,
         residuals: MutableMapping[str, torch.Tensor],
-        owner: int | None = None,
     ) -> None:
         self.index = index
         self.layout = layout
         self.buffer = buffer
         self.operation = operation
-        self.owner = owner
         self.views = dict(zip(layout.members, map(alone, buffer.views), strict=True))
         self.is_launched = False
         self.hook: Callable[[Bucket], Awaited] | None = None

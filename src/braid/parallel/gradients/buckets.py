@@ -13,7 +13,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.parallel.gradients.bucket import Bucket, MakeOperation, all_reduce, dropped_text
+from braid.parallel.gradients.bucket import Bucket, dropped_text
 from braid.parallel.gradients.bucket_layout import BucketLayout, plan_buckets
 from braid.parallel.gradients.flat import FlatBuffer
 from braid.parallel.gradients.hook_schedule import HookSchedule, StateHook
@@ -32,7 +32,6 @@ class Buckets:
         requires_grad: Whether each of them requires a gradient.
         options: Sizes, wire format and delayed parameters.
         order: Positions in the order in which their gradients become ready.
-        operation: Makes what the launch of a bucket starts.
 
     Attributes:
         requires_grad: Whether each parameter requires a gradient.
@@ -51,8 +50,6 @@ class Buckets:
         requires_grad: tuple[bool, ...],
         options: ReducerOptions,
         order: Sequence[int] = (),
-        *,
-        operation: MakeOperation = all_reduce,
     ) -> None:
         self.requires_grad = requires_grad
         own = {p: r for p, r in enumerate(records) if requires_grad[p]}
@@ -67,7 +64,6 @@ class Buckets:
         self._devices = {p: str(r.param.device) for p, r in dense.items()}
         self._delayed = frozenset(p for p, r in dense.items() if options.delayed & set(r.names))
         self._options = options
-        self._make_operation = operation
         self._residuals: dict[str, torch.Tensor] = {}
         self._schedule: HookSchedule | None = None
         self.layouts = self.plan(order)
@@ -83,7 +79,7 @@ class Buckets:
             layout,
             self._records,
             buffer,
-            self._make_operation(self._group, buffer.tensor, wire),
+            self._group.persistent("all_reduce", buffer.tensor, op="avg", wire=wire),
             events=self._group.context.events,
             title=f"bucket {index + 1} of {len(self.layouts)}",
             residuals=self._residuals,

@@ -135,11 +135,6 @@ class Stage:
         self._changing: list[tuple[nn.Module, str]] = []  # buffers that a forward changes
         self._has_noted = False  # which these are
 
-    @property
-    def num_held(self) -> int:
-        """Number of micro-batches whose activations are held."""
-        return len(self._passes) + len(self._split)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the layers, each once."""
         yield from dict.fromkeys(p for layer in self.layers for p in layer.module.parameters())

@@ -14,7 +14,6 @@ from braid.runtime.text import seconds_text
 
 __all__ = ["COLOURS", "Bar", "draw"]
 
-KILO = 1000
 # Paul Tol's bright scheme, which colour-blind people can read, too.
 COLOURS = (
     "#4477aa",

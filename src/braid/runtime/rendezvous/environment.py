@@ -270,19 +270,16 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
     return _switch("BRAID_PORTABLE", environ)
 
 
-def wants_frame_codes(environ: Mapping[str, str] | None = None) -> bool:
+def wants_frame_codes() -> bool:
     """Return whether frames between hosts carry codes: always, unless `BRAID_NO_FRAME_MAC` is 1.
-
-    Args:
-        environ: Environment variables; those of this process when None.
 
     Raises:
         ConfigError: The variable is neither 0 nor 1.
     """
-    return not _switch("BRAID_NO_FRAME_MAC", environ)
+    return not _switch("BRAID_NO_FRAME_MAC")
 
 
-def _switch(name: str, environ: Mapping[str, str] | None) -> bool:
+def _switch(name: str, environ: Mapping[str, str] | None = None) -> bool:
     reader = _Reader(os.environ if environ is None else environ)
     switch = reader.switch(name)
     _refuse(reader.problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 from braid.errors import ConfigError
 from braid.runtime.rendezvous.environment import JobEnvironment, wants_frame_codes
@@ -35,17 +34,12 @@ def network_of(environment: JobEnvironment, secret: Secret | None) -> tuple[Secr
     return None if secret is None else secret.sealing(seals), network
 
 
-def network_of_program(
-    environ: Mapping[str, str] | None = None,
-) -> tuple[Secret | None, Network]:
+def network_of_program() -> tuple[Secret | None, Network]:
     """Return the secret and the network settings of a program that calls `init_process_group`.
 
     Such a program chooses its rank itself, so only the network's variables are read.
-
-    Args:
-        environ: Environment variables; those of this process when None.
     """
-    environ = os.environ if environ is None else environ
+    environ = os.environ
     environment = JobEnvironment(
         listen=environ.get("BRAID_LISTEN", ""),
         secret_file=environ.get("BRAID_SECRET_FILE", ""),

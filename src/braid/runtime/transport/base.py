@@ -104,7 +104,6 @@ class MemoryTransport:
         self.hosts: tuple[int, ...] = (0,) * world_size
         self.clock = clock
         self.health = health
-        self.crowded = crowded
         self.may_pull = may_pull
         self.bells = bells
         self.arena = arena or Arena(rank, root, peers)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 
 from braid.parallel.tensor_parallel.insertion.calls import (
     OperatorCall,
-    length_of,
     shape_of,
     tensor_of,
 )
-from braid.parallel.tensor_parallel.insertion.labels import Dims, Labels, equal, grouped, kept
+from braid.parallel.tensor_parallel.insertion.labels import Labels, equal, grouped, kept
 from braid.programs.layout import Layout
 
 __all__ = ["VIEWS"]
@@ -151,11 +150,6 @@ def tensor_of_argument(value: object) -> bool:
 
 def _is_endless(end: object) -> bool:
     return isinstance(end, int) and end >= ENDLESS
-
-
-def shown(dims: Dims, shape: Sequence[object]) -> str:
-    """Return a shape as text, with the example's lengths for those that vary."""
-    return str([length_of(size) for size in shape]) if dims else "[]"  # type: ignore[arg-type]
 
 
 Rule = Callable[[OperatorCall, Sequence[Layout]], Labels]
