@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from braid.comm.engines.shared_gpus import shared_gpu_error
+from braid.comm.engines.diagnostics import shared_gpu_error
 from braid.comm.torch_backend.foreign import ExplainedGroup
 from braid.errors import ConfigError
 

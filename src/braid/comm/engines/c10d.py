@@ -28,9 +28,8 @@ from torch.distributed import distributed_c10d
 
 from braid.comm.engines.c10d_steps import TorchSteps, steps_of
 from braid.comm.engines.collective import Collective
-from braid.comm.engines.diagnostics import MemberOperation, mismatch_table
+from braid.comm.engines.diagnostics import MemberOperation, mismatch_table, shared_gpu_error
 from braid.comm.engines.engine import Capabilities, GroupStatistics
-from braid.comm.engines.shared_gpus import shared_gpu_error
 from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.copies import Copies
 from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError

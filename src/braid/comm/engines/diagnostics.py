@@ -7,14 +7,27 @@ for.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.comm.channel.channel import Channel, Entry
 from braid.comm.channel.control_pages import ControlPages
+from braid.errors import ConfigError
 
-__all__ = ["MemberOperation", "asked", "device_timeout_text", "mismatch_table", "timeout_text"]
+__all__ = [
+    "MemberOperation",
+    "asked",
+    "device_timeout_text",
+    "mismatch_table",
+    "shared_gpu_error",
+    "timeout_text",
+]
+
+DUPLICATE = re.compile(
+    r"Duplicate GPU detected ?: rank (\d+) and rank (\d+) both on CUDA device (\w+)"
+)
 
 
 class MemberOperation(NamedTuple):
@@ -130,3 +143,26 @@ def _unfinished_messages(
         "timeout_s"
     )
     return lines
+
+
+def shared_gpu_error(text: str, ranks: Sequence[int]) -> ConfigError | None:
+    """Return an error that names the ranks which share a GPU; None for other texts.
+
+    NCCL refuses such ranks with the first collective, as an "invalid usage" with the PCI bus of the
+    GPU in the last line of its text.
+
+    Args:
+        text: Text of an exception of NCCL.
+        ranks: Global ranks of the members of its group.
+    """
+    match = DUPLICATE.search(text)
+    if match is None:
+        return None
+    first, second = sorted(ranks[int(member)] for member in match.groups()[:2])
+    msg = (
+        f"ranks {first} and {second} are both on the GPU at PCI bus {match[3]}, and NCCL needs a "
+        "GPU for each rank: call torch.cuda.set_device(local_rank) before the first operation. "
+        "Ranks that must share a GPU can use the group of braid.init() without NCCL, which copies "
+        "their tensors through page-locked memory"
+    )
+    return ConfigError(msg)

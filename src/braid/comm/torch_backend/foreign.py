@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from braid.comm.engines.shared_gpus import shared_gpu_error
+from braid.comm.engines.diagnostics import shared_gpu_error
 from braid.errors import ConfigError
 from braid.runtime.torch_internals import (
     backend_for,

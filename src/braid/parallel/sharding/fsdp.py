@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from braid.comm import Group
+from braid.comm.mesh_groups import MeshGroups
 from braid.errors import ConfigError
 from braid.parallel.gradients.process_groups import group_of
 from braid.parallel.sharding import gathered_state
 from braid.parallel.sharding.engine import Sharding
-from braid.parallel.sharding.meshes import GroupsOfMesh, groups_of_mesh
 from braid.parallel.sharding.optimizer import refuse_wrong_rules
 from braid.parallel.sharding.options import ShardingOptions
 from braid.parallel.sharding.policies import MixedPrecisionPolicy, offload_of, precision_of
@@ -236,15 +237,54 @@ def refuse_placement(shard_placement_fn: Any) -> None:
         raise ConfigError(msg)
 
 
-def _groups_of(process_group: Any, mesh: Any) -> GroupsOfMesh:
+class _ShardGroups(NamedTuple):
+    """Groups of a rank.
+
+    Attributes:
+        shard: Ranks that together own each parameter once.
+        replicas: Ranks that own the same parts; None if there are no others.
+    """
+
+    shard: Group
+    replicas: Group | None
+
+
+def _groups_of(process_group: Any, mesh: Any) -> _ShardGroups:
+    """Return the groups of this rank; the last axis of a mesh has the parts.
+
+    Raises:
+        ConfigError: There is no such group, the mesh has more than two axes, or both are given.
+    """
     if mesh is None:
-        return GroupsOfMesh(group_of(process_group), None)
-    if process_group is not None:
+        groups = [group_of(process_group)]
+    elif process_group is not None:
         msg = "pass either process_group or mesh, got both"
         raise ConfigError(msg)
-    if isinstance(mesh, Group):
-        return GroupsOfMesh(mesh, None)
-    return groups_of_mesh(mesh)
+    elif isinstance(mesh, Group):
+        groups = [mesh]
+    elif isinstance(mesh, DeviceMesh):
+        _check_axes(mesh.ndim, str(mesh))
+        groups = [group_of(mesh.get_group(mesh_dim=dim)) for dim in range(mesh.ndim)]
+    elif isinstance(mesh, MeshGroups):
+        axes = list(mesh.layout.axes)
+        _check_axes(len(axes), str(mesh.layout))
+        groups = [mesh[axis] for axis in axes]
+    else:
+        msg = (
+            f"mesh must be a mesh of braid or a DeviceMesh of torch, got {type(mesh).__name__}: "
+            'pass braid.mesh("replica=2,shard=2"), or a process_group'
+        )
+        raise ConfigError(msg)
+    return _ShardGroups(groups[-1], groups[0] if len(groups) > 1 else None)
+
+
+def _check_axes(num_axes: int, shown: str) -> None:
+    if num_axes > 2:
+        msg = (
+            f"mesh {shown} has {num_axes} axes: pass one of replicas and one of shards, such as "
+            'mesh["replica", "shard"], or the shards alone'
+        )
+        raise ConfigError(msg)
 
 
 def _cast(sharding: Sharding, policy: MixedPrecisionPolicy) -> None:
