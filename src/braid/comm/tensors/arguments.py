@@ -13,6 +13,7 @@ slices, or a sequence with one tensor per member, whose sizes may differ.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -148,10 +149,7 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
     tensor = as_tensor(out, written=True)
     fits = tuple(tensor.shape) == shape
     if isinstance(out, Buffer):
-        count = 1
-        for extent in shape:
-            count *= extent
-        fits = out.count == count
+        fits = out.count == math.prod(shape)
     if not fits or tensor.dtype != x.dtype:
         msg = (
             f"expected out of shape {list(shape)} and dtype {x.dtype}, found {list(tensor.shape)} "

@@ -18,6 +18,7 @@ Models", SC 2020, section 5; Y. Zhao et al., "PyTorch FSDP", VLDB 2023, section 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -161,9 +162,7 @@ def boxes_of(shape: Sequence[int], begin: int, end: int) -> tuple[FlatBox, ...]:
     Raises:
         ConfigError: The range is not in the tensor.
     """
-    numel = 1
-    for size in shape:
-        numel *= size
+    numel = math.prod(shape)
     if not 0 <= begin <= end <= numel:
         msg = f"elements {begin} to {end} are not in a tensor of {numel} elements"
         raise ConfigError(msg)
@@ -174,9 +173,7 @@ def _boxes(shape: tuple[int, ...], begin: int, end: int) -> list[FlatBox]:
     if not shape:
         return [FlatBox((), (), 0)]
     rest = shape[1:]
-    row = 1
-    for size in rest:
-        row *= size
+    row = math.prod(rest)
     boxes = []
     first, last = -(-begin // row), end // row  # whole rows
     if first > last:  # inside of one row

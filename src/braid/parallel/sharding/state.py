@@ -13,6 +13,7 @@ division, so it can be loaded by another number of ranks, another stage, or with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -219,8 +220,6 @@ def _boxes(flat: FlatShard, index: int, name: str, values: torch.Tensor) -> Iter
     piece, shape = flat.pieces[index], tuple(flat.shapes[index])
     flat_values = values.reshape(-1)
     for box in boxes_of(shape, piece.begin, piece.end):
-        count = 1
-        for size in box.extent:
-            count *= size
         first = box.begin - piece.begin
-        yield Slice(name, shape, box.offset, flat_values[first : first + count].view(box.extent))
+        own = flat_values[first : first + math.prod(box.extent)]
+        yield Slice(name, shape, box.offset, own.view(box.extent))

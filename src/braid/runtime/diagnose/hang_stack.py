@@ -14,22 +14,14 @@ is then the last one.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import PurePath
 from typing import NamedTuple
 
-from braid.runtime.diagnose.tracebacks import (
-    BRAID_ROOT,
-    FRAME,
-    INSTALLED,
-    SIGNAL_RECEIVER,
-    STACK_HEADER,
-)
+from braid.runtime.diagnose.tracebacks import BRAID_ROOT, INSTALLED, StackFrame, thread_frames
 
 __all__ = [
-    "StackFrame",
     "Thread",
     "main_thread",
     "parse_threads",
@@ -44,43 +36,11 @@ WAITING_PACKAGES = tuple(
     for package in ("comm", "runtime/transport", "runtime/message", "rpc")
 )
 BACKGROUND = "_run"  # first function of braid's own threads, whose waits block no program
-LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
-CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 CUDA = f"{os.sep}torch{os.sep}cuda{os.sep}"  # synchronizes streams and events
 CALLEE = f"{os.sep}rpc{os.sep}callee.py"  # which runs the calls of other ranks
 LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
 SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
-
-
-class StackFrame(NamedTuple):
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    @property
-    def is_users(self) -> bool:
-        """Whether the frame belongs to user code: not braid, an installed package or Python."""
-        generated = self.file.startswith("<")
-        return not (generated or self.file.startswith(BRAID_ROOT) or INSTALLED.search(self.file))
-
-    @property
-    def place(self) -> str:
-        """File, line and function, such as `train.py:38 in load`."""
-        return f"{PurePath(self.file).name}:{self.line} in {self.function}"
-
-    @property
-    def call(self) -> str:
-        """Function with its module, such as `queue.get`; for frames of libraries."""
-        root = LIBRARIES.match(self.file)
-        below = self.file[root.end() :] if root else self.file.removeprefix(BRAID_ROOT)
-        module = ".".join(PurePath(below).with_suffix("").parts).strip("/\\.")
-        if self.file.startswith(BRAID_ROOT):
-            module = f"braid.{module.rpartition('braid.')[2]}"
-        module = module.removesuffix(".__init__")
-        return f"{CLASSES.get(module, module)}.{self.function}"
 
 
 class Thread(NamedTuple):
@@ -151,23 +111,7 @@ class Thread(NamedTuple):
 
 def parse_threads(text: str) -> tuple[Thread, ...]:
     """Parse the threads of a stack dump; accepts any text, cut anywhere."""
-    threads: list[Thread] = []
-    frames: list[StackFrame] = []
-    current: bool | None = None
-    for line in [*text.splitlines(), "Thread end (most recent call first):"]:
-        header, frame = STACK_HEADER.match(line), FRAME.match(line)
-        if header is not None:
-            if current is not None and frames and not _receives_signals(frames):
-                threads.append(Thread(current, tuple(frames)))
-            current, frames = header["current"] is not None, []
-        elif frame is not None and current is not None:
-            frames.append(StackFrame(frame["file"], int(frame["line"][:9]), frame["name"] or ""))
-    return tuple(threads)
-
-
-def _receives_signals(frames: Sequence[StackFrame]) -> bool:
-    """Whether the frames are those of braid's thread that only receives the signal."""
-    return any(frame.function == SIGNAL_RECEIVER for frame in frames)
+    return tuple(Thread(*thread) for thread in thread_frames(text))
 
 
 def main_thread(threads: Sequence[Thread]) -> Thread:

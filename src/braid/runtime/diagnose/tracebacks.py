@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from signal import SIGABRT
@@ -28,11 +28,13 @@ from typing import NamedTuple
 __all__ = [
     "ParsedError",
     "Stack",
+    "StackFrame",
     "final_error",
     "parse_error",
     "parse_stack",
     "printable",
     "short_site",
+    "thread_frames",
 ]
 
 SIGNAL_RECEIVER = "_receive_signals"  # of a thread of braid; see rendezvous/stack_thread.py
@@ -67,6 +69,8 @@ BOX_FRAME = re.compile(r"^│ (?P<file>\S[^│]*?):(?P<line>\d+) in (?P<name>\S+
 STACK_HEADER = re.compile(r"^(?P<current>Current )?[Tt]hread .*\(most recent call first\):\s*$")
 SITE_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
+LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
+CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,14 +116,29 @@ class Stack(NamedTuple):
     where: str
 
 
-class _Frame(NamedTuple):
+class StackFrame(NamedTuple):
+    """One line of a stack."""
+
     file: str
     line: int
-    name: str
+    function: str
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """File, line and function, such as `train.py:38 in load`."""
         place = f"{PurePath(self.file).name}:{self.line}"
-        return f"{place} in {self.name}" if self.name else place
+        return f"{place} in {self.function}" if self.function else place
+
+    @property
+    def call(self) -> str:
+        """Function with its module, such as `queue.get`; for frames of libraries."""
+        root = LIBRARIES.match(self.file)
+        below = self.file[root.end() :] if root else self.file.removeprefix(BRAID_ROOT)
+        module = ".".join(PurePath(below).with_suffix("").parts).strip("/\\.")
+        if self.file.startswith(BRAID_ROOT):
+            module = f"braid.{module.rpartition('braid.')[2]}"
+        module = module.removesuffix(".__init__")
+        return f"{CLASSES.get(module, module)}.{self.function}"
 
     @property
     def package(self) -> str:
@@ -131,11 +150,13 @@ class _Frame(NamedTuple):
 
     @property
     def is_stdlib(self) -> bool:
+        """Whether the frame belongs to Python itself."""
         generated = self.file.startswith("<")
         return generated or (INSTALLED.search(self.file) is not None and not self.package)
 
     @property
     def is_users(self) -> bool:
+        """Whether the frame belongs to user code: not braid, an installed package or Python."""
         generated = self.file.startswith("<")
         ours = self.file.startswith(BRAID_ROOT)
         return not (generated or ours or INSTALLED.search(self.file))
@@ -189,26 +210,29 @@ def final_error(text: str, *, exit_code: int | None, signal: int | None) -> Pars
 
 def parse_stack(text: str) -> list[Stack]:
     """Parse the threads of a stack dump of `faulthandler`; accepts any text, cut anywhere."""
-    stacks: list[Stack] = []
-    frames: list[_Frame] = []
-    current: bool | None = None
-    for line in [*text.splitlines(), "Thread end (most recent call first):"]:
-        header = STACK_HEADER.match(line)
-        frame = FRAME.match(line)
-        if frame is not None and current is not None:
-            frames.append(_to_frame(frame))
-        elif header is not None:
-            if current is not None and frames and not _receives_signals(frames):
-                stacks.append(Stack(current, _shown_frame(frames[::-1])))
-            current, frames = header["current"] is not None, []
+    threads = thread_frames(text)
+    stacks = [Stack(current, _shown_frame(frames[::-1])) for current, frames in threads]
     if stacks and not any(stack.current for stack in stacks):
         stacks[-1] = stacks[-1]._replace(current=True)
     return stacks
 
 
-def _receives_signals(frames: list[_Frame]) -> bool:
-    """Whether the frames are those of braid's thread that only receives the signal."""
-    return any(frame.name == SIGNAL_RECEIVER for frame in frames)
+def thread_frames(text: str) -> Iterator[tuple[bool, tuple[StackFrame, ...]]]:
+    """Yield whether a thread of a stack dump has received the signal, and its frames.
+
+    The innermost frame is first. Braid's thread that only receives the signal is left out.
+    """
+    frames: list[StackFrame] = []
+    current: bool | None = None
+    for line in [*text.splitlines(), "Thread end (most recent call first):"]:
+        header, frame = STACK_HEADER.match(line), FRAME.match(line)
+        if header is not None:
+            receives = any(frame.function == SIGNAL_RECEIVER for frame in frames)
+            if current is not None and frames and not receives:
+                yield current, tuple(frames)
+            current, frames = header["current"] is not None, []
+        elif frame is not None and current is not None:
+            frames.append(_to_frame(frame))
 
 
 def short_site(site: str) -> str:
@@ -272,7 +296,7 @@ def _error_at(lines: list[str], start: int) -> tuple[ParsedError, int] | None:
 
     The number is that of the line after the error's first one, where details begin.
     """
-    frames: list[_Frame] = []
+    frames: list[StackFrame] = []
     for index in range(start, len(lines)):
         line = lines[index]
         frame = FRAME.match(line)
@@ -352,7 +376,7 @@ def _cpp_exception(lines: list[str]) -> ParsedError | None:
     return ParsedError(type=match["type"], message=what["message"] if what else "")
 
 
-def _to_error(match: re.Match[str], frames: list[_Frame], rest: list[str]) -> ParsedError:
+def _to_error(match: re.Match[str], frames: list[StackFrame], rest: list[str]) -> ParsedError:
     explains_itself = EXPLAINED.match(match["type"]) is not None
     of_users = any(frame.is_users for frame in frames)
     return ParsedError(
@@ -370,11 +394,11 @@ def _module_of(name: str) -> str:
     return "" if hasattr(builtins, name) else "__main__"
 
 
-def _to_frame(match: re.Match[str]) -> _Frame:
-    return _Frame(match["file"], int(match["line"][:9]), match["name"] or "")
+def _to_frame(match: re.Match[str]) -> StackFrame:
+    return StackFrame(match["file"], int(match["line"][:9]), match["name"] or "")
 
 
-def _shown_frame(frames: list[_Frame]) -> str:
+def _shown_frame(frames: Sequence[StackFrame]) -> str:
     """Return the deepest frame of user code; the deepest of all frames if there is none."""
     own = [frame for frame in frames if frame.is_users]
-    return str((own or frames)[-1])
+    return (own or frames)[-1].place

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import math
 import os
 import threading
 import weakref
@@ -145,10 +146,7 @@ class Arena:
         Raises:
             CommError: There is not enough memory.
         """
-        numel = 1
-        for extent in shape:
-            numel *= extent
-        nbytes = numel * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         block = self.allocate(nbytes)
