@@ -104,7 +104,7 @@ def _in_turns(
         loss_of().backward()  # type: ignore[no-untyped-call]
         other_optimizer.step()
 
-    calls = (lambda: strategy.run(step, args=(batch,)), wrapped_step)
+    calls: list[Callable[[], object]] = [lambda: strategy.run(step, args=(batch,)), wrapped_step]
     times: list[list[float]] = [[], []]
     for _ in range(plan.rounds + WARM_UP):
         for call, seconds in zip(calls, times, strict=True):
