@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.errors import ConfigError
+from braid.errors import ConfigError, StaleError
 from braid.runtime.rendezvous.engine_ranks import as_torchrun
 from braid.runtime.rendezvous.tf_config import read_tf_config
 from braid.strategies import (
-    CentralStorageStrategy,
     InputContext,
     MirroredStrategy,
     OneDeviceStrategy,
@@ -99,19 +98,8 @@ def test_mirrored_replicas_have_the_bits_of_one_process_in_turn(count):
     model, _ = train(strategy, data)
     for found, expected in zip(model.parameters(), in_turn(data, count).parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    copies = [objects.tensors() for objects in strategy._objects]
+    copies = [objects.tensors().values() for objects in strategy._objects]
     assert all(torch.equal(a, b) for a, *bs in zip(*copies, strict=True) for b in bs)
-    strategy.close()
-
-
-def test_central_storage_keeps_one_state_and_trains_alike():
-    strategy = CentralStorageStrategy(["cpu", "cpu"])
-    data = batches(*[6] * 4)
-    model, _ = train(strategy, data)
-    for found, expected in zip(model.parameters(), in_turn(data, 2).parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    states = [objects.optimizers[0].state for objects in strategy._objects]
-    assert [len(state) for state in states] == [4, 0]
     strategy.close()
 
 
@@ -392,6 +380,105 @@ def test_an_optimizer_made_outside_of_the_scope_is_refused(mirrored, kind):
     strategy.close()
 
 
+def test_shares_in_tuples_and_mappings_are_weighted_too(mirrored):
+    data = [{"x": x, "y": y} for x, y in batches(5, 3)]
+    weights = []
+    for strategy in (mirrored, OneDeviceStrategy()):
+        with strategy.scope():
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: dict, model: nn.Module = model, optimizer: object = optimizer) -> None:
+            for _ in range(2):  # gradients add up
+                functional.mse_loss(model(batch["x"]), batch["y"]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for batch in strategy.experimental_distribute_dataset(data):
+            strategy.run(step, args=(batch,))
+        weights.append([param.detach() for param in model.parameters()])
+    for found, expected in zip(*weights, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_replicas_that_become_different_are_refused(mirrored):
+    with mirrored.scope():
+        model = network()
+
+    def step() -> None:
+        with torch.no_grad():
+            model[0].weight.add_(get_replica_context().replica_id_in_sync_group)
+
+    with pytest.raises(ConfigError, match=r"0\.weight differ between replicas after this step"):
+        mirrored.run(step)
+
+
+def test_a_scheduler_steps_outside_of_replicas(mirrored):
+    with mirrored.scope():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ConfigError, match=r"StepLR\.step\(\) in a replica: all replicas share"):
+        mirrored.run(lambda: scheduler.step())  # noqa: PLW0108 - found in the call
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_hooks_of_parameters_and_modules_are_those_of_all_replicas(mirrored, moment):
+    with mirrored.scope():
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        y = model(torch.ones(1, 2))
+        y.sum().backward()
+        optimizer.step()
+        return y.detach()
+
+    if moment == "between":
+        mirrored.run(step)
+    before = model.weight.detach().clone()
+    model.weight.register_hook(torch.zeros_like)
+    model.register_forward_hook(lambda _module, _inputs, output: 3 * output)
+    found = mirrored.run(step)
+    expected = 3 * before.sum()
+    assert [y.item() for y in found.values] == pytest.approx([expected.item()] * 2)
+    assert torch.equal(model.weight, before)
+
+
+def test_states_that_are_loaded_between_steps_reach_all_replicas(mirrored):
+    with mirrored.scope():
+        model = network()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    (batch,) = mirrored.experimental_distribute_dataset(batches(6))
+    mirrored.run(step, args=batch)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.zero_grad()
+    mirrored.run(step, args=batch)
+    expected = [param.detach().clone() for param in model.parameters()]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    model.zero_grad()
+    mirrored.run(step, args=batch)
+    for found, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(found.detach(), value, rtol=0, atol=0)
+
+
+def test_a_merge_that_another_replica_returns_without_ends(mirrored):
+    def step() -> None:
+        context = get_replica_context()
+        if not context.replica_id_in_sync_group:
+            context.merge_call(print)
+
+    with pytest.raises(StaleError, match="another one has ended its step"):
+        mirrored.run(step)
+
+
 def test_scopes_and_runs_that_enclose_others_are_refused(mirrored):
     with mirrored.scope(), mirrored.scope():
         model = nn.Linear(1, 1)
@@ -504,6 +591,11 @@ def test_ranks_are_counted_from_the_chief():
         (config({"worker": ["a:1"]}, type="ps", index=0), "task type 'ps' is none of"),
         (config({"worker": ["a:1"]}, type="worker", index=1), "task index 1 is none of the 1"),
         (config({"worker": ["a:1"]}, type="worker", index="0"), "task index '0' is none of"),
+        (config({"worker": ["a:1", "b:1"]}, type="worker", index=True), "task index True is none"),
+        (config({"worker": ["a:1"]}, type=["worker"], index=0), "is none of the cluster's jobs"),
+        (config({"worker": ["a:1"]}), 'has no "task"'),
+        (config({"worker": ["http://a:1"]}, type="worker", index=0), "is no host:port"),
+        (config({"chief": ["a:1", "b:1"]}, type="chief", index=0), "2 tasks of chief"),
     ],
 )
 def test_a_cluster_that_makes_no_sense_is_refused(environ, problem):

@@ -17,21 +17,18 @@ from braid.strategies.contexts import (
 from braid.strategies.datasets import DistributedDataset, InputContext
 from braid.strategies.extended import StrategyExtended
 from braid.strategies.kinds import (
-    CentralStorageStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
 from braid.strategies.strategy import Strategy, compute_average_loss
-from braid.strategies.values import Mirrored, PerReplica, SyncOnRead
+from braid.strategies.values import PerReplica, SyncOnRead
 
 __all__ = [
-    "CentralStorageStrategy",
     "ClusterResolver",
     "DistributedDataset",
     "InputContext",
     "LaunchedClusterResolver",
-    "Mirrored",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

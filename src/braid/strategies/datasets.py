@@ -140,6 +140,17 @@ def from_function(
     return DistributedDataset(replicas, source, is_global=False)
 
 
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of tuples, lists and mappings, but for None."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from _leaves(part)
+    elif tree is not None:
+        yield tree
+
+
 def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
     return x.to(device, non_blocking=device.type != "cpu")
 
@@ -150,6 +161,13 @@ def _num_samples(batch: Any) -> int:
     Raises:
         ConfigError: There are no tensors, or they have different lengths.
     """
+    strange = next((leaf for leaf in _leaves(batch) if not isinstance(leaf, torch.Tensor)), None)
+    if strange is not None:
+        msg = (
+            f"a batch is made of tensors, got {type(strange).__name__}: convert it, such as with "
+            "torch.as_tensor"
+        )
+        raise ConfigError(msg)
     lengths = {x.shape[0] if x.dim() else None for x in tensors_in(batch)}
     if len(lengths) != 1 or None in lengths:
         msg = (

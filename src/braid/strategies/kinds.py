@@ -20,7 +20,6 @@ from braid.strategies.replicas import OneRank, ThreadReplicas
 from braid.strategies.strategy import Strategy
 
 __all__ = [
-    "CentralStorageStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -58,27 +57,6 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[DeviceLike] | None = None) -> None:
         super().__init__(ThreadReplicas(_devices(devices)))
-
-
-class CentralStorageStrategy(Strategy):
-    """Parameters and optimizers on one device, from which all devices get values for each step.
-
-    The state of the optimizer exists once, and each step copies the parameters to the other
-    devices. A replica sees new values in its next step only.
-
-    Args:
-        compute_devices: Devices of the replicas; the first one has the optimizers. See
-            `MirroredStrategy`.
-
-    Raises:
-        ConfigError: There are no such devices.
-
-    Cost:
-        Per step l bytes to each other device, l = bytes of the parameters, besides the gradients.
-    """
-
-    def __init__(self, compute_devices: Sequence[DeviceLike] | None = None) -> None:
-        super().__init__(ThreadReplicas(_devices(compute_devices)), is_central=True)
 
 
 class MultiWorkerMirroredStrategy(Strategy):

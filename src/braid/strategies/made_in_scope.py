@@ -18,48 +18,72 @@ replica's parameters in another one is refused by the check of the first step.
 from __future__ import annotations
 
 import copy
+import copyreg
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
+from braid.runtime.torch_internals import accumulate_hooks
+from braid.strategies.contexts import get_replica_context
 
-__all__ = ["MadeInScope", "ParameterCheck", "ReplicaObjects"]
+__all__ = ["MadeInScope", "ParameterCheck", "ReplicaObjects", "schedulers_refused"]
 
 CopyOf = Callable[[object], Any]  # the running replica's copy of an object; None if it is its own
-COPY_OF = "_braid_copy_of"
-KIND = "_braid_kind"
+PLAIN = (bool, int, float, str, tuple, type(None), torch.Tensor)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINER = ("__len__", "__iter__", "__getitem__", "__contains__")
 
 
-class _Noted(threading.local):
+class _NotedObjects(threading.local):
     """List in which this thread notes the objects that it makes."""
 
     objects: list[weakref.ref[Any]] | None = None
 
 
-_NOTED = _Noted()
-_KINDS: tuple[Any, ...] = (nn.Module, torch.optim.Optimizer)
-_INITS = [kind.__init__ for kind in _KINDS]
-_LOCK = threading.Lock()
-_num_scopes = 0
+_NOTED = _NotedObjects()
 
 
-def _note_all(change: int) -> None:
-    """Let constructors note their objects while any thread is in a scope."""
-    global _num_scopes  # noqa: PLW0603 - constructors belong to the process
-    with _LOCK:
-        _num_scopes += change
-        for kind, init in zip(_KINDS, _INITS, strict=True):
-            kind.__init__ = _noting(init) if _num_scopes else init
+class _Patched:
+    """Methods of torch's classes that are replaced while any thread is in a block.
+
+    Args:
+        name: Name of the method.
+        kinds: Classes that have it.
+        replaced: Function of the method that returns the other one.
+    """
+
+    def __init__(
+        self, name: str, kinds: Sequence[Any], replaced: Callable[[Callable[..., Any]], Any]
+    ) -> None:
+        self._name = name
+        self._methods = {kind: getattr(kind, name) for kind in kinds}
+        self._replaced = replaced
+        self._lock = threading.Lock()
+        self._count = 0
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Replace the methods inside of the block."""
+        self._change(+1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._count += by
+            for kind, method in self._methods.items():
+                setattr(kind, self._name, self._replaced(method) if self._count else method)
 
 
 def _noting(init: Callable[..., None]) -> Callable[..., None]:
@@ -71,6 +95,28 @@ def _noting(init: Callable[..., None]) -> Callable[..., None]:
     return noted
 
 
+def _refusing(step: Callable[..., None]) -> Callable[..., None]:
+    def refused(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        if get_replica_context() is not None:
+            msg = (
+                f"{type(scheduler).__name__}.step() in a replica: all replicas share the "
+                "scheduler, so call it after strategy.run"
+            )
+            raise ConfigError(msg)
+        step(scheduler, *args, **kwargs)
+
+    return refused
+
+
+_CONSTRUCTORS = _Patched("__init__", (nn.Module, torch.optim.Optimizer), _noting)
+_SCHEDULERS = _Patched("step", (LRScheduler, ReduceLROnPlateau), _refusing)
+
+
+def schedulers_refused() -> AbstractContextManager[None]:
+    """Return a block in which replicas cannot step learning rate schedulers."""
+    return _SCHEDULERS.active()
+
+
 class MadeInScope:
     """Modules and optimizers of one strategy, in the order in which they were made.
 
@@ -80,6 +126,7 @@ class MadeInScope:
 
     def __init__(self, copy_of: CopyOf) -> None:
         self._copy_of = copy_of
+        self._classes: dict[tuple[type, type], Any] = {}
         self._objects: list[weakref.ref[nn.Module | torch.optim.Optimizer]] = []
 
     @property
@@ -91,11 +138,10 @@ class MadeInScope:
     def tracked(self) -> Iterator[None]:
         """Note the modules and optimizers that this thread makes in the block."""
         before, _NOTED.objects = _NOTED.objects, self._objects
-        _note_all(+1)
         try:
-            yield
+            with _CONSTRUCTORS.active():
+                yield
         finally:
-            _note_all(-1)
             _NOTED.objects = before
 
     def modules(self) -> list[nn.Module]:
@@ -138,13 +184,17 @@ class MadeInScope:
             each = ref()
             if each is not None and not isinstance(each, _Redirected):
                 is_part = isinstance(each, nn.Module) and id(each) not in whole
-                each.__dict__[COPY_OF] = self._copy_of
-                base = _Redirected if is_part else _RedirectedWhole
-                each.__class__ = _redirected_class(cast("Any", type(each)), base)
+                key = type(each), _Redirected if is_part else _RedirectedWhole
+                if key not in self._classes:
+                    self._classes[key] = _redirected_class(*key, self._copy_of)
+                each.__class__ = self._classes[key]
 
 
 class _Redirected:
     """A part of a module made in a scope: a call is one of the running replica's copy."""
+
+    _braid_copy_of: CopyOf  # of the class, so that copies of an object have nothing of the strategy
+    _braid_kind: type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         other = _copy(self)
@@ -154,9 +204,11 @@ class _Redirected:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are of the first class."""
-        del protocol
-        state = {k: v for k, v in self.__dict__.items() if k != COPY_OF}
-        return _made_again, (getattr(type(self), KIND), state)
+        kind = type(self)._braid_kind  # noqa: SLF001 - of this module
+        function, args, *state = cast("tuple[Any, ...]", super().__reduce_ex__(protocol))
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            function = _new_object  # pickle compares the other one's class with the object's
+        return function, tuple(kind if arg is type(self) else arg for arg in args), *state
 
 
 class _RedirectedWhole(_Redirected):
@@ -181,19 +233,25 @@ class _RedirectedWhole(_Redirected):
             delattr(other, name)
 
 
-def _copy(thing: object) -> Any:
+def _new_object(kind: Any, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
+
+
+def _copy(thing: Any) -> Any:
     """Return the running replica's copy of an object; None where the object is its own."""
-    return object.__getattribute__(thing, "__dict__")[COPY_OF](thing)
+    return type(thing)._braid_copy_of(thing)  # noqa: SLF001 - of this module
 
 
-@cache
-def _redirected_class(kind: Any, base: type) -> type:
+def _redirected_class(kind: Any, base: type, copy_of: CopyOf) -> type:
     """Return a class whose objects are, in a replica's thread, that replica's copy."""
-    methods: dict[str, Any] = {"__module__": kind.__module__, KIND: kind}
+    methods: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "_braid_kind": kind,
+        "_braid_copy_of": staticmethod(copy_of),
+    }
     if base is _RedirectedWhole:
-        methods |= {name: _special(kind, name) for name in CONTAINER if hasattr(kind, name)}
-    if base is _RedirectedWhole and hasattr(kind, "__getattr__"):
-        methods["__getattr__"] = _special(kind, "__getattr__")
+        names = (*CONTAINER, "__getattr__")
+        methods |= {name: _special(kind, name) for name in names if hasattr(kind, name)}
     return type(kind.__name__, (base, kind), methods)
 
 
@@ -208,99 +266,138 @@ def _special(kind: type, name: str) -> Callable[..., Any]:
     return redirected
 
 
-def _made_again(kind: Any, state: dict[str, Any]) -> Any:
-    made = kind.__new__(kind)
-    made.__dict__.update(state)
-    return made
-
-
 class ReplicaObjects:
     """Modules and optimizers of one replica, by those that the program holds.
 
     Args:
         made: The program's objects.
         device: Device of the replica.
-        first: Whether it is the first replica of this process, whose objects are the program's.
+        first: Objects of the first replica of this process, which are the program's; None for it.
     """
 
-    def __init__(self, made: MadeInScope, device: torch.device, *, first: bool) -> None:
-        self.device = device
-        self._sources = [*made.modules(), *made.optimizers()]
-        if first:
-            self.modules = made.modules()
-            self.optimizers: list[Any] = [*made.optimizers()]  # averaging adds methods
-            self.copies: dict[int, Any] = {}
-            self.names = {id(param): name for name, param in made.named_parameters().items()}
-            self.note_buffers()
-            return
-        memo: dict[int, Any] = {}
-        copies = [copy.deepcopy(source, memo) for source in self._sources]
+    def __init__(
+        self, made: MadeInScope, device: torch.device, first: ReplicaObjects | None = None
+    ) -> None:
+        sources = [*made.modules(), *made.optimizers()]
+        copies, memo = sources, dict[int, Any]()
+        if first is not None:
+            copies = [copy.deepcopy(source, memo) for source in sources]
         self.modules = [x for x in copies if isinstance(x, nn.Module)]
-        self.optimizers = [x for x in copies if isinstance(x, torch.optim.Optimizer)]
+        # averaging adds methods to optimizers
+        self.optimizers: list[Any] = [x for x in copies if isinstance(x, torch.optim.Optimizer)]
+        named = made.named_parameters()
+        own = {name: memo.get(id(param), param) for name, param in named.items()}
+        self.names = {id(param): name for name, param in own.items()}
+        self.copies: dict[int, Any] = {}
+        if first is None:
+            return
         for optimizer in self.optimizers:
             vars(optimizer).pop("step", None)  # a scheduler's, which leads to the program's object
-        self.copies = {
-            id(part): memo[id(part)]
-            for source in self._sources
-            for part in (source.modules() if isinstance(source, nn.Module) else [source])
-        }
+        parts = [part for source in made.modules() for part in source.modules()]
+        self.copies = {id(part): memo[id(part)] for part in (*parts, *made.optimizers())}
         for module in self.modules:
             module.to(device)
-        of_copies = {name: memo[id(p)] for name, p in made.named_parameters().items()}
-        self.names = {id(param): name for name, param in of_copies.items()}
-        self.note_buffers()
+        for name, param in named.items():
+            vars(own[name]).update(vars(param))
+            before, after = _hooks_of(param)
+            for hook in before.values():
+                own[name].register_hook(hook)
+            for hook in after.values():
+                own[name].register_post_accumulate_grad_hook(hook)
+            if param.grad is not None:
+                own[name].grad = param.grad.to(device, copy=True)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """Return all parameters and buffers, in the order of the program's modules."""
-        params = [p for module in self.modules for p in module.parameters()]
-        return [*params, *self.buffers()]
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers by name."""
+        by_name: dict[str, torch.Tensor] = {}
+        for number, module in enumerate(self.modules):
+            for name, x in (*module.named_parameters(), *module.named_buffers()):
+                by_name[f"{number}.{name}" if len(self.modules) > 1 else name] = x
+        return by_name
 
-    def buffers(self) -> list[torch.Tensor]:
-        """Return all buffers."""
-        return [b for module in self.modules for b in module.buffers()]
+    def shape(self) -> object:
+        """Return what changes when parameters, buffers, modules or hooks are replaced."""
+        parts = [
+            (id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS))
+            for module in self.modules
+            for part in module.modules()
+        ]
+        params = [
+            (id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p)))
+            for module in self.modules
+            for p in module.parameters()
+        ]
+        buffers = [(b.shape, b.dtype) for module in self.modules for b in module.buffers()]
+        return parts, params, buffers
 
-    def changed_buffers(self) -> list[bool]:
-        """Whether each floating point buffer has changed since `note_buffers`.
+    def digests(self) -> torch.Tensor:
+        """Return one number for each tensor, int64 on the CPU: a sum of its bits."""
+        sums = [_digest(x.detach()) for x in self.tensors().values()]
+        return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
-        By value, since torch does not count what BatchNorm writes.
-        """
-        pairs = zip(self.float_buffers(), self._noted, strict=True)
-        return [not torch.equal(buffer, noted) for buffer, noted in pairs]
-
-    def note_buffers(self) -> None:
-        """Note the floating point buffers as they are now."""
-        self._noted = [buffer.clone() for buffer in self.float_buffers()]
-
-    def float_buffers(self) -> list[torch.Tensor]:
+    def float_buffers(self) -> dict[str, torch.Tensor]:
         """Return the floating point buffers, such as statistics of BatchNorm."""
-        return [buffer for buffer in self.buffers() if buffer.is_floating_point()]
+        by_name = self.tensors().items()
+        return {
+            name: x
+            for name, x in by_name
+            if x.is_floating_point() and not isinstance(x, nn.Parameter)
+        }
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters with their names."""
         params = [p for module in self.modules for p in module.parameters()]
         return [(self.names[id(p)], p) for p in params]
 
-    def follow(self, first: ReplicaObjects, *, values: bool) -> None:
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return the plain attributes of each module, such as `training` and a Dropout's `p`."""
+        parts = [part for module in self.modules for part in module.modules()]
+        return [{k: v for k, v in vars(part).items() if isinstance(v, PLAIN)} for part in parts]
+
+    def follow(
+        self, first: ReplicaObjects, before: Sequence[dict[str, Any]], *, values: bool
+    ) -> None:
         """Take over what the program has changed in the first replica's objects.
 
         Args:
             first: Objects of the first replica.
+            before: Its `attributes` after the last run.
             values: Whether to copy parameters and buffers, too.
         """
         if values:
             with torch.no_grad():
-                for own, other in zip(self.tensors(), first.tensors(), strict=True):
-                    own.copy_(other)
-            self.note_buffers()
+                for own, other in zip(
+                    self.tensors().values(), first.tensors().values(), strict=True
+                ):
+                    own.data.copy_(other)
         for theirs, ours in zip(first.modules, self.modules, strict=True):
-            for part, own_part in zip(theirs.modules(), ours.modules(), strict=True):
-                own_part.training = part.training
             for param, own_param in zip(theirs.parameters(), ours.parameters(), strict=True):
                 own_param.requires_grad_(param.requires_grad)
+                if param.grad is None:
+                    own_param.grad = None
+        parts = [part for module in self.modules for part in module.modules()]
+        for part, now, then in zip(parts, first.attributes(), before, strict=True):
+            for name, value in now.items():
+                if name not in then or then[name] is not value:
+                    same = not isinstance(value, torch.Tensor)
+                    vars(part)[name] = value if same else value.detach().clone()
         for optimizer, own_optimizer in zip(first.optimizers, self.optimizers, strict=True):
             pairs = zip(optimizer.param_groups, own_optimizer.param_groups, strict=True)
             for group, own_group in pairs:
                 own_group.update({k: v for k, v in group.items() if k != "params"})
+
+
+def _hooks_of(param: nn.Parameter) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return a parameter's hooks before and after its gradient is accumulated."""
+    return param._backward_hooks or {}, accumulate_hooks(param) or {}  # noqa: SLF001 - no other way
+
+
+def _digest(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits, as numbers of its width."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if x.is_sparse or x.is_complex() or x.element_size() not in width:
+        x = torch.view_as_real(x.to_dense()) if x.is_complex() else x.to_dense().double()
+    return x.contiguous().view(width[x.element_size()]).sum(dtype=torch.int64)
 
 
 class ParameterCheck(TorchFunctionMode):

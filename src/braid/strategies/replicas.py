@@ -49,6 +49,10 @@ class LocalReplicas(Protocol):
         """Call a function once, with what all replicas of this process have passed."""
         ...
 
+    def end_step(self) -> None:
+        """Note that a replica here has returned from its step, and will merge no more."""
+        ...
+
     def close(self) -> None:
         """End the replicas."""
         ...
@@ -76,6 +80,9 @@ class OneRank:
         """See `LocalReplicas`."""
         del index
         return call([args])
+
+    def end_step(self) -> None:
+        """See `LocalReplicas`."""
 
     def close(self) -> None:
         """See `LocalReplicas`."""
@@ -105,6 +112,7 @@ class ThreadReplicas:
         if self._fabric is None:
             self._meet()
         fabric, failures = self._fabric, list[BaseException]()
+        self._meeting = MergeCalls(self.size)
         assert fabric is not None, "the replicas have met"
 
         def run_one(index: int) -> Any:
@@ -113,7 +121,7 @@ class ThreadReplicas:
             except BaseException as exc:  # noqa: BLE001 - the first one is raised by the caller
                 failures.append(exc)
                 fabric.lose(index, f"raised {type(exc).__name__}: {exc}")
-                self._meeting.abort()
+                self._meeting.leave()
                 return None
 
         results = parallel_apply(
@@ -127,6 +135,10 @@ class ThreadReplicas:
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
         """See `LocalReplicas`."""
         return self._meeting.merge(index, args, call)
+
+    def end_step(self) -> None:
+        """See `LocalReplicas`."""
+        self._meeting.leave()
 
     def close(self) -> None:
         """See `LocalReplicas`."""
@@ -153,47 +165,57 @@ class ThreadReplicas:
 
 
 class MergeCalls:
-    """Brings the replicas' threads together, for a function that runs once.
+    """Brings the replicas' threads together, for functions that run once.
 
     Args:
         size: Number of threads.
     """
 
     def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
-        self._args: list[Any] = [None] * size
-        self._result: Any = None
-        self._error: BaseException | None = None
+        self._size = size
+        self._changed = threading.Condition()
+        self._args: dict[int, Any] = {}
+        self._number = 0  # of the meetings that are over
+        self._is_over = False
+        self._outcome: tuple[Any, BaseException | None] = None, None
 
     def merge(self, index: int, args: Any, call: Callable[[list[Any]], Any]) -> Any:
         """Call a function with all threads' arguments, and return its result to all.
 
         Raises:
-            StaleError: Another replica has failed or ended.
+            StaleError: Another replica has failed, or has ended its step.
             BaseException: The function's own exception, in all threads.
         """
-        self._args[index] = args
-        self._wait()
-        if index == 0:
-            try:
-                self._result, self._error = call(list(self._args)), None
-            except BaseException as exc:  # noqa: BLE001 - raised by each replica
-                self._error = exc
-        self._wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        with self._changed:
+            number = self._number
+            self._args[index] = args
+            if len(self._args) == self._size:
+                given = [self._args[i] for i in range(self._size)]
+                self._args = {}
+                try:
+                    self._outcome = call(given), None
+                except BaseException as exc:  # noqa: BLE001 - raised by each replica
+                    self._outcome = None, exc
+                self._number += 1
+                self._changed.notify_all()
+            while number == self._number:
+                if self._is_over:
+                    msg = (
+                        "merge_call in one replica, but another one has ended its step: call it in "
+                        "all replicas"
+                    )
+                    raise StaleError(msg)
+                self._changed.wait()
+            result, error = self._outcome
+        if error is not None:
+            raise error
+        return result
 
-    def abort(self) -> None:
-        """End the waits of all threads."""
-        self._barrier.abort()
-
-    def _wait(self) -> None:
-        try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            msg = "another replica has failed, so this one waits for it in vain"
-            raise StaleError(msg) from None
+    def leave(self) -> None:
+        """End the waits of all threads, since one has ended its step."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
 def merged(args: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -25,8 +25,10 @@ Source: TensorFlow 2.21, `tf.distribute.Strategy`, whose names these are.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +37,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import DistributedOptimizer
-from braid.runtime.torch_internals import version_of
 from braid.strategies.cluster import ClusterResolver
 from braid.strategies.contexts import (
     ReplicaContext,
@@ -45,9 +46,14 @@ from braid.strategies.contexts import (
 )
 from braid.strategies.datasets import DistributedDataset, InputContext, from_function
 from braid.strategies.extended import StrategyExtended
-from braid.strategies.made_in_scope import MadeInScope, ParameterCheck, ReplicaObjects
+from braid.strategies.made_in_scope import (
+    MadeInScope,
+    ParameterCheck,
+    ReplicaObjects,
+    schedulers_refused,
+)
 from braid.strategies.replicas import LocalReplicas, merged
-from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica
+from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica, values_in
 
 __all__ = ["Strategy", "compute_average_loss"]
 
@@ -58,23 +64,23 @@ class Strategy:
     Args:
         replicas: The replicas of this process.
         cluster_resolver: Names the processes, if there are several.
-        is_central: Whether only the first replica's optimizers step; the others get its values.
     """
 
     def __init__(
         self,
         replicas: LocalReplicas,
         cluster_resolver: ClusterResolver | None = None,
-        *,
-        is_central: bool = False,
     ) -> None:
-        self._is_central = is_central
         self._replicas = replicas
         self._made = MadeInScope(self._copy_of)
         self._objects: list[ReplicaObjects] = []
-        self._versions: list[int] = []
-        self._num_made = 0
+        self._noted: _Noted | None = None  # the first replica's, after the last run
+        self._noted_buffers: dict[str, torch.Tensor] = {}
+        self._hooks: list[Any] = []
+        self._is_stale = False
         self._checked: set[object] = set()
+        # threads and memory end with the strategy, also if nobody closes it
+        self._ends = weakref.finalize(self, replicas.close)
         self.cluster_resolver = cluster_resolver
         self.extended = StrategyExtended(self)
 
@@ -125,29 +131,32 @@ class Strategy:
         self._prepare()
         kwargs = dict(kwargs or {})
         shares = _shares(args, kwargs, self.num_replicas_in_sync)
-        function = getattr(fn, "__func__", fn)  # of a method
-        code = getattr(function, "__code__", function)
+        code = _code_of(fn)
         is_new = code not in self._checked
 
         def call(index: int, group: Group) -> Any:
-            share = _Share(None, 1 / group.size) if shares is None else shares[group.rank]
-            with self._in_replica(index, group, share, is_new=is_new):
+            part = 1 / group.size if shares is None else shares[group.rank]
+            with self._in_replica(index, group, part, is_new=is_new):
                 result = fn(*of_replica(args, index), **of_replica(kwargs, index))
+            self._replicas.end_step()
             if group.size > 1:
-                _average_buffers(self._objects[index], group)
+                _average_buffers(self._objects[index], group, self._noted_buffers)
+                self._check_equal(index, group)
             return result
 
-        hook = register_optimizer_step_pre_hook(self._check_optimizer) if is_new else None
-        try:
-            results = self._replicas.run(call)
-        except BaseException:
-            self._forget()
-            raise
-        finally:
-            if hook is not None:
-                hook.remove()
+        with ExitStack() as stack:
+            if is_new:
+                hook = register_optimizer_step_pre_hook(self._check_optimizer)
+                stack.callback(hook.remove)
+            if len(self.devices) > 1:
+                stack.enter_context(schedulers_refused())
+            try:
+                results = self._replicas.run(call)
+            except BaseException:
+                self._forget()
+                raise
         self._checked.add(code)
-        self._versions = self._current_versions()
+        self._note()
         return per_replica(results)
 
     def reduce(self, op: str, value: Any, axis: int | None = None) -> torch.Tensor:
@@ -165,7 +174,7 @@ class Strategy:
         Cost: an all-reduce if there are several processes; all of them call it.
         """
         op = checked_op(op)
-        parts = [torch.as_tensor(each).detach() for each in self.experimental_local_results(value)]
+        parts = [_number(each) for each in self.experimental_local_results(value)]
         counts = [1 if axis is None else part.shape[axis] for part in parts]
         if axis is not None:
             parts = [part.sum(axis) for part in parts]
@@ -201,7 +210,7 @@ class Strategy:
         """Return the values of this process's replicas."""
         if isinstance(value, (PerReplica, SyncOnRead)):
             return value.values
-        return (value,) * (1 if len(self.devices) == 1 else len(self.devices))
+        return (value,) * len(self.devices)
 
     def experimental_distribute_dataset(self, dataset: Iterable[Any]) -> DistributedDataset:
         """Cut each batch of a data set into shares, one for each replica.
@@ -222,7 +231,8 @@ class Strategy:
 
         Args:
             dataset_fn: Function of an `InputContext`, which says which part to read. Each batch
-                goes to one replica.
+                goes to one replica; batches at the end that are fewer than the replicas here are
+                dropped.
         """
         return from_function(self._replicas, dataset_fn)
 
@@ -238,7 +248,7 @@ class Strategy:
         return SyncOnRead(initial, len(self.devices), aggregation)
 
     def close(self) -> None:
-        """End the replicas of this process. The first replica's objects stay usable."""
+        """End the replicas of this process. The program's objects stay usable."""
         self._forget()
         self._replicas.close()
 
@@ -271,41 +281,74 @@ class Strategy:
 
     def _prepare(self) -> None:
         """Make the replicas' objects, or bring them up to date."""
-        if self._objects and self._num_made != self._made.count:
-            self._forget()
-        if not self._objects:
-            self._num_made = self._made.count
-            self._made.check()
-            self._made.redirect()
-            self._objects = [
-                ReplicaObjects(self._made, device, first=i == 0)
-                for i, device in enumerate(self.devices)
-            ]
-            if self._replicas.size > 1:
-                self._replicas.run(self._average_gradients)
+        noted = self._noted
+        if self._objects and noted is not None:
+            shape = self._made.count, self._objects[0].shape()
+            if self._is_stale or noted.shape != shape:
+                self._forget()
+        if not self._objects or noted is None:
+            self._make()
             return
-        first = self._objects[0]
-        changed = self._is_central or self._versions != self._current_versions()
-        for other in self._objects[1:]:
-            other.follow(first, values=changed)
+        first, *others = self._objects
+        changed = not torch.equal(noted.digests, first.digests())
+        for other in others:
+            other.follow(first, noted.attributes, values=changed)
 
-    def _current_versions(self) -> list[int]:
-        return [version_of(tensor) for tensor in self._objects[0].tensors()]
+    def _make(self) -> None:
+        """Make the replicas' objects: copies of the program's."""
+        self._made.check()
+        self._made.redirect()
+        first = ReplicaObjects(self._made, self.devices[0])
+        others = [ReplicaObjects(self._made, device, first) for device in self.devices[1:]]
+        self._objects, self._is_stale = [first, *others], False
+        if self._replicas.size > 1:
+            self._replicas.run(self._average_gradients)
+        self._hooks = [
+            optimizer.register_load_state_dict_post_hook(self._become_stale)
+            for optimizer in first.optimizers
+        ]
+        self._note()
+
+    def _become_stale(self, _optimizer: object) -> None:
+        """Note that the program has loaded a state, which the other replicas lack."""
+        self._is_stale = True
+
+    def _note(self) -> None:
+        """Note what the first replica has, to see later what the program changes."""
+        first = self._objects[0]
+        shape = self._made.count, first.shape()
+        self._noted = _Noted(shape, first.attributes(), first.digests())
+        self._noted_buffers = {name: x.clone() for name, x in first.float_buffers().items()}
 
     def _average_gradients(self, index: int, group: Group) -> None:
         own = self._objects[index]
+        for x in own.tensors().values():
+            group.broadcast(x.detach(), 0)
         named = own.named()
         for optimizer in own.optimizers:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
             DistributedOptimizer(optimizer, of_optimizer, process_group=group)
-            if self._is_central and index:  # averages with the others, and steps nothing
-                optimizer.step = lambda closure=None: closure and closure()
+
+    def _check_equal(self, index: int, group: Group) -> None:
+        """Refuse replicas that have become different."""
+        own = self._objects[index]
+        rows = group.all_gather(own.digests().unsqueeze(0))
+        wrong = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+        if not wrong:
+            return
+        names = [name for number, name in enumerate(own.tensors()) if number in {*wrong[:3]}]
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        msg = (
+            f"{', '.join(names)}{more} differ between replicas after this step. Parameters that "
+            "change need an optimizer of the scope, which averages their gradients; learning rates "
+            "and states of optimizers change outside of strategy.run; buffers that count samples "
+            "belong in strategy.sync_on_read"
+        )
+        raise ConfigError(msg)
 
     @contextmanager
-    def _in_replica(
-        self, index: int, group: Group, share: _Share, *, is_new: bool
-    ) -> Iterator[None]:
+    def _in_replica(self, index: int, group: Group, part: float, *, is_new: bool) -> Iterator[None]:
         """Run the block as one of the replicas of this process."""
         own = self._objects[index]
 
@@ -317,10 +360,13 @@ class Strategy:
 
             return of_replica(self._replicas.merge(index, (values, named), once), index)
 
-        for optimizer in own.optimizers if group.size > 1 else ():
-            optimizer.set_loss_weight(share.samples)
+        factor = part * group.size
         with ExitStack() as stack:
-            stack.enter_context(entered(self, ReplicaContext(self, group, share.part, merge)))
+            stack.enter_context(entered(self, ReplicaContext(self, group, part, merge)))
+            for _, param in own.named() if factor != 1 else ():
+                if param.requires_grad:  # the plain average is then weighted by samples
+                    hook = param.register_hook(partial(torch.mul, factor))  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
             if is_new:
                 others = self._objects[0].names
                 stack.enter_context(ParameterCheck(own.names, others, group.rank))
@@ -341,41 +387,65 @@ class Strategy:
 
     def _forget(self) -> None:
         """Take the averaging of gradients off; the next run makes new copies."""
-        for own in self._objects:
-            for optimizer in own.optimizers if self.num_replicas_in_sync > 1 else ():
-                optimizer.close()
-        self._objects = []
+        for hook in self._hooks:
+            hook.remove()
+        for own in self._objects if self.num_replicas_in_sync > 1 else ():
+            for optimizer in own.optimizers:
+                if hasattr(optimizer, "synchronize"):  # averaging has begun
+                    optimizer.close()
+        self._objects, self._hooks = [], []
 
 
-class _Share(NamedTuple):
-    samples: float | None
-    part: float
+class _Noted(NamedTuple):
+    """The first replica's objects after a run, to see later what the program changes."""
+
+    shape: object
+    attributes: list[dict[str, Any]]
+    digests: torch.Tensor
 
 
-def _shares(args: Any, kwargs: Any, size: int) -> list[_Share] | None:
-    """Return each replica's share of the samples, if a data set has noted it."""
-    given = [*args, *kwargs.values()]
-    samples = next((x.samples for x in given if isinstance(x, PerReplica) and x.samples), None)
+def _code_of(fn: Callable[..., Any]) -> object:
+    """Return what functions of the same source have in common."""
+    function = getattr(fn, "func", fn)  # of a partial
+    function = getattr(function, "__func__", function)  # of a method
+    return getattr(function, "__code__", type(function))
+
+
+def _number(value: Any) -> torch.Tensor:
+    """Return a value of a replica as a tensor whose sum does not overflow."""
+    x = torch.as_tensor(value).detach()
+    return x if x.is_floating_point() or x.is_complex() else x.long()
+
+
+def _shares(args: Any, kwargs: Any, size: int) -> list[float] | None:
+    """Return each replica's part of the samples, if a data set has noted it."""
+    samples = next((x.samples for x in values_in([args, kwargs]) if x.samples), None)
     if samples is None:
         return None
-    total = max(1, sum(samples))
-    equal = len(set(samples)) == 1
     assert len(samples) == size, "a data set knows all replicas"
-    return [_Share(None if equal else float(n), 1 / size if equal else n / total) for n in samples]
+    return [count / max(1, sum(samples)) for count in samples]
 
 
-def _average_buffers(own: ReplicaObjects, group: Group) -> None:
-    """Average the buffers that any replica has changed."""
+def _average_buffers(own: ReplicaObjects, group: Group, before: Mapping[str, torch.Tensor]) -> None:
+    """Average the buffers that any replica has changed.
+
+    By value, since torch does not count what BatchNorm writes.
+    """
     buffers = own.float_buffers()
     if not buffers:
         return
-    changed = torch.tensor(own.changed_buffers(), dtype=torch.int64)
+    changed = torch.tensor(
+        [
+            name not in before or not torch.equal(x, before[name].to(x.device))
+            for name, x in buffers.items()
+        ],
+        dtype=torch.int64,
+    )
     group.all_reduce(changed, "max")
     with torch.no_grad():
-        for buffer, has_changed in zip(buffers, changed.tolist(), strict=True):
+        for buffer, has_changed in zip(buffers.values(), changed.tolist(), strict=True):
             if has_changed:
                 buffer.copy_(group.all_reduce(buffer.clone(), "avg"))
-    own.note_buffers()
 
 
 def compute_average_loss(

@@ -1,7 +1,6 @@
 """Values of several replicas: one for each, as `Strategy.run` takes and returns them.
 
     PerReplica    one value for each replica of this process, such as the shares of a batch
-    Mirrored      the same value in each replica
     SyncOnRead    values that replicas change by themselves, combined when they are read: metrics
 
 Source: TensorFlow's `tf.distribute.DistributedValues`.
@@ -9,7 +8,7 @@ Source: TensorFlow's `tf.distribute.DistributedValues`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from braid.errors import ConfigError
 from braid.strategies.contexts import get_replica_context
 
-__all__ = ["Mirrored", "PerReplica", "SyncOnRead", "of_replica", "per_replica"]
+__all__ = ["PerReplica", "SyncOnRead", "of_replica", "per_replica", "values_in"]
 
 AGGREGATIONS = ("sum", "mean", "only_first_replica")
 
@@ -38,10 +37,6 @@ class PerReplica:
     def __repr__(self) -> str:
         inside = ", ".join(f"{i}: {value!r}" for i, value in enumerate(self.values))
         return f"{type(self).__name__}({inside})"
-
-
-class Mirrored(PerReplica):
-    """The same value in each replica of this process."""
 
 
 class SyncOnRead:
@@ -125,3 +120,14 @@ def _mapped(tree: Any, change: Callable[[PerReplica], Any]) -> Any:
         parts = [_mapped(value, change) for value in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return tree
+
+
+def values_in(tree: Any) -> Iterator[PerReplica]:
+    """Yield each `PerReplica` in tuples, lists and mappings."""
+    if isinstance(tree, PerReplica):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from values_in(list(tree.values()))
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            yield from values_in(part)

@@ -214,7 +214,7 @@ def _tf_config(environ: Mapping[str, str]) -> EngineRank | None:
         return None
     config = read_tf_config(environ)
     addresses, rank = config.addresses, config.rank
-    hosts = [address.rpartition(":")[0] for address in addresses]
+    hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
     here, names = hosts[rank], list(dict.fromkeys(hosts))
     return EngineRank(
         "tf_config",

@@ -12,6 +12,7 @@ Source: TensorFlow 2.21, `tf.distribute.cluster_resolver.TFConfigClusterResolver
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from braid.errors import ConfigError, raise_all
 __all__ = ["TFConfig", "read_tf_config"]
 
 VARIABLE = "TF_CONFIG"
+HOST = re.compile(r"[\w.-]+|\[[\da-fA-F:]+\]", re.ASCII)
 JOBS = ("chief", "master", "worker", "ps")
 
 
@@ -71,9 +73,11 @@ def read_tf_config(environ: Mapping[str, str]) -> TFConfig:
     task = task if isinstance(task, dict) else {}
     kind, index = task.get("type"), task.get("index")
     if not problems:
-        if kind not in jobs:
+        if not task:
+            problems.append('it has no "task" with the type and the index of this process')
+        elif not isinstance(kind, str) or kind not in jobs:
             problems.append(f"task type {kind!r} is none of the cluster's jobs {', '.join(jobs)}")
-        elif not isinstance(index, int) or not 0 <= index < len(jobs[kind]):
+        elif type(index) is not int or not 0 <= index < len(jobs[kind]):
             problems.append(
                 f"task index {index!r} is none of the {len(jobs[kind])} tasks of {kind}: they are "
                 f"numbered from 0 to {len(jobs[kind]) - 1}"
@@ -106,8 +110,14 @@ def _jobs(config: Any, problems: list[str]) -> dict[str, tuple[str, ...]]:
     each = [address for tasks in jobs.values() for address in tasks]
     for address in each:
         host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        known = HOST.fullmatch(host) and port.isascii() and port.isdecimal()
+        if not known or not 0 < int(port) < 1 << 16:
             problems.append(f"{address!r} is no host:port")
     twice = [address for address, count in Counter(each).items() if count > 1]
+    problems += [
+        f"there are {len(jobs[job])} tasks of {job}, and there can be one"
+        for job in JOBS[:2]
+        if len(jobs.get(job, ())) > 1
+    ]
     problems += [f"{address} is the address of two tasks" for address in twice]
     return jobs

@@ -28,12 +28,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.errors import ConfigError
-from braid.parallel.data_parallel.ddp.arguments import (
-    arguments_in_common,
-    caps_of,
-    checked_weight,
-    finite_check_of,
-)
+from braid.parallel.data_parallel.ddp.arguments import arguments_in_common, caps_of, finite_check_of
 from braid.parallel.data_parallel.ddp.param_snapshot import ParamSnapshot
 from braid.parallel.data_parallel.finite import (
     NonfiniteHandler,
@@ -79,10 +74,10 @@ class DistributedOptimizer:
             averages already.
         MismatchError: Ranks have other parameters.
 
-    The optimizer gets `synchronize()`, `no_sync()`, `set_loss_weight()` and `close()`. Gradients
-    are averaged when backward has ended, so there is nothing to wait for; except where all
-    parameters lie in re-entrant checkpoints: call `synchronize()` there before gradients are read
-    or clipped, or pass use_reentrant=False.
+    The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when
+    backward has ended, so there is nothing to wait for; except where all parameters lie in re-
+    entrant checkpoints: call `synchronize()` there before gradients are read or clipped, or pass
+    use_reentrant=False.
 
     `torch.autograd.grad` of these parameters is refused, as it would give gradients of this rank
     alone; inside of `no_sync()` that is what is asked for.
@@ -185,10 +180,6 @@ class _Averaging(ChangedOptimizer):
         """Keep gradients of backwards inside local; the next backward outside averages the sum."""
         with self._reducer.no_sync():
             yield
-
-    def set_loss_weight(self, num_samples: float | None) -> None:
-        """Set the weight of this rank's gradients; see `DistributedDataParallel`."""
-        self._reducer.set_loss_weight(checked_weight(num_samples))
 
     def close(self) -> None:
         """Stop averaging; the optimizer is again what it was."""
