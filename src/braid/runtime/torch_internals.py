@@ -250,6 +250,8 @@ def call_replaced(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]
 _version = _attribute("torch.Tensor._version")
 accumulate_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 accumulate_hooks = _attribute("torch.Tensor._post_accumulate_grad_hooks")
+gradient_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], Any]] | None]
+gradient_hooks = _attribute("torch.Tensor._backward_hooks")
 # of sparse tensors, without coalescing them
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._values")
 sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._indices")

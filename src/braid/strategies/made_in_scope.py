@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
-from braid.runtime.torch_internals import accumulate_hooks
+from braid.runtime.torch_internals import accumulate_hooks, gradient_hooks
 from braid.strategies.contexts import get_replica_context
 
 __all__ = ["MadeInScope", "ParameterCheck", "ReplicaObjects", "schedulers_refused"]
@@ -389,7 +389,7 @@ class ReplicaObjects:
 
 def _hooks_of(param: nn.Parameter) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     """Return a parameter's hooks before and after its gradient is accumulated."""
-    return param._backward_hooks or {}, accumulate_hooks(param) or {}  # noqa: SLF001 - no other way
+    return gradient_hooks(param) or {}, accumulate_hooks(param) or {}
 
 
 def _digest(x: torch.Tensor) -> torch.Tensor:

@@ -273,7 +273,7 @@ class Strategy:
         return [dict(own.named())[name] for own in self._objects]
 
     def _copy_of(self, thing: object) -> Any:
-        """Return what stands for an object in the replica of this thread; None for itself."""
+        """Return the copy of an object that this thread's replica has; None for itself."""
         replica = get_replica_context()
         if replica is None or replica.strategy is not self or not self._objects:
             return None
@@ -418,9 +418,9 @@ def _number(value: Any) -> torch.Tensor:
 
 
 def _shares(args: Any, kwargs: Any, size: int) -> list[float] | None:
-    """Return each replica's part of the samples, if a data set has noted it."""
+    """Return each replica's part of the samples; None if it is not known, or equal."""
     samples = next((x.samples for x in values_in([args, kwargs]) if x.samples), None)
-    if samples is None:
+    if samples is None or len(set(samples)) == 1:
         return None
     assert len(samples) == size, "a data set knows all replicas"
     return [count / max(1, sum(samples)) for count in samples]
