@@ -1,4 +1,4 @@
-"""Measure strategies beside the wrappers that have as many replicas."""
+"""Measure steps of strategies beside steps of DataParallel and DistributedDataParallel."""
 
 from __future__ import annotations
 

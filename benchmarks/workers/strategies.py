@@ -1,4 +1,4 @@
-"""Ranks that time steps of a strategy beside those of the wrapper with as many replicas."""
+"""Ranks that time steps of a strategy beside steps of a wrapper with the same replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data parallel by a scope: what is made in it has a copy in each replica.
+"""Data parallel by a scope: each replica has a copy of the model that is made in it.
 
 braid run -n 2 examples/four_ways/scope.py
 """

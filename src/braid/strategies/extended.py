@@ -65,7 +65,7 @@ class StrategyExtended:
             var: Parameter of a module made in the scope.
             fn: Function of the copy and of the arguments. It must do the same to all copies.
             args: Arguments; of a `PerReplica` in them, each copy gets its own value.
-            kwargs: Keyword arguments, likewise.
+            kwargs: Keyword arguments, with the same rule.
 
         Raises:
             ConfigError: The parameter was made outside of the scope.

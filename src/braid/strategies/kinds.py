@@ -41,7 +41,7 @@ class OneDeviceStrategy(Strategy):
 
 
 class MirroredStrategy(Strategy):
-    """A replica on each of several devices of this process, each on a thread of its own.
+    """One replica on each of several devices of this process; each runs on a thread.
 
     Args:
         devices: Devices; one may occur several times, such as the CPU. All GPUs when None, or the

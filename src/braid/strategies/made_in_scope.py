@@ -178,7 +178,7 @@ class MadeInScope:
                     raise ConfigError(msg)
 
     def redirect(self) -> None:
-        """Let each object be the running replica's copy, from now on."""
+        """Redirect each object to the running replica's copy, from now on."""
         whole = {id(module) for module in self.modules()}
         for ref in self._objects:
             each = ref()

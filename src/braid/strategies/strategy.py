@@ -115,7 +115,7 @@ class Strategy:
         Args:
             fn: Function of one step. Objects made in the scope are the replica's own inside of it.
             args: Arguments; of a `PerReplica` in them, each replica gets its own value.
-            kwargs: Keyword arguments, likewise.
+            kwargs: Keyword arguments, with the same rule.
 
         Returns:
             The results: those of several replicas of this process as `PerReplica`.
@@ -290,7 +290,7 @@ class Strategy:
             self._make()
             return
         first, *others = self._objects
-        changed = not torch.equal(noted.digests, first.digests())
+        changed = bool(others) and not torch.equal(noted.digests, first.digests())
         for other in others:
             other.follow(first, noted.attributes, values=changed)
 
@@ -317,7 +317,9 @@ class Strategy:
         """Note what the first replica has, to see later what the program changes."""
         first = self._objects[0]
         shape = self._made.count, first.shape()
-        self._noted = _Noted(shape, first.attributes(), first.digests())
+        has_copies = len(self._objects) > 1  # without any, nothing is to be copied
+        digests = first.digests() if has_copies else torch.empty(0)
+        self._noted = _Noted(shape, first.attributes() if has_copies else [], digests)
         self._noted_buffers = {name: x.clone() for name, x in first.float_buffers().items()}
 
     def _average_gradients(self, index: int, group: Group) -> None:

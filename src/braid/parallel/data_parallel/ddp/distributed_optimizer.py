@@ -182,7 +182,7 @@ class _Averaging(ChangedOptimizer):
             yield
 
     def close(self) -> None:
-        """Stop averaging; the optimizer is again what it was."""
+        """Stop averaging, and give the optimizer its class back."""
         self._step_handle.remove()
         self._reducer.close()
         self.__class__ = type(self).__bases__[1]
