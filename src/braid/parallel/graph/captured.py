@@ -85,6 +85,7 @@ class GraphNode(NamedTuple):
         writes: Values that are written in place, with their numbers before and after.
         modes: Modes that the model sets around the call.
         is_checkpointed: Whether the model calls it under `torch.utils.checkpoint`.
+        devices: Devices that the model names around the call, the outermost first.
     """
 
     kind: str
@@ -97,6 +98,7 @@ class GraphNode(NamedTuple):
     writes: tuple[tuple[int, int], ...] = ()
     modes: Modes = Modes()
     is_checkpointed: bool = False
+    devices: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

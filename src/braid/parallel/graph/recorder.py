@@ -20,6 +20,7 @@ from braid.comm.autograd.nested import flatten, map_tensors
 from braid.errors import ConfigError
 from braid.parallel.graph.autograd_functions import FunctionMode
 from braid.parallel.graph.captured import GraphNode, Modes
+from braid.parallel.graph.device_scopes import current_devices, whole_call
 from braid.parallel.graph.refused import RANDOM, check_function, is_sized_by_data, line
 from braid.runtime.torch_internals import storage_id, version_of
 
@@ -132,7 +133,8 @@ class CallRecorder(FunctionMode):
         self.modules[name] = module
         self._inside += 1
         try:
-            return self._recorded("module", name, call, args, kwargs)
+            with whole_call(name):
+                return self._recorded("module", name, call, args, kwargs)
         finally:
             self._inside -= 1
             self._python_state = random.getstate()
@@ -187,7 +189,7 @@ class CallRecorder(FunctionMode):
         self.nodes.append(
             GraphNode(
                 kind, target, tree, inputs, result_tree, outputs,
-                line(), writes, modes, checkpointed,
+                line(), writes, modes, checkpointed, current_devices(),
             )
         )  # fmt: skip
         return result

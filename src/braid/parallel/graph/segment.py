@@ -17,7 +17,7 @@ part of the model's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import Any
@@ -39,7 +39,7 @@ from braid.runtime.torch_internals import (
     transient_buffers,
 )
 
-__all__ = ["GraphSegment", "segments", "share_modules"]
+__all__ = ["GraphNodes", "GraphSegment", "last_uses", "segments", "share_modules"]
 
 Around = Callable[[str], AbstractContextManager[None]]
 
@@ -63,43 +63,29 @@ def segments(
     return [GraphSegment(graph, cuts, index, namespace) for index in range(len(cuts))]
 
 
-class GraphSegment(nn.Module):
-    """Nodes of a graph from one cut to the next.
+class GraphNodes(nn.Module):
+    """Some nodes of a graph, with their modules and tensors under their names in the model.
 
     Args:
         graph: The model.
-        cuts: Positions of the nodes at which segments begin.
-        index: Number of this segment.
-        namespace: Namespace of the values that skip segments, for all segments of the model.
+        positions: Positions of the nodes, ascending.
+        results: Further values that are read, such as results of the model.
     """
 
     def __init__(
-        self, graph: CapturedGraph, cuts: Sequence[int], index: int, namespace: Namespace
+        self, graph: CapturedGraph, positions: Sequence[int], results: Iterable[int] = ()
     ) -> None:
         super().__init__()
-        begin, end = [*cuts, len(graph.nodes)][index : index + 2]
         # without the modules of all segments, which would stay alive with this one
         self._graph = dataclasses.replace(graph, nodes=(), modules={}, tensors={})
-        self._nodes = graph.nodes[begin:end]
-        self._labels = graph.labels()[begin:end]
-        self._index, self._is_last = index, end == len(graph.nodes)
+        labels = graph.labels()
+        self._nodes = tuple(graph.nodes[position] for position in positions)
+        self._labels = tuple(labels[position] for position in positions)
         self._whole: tuple[nn.Module, ...] = ()  # in a tuple, as it is no part of the segment
-        self._leaves = graph.crossing(end)
-        hops = graph.hops(cuts)
-        self._stashes = {
-            _key(namespace, v, to): v for v, at, to in hops if at == index and to > index + 1
-        }
-        self._pops = {
-            _key(namespace, v, to): v for v, at, to in hops if to == index and at < index - 1
-        }
-        self._neighbours = {v for v, at, to in hops if (at, to) == (index, index + 1)}
-        self._dead = self._last_uses()
         for node in self._nodes:
             if node.kind == "module":
                 add_module(self, str(node.target), graph.modules[str(node.target)])
-        used = {value for node in self._nodes for value in node.inputs}
-        if self._is_last:
-            used.update(graph.results)
+        used = {value for node in self._nodes for value in node.inputs} | set(results)
         # neither parameters nor buffers, so not in `state_dict`
         self._tensors: dict[int, torch.Tensor] = {}
         for value in sorted(used & graph.tensors.keys()):
@@ -120,15 +106,12 @@ class GraphSegment(nn.Module):
     def training(self, mode: bool) -> None:
         self._is_training = mode
 
-    def stashable(self) -> Iterator[SkipKey]:
-        """Yield the keys of values that go to segments after the next one."""
-        yield from self._stashes
+    @property
+    def unnamed(self) -> dict[int, torch.Tensor]:
+        """Tensors of the model that are neither parameters nor buffers, by value."""
+        return self._tensors
 
-    def poppable(self) -> Iterator[SkipKey]:
-        """Yield the keys of values that come from segments before the previous one."""
-        yield from self._pops
-
-    def _tensor(self, value: int) -> torch.Tensor:
+    def tensor(self, value: int) -> torch.Tensor:
         """Return a tensor of the model as it is now: `to` and `load_state_dict` may replace it."""
         if value in self._tensors:
             return self._tensors[value]
@@ -138,53 +121,37 @@ class GraphSegment(nn.Module):
         assert tensor is not None
         return tensor
 
-    def forward(self, value: Any, *, around: Around | None = None) -> Any:
-        """Run the nodes.
+    def run(
+        self,
+        known: dict[int, torch.Tensor],
+        now: Situation,
+        dead: Sequence[Sequence[int]],
+        *,
+        first: int = 0,
+        around: Around | None = None,
+    ) -> None:
+        """Run nodes in a row.
 
         Args:
-            value: The batch, or what the previous segment returns.
+            known: Values by number; results are added, and values that no node needs any more are
+                removed.
+            now: Everything that arguments depend on.
+            dead: Values that are removed after a node, for each node that runs.
+            first: Index of the first node.
             around: Makes the context in which a module runs, from its name.
 
         Raises:
-            ConfigError: The batch has another number of tensors than the captured one, or the model
-                was captured in the other mode, in which it makes other calls.
+            ConfigError: The model was captured in the other mode, in which it makes other calls.
         """
         self._check_mode()
-        if self._index:
-            rows, known = value["rows"], dict(value["values"])
-        else:
-            known = dict(enumerate(self._inputs(value)))
-            rows = known[self._graph.rows_of].shape[0]
-        skips = current_skips()
-        if skips is not None:
-            known.update({value: skips[key] for key, value in self._pops.items()})
-        devices = (x.device for x in known.values() if x.device.type != "cpu")
-        now = Situation(rows, self.training, next(devices, torch.device("cpu")))
-        pairs = zip(self._nodes, self._labels, self._dead, strict=True)
-        for modes, calls in groupby(pairs, lambda pair: pair[0].modes):
+        end = first + len(dead)
+        triples = zip(self._nodes[first:end], self._labels[first:end], dead, strict=True)
+        for modes, calls in groupby(triples, lambda triple: triple[0].modes):
             with modes.active():
-                for node, label, dead in calls:
+                for node, label, numbers in calls:
                     self._run(node, known, now, label, around or _plainly)
-                    for number in dead:
+                    for number in numbers:
                         known.pop(number, None)
-        if self._is_last:
-            results = [known[v] if v in known else self._tensor(v) for v in self._graph.results]
-            return unflatten(resolved(self._graph.result_tree, now), results)
-        leaves: Any = self._leaves
-        if skips is not None:
-            skips.update({key: known[value] for key, value in self._stashes.items()})
-            leaves = self._neighbours
-        return {"rows": rows, "values": {v: known[v] for v in sorted(leaves) if v in known}}
-
-    def _last_uses(self) -> list[list[int]]:
-        """Return the values that each node is the last one to use."""
-        kept = {*self._leaves, *self._stashes.values(), *self._graph.results}
-        dead: list[list[int]] = []
-        for node in reversed(self._nodes):
-            used = {*node.inputs, *node.made, *(old for old, _ in node.writes)}
-            dead.append(sorted(used - kept))
-            kept |= used
-        return dead[::-1]
 
     def _check_mode(self) -> None:
         if self._graph.other_mode and self.training != self._graph.is_training:
@@ -195,13 +162,6 @@ class GraphSegment(nn.Module):
             )
             raise ConfigError(msg)
 
-    def _inputs(self, value: Any) -> list[torch.Tensor]:
-        _, inputs = flatten(value)
-        if len(inputs) != self._graph.num_inputs:
-            msg = f"the model was captured with {self._graph.num_inputs} tensors, got {len(inputs)}"
-            raise ConfigError(msg)
-        return inputs
-
     def _run(
         self,
         node: GraphNode,
@@ -210,7 +170,7 @@ class GraphSegment(nn.Module):
         label: str,
         around: Around,
     ) -> None:
-        inputs = [known[v] if v in known else self._tensor(v) for v in node.inputs]
+        inputs = [known[v] if v in known else self.tensor(v) for v in node.inputs]
         args, kwargs = unflatten(resolved(node.tree, now), inputs)
         if isinstance(node.target, str):
             module = owner_at(self, node.target.split("."))
@@ -234,7 +194,95 @@ class GraphSegment(nn.Module):
             if old in known:
                 known[new] = known[old]
             elif old in self._graph.names or old in self._tensors:
-                known[new] = self._tensor(old)
+                known[new] = self.tensor(old)
+
+
+class GraphSegment(GraphNodes):
+    """Nodes of a graph from one cut to the next.
+
+    Args:
+        graph: The model.
+        cuts: Positions of the nodes at which segments begin.
+        index: Number of this segment.
+        namespace: Namespace of the values that skip segments, for all segments of the model.
+    """
+
+    def __init__(
+        self, graph: CapturedGraph, cuts: Sequence[int], index: int, namespace: Namespace
+    ) -> None:
+        begin, end = [*cuts, len(graph.nodes)][index : index + 2]
+        is_last = end == len(graph.nodes)
+        super().__init__(graph, range(begin, end), graph.results if is_last else ())
+        self._index, self._is_last = index, is_last
+        self._leaves = graph.crossing(end)
+        hops = graph.hops(cuts)
+        self._stashes = {
+            _key(namespace, v, to): v for v, at, to in hops if at == index and to > index + 1
+        }
+        self._pops = {
+            _key(namespace, v, to): v for v, at, to in hops if to == index and at < index - 1
+        }
+        self._neighbours = {v for v, at, to in hops if (at, to) == (index, index + 1)}
+        self._dead = last_uses(
+            self._nodes, {*self._leaves, *self._stashes.values(), *graph.results}
+        )
+
+    def stashable(self) -> Iterator[SkipKey]:
+        """Yield the keys of values that go to segments after the next one."""
+        yield from self._stashes
+
+    def poppable(self) -> Iterator[SkipKey]:
+        """Yield the keys of values that come from segments before the previous one."""
+        yield from self._pops
+
+    def forward(self, value: Any, *, around: Around | None = None) -> Any:
+        """Run the nodes.
+
+        Args:
+            value: The batch, or what the previous segment returns.
+            around: Makes the context in which a module runs, from its name.
+
+        Raises:
+            ConfigError: The batch has another number of tensors than the captured one, or the model
+                was captured in the other mode, in which it makes other calls.
+        """
+        if self._index:
+            rows, known = value["rows"], dict(value["values"])
+        else:
+            known = dict(enumerate(self._inputs(value)))
+            rows = known[self._graph.rows_of].shape[0]
+        skips = current_skips()
+        if skips is not None:
+            known.update({value: skips[key] for key, value in self._pops.items()})
+        devices = (x.device for x in known.values() if x.device.type != "cpu")
+        now = Situation(rows, self.training, next(devices, torch.device("cpu")))
+        self.run(known, now, self._dead, around=around)
+        if self._is_last:
+            results = [known[v] if v in known else self.tensor(v) for v in self._graph.results]
+            return unflatten(resolved(self._graph.result_tree, now), results)
+        leaves: Any = self._leaves
+        if skips is not None:
+            skips.update({key: known[value] for key, value in self._stashes.items()})
+            leaves = self._neighbours
+        return {"rows": rows, "values": {v: known[v] for v in sorted(leaves) if v in known}}
+
+    def _inputs(self, value: Any) -> list[torch.Tensor]:
+        _, inputs = flatten(value)
+        if len(inputs) != self._graph.num_inputs:
+            msg = f"the model was captured with {self._graph.num_inputs} tensors, got {len(inputs)}"
+            raise ConfigError(msg)
+        return inputs
+
+
+def last_uses(nodes: Sequence[GraphNode], kept: Iterable[int]) -> list[list[int]]:
+    """Return the values that each node is the last one to use, without those that are kept."""
+    kept = set(kept)
+    dead: list[list[int]] = []
+    for node in reversed(nodes):
+        used = {*node.inputs, *node.made, *(old for old, _ in node.writes)}
+        dead.append(sorted(used - kept))
+        kept |= used
+    return dead[::-1]
 
 
 def _key(namespace: Namespace, value: int, target: int) -> SkipKey:

@@ -1,0 +1,55 @@
+"""Devices that a model names around its calls while it is captured: `with braid.device(...)`.
+
+The graph keeps the texts of the scopes; whoever places the graph merges them. A scope inside of a
+module that is captured as one call would be lost, so it is refused there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from braid.errors import ConfigError
+
+__all__ = ["current_devices", "device_scope", "whole_call"]
+
+_DEVICES: ContextVar[tuple[str, ...]] = ContextVar("braid-graph-devices", default=())
+_WHOLE: ContextVar[str | None] = ContextVar("braid-graph-whole-call", default=None)
+
+
+def current_devices() -> tuple[str, ...]:
+    """Return the devices of the scopes around this code, the outermost first."""
+    return _DEVICES.get()
+
+
+@contextmanager
+def device_scope(device: str | None) -> Iterator[None]:
+    """Add a device to the scopes, or clear them when None.
+
+    Raises:
+        ConfigError: The code belongs to a module that is captured as one call.
+    """
+    module = _WHOLE.get()
+    if module is not None:
+        msg = (
+            f"device({device!r}) is entered inside of {module}, which is captured as one call: its "
+            "operations and control flow stay on one device. Name the device around the call of "
+            f"{module}, or move the operations out of it"
+        )
+        raise ConfigError(msg)
+    token = _DEVICES.set(() if device is None else (*_DEVICES.get(), device))
+    try:
+        yield
+    finally:
+        _DEVICES.reset(token)
+
+
+@contextmanager
+def whole_call(module: str) -> Iterator[None]:
+    """Mark the code inside as one call of a captured module."""
+    token = _WHOLE.set(module or "the model")
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
