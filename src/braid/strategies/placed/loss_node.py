@@ -1,0 +1,83 @@
+"""The loss as one more node of the graph, behind the results; its target is fed like the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from braid import rpc
+from braid.comm.autograd.nested import TensorPlace, unflatten
+from braid.parallel.graph import CapturedGraph, GraphNode
+from braid.strategies.placed.partition import NodeValues
+
+__all__ = ["LossSpec", "node_values", "with_loss"]
+
+rpc.register(TensorPlace)
+
+
+@rpc.register
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """A loss of results and target.
+
+    Attributes:
+        function: Function (output, target) that returns a number.
+        target: Target, with places instead of tensors.
+        num_targets: Number of tensors of the target.
+    """
+
+    function: Callable[..., Any]
+    target: Any
+    num_targets: int
+
+
+def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGraph, int, range]:
+    """Return a graph with a loss as its last node, the value of the loss, and those of the target.
+
+    Without a loss, the graph is the same one and the value is -1.
+    """
+    if loss is None:
+        return graph, -1, range(0)
+    first = 1 + max(
+        [
+            graph.num_inputs,
+            *graph.tensors,
+            *(v for node in graph.nodes for v in (*node.inputs, *node.made)),
+        ]
+    )
+    targets = range(first, first + loss.num_targets)
+    places = [TensorPlace(len(graph.results) + i) for i in range(loss.num_targets)]
+    node = GraphNode(
+        kind="function",
+        target=loss.function,
+        tree=((graph.result_tree, unflatten(loss.target, places)), {}),  # type: ignore[arg-type]
+        inputs=(*graph.results, *targets),
+        result_tree=None,
+        outputs=(targets.stop,),
+        where="the loss",
+    )
+    return dataclasses.replace(graph, nodes=(*graph.nodes, node)), targets.stop, targets
+
+
+def node_values(graph: CapturedGraph, *, keeps_writers: bool) -> list[NodeValues]:
+    """Return the values of each node.
+
+    Args:
+        graph: The graph.
+        keeps_writers: Whether nodes run that change tensors of the model though no fetched value
+            needs them, as in a call of the model.
+    """
+    own = set(graph.tensors)
+    values = []
+    for node in graph.nodes:
+        has_buffers = node.kind == "module" and any(
+            True for _ in graph.modules[str(node.target)].buffers()
+        )
+        overwritten = tuple(old for old, _ in node.writes)
+        is_kept = keeps_writers and (has_buffers or bool(own.intersection(overwritten)))
+        values.append(NodeValues(node.inputs, node.made, overwritten, is_kept))
+        if own.intersection(overwritten):
+            own.update(new for _, new in node.writes)
+    return values

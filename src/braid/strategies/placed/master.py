@@ -1,0 +1,508 @@
+"""The master: places a model, registers its parts with their workers, and runs steps.
+
+    placed = strategies.placed.place(make, devices={"encoder": "/task:0", "head": "/task:1"})
+    placed.optimizer(torch.optim.SGD, lr=0.1)
+    for batch, target in batches:
+        loss = placed.step(batch, target, loss=nn.functional.cross_entropy)
+
+    place     capture ─▶ name devices ─▶ choose devices ─▶ host
+    step      prune, split, register (first step only) ─▶ run all parts ─▶ finish
+
+A step either succeeds in all parts or changes no parameter: the optimizers step after all parts
+have run.
+
+Source: M. Abadi et al., "TensorFlow: Large-Scale Machine Learning on Heterogeneous Distributed
+Systems", 2015, section 3.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from braid.comm.autograd.nested import flatten, unflatten
+from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
+from braid.parallel.graph import CapturedGraph, Situation, capture
+from braid.parallel.graph.eager_capture import kept_as_it_was
+from braid.parallel.graph.variables import resolved
+from braid.strategies.placed.constraints import DeviceMap, placer_nodes, sizes_of_values
+from braid.strategies.placed.loss_node import LossSpec, node_values, with_loss
+from braid.strategies.placed.part_step import StepRequest
+from braid.strategies.placed.partition import PlacedPart, partition
+from braid.strategies.placed.pictures import (
+    PlacedTimeline,
+    placement_picture,
+    placement_text,
+    timeline_of,
+)
+from braid.strategies.placed.placer import choose_devices
+from braid.strategies.placed.tasks import TaskCall, Tasks
+from braid.strategies.placed.worker import graph_digest
+
+__all__ = ["PlacedModel", "place"]
+
+STEP_S = 300.0  # for a step by default
+
+
+def place(
+    model: nn.Module | Callable[..., Any],
+    example: Any = None,
+    *,
+    devices: DeviceMap | None = None,
+    args: Sequence[Any] = (),
+    nodes: Sequence[str] | None = None,
+    num_cpus: int = 1,
+    seed: int = 0,
+    timeout_s: float = STEP_S,
+) -> PlacedModel:
+    """Place the parts of a model on the devices of a cluster.
+
+    Args:
+        model: Function that returns a model and its example arguments; each task calls it by its
+            name, so it is at the top of a module. Or a model, if all devices are of this process.
+        example: Example arguments of a model; a tuple for several.
+        devices: Devices of modules by pattern, see `constraints`; the placer chooses the others.
+        args: Arguments of the function.
+        nodes: Names of the nodes of remote calls that are tasks; all nodes when None.
+        num_cpus: Number of CPU devices that each task has.
+        seed: Seed of random numbers, such as those of dropout. They depend on it, the step, the
+            layer and the sample, and not on the placement.
+        timeout_s: Seconds that a step may take.
+
+    Raises:
+        ConfigError: A device does not exist, nodes that must have one device have different ones,
+            a name is inside of a module that runs as one call, or the model cannot be captured.
+        MismatchError: A task has made another model.
+    """
+    made: Any = (model, example) if isinstance(model, nn.Module) else model(*args)
+    module, example = made
+    example = example if isinstance(example, tuple) else (example,)
+    graph = capture(module, *example)
+    tasks = Tasks(nodes, num_cpus)
+    try:
+        chosen = _chosen_devices(module, graph, example, devices or {}, tasks)
+        make = None if isinstance(model, nn.Module) else model
+        return PlacedModel(module, graph, chosen, tasks, (make, tuple(args)), seed, timeout_s)
+    except BaseException:
+        tasks.close()
+        raise
+
+
+def _chosen_devices(
+    model: nn.Module, graph: CapturedGraph, example: Any, devices: DeviceMap, tasks: Tasks
+) -> list[str]:
+    """Return the device of each node."""
+    placed, colocations = placer_nodes(graph, devices, None)
+    free = any(sum(map(node.spec.matches, tasks.devices)) > 1 for node in placed)
+    if free:
+        _, inputs = flatten(example)
+        with kept_as_it_was(model, inputs):
+            sizes = sizes_of_values(graph, inputs)
+        placed, colocations = placer_nodes(graph, devices, sizes)
+    return list(map(str, choose_devices(placed, colocations, tasks.devices)))
+
+
+class _StepPlan(NamedTuple):
+    """A pruned and split graph that is registered.
+
+    Attributes:
+        number: Number of the plan.
+        parts: Part of each device.
+        loss: Value of the loss; -1 without one.
+        targets: Values of the target.
+    """
+
+    number: int
+    parts: list[PlacedPart]
+    loss: int
+    targets: range
+
+
+@dataclass(slots=True)
+class _StepErrors:
+    """Errors of the calls of a step, in the order of time."""
+
+    calls: list[tuple[TaskCall, BaseException]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, call: TaskCall, error: BaseException) -> bool:
+        """Add an error; return whether it is the first one."""
+        with self.lock:
+            self.calls.append((call, error))
+            return len(self.calls) == 1
+
+
+class PlacedModel:
+    """A model whose parts lie on devices of several tasks; made by `place`.
+
+    Attributes:
+        devices: Device of each node of the graph, by its label.
+        num_steps: Number of steps so far, by which random numbers are drawn.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: CapturedGraph,
+        devices: list[str],
+        tasks: Tasks,
+        make: tuple[Callable[..., Any] | None, tuple[Any, ...]],
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        self._graph, self._placement, self._tasks = graph, devices, tasks
+        self._make, self._seed, self._timeout_s = make, seed, timeout_s
+        self._name = f"{tasks.here}:{os.urandom(6).hex()}"
+        self.devices = dict(zip(graph.labels(), devices, strict=True))
+        self.num_steps = 0
+        self._step = 0
+        self._is_training = model.training
+        self._optimizer: tuple[Any, ...] | None = None
+        self._plans: dict[Any, _StepPlan] = {}
+        self._state = _state_of(model)
+        self._keys = [*model.state_dict(keep_vars=True)]
+        self._frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        self._unnamed = {f"value {v}": x for v, x in graph.tensors.items() if v not in graph.names}
+        used = {tasks.addresses[device].node for device in devices}
+        self._nodes = [node for node in tasks.nodes if node in used]
+        self._host()
+        self._load({**self._state, **self._unnamed})
+
+    def _host(self) -> None:
+        make, args = self._make
+        addresses = self._tasks.addresses
+        remote = [node for node in self._nodes if node != self._tasks.here]
+        if remote and make is None:
+            msg = (
+                f"parts are placed on {', '.join(remote)}, where the model does not exist: pass a "
+                "function that returns the model and its example, so that each task makes it"
+            )
+            raise ConfigError(msg)
+        if self._tasks.here in self._nodes:
+            self._tasks.worker.host_local(self._name, self._graph, self._placement, addresses)
+        digest = graph_digest(self._graph)
+        host = (self._name, make, args, digest, self._placement, addresses)
+        calls = [self._tasks.call(node, "host", *host) for node in remote]
+        for call in calls:
+            call.wait()
+
+    # -- steps
+
+    def optimizer(self, make: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Make an optimizer in each task, for the parameters there; `step` then steps it.
+
+        Args:
+            make: Class of the optimizer, such as `torch.optim.SGD`.
+            args: Its arguments behind the parameters.
+            kwargs: Its arguments by name.
+        """
+        self._optimizer = (make, args, kwargs)
+        self._all("make_optimizer", make, args, kwargs)
+
+    def step(self, inputs: Any, target: Any, *, loss: Callable[[Any, Any], Any]) -> torch.Tensor:
+        """Run forward and backward of a batch, and the optimizers' step if there are optimizers.
+
+        Without optimizers, gradients are added to those of earlier steps.
+
+        Args:
+            inputs: Arguments of the model; a tuple for several.
+            target: Target of the loss.
+            loss: Function (output, target) that returns a number; tasks find it by its name.
+
+        Returns:
+            The loss, without a graph.
+
+        Raises:
+            Exception: An exception of a node; its notes have the node, its line and its device.
+            PeerLostError: A task is lost; the message has its devices and the step.
+            StaleError: A task has restarted.
+
+        Cost: two calls to each task, and a call for each tensor and gradient that crosses.
+        """
+        tree, targets = flatten(target)
+        plan = self._plan((self._graph.results, True), LossSpec(loss, tree, len(targets)))
+        feeds = {**self._inputs(inputs), **dict(zip(plan.targets, targets, strict=True))}
+        fetched = self._run(plan, feeds, trains=True)
+        self.num_steps += 1
+        return fetched[plan.loss]
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the output of the model for a batch, without gradients."""
+        graph = self._graph
+        feeds = self._inputs(inputs)
+        plan = self._plan((graph.results, True), None)
+        values = {**feeds, **self._run(plan, feeds, trains=False)}
+        now = Situation(len(feeds[graph.rows_of]), self._is_training, torch.device("cpu"))
+        return unflatten(resolved(graph.result_tree, now), [values[v] for v in graph.results])
+
+    def run(
+        self, fetches: Sequence[str], inputs: Any, feeds: Mapping[str, torch.Tensor] | None = None
+    ) -> list[Any]:
+        """Return outputs of some nodes, without gradients; nodes that they do not need do not run.
+
+        Args:
+            fetches: Labels of nodes; see `devices`.
+            inputs: Arguments of the model.
+            feeds: Outputs of some nodes, which do not run then.
+
+        Raises:
+            ConfigError: There is no such node.
+        """
+        values = self._inputs(inputs)
+        for label, x in (feeds or {}).items():
+            outputs = self._outputs(label)
+            if len(outputs) != 1:
+                msg = f"{label} has {len(outputs)} outputs: feed nodes with one output"
+                raise ConfigError(msg)
+            values[outputs[0]] = x
+        wanted = [self._outputs(label) for label in fetches]
+        needed = tuple(sorted({value for outputs in wanted for value in outputs}))
+        plan = self._plan((needed, False, tuple(sorted(values))), None)
+        known = {**values, **self._run(plan, values, trains=False)}
+        lists = [[known[value] for value in outputs] for outputs in wanted]
+        return [each[0] if len(each) == 1 else each for each in lists]
+
+    def _outputs(self, label: str) -> tuple[int, ...]:
+        labels = self._graph.labels()
+        if label not in labels:
+            msg = f"there is no node {label!r}; the graph has {', '.join(labels)}"
+            raise ConfigError(msg)
+        return self._graph.nodes[labels.index(label)].outputs
+
+    def _inputs(self, inputs: Any) -> dict[int, torch.Tensor]:
+        _, tensors = flatten(inputs)
+        if len(tensors) != self._graph.num_inputs:
+            msg = (
+                f"the model was captured with {self._graph.num_inputs} tensors, got {len(tensors)}"
+            )
+            raise ConfigError(msg)
+        if any(x.requires_grad for x in tensors):
+            msg = "an input requires a gradient, which placed models do not return: detach it"
+            raise ConfigError(msg)
+        return dict(enumerate(tensors))
+
+    def _plan(self, key: Any, loss: LossSpec | None) -> _StepPlan:
+        """Return a registered plan; prune, split and register it if it is new."""
+        name = (key, None if loss is None else (loss.function, repr(loss.target)))
+        if name in self._plans:
+            return self._plans[name]
+        fetches, keeps_writers, *fed = key
+        graph, value, targets = with_loss(self._graph, loss)
+        devices = list(self._placement)
+        if loss is not None:
+            makers = {v: i for i, node in enumerate(self._graph.nodes) for v in node.made}
+            first = next((makers[v] for v in graph.results if v in makers), len(devices) - 1)
+            devices.append(devices[first])
+            fetches = (value,)
+        feeds = {*(fed[0] if fed else range(graph.num_inputs)), *targets}
+        values = node_values(graph, keeps_writers=keeps_writers)
+        parts = partition(values, devices, set(fetches) - feeds, feeds)
+        plan = _StepPlan(len(self._plans), parts, value, targets)
+        calls = [
+            self._tasks.call(
+                self._tasks.addresses[part.device].node,
+                *("register", self._name, plan.number, part, loss),
+            )
+            for part in parts
+        ]
+        for call in calls:
+            call.wait()
+        self._plans[name] = plan
+        return plan
+
+    def _run(
+        self, plan: _StepPlan, feeds: Mapping[int, torch.Tensor], *, trains: bool
+    ) -> dict[int, torch.Tensor]:
+        """Run all parts of a step, then end it everywhere; return the fetched values."""
+        self._step += 1
+        rows = len(feeds[self._graph.rows_of])
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        )
+        errors, calls = _StepErrors(), []
+        for part in plan.parts:
+            request = StepRequest(
+                self._step, {v: feeds[v].detach() for v in part.feeds}, rows, trains, plan.loss,
+                self._seed, self.num_steps, autocast,
+            )  # fmt: skip
+            node = self._tasks.addresses[part.device].node
+            asked = (self._name, plan.number, part.device, request)
+            call = self._tasks.call(node, "run", *asked, timeout_s=self._timeout_s)
+            call.when_failed(lambda error, call=call: self._failed(errors, call, error))
+            calls.append(call)
+        fetched: dict[int, torch.Tensor] = {}
+        for call in calls:
+            try:
+                fetched.update(call.wait(self._timeout_s).fetched)
+            except Exception as exc:  # noqa: BLE001 - all calls end before one error is raised
+                if not any(each is call for each, _ in errors.calls):
+                    self._failed(errors, call, exc)
+        if errors.calls:
+            raise self._cause(errors)
+        self._all("finish", self._step, trains and self._optimizer is not None)
+        return fetched
+
+    def _failed(self, errors: _StepErrors, call: TaskCall, error: BaseException) -> None:
+        """End a step in all tasks at the first error, so that no part waits for the failed one."""
+        if errors.add(call, error):
+            reason = f"{call.node} failed: {type(error).__name__}"
+            for node in self._nodes:
+                if node != call.node or not isinstance(error, PeerLostError):
+                    self._tasks.call(node, "abort", self._name, self._step, reason)
+
+    def _cause(self, errors: _StepErrors) -> BaseException:
+        """Return the error of a step: a lost task, else the first error in time."""
+        for call, error in errors.calls:
+            if isinstance(error, PeerLostError) and not str(error).startswith("On "):
+                places = [d for d, task in self._tasks.addresses.items() if task.node == call.node]
+                msg = (
+                    f"lost {call.node} with {', '.join(places)} in step {self._step}: {error}. "
+                    "Parameters there are gone: start the task again and call placed.restore(state)"
+                )
+                return PeerLostError(msg, rank=error.rank)
+        call, error = errors.calls[0]
+        if isinstance(error, (CommTimeout, TimeoutError)):
+            msg = f"{call.node} did not run step {self._step} within {self._timeout_s:g} s: {error}"
+            return CommTimeout(msg)
+        return error
+
+    # -- state
+
+    def train(self, mode: bool = True) -> PlacedModel:
+        """Set training, or evaluation, in all parts."""
+        self._is_training = mode
+        self._all("set_mode", mode)
+        return self
+
+    def eval(self) -> PlacedModel:
+        """Set evaluation in all parts."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the model's parameters and buffers, from all tasks, in the model's order."""
+        state = self._collected("state")
+        return {key: state.get(key, self._state[key]) for key in self._keys}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load parameters and buffers into all parts.
+
+        Raises:
+            ConfigError: Keys are missing or unknown, or a shape differs.
+        """
+        missing, unknown = set(self._keys) - state.keys(), state.keys() - set(self._keys)
+        shapes = {key for key in self._keys if key in state} & {
+            key
+            for key, x in state.items()
+            if key in self._state and x.shape != self._state[key].shape
+        }
+        if missing or unknown or shapes:
+            msg = (
+                f"the state does not fit: missing {sorted(missing)}, unknown {sorted(unknown)}, "
+                f"of another shape {sorted(shapes)}"
+            )
+            raise ConfigError(msg)
+        self._load(dict(state))
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of all parameters, by name."""
+        return self._collected("gradients")
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        self._all("zero_grad")
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Return the state of each task's optimizer, by node."""
+        return self._all("collect", "optimizer")
+
+    def restore(
+        self, state: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any] | None = None
+    ) -> None:
+        """Register all parts again after a task has restarted, and load a state everywhere.
+
+        Args:
+            state: State of `state_dict`.
+            optimizer: State of `optimizer_state` at the same step; needed if there is one.
+        """
+        self._tasks.meet()
+        self._plans.clear()
+        for node in self._nodes:
+            self._tasks.call(node, "drop", self._name).wait()
+        self._host()
+        self._load({**self._state, **self._unnamed})
+        self.load_state_dict(state)
+        self._all("set_mode", self._is_training)
+        if self._optimizer is not None:
+            self._all("make_optimizer", *self._optimizer)
+            for node, each in (optimizer or {}).items():
+                self._tasks.call(node, "load_optimizer", self._name, each).wait()
+
+    def _load(self, state: dict[str, torch.Tensor]) -> None:
+        self._all("load", state, self._frozen)
+
+    def _collected(self, what: str) -> dict[str, Any]:
+        parts = self._all("collect", what)
+        return {key: x for part in parts.values() for key, x in part.items()}
+
+    def _all(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method in all tasks that have parts; return the results by node."""
+        calls = [
+            self._tasks.call(node, method, self._name, *args, timeout_s=self._timeout_s)
+            for node in self._nodes
+        ]
+        return {call.node: call.wait(self._timeout_s) for call in calls}
+
+    # -- pictures
+
+    def timeline(self) -> PlacedTimeline:
+        """Return the spans of all parts in the last step, on one time axis."""
+        spans = self._all("collect", "spans")
+        return timeline_of(spans, self._tasks.offsets_ns, list(map(str, self._tasks.devices)))
+
+    def draw(self, path: str | Path) -> None:
+        """Write the placement: a picture if the path ends with `.svg`, else text."""
+        path = Path(path)
+        draw = placement_picture if path.suffix == ".svg" else placement_text
+        path.write_text(draw(self._graph, self._placement))
+
+    def __str__(self) -> str:
+        return placement_text(self._graph, self._placement)
+
+    # -- end
+
+    def close(self) -> None:
+        """Drop the model in all tasks. Idempotent."""
+        for node in self._nodes:
+            try:
+                self._tasks.call(node, "drop", self._name).wait(self._timeout_s)
+            except (StaleError, PeerLostError):
+                continue
+        self._nodes = []
+        self._tasks.close()
+
+    def __enter__(self) -> PlacedModel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers under all their names, also those that are not saved."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {**named, **dict(model.named_buffers(remove_duplicate=False))}

@@ -1,0 +1,436 @@
+"""The worker of a task: keeps the parts that masters register, and runs their steps by number.
+
+    host(graph)      make the model, keep the modules of this task's nodes
+    register(plan)   a part for each device of this task, once
+    run(step)        one part forward and backward; the reply has fetched values
+    finish(step)     take the optimizer's step; drop the state of the step
+
+All calls carry the incarnation of the worker that the master knows. Another one refuses them: a
+restarted task has neither the parts nor the parameters.
+
+Source: TensorFlow's worker service (RegisterGraph, RunGraph, RecvTensor, CleanupGraph).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import braid.parallel.graph as graphs
+from braid import rpc
+from braid.errors import ConfigError, MismatchError, StaleError
+from braid.parallel.graph import CapturedGraph, GraphNodes, last_uses
+from braid.rpc.current import current_agent
+from braid.rpc.functions import async_execution
+from braid.rpc.outcomes import AnswerFuture, outcome
+from braid.runtime.clock import MonotonicClock
+from braid.strategies.placed.loss_node import LossSpec, with_loss
+from braid.strategies.placed.part_step import (
+    PartProgram,
+    PartSpan,
+    PartStep,
+    Received,
+    StepRequest,
+)
+from braid.strategies.placed.partition import GradientLink, PlacedPart, PlacedSegment
+from braid.strategies.placed.rendezvous import Rendezvous
+from braid.strategies.placed.rendezvous_state import RendezvousKey
+from braid.strategies.placed.sent_tensor import SentTensor, arrived, sent
+from braid.strategies.placed.spec import DeviceSpec
+from braid.types import text_digest
+
+__all__ = [
+    "PartResult",
+    "PlacedWorker",
+    "TaskAddress",
+    "TaskReport",
+    "graph_digest",
+    "serve_placed",
+]
+
+for kind in (PlacedPart, PlacedSegment, GradientLink, RendezvousKey):
+    rpc.register(kind)
+
+
+@rpc.register
+@dataclass(frozen=True, slots=True)
+class TaskReport:
+    """A task, as it describes itself.
+
+    Attributes:
+        incarnation: Text that no other life of the task has.
+        num_gpus: Number of its GPUs.
+        now_ns: Time of its clock.
+    """
+
+    incarnation: str
+    num_gpus: int
+    now_ns: int
+
+
+@rpc.register
+@dataclass(frozen=True, slots=True)
+class TaskAddress:
+    """The task of a device.
+
+    Attributes:
+        node: Name of its node.
+        incarnation: Its incarnation.
+    """
+
+    node: str
+    incarnation: str
+
+
+@rpc.register
+@dataclass(frozen=True, slots=True)
+class PartResult:
+    """The end of a part's step.
+
+    Attributes:
+        fetched: Values that the master fetches.
+    """
+
+    fetched: dict[int, torch.Tensor]
+
+
+@dataclass(slots=True)
+class HostedGraph:
+    """A graph of which this task has nodes.
+
+    Attributes:
+        graph: The graph, with modules and tensors of this task.
+        devices: Device of each node.
+        tasks: Task of each device.
+        programs: Parts by plan and device.
+        optimizer: Optimizer of this task's parameters.
+        spans: Times of the last step.
+        spans_of: Number of that step.
+        nodes: All nodes of this task.
+    """
+
+    graph: CapturedGraph
+    devices: list[str]
+    tasks: dict[str, TaskAddress]
+    programs: dict[tuple[int, str], PartProgram] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+    spans: list[PartSpan] = field(default_factory=list)
+    spans_of: int = -1
+    nodes: GraphNodes | None = None
+
+
+def graph_digest(graph: CapturedGraph) -> str:
+    """Return a text that is equal for graphs with equal nodes and tensors."""
+    lines = [f"{node} {node.where} {node.devices}" for node in graph.nodes]
+    for name, module in sorted(graph.modules.items()):
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        lines += [f"{name}.{key} {tuple(x.shape)} {x.dtype}" for key, x in state.items()]
+    return f"{text_digest(chr(10).join(lines)):x}"
+
+
+class PlacedWorker:
+    """The worker of this task."""
+
+    def __init__(self) -> None:
+        self.incarnation = os.urandom(8).hex()
+        self.rendezvous = Rendezvous(self.incarnation)
+        self.node = ""
+        self._clock = MonotonicClock()
+        self._lock = threading.Lock()
+        self._graphs: dict[str, HostedGraph] = {}
+
+    # -- set-up
+
+    def describe(self) -> TaskReport:
+        """Return what a master needs to know of the task."""
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return TaskReport(self.incarnation, num_gpus, self._clock.now_ns())
+
+    def host_local(
+        self, name: str, graph: CapturedGraph, devices: list[str], tasks: dict[str, TaskAddress]
+    ) -> None:
+        """Keep the nodes of this task of a graph that a master in this process has captured."""
+        self._host(name, graph, devices, tasks)
+
+    def host(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        args: Sequence[Any],
+        digest: str,
+        devices: list[str],
+        tasks: dict[str, TaskAddress],
+    ) -> None:
+        """Make the model, capture it, and keep the nodes of this task.
+
+        Raises:
+            MismatchError: The graph differs from the master's.
+        """
+        if name in self._graphs:
+            return
+        model, example = make(*args)
+        example = example if isinstance(example, tuple) else (example,)
+        graph = graphs.capture(model, *example)
+        here = graph_digest(graph)
+        if here != digest:
+            msg = (
+                f"{make.__qualname__} made another model here than at the master: {len(graph.nodes)}"
+                f" nodes with digest {here}, expected {digest}. Make the same model in all tasks"
+            )
+            raise MismatchError(msg)
+        self._host(name, graph, devices, tasks)
+
+    def _host(
+        self, name: str, graph: CapturedGraph, devices: list[str], tasks: dict[str, TaskAddress]
+    ) -> None:
+        here = {device for device, task in tasks.items() if task.incarnation == self.incarnation}
+        own = [i for i, device in enumerate(devices) if device in here]
+        called = {graph.nodes[i].target for i in own}
+        used = {value for i in own for value in graph.nodes[i].inputs} | set(graph.results)
+        modules = {key: value for key, value in graph.modules.items() if key in called}
+        tensors = {key: value for key, value in graph.tensors.items() if key in used}
+        graph = dataclasses.replace(graph, modules=modules, tensors=tensors)
+        for i in own:
+            target, place = graph.nodes[i].target, torch_device(devices[i])
+            if isinstance(target, str) and place.type != "cpu":
+                modules[target].to(place)
+        hosted = HostedGraph(graph, devices, tasks)
+        hosted.nodes = GraphNodes(graph, own)
+        self._graphs[name] = hosted
+
+    def register(self, name: str, plan: int, part: PlacedPart, loss: LossSpec | None) -> None:
+        """Make a part ready to run; a plan is registered once."""
+        hosted = self._hosted(name)
+        graph, _, _ = with_loss(hosted.graph, loss)
+        positions = part.nodes
+        results = {value for segment in part.segments for value in segment.fetches}
+        nodes = GraphNodes(graph, positions, results)
+        nodes.training = hosted.nodes.training if hosted.nodes is not None else True
+        place = torch_device(part.device)
+        labels = graph.labels()
+        dead, names, users = [], [], []
+        for segment in part.segments:
+            kept = {*segment.outputs, *segment.fetches}
+            dead.append(last_uses([graph.nodes[i] for i in segment.nodes], kept))
+            first, last = labels[segment.nodes[0]], labels[segment.nodes[-1]]
+            names.append(first if first == last else f"{first} to {last}")
+            users.append(set(GraphNodes(graph, segment.nodes).parameters()))
+        shared = [[p for p in own if sum(p in each for each in users) > 1] for own in users]
+        lines = {labels[i]: graph.nodes[i].where for i in positions}
+        hosted.programs[plan, part.device] = PartProgram(
+            part, nodes, dead, names, lines, shared, place
+        )
+
+    # -- steps
+
+    def run(self, name: str, plan: int, device: str, request: StepRequest) -> PartResult:
+        """Run a step of a part."""
+        hosted = self._hosted(name)
+        exchange = StepExchange(self, hosted.tasks, device, name, request.step)
+        step = PartStep(hosted.programs[plan, device], request, exchange, self._clock)
+        try:
+            step.run()
+        finally:
+            with self._lock:
+                if hosted.spans_of != request.step:
+                    hosted.spans, hosted.spans_of = [], request.step
+                hosted.spans += step.spans
+        return PartResult({value: x.cpu() for value, x in step.fetched.items()})
+
+    def finish(self, name: str, step: int, applies: bool) -> None:
+        """Drop the state of a step that all parts have run; take the optimizer's step."""
+        hosted = self._hosted(name)
+        self.rendezvous.end(name, step, "all parts have run")
+        if applies and hosted.optimizer is not None:
+            begin_ns = self._clock.now_ns()
+            hosted.optimizer.step()
+            hosted.optimizer.zero_grad()
+            device = next(d for d, t in hosted.tasks.items() if t.incarnation == self.incarnation)
+            span = PartSpan(device, "optimizer", "step", begin_ns, self._clock.now_ns())
+            hosted.spans.append(span)
+
+    def abort(self, name: str, step: int, reason: str) -> None:
+        """Drop the state of a step that has failed; parts that wait for it fail."""
+        self.rendezvous.end(name, step, reason)
+
+    # -- state
+
+    def make_optimizer(
+        self, name: str, make: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Make the optimizer of this task's parameters."""
+        hosted = self._hosted(name)
+        assert hosted.nodes is not None
+        params = list(hosted.nodes.parameters())
+        hosted.optimizer = make(params, *args, **kwargs) if params else None
+
+    def collect(self, name: str, what: str) -> Any:
+        """Return parameters and buffers, gradients, the optimizer's state or spans."""
+        hosted = self._hosted(name)
+        assert hosted.nodes is not None
+        if what == "spans":
+            return list(hosted.spans)
+        if what == "optimizer":
+            return None if hosted.optimizer is None else hosted.optimizer.state_dict()
+        if what == "gradients":
+            named = hosted.nodes.named_parameters(remove_duplicate=False)
+            return {key: None if p.grad is None else p.grad.cpu() for key, p in named}
+        return {key: x.detach().cpu() for key, x in tensors_of(hosted.nodes).items()}
+
+    def load(self, name: str, state: dict[str, torch.Tensor], frozen: list[str]) -> None:
+        """Copy values into parameters, buffers and other tensors of the model."""
+        hosted = self._hosted(name)
+        assert hosted.nodes is not None
+        own = tensors_of(hosted.nodes)
+        with torch.no_grad():
+            for key, x in own.items():
+                if key in state and state[key] is not x:
+                    x.copy_(state[key])
+                if isinstance(x, nn.Parameter):
+                    x.requires_grad_(key not in frozen)
+
+    def load_optimizer(self, name: str, state: Any) -> None:
+        """Load the optimizer's state."""
+        optimizer = self._hosted(name).optimizer
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+
+    def zero_grad(self, name: str) -> None:
+        """Set gradients to None."""
+        nodes = self._hosted(name).nodes
+        assert nodes is not None
+        nodes.zero_grad()
+
+    def set_mode(self, name: str, training: bool) -> None:
+        """Set training or evaluation in all modules of this task."""
+        hosted = self._hosted(name)
+        for nodes in (hosted.nodes, *(each.nodes for each in hosted.programs.values())):
+            assert nodes is not None
+            nodes.train(training)
+
+    def drop(self, name: str) -> None:
+        """Drop a graph, and all that is known about it."""
+        self._graphs.pop(name, None)
+        self.rendezvous.forget(name)
+
+    def _hosted(self, name: str) -> HostedGraph:
+        if name not in self._graphs:
+            msg = f"{self.node or 'this task'} has no graph {name}: it was closed"
+            raise StaleError(msg)
+        return self._graphs[name]
+
+
+class StepExchange:
+    """Edges of a part in one step; see `Exchange`.
+
+    Args:
+        worker: Worker of this task.
+        tasks: Tasks of all devices.
+        device: Device of the part.
+        graph: Name of the graph.
+        step: Number of the step.
+    """
+
+    def __init__(
+        self,
+        worker: PlacedWorker,
+        tasks: Mapping[str, TaskAddress],
+        device: str,
+        graph: str,
+        step: int,
+    ) -> None:
+        self._worker, self._tasks, self._device = worker, tasks, device
+        self._name = graph, step
+
+    def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
+        """See `Exchange`."""
+        incarnation = self._worker.incarnation
+        key = RendezvousKey(self._device, incarnation, target, edge, *self._name)
+        self._worker.rendezvous.put(key, x, requires_grad)
+
+    def ask(self, source: str, edge: str) -> Callable[[], Received]:
+        """See `Exchange`."""
+        task = self._tasks[source]
+        key = RendezvousKey(source, task.incarnation, self._device, edge, *self._name)
+        if task.incarnation == self._worker.incarnation:
+            return self._worker.rendezvous.ask(key).wait
+        agent = current_agent()
+        future = rpc.rpc_async(task.node, receive_placed, (key,), timeout=0)
+        place = torch_device(self._device)
+
+        def wait() -> Received:
+            value: SentTensor = agent.wait_for(future, 0)
+            return arrived(value, place), value.requires_grad
+
+        return wait
+
+
+def torch_device(device: str) -> torch.device:
+    """Return the device of torch of a device of a cluster."""
+    spec = DeviceSpec.parse(device)
+    if spec.device_type == "cuda":
+        return torch.device("cuda", spec.device_index or 0)
+    return torch.device("cpu")
+
+
+def tensors_of(nodes: GraphNodes) -> dict[str, torch.Tensor]:
+    """Return parameters, buffers and other tensors of nodes, under all names that they have."""
+    named = dict(nodes.named_parameters(remove_duplicate=False))
+    buffers = dict(nodes.named_buffers(remove_duplicate=False))
+    unnamed = {f"value {value}": x for value, x in nodes.unnamed.items()}
+    return {**named, **buffers, **unnamed}
+
+
+_SERVED = frozenset(
+    {
+        *("describe", "host", "register", "run", "finish", "abort", "drop"),
+        *("make_optimizer", "collect", "load", "load_optimizer", "zero_grad", "set_mode"),
+    }
+)
+
+
+@rpc.register
+def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
+    """Call a method of this task's worker for a master.
+
+    Raises:
+        StaleError: The master knows another incarnation of the worker.
+        ConfigError: The worker has no such method for masters.
+    """
+    agent = current_agent()
+    worker = agent.part(PlacedWorker)
+    worker.node = agent.info.name
+    if method not in _SERVED:
+        msg = f"a worker has no method {method!r} for masters"
+        raise ConfigError(msg)
+    if incarnation and incarnation != worker.incarnation:
+        msg = (
+            f"{worker.node} has restarted: the master knows incarnation {incarnation}, this is "
+            f"{worker.incarnation}. Its parts and parameters are gone: call placed.restore(state)"
+        )
+        raise StaleError(msg)
+    return getattr(worker, method)(*args)
+
+
+@rpc.register
+@async_execution
+def receive_placed(key: RendezvousKey) -> torch.futures.Future[SentTensor]:
+    """Return a future of a value of this task, for a part in another one."""
+    answer: torch.futures.Future[SentTensor] = AnswerFuture()
+
+    def complete(future: torch.futures.Future[Received]) -> None:
+        value, error = outcome(future)
+        if error is None:
+            answer.set_result(sent(value[0], requires_grad=value[1]))
+        else:
+            answer.set_exception(error)
+
+    current_agent().part(PlacedWorker).rendezvous.ask(key).add_done_callback(complete)
+    return answer
