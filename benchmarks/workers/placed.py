@@ -97,7 +97,7 @@ def compare(plan: PlacedPlan) -> PlacedSteps | None:
                 BEGIN.clear()
                 pipeline_step()
             return None
-        return _measured(plan, pipeline, pipeline_step, len(graph.nodes))
+        return _measured(plan, pipeline, pipeline_step)
     finally:
         rpc.shutdown()
 
@@ -106,18 +106,15 @@ def _measured(
     plan: PlacedPlan,
     pipeline: braid.Pipeline,
     pipeline_step: Callable[[], torch.Tensor],
-    num_nodes: int,
 ) -> PlacedSteps:
     clock = pipeline.group.context.clock
     _, tokens = make_gpt(plan.model, plan.batch, plan.context)
     sizes = (plan.model, plan.batch, plan.context)
-    half = MODELS[plan.model].layers // 2
     # the pipeline's own cut, by its parameters
     first = {name.split(".")[1] for name, _ in pipeline.named_parameters() if "blocks." in name}
     devices = {"token*": "/task:0", "position*": "/task:0", "norm*": "/task:1"}
     for index in range(MODELS[plan.model].layers):
         devices[f"blocks.{index}"] = "/task:0" if str(index) in first else "/task:1"
-    del half
     with placed.place(make_gpt, args=sizes, devices=devices) as model:
         model.optimizer(torch.optim.SGD, lr=0.1)
 
@@ -137,9 +134,8 @@ def _measured(
                 loss = call()
                 seconds.append((clock.now_ns() - begin_ns) / 1e9)
                 values.append(loss.item())
-        print(model.timeline())
     ours, theirs = (seconds[WARM_UP:] for seconds in times)
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    medians = map(statistics.median, (ours, theirs, ratios))
-    is_equal = losses[0] == losses[1]
-    return PlacedSteps(*medians, min(ours) / min(theirs), is_equal)
+    placed_s, pipeline_s, ratio = map(statistics.median, (ours, theirs, ratios))
+    quickest = min(ours) / min(theirs)
+    return PlacedSteps(placed_s, pipeline_s, ratio, quickest, losses[0] == losses[1])

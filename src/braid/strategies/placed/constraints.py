@@ -104,8 +104,10 @@ def _tensors_of(
         for name, x in (*module.named_parameters(), *module.named_buffers()):
             yield storage_id(x.untyped_storage()), f"{node.target}.{name}"
     for value in node.inputs:
-        x = graph.tensors.get(value)
-        if x is not None and (isinstance(x, torch.nn.Parameter) or value in written):
+        if value not in graph.tensors:
+            continue
+        x = graph.tensors[value]
+        if isinstance(x, torch.nn.Parameter) or value in written:
             yield storage_id(x.untyped_storage()), graph.names.get(value, f"tensor {value}")
 
 

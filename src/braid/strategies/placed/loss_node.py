@@ -43,7 +43,7 @@ def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGrap
     first = 1 + max(
         [
             graph.num_inputs,
-            *graph.tensors,
+            *graph.results,
             *(v for node in graph.nodes for v in (*node.inputs, *node.made)),
         ]
     )
@@ -61,13 +61,11 @@ def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGrap
     return dataclasses.replace(graph, nodes=(*graph.nodes, node)), targets.stop, targets
 
 
-def node_values(graph: CapturedGraph, *, keeps_writers: bool) -> list[NodeValues]:
+def node_values(graph: CapturedGraph) -> list[NodeValues]:
     """Return the values of each node.
 
-    Args:
-        graph: The graph.
-        keeps_writers: Whether nodes run that change tensors of the model though no fetched value
-            needs them, as in a call of the model.
+    Nodes that change buffers or other tensors of the model are kept though no fetched value needs
+    them, as in a call of the model.
     """
     own = set(graph.tensors)
     values = []
@@ -76,7 +74,7 @@ def node_values(graph: CapturedGraph, *, keeps_writers: bool) -> list[NodeValues
             True for _ in graph.modules[str(node.target)].buffers()
         )
         overwritten = tuple(old for old, _ in node.writes)
-        is_kept = keeps_writers and (has_buffers or bool(own.intersection(overwritten)))
+        is_kept = has_buffers or bool(own.intersection(overwritten))
         values.append(NodeValues(node.inputs, node.made, overwritten, is_kept))
         if own.intersection(overwritten):
             own.update(new for _, new in node.writes)

@@ -17,10 +17,12 @@ Systems", 2015, section 3.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -36,7 +38,7 @@ from braid.parallel.graph.variables import resolved
 from braid.strategies.placed.constraints import DeviceMap, placer_nodes, sizes_of_values
 from braid.strategies.placed.loss_node import LossSpec, node_values, with_loss
 from braid.strategies.placed.part_step import StepRequest
-from braid.strategies.placed.partition import PlacedPart, partition
+from braid.strategies.placed.partition import NodeValues, PlacedPart, partition
 from braid.strategies.placed.pictures import (
     PlacedTimeline,
     placement_picture,
@@ -50,6 +52,7 @@ from braid.strategies.placed.worker import graph_digest
 __all__ = ["PlacedModel", "place"]
 
 STEP_S = 300.0  # for a step by default
+MOST_PLANS = 16  # that are registered at the same time
 
 
 def place(
@@ -86,11 +89,13 @@ def place(
     module, example = made
     example = example if isinstance(example, tuple) else (example,)
     graph = capture(module, *example)
+    _check_results(graph)
     tasks = Tasks(nodes, num_cpus)
     try:
         chosen = _chosen_devices(module, graph, example, devices or {}, tasks)
         make = None if isinstance(model, nn.Module) else model
-        return PlacedModel(module, graph, chosen, tasks, (make, tuple(args)), seed, timeout_s)
+        options = _PlacedOptions(make, tuple(args), seed, timeout_s)
+        return PlacedModel(module, graph, chosen, tasks, options)
     except BaseException:
         tasks.close()
         raise
@@ -108,6 +113,30 @@ def _chosen_devices(
             sizes = sizes_of_values(graph, inputs)
         placed, colocations = placer_nodes(graph, devices, sizes)
     return list(map(str, choose_devices(placed, colocations, tasks.devices)))
+
+
+def _check_results(graph: CapturedGraph) -> None:
+    """Refuse a model that returns a tensor of its own, which no node makes."""
+    names = [graph.names.get(v, "a tensor") for v in graph.results if v in graph.tensors]
+    if names:
+        msg = f"the model returns {', '.join(names)} itself, which no node makes: return a copy"
+        raise ConfigError(msg)
+
+
+class _PlacedOptions(NamedTuple):
+    """Options of a placed model; see `place`.
+
+    Attributes:
+        make: Function that returns the model and its example; None for a model of this process.
+        args: Its arguments.
+        seed: Seed of random numbers.
+        timeout_s: Seconds that a step may take.
+    """
+
+    make: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    seed: int
+    timeout_s: float
 
 
 class _StepPlan(NamedTuple):
@@ -154,12 +183,10 @@ class PlacedModel:
         graph: CapturedGraph,
         devices: list[str],
         tasks: Tasks,
-        make: tuple[Callable[..., Any] | None, tuple[Any, ...]],
-        seed: int,
-        timeout_s: float,
+        options: _PlacedOptions,
     ) -> None:
-        self._graph, self._placement, self._tasks = graph, devices, tasks
-        self._make, self._seed, self._timeout_s = make, seed, timeout_s
+        self._placement, self._tasks, self._options = devices, tasks, options
+        self._timeout_s = options.timeout_s
         self._name = f"{tasks.here}:{os.urandom(6).hex()}"
         self.devices = dict(zip(graph.labels(), devices, strict=True))
         self.num_steps = 0
@@ -167,17 +194,26 @@ class PlacedModel:
         self._is_training = model.training
         self._optimizer: tuple[Any, ...] | None = None
         self._plans: dict[Any, _StepPlan] = {}
-        self._state = _state_of(model)
-        self._keys = [*model.state_dict(keep_vars=True)]
-        self._frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        self._unnamed = {f"value {v}": x for v, x in graph.tensors.items() if v not in graph.names}
+        self._num_plans = 0
         used = {tasks.addresses[device].node for device in devices}
         self._nodes = [node for node in tasks.nodes if node in used]
-        self._host()
-        self._load({**self._state, **self._unnamed})
+        self._values = node_values(graph)
+        self._frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        self._digest = graph_digest(graph)
+        # modules and tensors live in the tasks from now on
+        self._graph = dataclasses.replace(graph, modules={}, tensors={})
+        self._host(graph)
+        state = _state_of(model) | {f"value {value}": x for value, x in graph.tensors.items()}
+        self._load(state)
+        self._shapes = {key: x.shape for key, x in model.state_dict().items()}
+        held = self._all("names")
+        names = {name for each in held.values() for name in each}
+        self._rest = {
+            key: x for key, x in state.items() if key not in self._shapes or key not in names
+        }
 
-    def _host(self) -> None:
-        make, args = self._make
+    def _host(self, graph: CapturedGraph) -> None:
+        make, args, _, _ = self._options
         addresses = self._tasks.addresses
         remote = [node for node in self._nodes if node != self._tasks.here]
         if remote and make is None:
@@ -187,12 +223,16 @@ class PlacedModel:
             )
             raise ConfigError(msg)
         if self._tasks.here in self._nodes:
-            self._tasks.worker.host_local(self._name, self._graph, self._placement, addresses)
-        digest = graph_digest(self._graph)
-        host = (self._name, make, args, digest, self._placement, addresses)
+            self._tasks.worker.host_local(self._name, graph, self._placement, addresses)
+        host = (self._name, make, args, self._digest, self._placement, addresses)
         calls = [self._tasks.call(node, "host", *host) for node in remote]
         for call in calls:
             call.wait()
+
+    @property
+    def num_pending(self) -> int:
+        """Number of values of steps that tasks still keep; 0 between steps."""
+        return sum(self._all("num_pending").values())
 
     # -- steps
 
@@ -227,6 +267,9 @@ class PlacedModel:
 
         Cost: two calls to each task, and a call for each tensor and gradient that crosses.
         """
+        if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+            msg = "the loss has parameters, which no task would train: make it a part of the model"
+            raise ConfigError(msg)
         tree, targets = flatten(target)
         plan = self._plan((self._graph.results, True), LossSpec(loss, tree, len(targets)))
         feeds = {**self._inputs(inputs), **dict(zip(plan.targets, targets, strict=True))}
@@ -291,25 +334,30 @@ class PlacedModel:
 
     def _plan(self, key: Any, loss: LossSpec | None) -> _StepPlan:
         """Return a registered plan; prune, split and register it if it is new."""
-        name = (key, None if loss is None else (loss.function, repr(loss.target)))
+        name = (key, None if loss is None else (_identity(loss.function), repr(loss.target)))
         if name in self._plans:
             return self._plans[name]
+        forgotten = -1
+        if len(self._plans) >= MOST_PLANS:
+            forgotten = self._plans.pop(next(iter(self._plans))).number
         fetches, keeps_writers, *fed = key
         graph, value, targets = with_loss(self._graph, loss)
-        devices = list(self._placement)
+        devices, values = list(self._placement), self._values
+        if not keeps_writers:
+            values = [each._replace(is_kept=False) for each in values]
         if loss is not None:
             makers = {v: i for i, node in enumerate(self._graph.nodes) for v in node.made}
-            first = next((makers[v] for v in graph.results if v in makers), len(devices) - 1)
-            devices.append(devices[first])
+            devices.append(devices[makers.get(graph.results[0], -1)])
+            values = [*values, NodeValues((*graph.results, *targets), (value,))]
             fetches = (value,)
         feeds = {*(fed[0] if fed else range(graph.num_inputs)), *targets}
-        values = node_values(graph, keeps_writers=keeps_writers)
         parts = partition(values, devices, set(fetches) - feeds, feeds)
-        plan = _StepPlan(len(self._plans), parts, value, targets)
+        self._num_plans += 1
+        plan = _StepPlan(self._num_plans, parts, value, targets)
         calls = [
             self._tasks.call(
                 self._tasks.addresses[part.device].node,
-                *("register", self._name, plan.number, part, loss),
+                *("register", self._name, plan.number, part, loss, forgotten),
             )
             for part in parts
         ]
@@ -330,51 +378,59 @@ class PlacedModel:
             if torch.is_autocast_enabled(kind)
         )
         errors, calls = _StepErrors(), []
-        for part in plan.parts:
-            request = StepRequest(
-                self._step, {v: feeds[v].detach() for v in part.feeds}, rows, trains, plan.loss,
-                self._seed, self.num_steps, autocast,
-            )  # fmt: skip
-            node = self._tasks.addresses[part.device].node
-            asked = (self._name, plan.number, part.device, request)
-            call = self._tasks.call(node, "run", *asked, timeout_s=self._timeout_s)
-            call.when_failed(lambda error, call=call: self._failed(errors, call, error))
-            calls.append(call)
         fetched: dict[int, torch.Tensor] = {}
-        for call in calls:
-            try:
-                fetched.update(call.wait(self._timeout_s).fetched)
-            except Exception as exc:  # noqa: BLE001 - all calls end before one error is raised
-                if not any(each is call for each, _ in errors.calls):
+        try:
+            for part in plan.parts:
+                request = StepRequest(
+                    self._step, {v: feeds[v].detach() for v in part.feeds}, rows, trains, plan.loss,
+                    self._options.seed, self.num_steps, autocast,
+                )  # fmt: skip
+                node = self._tasks.addresses[part.device].node
+                asked = (self._name, plan.number, part.device, request)
+                call = self._tasks.call(node, "run", *asked, timeout_s=self._timeout_s)
+                call.when_failed(partial(self._failed, errors, call))
+                calls.append(call)
+            for call in calls:
+                try:
+                    fetched.update(call.wait(self._timeout_s).fetched)
+                except Exception as exc:  # noqa: BLE001 - all calls end before one error is raised
                     self._failed(errors, call, exc)
+        except BaseException:  # such as KeyboardInterrupt
+            self._abort("the master was interrupted")
+            raise
         if errors.calls:
             raise self._cause(errors)
         self._all("finish", self._step, trains and self._optimizer is not None)
         return fetched
 
+    def _abort(self, reason: str) -> None:
+        """End the step in all tasks, so that no part waits for a failed one."""
+        for node in self._nodes:
+            self._tasks.call(node, "abort", self._name, self._step, reason)
+
     def _failed(self, errors: _StepErrors, call: TaskCall, error: BaseException) -> None:
-        """End a step in all tasks at the first error, so that no part waits for the failed one."""
+        """Note the error of a call; end the step at the first one."""
         if errors.add(call, error):
-            reason = f"{call.node} failed: {type(error).__name__}"
-            for node in self._nodes:
-                if node != call.node or not isinstance(error, PeerLostError):
-                    self._tasks.call(node, "abort", self._name, self._step, reason)
+            self._abort(f"{call.node} failed: {type(error).__name__}")
 
     def _cause(self, errors: _StepErrors) -> BaseException:
         """Return the error of a step: a lost task, else the first error in time."""
         for call, error in errors.calls:
             if isinstance(error, PeerLostError) and not str(error).startswith("On "):
-                places = [d for d, task in self._tasks.addresses.items() if task.node == call.node]
-                msg = (
-                    f"lost {call.node} with {', '.join(places)} in step {self._step}: {error}. "
-                    "Parameters there are gone: start the task again and call placed.restore(state)"
-                )
-                return PeerLostError(msg, rank=error.rank)
+                return self._lost(call.node, error)
         call, error = errors.calls[0]
-        if isinstance(error, (CommTimeout, TimeoutError)):
+        if isinstance(error, TimeoutError):
             msg = f"{call.node} did not run step {self._step} within {self._timeout_s:g} s: {error}"
             return CommTimeout(msg)
         return error
+
+    def _lost(self, node: str, error: PeerLostError) -> PeerLostError:
+        places = [device for device, task in self._tasks.addresses.items() if task.node == node]
+        msg = (
+            f"lost {node} with {', '.join(places)} in step {self._step}: {error}. The parameters "
+            "there are gone: start the task again and call placed.restore(state)"
+        )
+        return PeerLostError(msg, rank=error.rank)
 
     # -- state
 
@@ -391,7 +447,9 @@ class PlacedModel:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's parameters and buffers, from all tasks, in the model's order."""
         state = self._collected("state")
-        return {key: state.get(key, self._state[key]) for key in self._keys}
+        return {
+            key: state[key] if key in state else self._rest[key].detach() for key in self._shapes
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load parameters and buffers into all parts.
@@ -399,18 +457,16 @@ class PlacedModel:
         Raises:
             ConfigError: Keys are missing or unknown, or a shape differs.
         """
-        missing, unknown = set(self._keys) - state.keys(), state.keys() - set(self._keys)
-        shapes = {key for key in self._keys if key in state} & {
-            key
-            for key, x in state.items()
-            if key in self._state and x.shape != self._state[key].shape
-        }
-        if missing or unknown or shapes:
+        missing, unknown = self._shapes.keys() - state.keys(), state.keys() - self._shapes.keys()
+        known = self._shapes.keys() & state.keys()
+        other = [key for key in known if state[key].shape != self._shapes[key]]
+        if missing or unknown or other:
             msg = (
                 f"the state does not fit: missing {sorted(missing)}, unknown {sorted(unknown)}, "
-                f"of another shape {sorted(shapes)}"
+                f"of another shape {sorted(other)}"
             )
             raise ConfigError(msg)
+        self._rest.update({key: state[key] for key in self._rest.keys() & known})
         self._load(dict(state))
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -436,10 +492,8 @@ class PlacedModel:
         """
         self._tasks.meet()
         self._plans.clear()
-        for node in self._nodes:
-            self._tasks.call(node, "drop", self._name).wait()
-        self._host()
-        self._load({**self._state, **self._unnamed})
+        self._host(self._graph)
+        self._load(self._rest)
         self.load_state_dict(state)
         self._all("set_mode", self._is_training)
         if self._optimizer is not None:
@@ -460,7 +514,13 @@ class PlacedModel:
             self._tasks.call(node, method, self._name, *args, timeout_s=self._timeout_s)
             for node in self._nodes
         ]
-        return {call.node: call.wait(self._timeout_s) for call in calls}
+        results = {}
+        for call in calls:
+            try:
+                results[call.node] = call.wait(self._timeout_s)
+            except PeerLostError as exc:
+                raise self._lost(call.node, exc) from exc
+        return results
 
     # -- pictures
 
@@ -506,3 +566,10 @@ def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers under all their names, also those that are not saved."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {**named, **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _identity(function: Any) -> Any:
+    """Return an object that is equal for functions which do the same, such as one lambda's."""
+    code = getattr(function, "__code__", None)
+    has_values = any(getattr(function, name, None) for name in ("__closure__", "__defaults__"))
+    return function if code is None or has_values else code

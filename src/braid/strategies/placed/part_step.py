@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from braid import rpc
-from braid.errors import ConfigError
+from braid.errors import ConfigError, message_of
 from braid.parallel.graph import GraphNodes, Situation
+from braid.rpc.outcomes import error_like
 from braid.runtime.clock import Clock
 from braid.runtime.seeding import Draws
 from braid.strategies.placed.partition import PlacedPart, PlacedSegment
@@ -100,6 +101,7 @@ class PartProgram(NamedTuple):
         lines: Lines of the model, by label of the node.
         shared: Parameters that several segments use, by segment.
         device: Device of torch.
+        is_alone: Whether the whole graph is on this device.
     """
 
     part: PlacedPart
@@ -109,6 +111,7 @@ class PartProgram(NamedTuple):
     lines: Mapping[str, str]
     shared: list[list[nn.Parameter]]
     device: torch.device
+    is_alone: bool = False
 
 
 class _Entrance(torch.autograd.Function):
@@ -168,12 +171,21 @@ class PartStep:
             for segment in self._program.part.segments
             for value, source in segment.receives
         }
+        generator = None if self._program.is_alone else torch.get_rng_state()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(request.trains))
             for kind, dtype in request.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             for index in range(len(self._program.part.segments)):
                 self._forward(index, asked)
+        if generator is not None and not torch.equal(generator, torch.get_rng_state()):
+            msg = (
+                f"a node on {self._program.part.device} draws from torch's default generator in a "
+                "way that is not keyed by layer and sample (see braid.runtime.seeding), so its "
+                "numbers would depend on the placement: use torch's dropout or functions that take "
+                "a generator, or place the whole model on one device"
+            )
+            raise ConfigError(msg)
         if request.trains:
             with self._earlier_gradients_kept():
                 for index in reversed(range(len(self._program.part.segments))):
@@ -189,7 +201,7 @@ class PartStep:
             assert tensor is not None
             self._values[value] = tensor, requires_grad
         state = _Pass()
-        known = {value: request.feeds[value] for value in segment.feeds}
+        known = {value: request.feeds[value].to(program.device) for value in segment.feeds}
         for value in segment.inputs:
             tensor, requires_grad = self._values[value]
             if requires_grad and request.trains:
@@ -238,9 +250,7 @@ class PartStep:
             )
             raise ConfigError(msg)
         if self._request.trains and not loss.requires_grad:
-            msg = (
-                "the loss depends on no parameter that requires a gradient: use placed.run instead"
-            )
+            msg = "the loss depends on no parameter that requires a gradient: use predict instead"
             raise ConfigError(msg)
 
     def _around(self, draws: Draws | None) -> Callable[[str], Any]:
@@ -253,11 +263,14 @@ class PartStep:
                     with draws.layer(label):
                         yield
             except Exception as exc:
-                line, place = self._program.lines[label], self._program.part.device
-                exc.add_note(f"in step {self._request.step}: {label} at {line}, on {place}")
-                raise
+                raise self._located(exc, f"{label} at {self._program.lines[label]}") from exc
 
         return around
+
+    def _located(self, error: Exception, place: str) -> BaseException:
+        """Return an error of the same type whose text has the node, its line and its device."""
+        where = f"in step {self._request.step}: {place}, on {self._program.part.device}"
+        return error_like(type(error), f"{message_of(error)} ({where})")
 
     # -- backward
 
@@ -302,12 +315,8 @@ class PartStep:
                     [tensor for tensor, _ in roots], [total for _, total in roots]
                 )
             except Exception as exc:
-                exc.add_note(
-                    f"in step {self._request.step}: backward of {program.names[index]}, on "
-                    f"{program.part.device}"
-                )
-                raise
-            sums = {v: (grads or [None])[0] for v, grads in state.gradients.items()}
+                raise self._located(exc, f"backward of {program.names[index]}") from exc
+            sums = {value: grads[0] if grads else None for value, grads in state.gradients.items()}
         self._span("backward", program.names[index], begin_ns)
         for value, earlier, device in segment.sums_to:
             if value not in state.entrances:
@@ -335,7 +344,7 @@ class PartStep:
             raise
         for param, grad in earlier:
             if param.grad is not None:
-                grad.add_(param.grad)  # type: ignore[union-attr]
+                grad.add_(param.grad)
             param.grad = grad
 
     # -- waits and spans

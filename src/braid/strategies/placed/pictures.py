@@ -52,11 +52,13 @@ class PlacedTimeline(NamedTuple):
 
     def __str__(self) -> str:
         begin_ns = min((span.begin_ns for span in self.spans), default=0)
-        return "\n".join(
-            f"{(span.begin_ns - begin_ns) / 1e6:9.3f} ms  {(span.end_ns - span.begin_ns) / 1e6:8.3f}"
-            f" ms  {span.device}  {span.kind} {span.name}"
-            for span in self.spans
-        )
+        lines = []
+        for span in self.spans:
+            begin_ms = (span.begin_ns - begin_ns) / 1e6
+            length_ms = (span.end_ns - span.begin_ns) / 1e6
+            what = f"{span.kind} {span.name}"
+            lines.append(f"{begin_ms:9.3f} ms {length_ms:9.3f} ms  {span.device}  {what}")
+        return "\n".join(lines)
 
 
 def timeline_of(

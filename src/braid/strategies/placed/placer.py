@@ -16,7 +16,7 @@ Systems", 2015, section 3.2.1; the greedy cost here looks at bytes and work, not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import networkx as nx
@@ -110,7 +110,7 @@ def _conflict(
         key=lambda pair: nx.shortest_path_length(together, *pair),
     )
     path = nx.shortest_path(together, *pair)
-    reasons = [together.edges[edge]["reason"] for edge in zip(path, path[1:], strict=False)]
+    reasons = [together.edges[edge]["reason"] for edge in pairwise(path)]
     first, second = (nodes[each] for each in pair)
     return (
         f"{first} is placed on {first.spec} and {second} on {second.spec}, but they must have one "

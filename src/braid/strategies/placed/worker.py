@@ -174,6 +174,7 @@ class PlacedWorker:
             MismatchError: The graph differs from the master's.
         """
         if name in self._graphs:
+            self._host(name, self._graphs[name].graph, devices, tasks)
             return
         model, example = make(*args)
         example = example if isinstance(example, tuple) else (example,)
@@ -181,8 +182,8 @@ class PlacedWorker:
         here = graph_digest(graph)
         if here != digest:
             msg = (
-                f"{make.__qualname__} made another model here than at the master: {len(graph.nodes)}"
-                f" nodes with digest {here}, expected {digest}. Make the same model in all tasks"
+                f"{make.__qualname__} made another model than at the master: {len(graph.nodes)} "
+                f"nodes with digest {here}, expected {digest}. Make the same model in all tasks"
             )
             raise MismatchError(msg)
         self._host(name, graph, devices, tasks)
@@ -190,6 +191,10 @@ class PlacedWorker:
     def _host(
         self, name: str, graph: CapturedGraph, devices: list[str], tasks: dict[str, TaskAddress]
     ) -> None:
+        if name in self._graphs:  # after a restart of another task
+            self._graphs[name].tasks = tasks
+            self._graphs[name].programs.clear()
+            return
         here = {device for device, task in tasks.items() if task.incarnation == self.incarnation}
         own = [i for i, device in enumerate(devices) if device in here]
         called = {graph.nodes[i].target for i in own}
@@ -205,9 +210,12 @@ class PlacedWorker:
         hosted.nodes = GraphNodes(graph, own)
         self._graphs[name] = hosted
 
-    def register(self, name: str, plan: int, part: PlacedPart, loss: LossSpec | None) -> None:
-        """Make a part ready to run; a plan is registered once."""
+    def register(
+        self, name: str, plan: int, part: PlacedPart, loss: LossSpec | None, forgotten: int
+    ) -> None:
+        """Make a part ready to run, and drop an older plan; a plan is registered once."""
         hosted = self._hosted(name)
+        hosted.programs.pop((forgotten, part.device), None)
         graph, _, _ = with_loss(hosted.graph, loss)
         positions = part.nodes
         results = {value for segment in part.segments for value in segment.fetches}
@@ -225,7 +233,7 @@ class PlacedWorker:
         shared = [[p for p in own if sum(p in each for each in users) > 1] for own in users]
         lines = {labels[i]: graph.nodes[i].where for i in positions}
         hosted.programs[plan, part.device] = PartProgram(
-            part, nodes, dead, names, lines, shared, place
+            part, nodes, dead, names, lines, shared, place, len(set(hosted.devices)) == 1
         )
 
     # -- steps
@@ -270,6 +278,17 @@ class PlacedWorker:
         assert hosted.nodes is not None
         params = list(hosted.nodes.parameters())
         hosted.optimizer = make(params, *args, **kwargs) if params else None
+
+    def num_pending(self, name: str) -> int:
+        """Return the number of values and of receivers that wait in this task."""
+        self._hosted(name)
+        return self.rendezvous.num_pending
+
+    def names(self, name: str) -> list[str]:
+        """Return the names of the parameters and buffers of this task."""
+        nodes = self._hosted(name).nodes
+        assert nodes is not None
+        return list(tensors_of(nodes))
 
     def collect(self, name: str, what: str) -> Any:
         """Return parameters and buffers, gradients, the optimizer's state or spans."""
@@ -391,7 +410,16 @@ def tensors_of(nodes: GraphNodes) -> dict[str, torch.Tensor]:
 _SERVED = frozenset(
     {
         *("describe", "host", "register", "run", "finish", "abort", "drop"),
-        *("make_optimizer", "collect", "load", "load_optimizer", "zero_grad", "set_mode"),
+        *(
+            "make_optimizer",
+            "collect",
+            "load",
+            "load_optimizer",
+            "zero_grad",
+            "set_mode",
+            "names",
+            "num_pending",
+        ),
     }
 )
 
@@ -430,7 +458,7 @@ def receive_placed(key: RendezvousKey) -> torch.futures.Future[SentTensor]:
         if error is None:
             answer.set_result(sent(value[0], requires_grad=value[1]))
         else:
-            answer.set_exception(error)
+            answer.set_exception(error)  # type: ignore[arg-type]
 
     current_agent().part(PlacedWorker).rendezvous.ask(key).add_done_callback(complete)
     return answer
