@@ -6,11 +6,16 @@ import copy
 import random
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import nn
 from torch.nn import functional
 
+import braid
+from braid.strategies.placed.constraints import colocations_of
+
 WIDTH = 4
+NUM_DEVICES = 3
 OPERATIONS = (
     *("linear", "linear", "again", "tanh", "add", "mul", "split", "turned", "frozen"),
     *("bfloat16", "in place", "buffer", "three", "none"),
@@ -58,36 +63,39 @@ class RandomModel(nn.Module):
         for kind, first, second, name in self.operations:
             a = values[-1 - first % min(len(values), 4)]
             b = values[-1 - second % min(len(values), 4)]
-            match kind:
-                case "linear" | "buffer":
-                    values.append(self.layers[name](a))
-                case "none":
-                    made = self.layers[name](a)
-                    values.append(made["x"] + made["count"])
-                case "tanh":
-                    values.append(torch.tanh(a))
-                case "add":
-                    values.append(a + b * 0.5)
-                case "mul":
-                    values.append(torch.sigmoid(a) * b)
-                case "split":
-                    left, right = a.chunk(2, dim=1)
-                    values.append(torch.cat([right, left], dim=1))
-                case "turned":
-                    values.append((a.t() @ b).t().expand(WIDTH, WIDTH)[:1] + a)
-                case "frozen":
-                    with torch.no_grad():
-                        frozen = a * 2
-                    values.append(frozen + b)
-                case "bfloat16":
-                    values.append(a.to(torch.bfloat16).float() + self.shift)
-                case "in place":
-                    new = a * 1.0
-                    values.append(new.mul_(b).add_(1))
-                    self.count.add_(1)
-                case "three":
-                    values.append(a * a + torch.sin(a) * 0.25 + b)
+            if name in self.layers:
+                made = self.layers[name](a)
+                values.append(made["x"] + made["count"] if kind == "none" else made)
+                continue
+            values.append(self.computed(kind, a, b))
         return values[-1] + self.shift, values[-2]
+
+    def computed(self, kind: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # noqa: PLR0911 - one for each kind
+        """Return the result of an operation without a module."""
+        match kind:
+            case "tanh":
+                return torch.tanh(a)
+            case "add":
+                return a + b * 0.5
+            case "mul":
+                return torch.sigmoid(a) * b
+            case "split":
+                left, right = a.chunk(2, dim=1)
+                return torch.cat([right, left], dim=1)
+            case "turned":
+                return (a.t() @ b).t().expand(WIDTH, WIDTH)[:1] + a
+            case "frozen":
+                with torch.no_grad():
+                    frozen = a * 2
+                return frozen + b
+            case "bfloat16":
+                return a.to(torch.bfloat16).float() + self.shift
+            case "in place":
+                new = a * 1.0
+                self.count.add_(1)
+                return new.mul_(b).add_(1)
+            case _:
+                return a * a + torch.sin(a) * 0.25 + b
 
 
 def loss_of(output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
@@ -125,9 +133,27 @@ class OneProcess:
         return value.detach()
 
 
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether tensors have equal elements, NaN included, and dtypes."""
+    return x.dtype == y.dtype and torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
+
+
 def is_equal(state: dict[str, torch.Tensor], model: nn.Module) -> bool:
     """Return whether a state has the bits of a model's."""
     other = model.state_dict()
-    return list(state) == list(other) and all(
-        torch.equal(state[key], x) and state[key].dtype == x.dtype for key, x in other.items()
-    )
+    return list(state) == list(other) and all(same_bits(state[k], x) for k, x in other.items())
+
+
+def random_devices(
+    model: nn.Module, example: tuple[torch.Tensor, ...], seed: int
+) -> dict[str, str]:
+    """Return a random device for each group of nodes that must have one device."""
+    graph = braid.capture(model, *example)
+    draw, labels = random.Random(seed), graph.labels()
+    together = nx.Graph([(first, second) for first, second, _ in colocations_of(graph)])
+    together.add_nodes_from(range(len(labels)))
+    devices = {}
+    for group in sorted(map(sorted, nx.connected_components(together))):
+        device = f"/device:cpu:{draw.randrange(NUM_DEVICES)}"
+        devices |= {labels[position]: device for position in group}
+    return devices

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from braid.plan.plan_file import Plan
     from braid.programs.schedule import Program, simulate
     from braid.ps import ParameterServer
+    from braid.strategies.placed import device
 
 _ROOT_NAMES = {
     "BraidError": "errors",
@@ -61,6 +62,7 @@ _ROOT_NAMES = {
     "SyncBatchNorm": "parallel.data_parallel",
     "Work": "comm",
     "capture": "parallel.graph",
+    "device": "strategies.placed",
     "find_plan": "plan.find",
     "init": "context",
     "load": "parallel.resume",
@@ -98,6 +100,7 @@ __all__ = [
     "Work",
     "__version__",
     "capture",
+    "device",
     "find_plan",
     "init",
     "load",

@@ -34,6 +34,7 @@ ROOT_NAMES = [
     "Work",
     "__version__",
     "capture",
+    "device",
     "find_plan",
     "init",
     "load",

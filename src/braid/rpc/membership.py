@@ -38,12 +38,14 @@ from braid.runtime.rendezvous.rank import claim
 from braid.runtime.store import FileStore, PrefixStore, Store
 from braid.runtime.transport import Network
 from braid.runtime.transport.peer_connections import own_address
+from braid.runtime.transport.reachability import probe
 from braid.runtime.wire import Address, Secret, local_address
 
 __all__ = ["init_rpc", "join", "shutdown"]
 
 MEET_S = 300.0  # to wait for all nodes
 _FIXED = "fixed"  # key that exists while a group with a fixed number of nodes lives
+_GONE_S = 3.0  # for an earlier life of a node to accept a connection
 _LOOK_S = 0.25  # after which a node that waits for others looks whether they live
 
 
@@ -168,7 +170,7 @@ def join(
     directory = WorkerDirectory(store, MEET_S)
     record = WorkerRecord(name, rank, van.address, options.device_maps)
     try:
-        directory.add(record)
+        directory.add(record, lambda gone: bool(probe({rank: gone}, van.clock, timeout_s=_GONE_S)))
         if world_size is not None:
             directory.wait_for(world_size)
     except BaseException as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -93,8 +94,12 @@ class WorkerDirectory:
         self._by_id: dict[int, WorkerRecord] = {}
         self._lock = threading.Lock()
 
-    def add(self, record: WorkerRecord) -> None:
-        """Publish the record of this node.
+    def add(self, record: WorkerRecord, is_gone: Callable[[str], bool] = lambda _: False) -> None:
+        """Publish the record of this node, in place of an earlier life of it.
+
+        Args:
+            record: The record.
+            is_gone: Function that returns whether no node listens on an address any more.
 
         Raises:
             RendezvousError: Another node has the name or the number.
@@ -104,6 +109,10 @@ class WorkerDirectory:
             owner = self.store.compare_set(key, b"", packed)
             if owner != packed:
                 other = msgspec.json.decode(owner, type=WorkerRecord)
+                is_own = (other.name, other.id) == (record.name, record.id)
+                if is_own and is_gone(other.address):
+                    owner = self.store.compare_set(key, owner, packed)
+            if owner != packed:
                 shared = f"number {record.id}" if key[0] == "i" else f"name {record.name!r}"
                 msg = (
                     f"{shared} is not unique: node {other.id} ({other.name}) and node {record.id} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from braid.strategies import placed
 from braid.strategies.cluster import (
     ClusterResolver,
     LaunchedClusterResolver,
@@ -43,4 +44,5 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "placed",
 ]

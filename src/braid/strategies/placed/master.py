@@ -47,7 +47,7 @@ from braid.strategies.placed.pictures import (
 )
 from braid.strategies.placed.placer import choose_devices
 from braid.strategies.placed.tasks import TaskCall, Tasks
-from braid.strategies.placed.worker import graph_digest
+from braid.strategies.placed.worker import RESTORE, graph_digest
 
 __all__ = ["PlacedModel", "place"]
 
@@ -414,11 +414,18 @@ class PlacedModel:
             self._abort(f"{call.node} failed: {type(error).__name__}")
 
     def _cause(self, errors: _StepErrors) -> BaseException:
-        """Return the error of a step: a lost task, else the first error in time."""
-        for call, error in errors.calls:
+        """Return the error that made a step fail; other parts have failed because it ended."""
+
+        def rank(failed: tuple[TaskCall, BaseException]) -> int:
+            _, error = failed
             if isinstance(error, PeerLostError) and not str(error).startswith("On "):
-                return self._lost(call.node, error)
-        call, error = errors.calls[0]
+                return 0
+            is_consequence = isinstance(error, StaleError) and RESTORE not in str(error)
+            return 2 if is_consequence else 1
+
+        call, error = min(errors.calls, key=rank)  # the first one in time among equals
+        if isinstance(error, PeerLostError):
+            return self._lost(call.node, error)
         if isinstance(error, TimeoutError):
             msg = f"{call.node} did not run step {self._step} within {self._timeout_s:g} s: {error}"
             return CommTimeout(msg)
@@ -428,7 +435,7 @@ class PlacedModel:
         places = [device for device, task in self._tasks.addresses.items() if task.node == node]
         msg = (
             f"lost {node} with {', '.join(places)} in step {self._step}: {error}. The parameters "
-            "there are gone: start the task again and call placed.restore(state)"
+            f"there are gone: start the task again, then {RESTORE}"
         )
         return PeerLostError(msg, rank=error.rank)
 

@@ -28,7 +28,7 @@ from braid.runtime.clock import Clock
 from braid.runtime.seeding import Draws
 from braid.strategies.placed.partition import PlacedPart, PlacedSegment
 
-__all__ = ["Exchange", "PartProgram", "PartSpan", "PartStep", "StepRequest"]
+__all__ = ["PartEdges", "PartProgram", "PartSpan", "PartStep", "StepRequest"]
 
 Received = tuple[torch.Tensor | None, bool]
 
@@ -78,7 +78,7 @@ class PartSpan(NamedTuple):
     end_ns: int
 
 
-class Exchange(Protocol):
+class PartEdges(Protocol):
     """Edges of a part in one step."""
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
@@ -129,7 +129,7 @@ class _Entrance(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class _Pass:
+class _SegmentPass:
     """A segment between forward and backward."""
 
     entrances: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -153,12 +153,12 @@ class PartStep:
     """
 
     def __init__(
-        self, program: PartProgram, request: StepRequest, exchange: Exchange, clock: Clock
+        self, program: PartProgram, request: StepRequest, exchange: PartEdges, clock: Clock
     ) -> None:
         self._program, self._request, self._exchange = program, request, exchange
         self._clock = clock
         self._values: dict[int, tuple[torch.Tensor, bool]] = {}
-        self._passes: list[_Pass] = []
+        self._passes: list[_SegmentPass] = []
         self._sums: dict[tuple[int, int], torch.Tensor | None] = {}
         self.fetched: dict[int, torch.Tensor] = {}
         self.spans: list[PartSpan] = []
@@ -200,7 +200,7 @@ class PartStep:
             tensor, requires_grad = self._waited(f"value {value}", asked[value])
             assert tensor is not None
             self._values[value] = tensor, requires_grad
-        state = _Pass()
+        state = _SegmentPass()
         known = {value: request.feeds[value].to(program.device) for value in segment.feeds}
         for value in segment.inputs:
             tensor, requires_grad = self._values[value]
@@ -274,7 +274,7 @@ class PartStep:
 
     # -- backward
 
-    def _ask_for_sums(self, segment: PlacedSegment, state: _Pass) -> None:
+    def _ask_for_sums(self, segment: PlacedSegment, state: _SegmentPass) -> None:
         """Ask for gradients that come from other devices, before this part waits for any."""
         for value, later, device in segment.sums_from:
             needed = value in state.outputs or value in state.entrances
@@ -282,7 +282,7 @@ class PartStep:
                 edge = f"gradient of {value} from {later}"
                 state.asked[value] = self._exchange.ask(device, edge)
 
-    def _sum_from(self, value: int, segment: PlacedSegment, state: _Pass) -> torch.Tensor | None:
+    def _sum_from(self, value: int, segment: PlacedSegment, state: _SegmentPass) -> torch.Tensor | None:
         """Return the sum of gradients of later segments; None without one."""
         if value == self._request.loss and value in state.outputs:
             return torch.ones_like(state.outputs[value])

@@ -16,9 +16,9 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
-from braid import rpc
 from braid.errors import ConfigError
 from braid.rpc.agent import ACTING, Agent
+from braid.rpc.caller import OutgoingCall
 from braid.rpc.current import current_agent, has_default
 from braid.rpc.outcomes import outcome
 from braid.strategies.placed.spec import DeviceSpec
@@ -106,6 +106,8 @@ class Tasks:
         """Ask all tasks for their devices and incarnations."""
         self.devices, self.addresses, self._incarnations = [], {}, {}
         for node in self.nodes:
+            if self._agent is not None and node != self.here:  # it may have another address now
+                self._agent.directory.forget(self._agent.directory.find(node).id)
             begin_ns = self.worker.describe().now_ns
             report: TaskReport = self._call(node, "", "describe", (), MEET_S).wait()
             end_ns = self.worker.describe().now_ns
@@ -130,10 +132,11 @@ class Tasks:
         if node == self.here:
             function = getattr(self.worker, method)
             return TaskCall(node, self._pool.submit(copy_context().run, function, *args), None)
+        assert self._agent is not None
         asked = (incarnation, method, tuple(args))
-        return TaskCall(
-            node, rpc.rpc_async(node, serve_placed, asked, timeout=timeout_s), self._agent
-        )
+        # not `rpc_async`: this may be a thread that belongs to no node
+        call = OutgoingCall(node, serve_placed, asked, timeout=timeout_s)
+        return TaskCall(node, self._agent.caller.call_async(call), self._agent)
 
     def close(self) -> None:
         """End the threads."""

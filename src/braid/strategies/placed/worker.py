@@ -17,6 +17,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,7 @@ from braid.strategies.placed.spec import DeviceSpec
 from braid.types import text_digest
 
 __all__ = [
+    "RESTORE",
     "PartResult",
     "PlacedWorker",
     "TaskAddress",
@@ -54,6 +56,8 @@ __all__ = [
     "graph_digest",
     "serve_placed",
 ]
+
+RESTORE = "call placed.restore(state)"
 
 for kind in (PlacedPart, PlacedSegment, GradientLink, RendezvousKey):
     rpc.register(kind)
@@ -241,7 +245,7 @@ class PlacedWorker:
     def run(self, name: str, plan: int, device: str, request: StepRequest) -> PartResult:
         """Run a step of a part."""
         hosted = self._hosted(name)
-        exchange = StepExchange(self, hosted.tasks, device, name, request.step)
+        exchange = StepEdges(self, hosted.tasks, device, name, request.step)
         step = PartStep(hosted.programs[plan, device], request, exchange, self._clock)
         try:
             step.run()
@@ -297,11 +301,12 @@ class PlacedWorker:
         if what == "spans":
             return list(hosted.spans)
         if what == "optimizer":
-            return None if hosted.optimizer is None else hosted.optimizer.state_dict()
+            return None if hosted.optimizer is None else deepcopy(hosted.optimizer.state_dict())
         if what == "gradients":
             named = hosted.nodes.named_parameters(remove_duplicate=False)
-            return {key: None if p.grad is None else p.grad.cpu() for key, p in named}
-        return {key: x.detach().cpu() for key, x in tensors_of(hosted.nodes).items()}
+            return {key: None if p.grad is None else p.grad.cpu().clone() for key, p in named}
+        # copies, so that the parts of this process are of the same step as those that travel
+        return {key: x.detach().cpu().clone() for key, x in tensors_of(hosted.nodes).items()}
 
     def load(self, name: str, state: dict[str, torch.Tensor], frozen: list[str]) -> None:
         """Copy values into parameters, buffers and other tensors of the model."""
@@ -346,8 +351,8 @@ class PlacedWorker:
         return self._graphs[name]
 
 
-class StepExchange:
-    """Edges of a part in one step; see `Exchange`.
+class StepEdges:
+    """Edges of a part in one step; see `PartEdges`.
 
     Args:
         worker: Worker of this task.
@@ -369,13 +374,13 @@ class StepExchange:
         self._name = graph, step
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
-        """See `Exchange`."""
+        """See `PartEdges`."""
         incarnation = self._worker.incarnation
         key = RendezvousKey(self._device, incarnation, target, edge, *self._name)
         self._worker.rendezvous.put(key, x, requires_grad)
 
     def ask(self, source: str, edge: str) -> Callable[[], Received]:
-        """See `Exchange`."""
+        """See `PartEdges`."""
         task = self._tasks[source]
         key = RendezvousKey(source, task.incarnation, self._device, edge, *self._name)
         if task.incarnation == self._worker.incarnation:
@@ -441,7 +446,7 @@ def serve_placed(incarnation: str, method: str, args: Sequence[Any]) -> Any:
     if incarnation and incarnation != worker.incarnation:
         msg = (
             f"{worker.node} has restarted: the master knows incarnation {incarnation}, this is "
-            f"{worker.incarnation}. Its parts and parameters are gone: call placed.restore(state)"
+            f"{worker.incarnation}. Its parts and parameters are gone: {RESTORE}"
         )
         raise StaleError(msg)
     return getattr(worker, method)(*args)
