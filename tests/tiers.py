@@ -105,6 +105,7 @@ TIERS: dict[str, Tier] = {
     "world/test_pipeline_hard.py::test_every_schedule": VALUES,
     "world/test_pipeline_hard.py::test_recomputation": VALUES,
     "world/test_pipeline_hard.py::test_steps_of_stages": VALUES,
+    "world/test_placed_processes.py": ALL,
     "world/test_portable.py::test_portable_ranks_keep_the_claims": ALL,
     "world/test_redistribute.py::test_any_two_layouts_on_any_two": ALL,
     "world/test_rpc_programs.py": ALL,

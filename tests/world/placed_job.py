@@ -91,7 +91,7 @@ def main(store: str) -> None:
         optimizer.zero_grad()
         return torch.equal(value.detach(), program.step(x, TARGET, loss=loss))
 
-    print("equal before:", all([is_equal() for _ in range(3)]))
+    print("equal before:", all(is_equal() for _ in range(3)))
     state, states = program.state_dict(), program.optimizer_state()
     print("pids differ:", rpc.rpc_sync("worker:1", pid) != os.getpid())
     killer = threading.Thread(target=kill_in_step, args=(workers[1],))
@@ -113,7 +113,7 @@ def main(store: str) -> None:
     except (StaleError, PeerLostError) as exc:
         print("stale:", type(exc).__name__, "placed.restore(state)" in str(exc))
     program.restore(state, states)
-    print("equal after:", all([is_equal() for _ in range(3)]))
+    print("equal after:", all(is_equal() for _ in range(3)))
     print("pending:", program.num_pending)
     program.close()
     for worker in workers.values():

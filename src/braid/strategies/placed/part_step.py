@@ -282,7 +282,9 @@ class PartStep:
                 edge = f"gradient of {value} from {later}"
                 state.asked[value] = self._exchange.ask(device, edge)
 
-    def _sum_from(self, value: int, segment: PlacedSegment, state: _SegmentPass) -> torch.Tensor | None:
+    def _sum_from(
+        self, value: int, segment: PlacedSegment, state: _SegmentPass
+    ) -> torch.Tensor | None:
         """Return the sum of gradients of later segments; None without one."""
         if value == self._request.loss and value in state.outputs:
             return torch.ones_like(state.outputs[value])
