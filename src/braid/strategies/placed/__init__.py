@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from braid.strategies.placed.master import PlacedModel, place
+from braid.strategies.placed.master import PlacedModel
+from braid.strategies.placed.placement import place
 from braid.strategies.placed.spec import DeviceSpec, device
 
 __all__ = ["DeviceSpec", "PlacedModel", "device", "place"]

@@ -112,7 +112,7 @@ def _tensors_of(
 
 
 def sizes_of_values(graph: CapturedGraph, inputs: list[torch.Tensor]) -> dict[int, tuple[int, int]]:
-    """Return bytes of each value, and rows: elements of it by those of its last dim.
+    """Return bytes of each value, and its rows: its elements divided by the size of its last dim.
 
     Runs the graph once; the caller restores buffers and generators.
     """

@@ -34,7 +34,7 @@ class LossSpec:
 
 
 def with_loss(graph: CapturedGraph, loss: LossSpec | None) -> tuple[CapturedGraph, int, range]:
-    """Return a graph with a loss as its last node, the value of the loss, and those of the target.
+    """Return a graph with a loss as its last node, the loss's value, and the target's values.
 
     Without a loss, the graph is the same one and the value is -1.
     """

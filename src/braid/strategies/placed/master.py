@@ -1,4 +1,4 @@
-"""The master: places a model, registers its parts with their workers, and runs steps.
+"""The master: registers the parts of a placed model with their workers, and runs steps.
 
     placed = strategies.placed.place(make, devices={"encoder": "/task:0", "head": "/task:1"})
     placed.optimizer(torch.optim.SGD, lr=0.1)
@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +30,8 @@ from torch import nn
 
 from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
-from braid.parallel.graph import CapturedGraph, Situation, capture
-from braid.parallel.graph.eager_capture import kept_as_it_was
+from braid.parallel.graph import CapturedGraph, Situation
 from braid.parallel.graph.variables import resolved
-from braid.strategies.placed.constraints import DeviceMap, placer_nodes, sizes_of_values
 from braid.strategies.placed.loss_node import LossSpec, node_values, with_loss
 from braid.strategies.placed.part_step import StepRequest
 from braid.strategies.placed.partition import NodeValues, PlacedPart, partition
@@ -45,85 +41,16 @@ from braid.strategies.placed.pictures import (
     placement_text,
     timeline_of,
 )
-from braid.strategies.placed.placer import choose_devices
+from braid.strategies.placed.step_errors import StepErrors
 from braid.strategies.placed.tasks import TaskCall, Tasks
 from braid.strategies.placed.worker import RESTORE, graph_digest
 
-__all__ = ["PlacedModel", "place"]
+__all__ = ["PlacedModel", "PlacedOptions"]
 
-STEP_S = 300.0  # for a step by default
 MOST_PLANS = 16  # that are registered at the same time
 
 
-def place(
-    model: nn.Module | Callable[..., Any],
-    example: Any = None,
-    *,
-    devices: DeviceMap | None = None,
-    args: Sequence[Any] = (),
-    nodes: Sequence[str] | None = None,
-    num_cpus: int = 1,
-    seed: int = 0,
-    timeout_s: float = STEP_S,
-) -> PlacedModel:
-    """Place the parts of a model on the devices of a cluster.
-
-    Args:
-        model: Function that returns a model and its example arguments; each task calls it by its
-            name, so it is at the top of a module. Or a model, if all devices are of this process.
-        example: Example arguments of a model; a tuple for several.
-        devices: Devices of modules by pattern, see `constraints`; the placer chooses the others.
-        args: Arguments of the function.
-        nodes: Names of the nodes of remote calls that are tasks; all nodes when None.
-        num_cpus: Number of CPU devices that each task has.
-        seed: Seed of random numbers, such as those of dropout. They depend on it, the step, the
-            layer and the sample, and not on the placement.
-        timeout_s: Seconds that a step may take.
-
-    Raises:
-        ConfigError: A device does not exist, nodes that must have one device have different ones,
-            a name is inside of a module that runs as one call, or the model cannot be captured.
-        MismatchError: A task has made another model.
-    """
-    made: Any = (model, example) if isinstance(model, nn.Module) else model(*args)
-    module, example = made
-    example = example if isinstance(example, tuple) else (example,)
-    graph = capture(module, *example)
-    _check_results(graph)
-    tasks = Tasks(nodes, num_cpus)
-    try:
-        chosen = _chosen_devices(module, graph, example, devices or {}, tasks)
-        make = None if isinstance(model, nn.Module) else model
-        options = _PlacedOptions(make, tuple(args), seed, timeout_s)
-        return PlacedModel(module, graph, chosen, tasks, options)
-    except BaseException:
-        tasks.close()
-        raise
-
-
-def _chosen_devices(
-    model: nn.Module, graph: CapturedGraph, example: Any, devices: DeviceMap, tasks: Tasks
-) -> list[str]:
-    """Return the device of each node."""
-    placed, colocations = placer_nodes(graph, devices, None)
-    free = any(sum(map(node.spec.matches, tasks.devices)) > 1 for node in placed)
-    if free:
-        _, inputs = flatten(example)
-        with kept_as_it_was(model, inputs):
-            sizes = sizes_of_values(graph, inputs)
-        placed, colocations = placer_nodes(graph, devices, sizes)
-    return list(map(str, choose_devices(placed, colocations, tasks.devices)))
-
-
-def _check_results(graph: CapturedGraph) -> None:
-    """Refuse a model that returns a tensor of its own, which no node makes."""
-    names = [graph.names.get(v, "a tensor") for v in graph.results if v in graph.tensors]
-    if names:
-        msg = f"the model returns {', '.join(names)} itself, which no node makes: return a copy"
-        raise ConfigError(msg)
-
-
-class _PlacedOptions(NamedTuple):
+class PlacedOptions(NamedTuple):
     """Options of a placed model; see `place`.
 
     Attributes:
@@ -155,20 +82,6 @@ class _StepPlan(NamedTuple):
     targets: range
 
 
-@dataclass(slots=True)
-class _StepErrors:
-    """Errors of the calls of a step, in the order of time."""
-
-    calls: list[tuple[TaskCall, BaseException]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, call: TaskCall, error: BaseException) -> bool:
-        """Add an error; return whether it is the first one."""
-        with self.lock:
-            self.calls.append((call, error))
-            return len(self.calls) == 1
-
-
 class PlacedModel:
     """A model whose parts lie on devices of several tasks; made by `place`.
 
@@ -183,7 +96,7 @@ class PlacedModel:
         graph: CapturedGraph,
         devices: list[str],
         tasks: Tasks,
-        options: _PlacedOptions,
+        options: PlacedOptions,
     ) -> None:
         self._placement, self._tasks, self._options = devices, tasks, options
         self._timeout_s = options.timeout_s
@@ -250,7 +163,7 @@ class PlacedModel:
     def step(self, inputs: Any, target: Any, *, loss: Callable[[Any, Any], Any]) -> torch.Tensor:
         """Run forward and backward of a batch, and the optimizers' step if there are optimizers.
 
-        Without optimizers, gradients are added to those of earlier steps.
+        Without optimizers, gradients are added to the gradients of earlier steps.
 
         Args:
             inputs: Arguments of the model; a tuple for several.
@@ -377,7 +290,7 @@ class PlacedModel:
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         )
-        errors, calls = _StepErrors(), []
+        errors, calls = StepErrors(), []
         fetched: dict[int, torch.Tensor] = {}
         try:
             for part in plan.parts:
@@ -398,7 +311,7 @@ class PlacedModel:
         except BaseException:  # such as KeyboardInterrupt
             self._abort("the master was interrupted")
             raise
-        if errors.calls:
+        if errors:
             raise self._cause(errors)
         self._all("finish", self._step, trains and self._optimizer is not None)
         return fetched
@@ -408,22 +321,14 @@ class PlacedModel:
         for node in self._nodes:
             self._tasks.call(node, "abort", self._name, self._step, reason)
 
-    def _failed(self, errors: _StepErrors, call: TaskCall, error: BaseException) -> None:
+    def _failed(self, errors: StepErrors, call: TaskCall, error: BaseException) -> None:
         """Note the error of a call; end the step at the first one."""
         if errors.add(call, error):
             self._abort(f"{call.node} failed: {type(error).__name__}")
 
-    def _cause(self, errors: _StepErrors) -> BaseException:
-        """Return the error that made a step fail; other parts have failed because it ended."""
-
-        def rank(failed: tuple[TaskCall, BaseException]) -> int:
-            _, error = failed
-            if isinstance(error, PeerLostError) and not str(error).startswith("On "):
-                return 0
-            is_consequence = isinstance(error, StaleError) and RESTORE not in str(error)
-            return 2 if is_consequence else 1
-
-        call, error = min(errors.calls, key=rank)  # the first one in time among equals
+    def _cause(self, errors: StepErrors) -> BaseException:
+        """Return the error that made a step fail."""
+        call, error = errors.cause()
         if isinstance(error, PeerLostError):
             return self._lost(call.node, error)
         if isinstance(error, TimeoutError):

@@ -1,6 +1,6 @@
 """One step of one part: its segments forward, then backward in the opposite order.
 
-Each segment has a graph of autograd of its own. Values of earlier segments enter through
+Each segment has a separate graph of autograd. Values of earlier segments enter through
 `_Entrance`, which keeps the gradient that leaves the segment there. The sum of the gradients of
 later segments is a root at the entrance, so that autograd adds to it in the order of one process:
 

@@ -45,7 +45,7 @@ class Rendezvous:
 
     @property
     def num_pending(self) -> int:
-        """Number of values that nobody has asked for, and of askers without a value."""
+        """Number of values without an asker, and of askers without a value."""
         with self._lock:
             return self._state.num_pending
 

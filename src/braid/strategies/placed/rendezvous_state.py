@@ -4,8 +4,8 @@
     put(key)                           InternalError        answer the asker, or keep the value
     ask(key, ticket)                   answer               wait
     end(graph, step)                   drop                 fail
-    a key of an ended step             drop what is put     fail at once
-    a key of another incarnation       -                    fail at once
+    a key of an ended step             drop what is put     fail immediately
+    a key of another incarnation       -                    fail immediately
 
 A key names the producer's device and incarnation, the receiver's device, the edge and the step. So
 whichever comes first waits, a value is used once, and no value of an earlier life of a task is ever
@@ -91,7 +91,7 @@ class RendezvousState:
 
     @property
     def num_pending(self) -> int:
-        """Number of values that nobody has asked for, and of askers without a value."""
+        """Number of values without an asker, and of askers without a value."""
         return sum(len(pairs.kept) + len(pairs.waiting) for pairs in self._steps.values())
 
     def put(self, key: RendezvousKey) -> list[RendezvousInstruction]:

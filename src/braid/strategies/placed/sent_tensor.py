@@ -24,8 +24,8 @@ class SentTensor:
     Attributes:
         elements: Elements in the order of the shape, with one element in expanded dims; None for a
             gradient that is missing.
-        strides: Strides of the dims; None if they are those of `elements`.
-        shape: Shape of the tensor; None if it is that of `elements`.
+        strides: Strides of the dims; None if `elements` has them.
+        shape: Shape of the tensor; None if `elements` has it.
         requires_grad: Whether a gradient returns on the edge.
     """
 

@@ -48,7 +48,7 @@ class TaskCall:
     def wait(self, timeout_s: float | None = None) -> Any:
         """Return the result, or raise the error of the call.
 
-        Remote calls have their own deadline; `timeout_s` is that of a call in this process.
+        Remote calls have their own deadline; `timeout_s` holds for a call in this process.
         """
         if self.agent is None:
             return self.future.result(timeout_s)
