@@ -36,6 +36,7 @@ from handbook_data_parallel import DATA_PARALLEL
 from handbook_launching import LAUNCHING
 from handbook_meshes import MESHES
 from handbook_pipelines import PIPELINES
+from handbook_placed import placed_step
 from handbook_sequences import SEQUENCES
 from handbook_servers import SERVERS
 from handbook_sharding import SHARDING
@@ -304,6 +305,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *CALL_PICTURES,
     *BACKWARDS,
     *LAUNCHING,
+    placed_step,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,
