@@ -269,7 +269,7 @@ class PlacedModel:
         plan = _StepPlan(self._num_plans, parts, value, targets)
         calls = [
             self._tasks.call(
-                self._tasks.addresses[part.device].node,
+                self._node_of(part),
                 *("register", self._name, plan.number, part, loss, forgotten),
             )
             for part in parts
@@ -292,18 +292,29 @@ class PlacedModel:
         )
         errors, calls = StepErrors(), []
         fetched: dict[int, torch.Tensor] = {}
+        here = [part for part in plan.parts if self._node_of(part) == self._tasks.here]
+        others = [part for part in plan.parts if part not in here[-1:]]
         try:
-            for part in plan.parts:
+            for part in (*others, *here[-1:]):
                 request = StepRequest(
-                    self._step, {v: feeds[v].detach() for v in part.feeds}, rows, trains, plan.loss,
-                    self._options.seed, self.num_steps, autocast,
-                )  # fmt: skip
-                node = self._tasks.addresses[part.device].node
-                asked = (self._name, plan.number, part.device, request)
-                call = self._tasks.call(node, "run", *asked, timeout_s=self._timeout_s)
-                call.when_failed(partial(self._failed, errors, call))
+                    step=self._step,
+                    feeds={v: feeds[v].detach() for v in part.feeds},
+                    rows=rows,
+                    trains=trains,
+                    loss=plan.loss,
+                    seed=self._options.seed,
+                    draw=self.num_steps,
+                    autocast=autocast,
+                    timeout_s=self._timeout_s,
+                )
+                asked = ("run", self._name, plan.number, part.device, request)
+                if part in others:
+                    call = self._tasks.call(self._node_of(part), *asked, timeout_s=self._timeout_s)
+                    call.when_failed(partial(self._failed, errors, call))
+                else:
+                    call = self._tasks.call_here(*asked)
                 calls.append(call)
-            for call in calls:
+            for call in reversed(calls):  # the part that runs here in this thread is the last one
                 try:
                     fetched.update(call.wait(self._timeout_s).fetched)
                 except Exception as exc:  # noqa: BLE001 - all calls end before one error is raised
@@ -315,6 +326,9 @@ class PlacedModel:
             raise self._cause(errors)
         self._all("finish", self._step, trains and self._optimizer is not None)
         return fetched
+
+    def _node_of(self, part: PlacedPart) -> str:
+        return self._tasks.addresses[part.device].node
 
     def _abort(self, reason: str) -> None:
         """End the step in all tasks, so that no part waits for a failed one."""
@@ -422,10 +436,11 @@ class PlacedModel:
 
     def _all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method in all tasks that have parts; return the results by node."""
-        calls = [
-            self._tasks.call(node, method, self._name, *args, timeout_s=self._timeout_s)
-            for node in self._nodes
-        ]
+        here, asked = self._tasks.here, (method, self._name, *args)
+        others = [node for node in self._nodes if node != here]
+        calls = [self._tasks.call(node, *asked, timeout_s=self._timeout_s) for node in others]
+        if here in self._nodes:
+            calls.insert(0, self._tasks.call_here(*asked))
         results = {}
         for call in calls:
             try:

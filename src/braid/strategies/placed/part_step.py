@@ -47,6 +47,7 @@ class StepRequest:
         seed: Seed of random numbers.
         draw: Number of the step among those that draw random numbers.
         autocast: Device types with autocast around the master's call, and its dtypes.
+        timeout_s: Seconds that the part may wait for a value; 0 for no limit.
     """
 
     step: int
@@ -57,6 +58,7 @@ class StepRequest:
     seed: int = 0
     draw: int = 0
     autocast: tuple[tuple[str, torch.dtype], ...] = ()
+    timeout_s: float = 0.0
 
 
 @rpc.register
@@ -173,6 +175,7 @@ class PartStep:
         }
         generator = None if self._program.is_alone else torch.get_rng_state()
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.set_grad_enabled(request.trains))
             for kind, dtype in request.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
@@ -187,7 +190,10 @@ class PartStep:
             )
             raise ConfigError(msg)
         if request.trains:
-            with self._earlier_gradients_kept():
+            with ExitStack() as stack:
+                for kind, _ in request.autocast:  # this may be the thread of the master's call
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                stack.enter_context(self._earlier_gradients_kept())
                 for index in reversed(range(len(self._program.part.segments))):
                     self._backward(index)
 

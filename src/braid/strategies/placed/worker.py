@@ -245,7 +245,7 @@ class PlacedWorker:
     def run(self, name: str, plan: int, device: str, request: StepRequest) -> PartResult:
         """Run a step of a part."""
         hosted = self._hosted(name)
-        exchange = StepEdges(self, hosted.tasks, device, name, request.step)
+        exchange = StepEdges(self, hosted.tasks, device, name, request)
         step = PartStep(hosted.programs[plan, device], request, exchange, self._clock)
         try:
             step.run()
@@ -359,7 +359,7 @@ class StepEdges:
         tasks: Tasks of all devices.
         device: Device of the part.
         graph: Name of the graph.
-        step: Number of the step.
+        request: Everything that the step depends on.
     """
 
     def __init__(
@@ -368,10 +368,10 @@ class StepEdges:
         tasks: Mapping[str, TaskAddress],
         device: str,
         graph: str,
-        step: int,
+        request: StepRequest,
     ) -> None:
         self._worker, self._tasks, self._device = worker, tasks, device
-        self._name = graph, step
+        self._name, self._timeout_s = (graph, request.step), request.timeout_s
 
     def put(self, target: str, edge: str, x: torch.Tensor | None, requires_grad: bool) -> None:
         """See `PartEdges`."""
@@ -386,7 +386,7 @@ class StepEdges:
         if task.incarnation == self._worker.incarnation:
             return self._worker.rendezvous.ask(key).wait
         agent = current_agent()
-        future = rpc.rpc_async(task.node, receive_placed, (key,), timeout=0)
+        future = rpc.rpc_async(task.node, receive_placed, (key,), timeout=self._timeout_s)
         place = torch_device(self._device)
 
         def wait() -> Received:
