@@ -20,9 +20,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,22 +32,27 @@ from braid.comm.autograd.nested import flatten, unflatten
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.parallel.graph import CapturedGraph, Situation
 from braid.parallel.graph.variables import resolved
-from braid.strategies.placed.loss_node import LossSpec, node_values, with_loss
+from braid.strategies.placed.loss_node import LossSpec, node_values
 from braid.strategies.placed.part_step import StepRequest
-from braid.strategies.placed.partition import NodeValues, PlacedPart, partition
+from braid.strategies.placed.partition import PlacedPart
 from braid.strategies.placed.pictures import (
     PlacedTimeline,
     placement_picture,
     placement_text,
     timeline_of,
 )
+from braid.strategies.placed.plans import (
+    MOST_PLANS,
+    PlanKey,
+    StepPlan,
+    loss_identity,
+    step_plan,
+)
 from braid.strategies.placed.step_errors import StepErrors
 from braid.strategies.placed.tasks import TaskCall, Tasks
 from braid.strategies.placed.worker import RESTORE, graph_digest
 
 __all__ = ["PlacedModel", "PlacedOptions"]
-
-MOST_PLANS = 16  # that are registered at the same time
 
 
 class PlacedOptions(NamedTuple):
@@ -64,22 +69,6 @@ class PlacedOptions(NamedTuple):
     args: tuple[Any, ...]
     seed: int
     timeout_s: float
-
-
-class _StepPlan(NamedTuple):
-    """A pruned and split graph that is registered.
-
-    Attributes:
-        number: Number of the plan.
-        parts: Part of each device.
-        loss: Value of the loss; -1 without one.
-        targets: Values of the target.
-    """
-
-    number: int
-    parts: list[PlacedPart]
-    loss: int
-    targets: range
 
 
 class PlacedModel:
@@ -106,8 +95,9 @@ class PlacedModel:
         self._step = 0
         self._is_training = model.training
         self._optimizer: tuple[Any, ...] | None = None
-        self._plans: dict[Any, _StepPlan] = {}
+        self._plans: dict[Any, StepPlan] = {}
         self._num_plans = 0
+        self._finishing: list[TaskCall] = []
         used = {tasks.addresses[device].node for device in devices}
         self._nodes = [node for node in tasks.nodes if node in used]
         self._values = node_values(graph)
@@ -184,7 +174,7 @@ class PlacedModel:
             msg = "the loss has parameters, which no task would train: make it a part of the model"
             raise ConfigError(msg)
         tree, targets = flatten(target)
-        plan = self._plan((self._graph.results, True), LossSpec(loss, tree, len(targets)))
+        plan = self._plan(PlanKey(), LossSpec(loss, tree, len(targets)))
         feeds = {**self._inputs(inputs), **dict(zip(plan.targets, targets, strict=True))}
         fetched = self._run(plan, feeds, trains=True)
         self.num_steps += 1
@@ -194,7 +184,7 @@ class PlacedModel:
         """Return the output of the model for a batch, without gradients."""
         graph = self._graph
         feeds = self._inputs(inputs)
-        plan = self._plan((graph.results, True), None)
+        plan = self._plan(PlanKey(graph.results), None)
         values = {**feeds, **self._run(plan, feeds, trains=False)}
         now = Situation(len(feeds[graph.rows_of]), self._is_training, torch.device("cpu"))
         return unflatten(resolved(graph.result_tree, now), [values[v] for v in graph.results])
@@ -221,7 +211,7 @@ class PlacedModel:
             values[outputs[0]] = x
         wanted = [self._outputs(label) for label in fetches]
         needed = tuple(sorted({value for outputs in wanted for value in outputs}))
-        plan = self._plan((needed, False, tuple(sorted(values))), None)
+        plan = self._plan(PlanKey(needed, tuple(sorted(values))), None)
         known = {**values, **self._run(plan, values, trains=False)}
         lists = [[known[value] for value in outputs] for outputs in wanted]
         return [each[0] if len(each) == 1 else each for each in lists]
@@ -245,34 +235,21 @@ class PlacedModel:
             raise ConfigError(msg)
         return dict(enumerate(tensors))
 
-    def _plan(self, key: Any, loss: LossSpec | None) -> _StepPlan:
+    def _plan(self, key: PlanKey, loss: LossSpec | None) -> StepPlan:
         """Return a registered plan; prune, split and register it if it is new."""
-        name = (key, None if loss is None else (_identity(loss.function), repr(loss.target)))
+        name = key, loss_identity(loss)
         if name in self._plans:
             return self._plans[name]
         forgotten = -1
         if len(self._plans) >= MOST_PLANS:
             forgotten = self._plans.pop(next(iter(self._plans))).number
-        fetches, keeps_writers, *fed = key
-        graph, value, targets = with_loss(self._graph, loss)
-        devices, values = list(self._placement), self._values
-        if not keeps_writers:
-            values = [each._replace(is_kept=False) for each in values]
-        if loss is not None:
-            makers = {v: i for i, node in enumerate(self._graph.nodes) for v in node.made}
-            devices.append(devices[makers.get(graph.results[0], -1)])
-            values = [*values, NodeValues((*graph.results, *targets), (value,))]
-            fetches = (value,)
-        feeds = {*(fed[0] if fed else range(graph.num_inputs)), *targets}
-        parts = partition(values, devices, set(fetches) - feeds, feeds)
         self._num_plans += 1
-        plan = _StepPlan(self._num_plans, parts, value, targets)
+        plan = step_plan(self._num_plans, self._graph, self._values, self._placement, key, loss)
         calls = [
             self._tasks.call(
-                self._node_of(part),
-                *("register", self._name, plan.number, part, loss, forgotten),
+                self._node_of(part), "register", self._name, plan.number, part, loss, forgotten
             )
-            for part in parts
+            for part in plan.parts
         ]
         for call in calls:
             call.wait()
@@ -280,9 +257,10 @@ class PlacedModel:
         return plan
 
     def _run(
-        self, plan: _StepPlan, feeds: Mapping[int, torch.Tensor], *, trains: bool
+        self, plan: StepPlan, feeds: Mapping[int, torch.Tensor], *, trains: bool
     ) -> dict[int, torch.Tensor]:
         """Run all parts of a step, then end it everywhere; return the fetched values."""
+        self._wait_finished()
         self._step += 1
         rows = len(feeds[self._graph.rows_of])
         autocast = tuple(
@@ -324,8 +302,30 @@ class PlacedModel:
             raise
         if errors:
             raise self._cause(errors)
-        self._all("finish", self._step, trains and self._optimizer is not None)
+        self._finish(applies=trains and self._optimizer is not None)
         return fetched
+
+    def _finish(self, *, applies: bool) -> None:
+        """End a step that all parts have run; the next call waits until other tasks have ended it.
+
+        The program loads its next batch while the optimizers of other tasks step.
+        """
+        asked = ("finish", self._name, self._step, applies)
+        others = [node for node in self._nodes if node != self._tasks.here]
+        self._finishing = [
+            self._tasks.call(each, *asked, timeout_s=self._timeout_s) for each in others
+        ]
+        if self._tasks.here in self._nodes:
+            self._tasks.call_here(*asked).wait()
+
+    def _wait_finished(self) -> None:
+        """Wait until all tasks have ended the last step."""
+        calls, self._finishing = self._finishing, []
+        for call in calls:
+            try:
+                call.wait()
+            except PeerLostError as exc:
+                raise self._lost(call.node, exc) from exc
 
     def _node_of(self, part: PlacedPart) -> str:
         return self._tasks.addresses[part.device].node
@@ -416,6 +416,7 @@ class PlacedModel:
             state: State of `state_dict`.
             optimizer: State of `optimizer_state` at the same step; needed if there is one.
         """
+        self._finishing = []
         self._tasks.meet()
         self._plans.clear()
         self._host(self._graph)
@@ -436,6 +437,7 @@ class PlacedModel:
 
     def _all(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method in all tasks that have parts; return the results by node."""
+        self._wait_finished()
         here, asked = self._tasks.here, (method, self._name, *args)
         others = [node for node in self._nodes if node != here]
         calls = [self._tasks.call(node, *asked, timeout_s=self._timeout_s) for node in others]
@@ -468,24 +470,22 @@ class PlacedModel:
     # -- end
 
     def close(self) -> None:
-        """Drop the model in all tasks. Idempotent."""
-        for node in self._nodes:
-            try:
-                self._tasks.call(node, "drop", self._name).wait(self._timeout_s)
-            except (StaleError, PeerLostError):
-                continue
-        self._nodes = []
-        self._tasks.close()
+        """Drop the model in all tasks, after the last step has ended in them. Idempotent."""
+        try:
+            self._wait_finished()
+        finally:
+            for node in self._nodes:
+                with suppress(StaleError, PeerLostError):
+                    self._tasks.call(node, "drop", self._name).wait(self._timeout_s)
+            self._nodes = []
+            self._tasks.close()
 
     def __enter__(self) -> PlacedModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:  # an error of the last step is less than the program's
+            self._finishing = []
         self.close()
 
 
@@ -493,10 +493,3 @@ def _state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers under all their names, also those that are not saved."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return {**named, **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _identity(function: Any) -> Any:
-    """Return an object that is equal for functions which do the same, such as one lambda's."""
-    code = getattr(function, "__code__", None)
-    has_values = any(getattr(function, name, None) for name in ("__closure__", "__defaults__"))
-    return function if code is None or has_values else code

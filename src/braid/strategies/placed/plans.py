@@ -1,0 +1,84 @@
+"""Plans of a placed model: what is fetched and fed, and the parts that compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from braid.parallel.graph import CapturedGraph
+from braid.strategies.placed.loss_node import LossSpec, with_loss
+from braid.strategies.placed.partition import NodeValues, PlacedPart, partition
+
+__all__ = ["MOST_PLANS", "PlanKey", "StepPlan", "loss_identity", "step_plan"]
+
+MOST_PLANS = 16  # that are registered at the same time
+
+
+class PlanKey(NamedTuple):
+    """Values of a plan.
+
+    Attributes:
+        fetches: Values that are fetched; empty for the loss.
+        feeds: Values that are fed; None for the inputs of the model, whose call then also runs the
+            nodes that change buffers.
+    """
+
+    fetches: tuple[int, ...] = ()
+    feeds: tuple[int, ...] | None = None
+
+
+class StepPlan(NamedTuple):
+    """A pruned and split graph.
+
+    Attributes:
+        number: Number of the plan.
+        parts: Part of each device.
+        loss: Value of the loss; -1 without one.
+        targets: Values of the target.
+    """
+
+    number: int
+    parts: list[PlacedPart]
+    loss: int
+    targets: range
+
+
+def step_plan(
+    number: int,
+    graph: CapturedGraph,
+    values: Sequence[NodeValues],
+    placement: Sequence[str],
+    key: PlanKey,
+    loss: LossSpec | None,
+) -> StepPlan:
+    """Return a plan; the loss has the device of the first result.
+
+    Args:
+        number: Number of the plan.
+        graph: The model.
+        values: Values of its nodes.
+        placement: Devices of its nodes.
+        key: Values that are fetched and fed.
+        loss: The loss; None without one.
+    """
+    graph, value, targets = with_loss(graph, loss)
+    nodes, devices, fetches = list(values), list(placement), key.fetches
+    if key.feeds is not None:
+        nodes = [each._replace(is_kept=False) for each in nodes]
+    if loss is not None:
+        makers = {v: i for i, node in enumerate(values) for v in node.made}
+        devices.append(devices[makers.get(graph.results[0], -1)])
+        nodes.append(NodeValues((*graph.results, *targets), (value,)))
+        fetches = (value,)
+    feeds = {*(range(graph.num_inputs) if key.feeds is None else key.feeds), *targets}
+    return StepPlan(number, partition(nodes, devices, set(fetches) - feeds, feeds), value, targets)
+
+
+def loss_identity(loss: LossSpec | None) -> Any:
+    """Return an object that is equal for losses which do the same, such as one lambda's."""
+    if loss is None:
+        return None
+    function = loss.function
+    code = getattr(function, "__code__", None)
+    has_values = any(getattr(function, name, None) for name in ("__closure__", "__defaults__"))
+    return function if code is None or has_values else code, repr(loss.target)
