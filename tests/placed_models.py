@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import braid
+from braid.parallel.graph import CapturedGraph
 from braid.strategies.placed.constraints import colocations_of
 
 WIDTH = 4
@@ -144,11 +144,8 @@ def is_equal(state: dict[str, torch.Tensor], model: nn.Module) -> bool:
     return list(state) == list(other) and all(same_bits(state[k], x) for k, x in other.items())
 
 
-def random_devices(
-    model: nn.Module, example: tuple[torch.Tensor, ...], seed: int
-) -> dict[str, str]:
+def random_devices(graph: CapturedGraph, seed: int) -> dict[str, str]:
     """Return a random device for each group of nodes that must have one device."""
-    graph = braid.capture(model, *example)
     draw, labels = random.Random(seed), graph.labels()
     together = nx.Graph([(first, second) for first, second, _ in colocations_of(graph)])
     together.add_nodes_from(range(len(labels)))

@@ -292,3 +292,16 @@ def test_the_placement_and_the_timeline_are_drawn(tmp_path):
     assert {span.kind for span in timeline.spans} == {"forward", "backward", "wait"}
     assert "backward blocks.1" in str(timeline)
     assert timeline.to_svg().startswith("<svg")
+
+
+def test_arguments_that_differ_from_the_example_are_refused():
+    class Scaled(nn.Linear):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+    net = Scaled(8, 4)
+    with placed.place(net, {"x": BATCH, "scale": 2.0}) as program:
+        assert torch.equal(program.predict({"x": BATCH, "scale": 2.0}), net(BATCH, 2.0))
+        for wrong in ({"x": BATCH, "scale": 3.0}, {"x": BATCH}, BATCH):
+            with pytest.raises(ConfigError, match="give the same arguments in the same order"):
+                program.predict(wrong)

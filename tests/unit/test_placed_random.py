@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from braid.comm.autograd.nested import tensors_in
+from braid.errors import ConfigError
+from braid.parallel.graph import capture
 from braid.strategies import placed
 from placed_models import (
     NUM_DEVICES,
@@ -18,6 +23,7 @@ from placed_models import (
     random_devices,
     same_bits,
 )
+from plain_models import MODELS
 
 QUICK = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
 
@@ -27,7 +33,7 @@ QUICK = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.ge
 def test_random_models_on_random_devices_train_like_one_process(seed, length, where):
     model, example = make_random(seed, length)
     alone = OneProcess(model, lr=0.01, momentum=0.9)
-    devices = random_devices(model, example, where)
+    devices = random_devices(capture(model, *example), where)
     with placed.place(model, example, devices=devices, num_cpus=NUM_DEVICES) as program:
         program.optimizer(torch.optim.SGD, lr=0.01, momentum=0.9)
         for step in range(2):
@@ -55,3 +61,37 @@ def test_gradients_of_several_steps_are_added_like_in_one_process(seed):
         grad = grads.get(name)
         assert (grad is None) == (param.grad is None)
         assert grad is None or same_bits(grad, param.grad)
+
+
+def squares(output, target):
+    return sum(x.float().square().mean() for x in tensors_in(output)) * target
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"lstm"}))
+def test_models_of_many_kinds_do_not_depend_on_the_placement(name):
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model, example = make(), batch(4)
+    devices = random_devices(capture(model, **example), 0)
+    with (
+        placed.place(copy.deepcopy(model), example) as alone,
+        placed.place(model, example, devices=devices, num_cpus=NUM_DEVICES) as spread,
+    ):
+        inputs = batch(5)
+        for each in (alone, spread):
+            each.optimizer(torch.optim.SGD, lr=0.01)
+        for _ in range(2):
+            losses = [each.step(inputs, 2.0, loss=squares) for each in (alone, spread)]
+            assert same_bits(*losses)
+        states = [each.state_dict() for each in (alone, spread)]
+        assert all(same_bits(x, states[1][key]) for key, x in states[0].items())
+
+
+def test_dropout_inside_of_a_kernel_is_refused_on_several_devices():
+    make, batch = MODELS["lstm"]
+    model, example = make(), batch(4)
+    devices = random_devices(capture(model, **example), 0)
+    with placed.place(model, example, devices=devices, num_cpus=NUM_DEVICES) as spread:
+        assert len(set(spread.devices.values())) > 1
+        with pytest.raises(ConfigError, match="draws from torch's default generator"):
+            spread.step(batch(5), 2.0, loss=squares)

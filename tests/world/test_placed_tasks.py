@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from braid.errors import CommTimeout, ConfigError, MismatchError, StaleError
+from braid.parallel.graph import capture
 from braid.rpc.agent import Agent
 from braid.rpc.current import acting_for
 from braid.strategies import placed
@@ -68,7 +69,7 @@ def test_random_models_over_tasks_train_like_one_process(seed, length, where):
     model, example = make_random(seed, length)
     alone = OneProcess(model, lr=0.01, momentum=0.9)
     names = {"0": "/job:w0", "1": "/job:w1/device:cpu:0", "2": "/job:w1/device:cpu:1"}
-    chosen = random_devices(model, example, where)
+    chosen = random_devices(capture(model, *example), where)
     devices = {label: names[device[-1]] for label, device in chosen.items()}
     with (
         first_of(2, **ALLOWED),

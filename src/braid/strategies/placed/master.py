@@ -156,7 +156,7 @@ class PlacedModel:
         Without optimizers, gradients are added to the gradients of earlier steps.
 
         Args:
-            inputs: Arguments of the model; a tuple for several.
+            inputs: Arguments as in the example; a tuple for several, a dict by keyword.
             target: Target of the loss.
             loss: Function (output, target) that returns a number; tasks find it by its name.
 
@@ -224,7 +224,11 @@ class PlacedModel:
         return self._graph.nodes[labels.index(label)].outputs
 
     def _inputs(self, inputs: Any) -> dict[int, torch.Tensor]:
-        _, tensors = flatten(inputs)
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        tree, tensors = flatten(((), inputs) if isinstance(inputs, dict) else (args, {}))
+        if len(tensors) == self._graph.num_inputs and tree != self._graph.batch_tree:
+            msg = f"the model was captured with {self._graph.batch_tree}, got {tree}"
+            raise ConfigError(f"{msg}: give the same arguments in the same order")
         if len(tensors) != self._graph.num_inputs:
             msg = (
                 f"the model was captured with {self._graph.num_inputs} tensors, got {len(tensors)}"

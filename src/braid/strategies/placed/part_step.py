@@ -168,6 +168,7 @@ class PartStep:
     def run(self) -> None:
         """Run all segments; gradients are added to `.grad` of the parameters."""
         request = self._request
+        torch.get_num_threads()  # a new thread takes over `set_num_threads` no earlier than here
         asked = {
             value: self._exchange.ask(source, f"value {value}")
             for segment in self._program.part.segments

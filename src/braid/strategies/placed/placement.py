@@ -12,12 +12,13 @@ from torch import nn
 
 from braid.comm.autograd.nested import flatten
 from braid.errors import ConfigError
-from braid.parallel.graph import CapturedGraph, capture
+from braid.parallel.graph import CapturedGraph
 from braid.parallel.graph.eager_capture import kept_as_it_was
 from braid.strategies.placed.constraints import DeviceMap, placer_nodes, sizes_of_values
 from braid.strategies.placed.master import PlacedModel, PlacedOptions
 from braid.strategies.placed.placer import choose_devices
 from braid.strategies.placed.tasks import Tasks
+from braid.strategies.placed.worker import captured
 
 __all__ = ["place"]
 
@@ -40,7 +41,7 @@ def place(
     Args:
         model: Function that returns a model and its example arguments; each task calls it by its
             name, so it is at the top of a module. Or a model, if all devices are of this process.
-        example: Example arguments of a model; a tuple for several.
+        example: Example arguments of a model; a tuple for several, a dict for keyword arguments.
         devices: Devices of modules by pattern, see `constraints`; the placer chooses the others.
         args: Arguments of the function.
         nodes: Names of the nodes of remote calls that are tasks; all nodes when None.
@@ -56,8 +57,7 @@ def place(
     """
     made: Any = (model, example) if isinstance(model, nn.Module) else model(*args)
     module, example = made
-    example = example if isinstance(example, tuple) else (example,)
-    graph = capture(module, *example)
+    graph = captured(module, example)
     _check_results(graph)
     tasks = Tasks(nodes, num_cpus)
     try:

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import braid.parallel.graph as graphs
 from braid import rpc
 from braid.errors import ConfigError, MismatchError, StaleError
-from braid.parallel.graph import CapturedGraph, GraphNodes, last_uses
+from braid.parallel.graph import CapturedGraph, GraphNodes, capture, last_uses
 from braid.rpc.current import current_agent
 from braid.rpc.functions import async_execution
 from braid.rpc.outcomes import AnswerFuture, outcome
@@ -53,6 +52,7 @@ __all__ = [
     "PlacedWorker",
     "TaskAddress",
     "TaskReport",
+    "captured",
     "graph_digest",
     "serve_placed",
 ]
@@ -130,6 +130,13 @@ class HostedGraph:
     nodes: GraphNodes | None = None
 
 
+def captured(model: nn.Module, example: Any) -> CapturedGraph:
+    """Return the graph of a model; a dict has keyword arguments, a tuple several arguments."""
+    if isinstance(example, dict):
+        return capture(model, **example)
+    return capture(model, *(example if isinstance(example, tuple) else (example,)))
+
+
 def graph_digest(graph: CapturedGraph) -> str:
     """Return a text that is equal for graphs with equal nodes and tensors."""
     lines = [f"{node} {node.where} {node.devices}" for node in graph.nodes]
@@ -181,8 +188,7 @@ class PlacedWorker:
             self._host(name, self._graphs[name].graph, devices, tasks)
             return
         model, example = make(*args)
-        example = example if isinstance(example, tuple) else (example,)
-        graph = graphs.capture(model, *example)
+        graph = captured(model, example)
         here = graph_digest(graph)
         if here != digest:
             msg = (
