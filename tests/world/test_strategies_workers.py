@@ -128,6 +128,58 @@ def test_workers_have_the_bits_of_mirrored_replicas(world, size):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def ones() -> nn.Module:
+    model = skip_init(nn.Linear, 2, 1)
+    for param in model.parameters():
+        nn.init.ones_(param)
+    return model
+
+
+def _differs(group: Group, end: str) -> str:
+    strategy = MultiWorkerMirroredStrategy(device="cpu", group=group)
+    with strategy.scope():
+        model = ones()
+
+    def step() -> None:
+        with torch.no_grad():
+            model.weight.add_(group.rank)
+
+    strategy.run(step)
+    last = (lambda: strategy.run(lambda: None)) if end == "run" else strategy.close
+    with pytest.raises(ConfigError, match="weight differ between replicas after the step before"):
+        last()
+    return "refused"
+
+
+@pytest.mark.parametrize("end", ["run", "close"])
+def test_workers_that_become_different_are_refused_in_the_next_step_or_at_the_end(world, end):
+    assert world(2, _differs, end) == ["refused"] * 2
+
+
+def _skips(group: Group) -> str:
+    strategy = MultiWorkerMirroredStrategy(device="cpu", group=group)
+    with strategy.scope():
+        model = ones()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(skip: bool) -> None:
+        optimizer.zero_grad()
+        if not (skip and group.rank):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    strategy.run(step, args=(False,))
+    strategy.run(step, args=(True,))
+    if group.rank:  # the other one meets this one's next step in its backward, and then nobody
+        with pytest.raises(ConfigError, match="differ between replicas after the step before"):
+            strategy.run(step, args=(False,))
+    return "refused"
+
+
+def test_a_worker_that_skips_a_step_is_refused_in_the_next_one(world):
+    assert world(2, _skips) == ["refused"] * 2
+
+
 def _reads_too_little(group: Group) -> str:
     strategy = MultiWorkerMirroredStrategy(device="cpu", group=group)
     count = 2 + group.rank

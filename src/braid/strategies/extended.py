@@ -44,7 +44,8 @@ class StrategyExtended:
         """Return `Strategy.reduce` of a value on a device, or on that of a tensor."""
         if isinstance(destinations, torch.Tensor):
             destinations = destinations.device
-        return self._strategy.reduce(op, value).to(as_device(destinations))
+        total: torch.Tensor = self._strategy.reduce(op, value)
+        return total.to(as_device(destinations))
 
     def batch_reduce_to(
         self, op: str, pairs: Sequence[tuple[Any, DeviceLike | torch.Tensor]]

@@ -17,7 +17,6 @@ replica's parameters in another one is refused by the check of the first step.
 
 from __future__ import annotations
 
-import copy
 import copyreg
 import threading
 import weakref
@@ -27,19 +26,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.overrides import TorchFunctionMode
 
 from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
-from braid.runtime.torch_internals import accumulate_hooks, gradient_hooks
 from braid.strategies.contexts import get_replica_context
 
-__all__ = ["MadeInScope", "ParameterCheck", "ReplicaObjects", "schedulers_refused"]
+__all__ = ["MadeInScope", "ParameterCheck", "schedulers_refused"]
 
 CopyOf = Callable[[object], Any]  # the running replica's copy of an object; None if it is its own
-PLAIN = (bool, int, float, str, tuple, type(None), torch.Tensor)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CONTAINER = ("__len__", "__iter__", "__getitem__", "__contains__")
 
 
@@ -54,6 +51,9 @@ _NOTED = _NotedObjects()
 
 class _Patched:
     """Methods of torch's classes that are replaced while any thread is in a block.
+
+    torch has hooks for parts that a module registers, but none for modules without parts, for
+    optimizers that are made, or for steps of schedulers.
 
     Args:
         name: Name of the method.
@@ -164,8 +164,32 @@ class MadeInScope:
             for name, param in module.named_parameters()
         }
 
-    def check(self) -> None:
-        """Raise ConfigError if an optimizer has parameters of no module."""
+    def check(self, num_copies: int) -> None:
+        """Check that the objects can be distributed.
+
+        Args:
+            num_copies: Number of replicas in this process.
+
+        Raises:
+            ConfigError: An optimizer has parameters of no module, a module has no shapes yet, or
+                there are copies to be made of a compiled one.
+        """
+        for name, param in self.named_parameters().items():
+            if isinstance(param, UninitializedParameter):
+                msg = (
+                    f"{name} has no shape yet: call the lazy module once with an example input "
+                    "before strategy.run"
+                )
+                raise ConfigError(msg)
+        for part in (part for module in self.modules() for part in module.modules()):
+            if num_copies > 1 and _is_compiled(part):
+                msg = (
+                    f"{type(part).__name__} is compiled for one copy of its parameters, and "
+                    f"{num_copies} replicas of this process need {num_copies}: pass the module "
+                    "that was compiled, or use MultiWorkerMirroredStrategy, where each process "
+                    "compiles its own"
+                )
+                raise ConfigError(msg)
         known = {id(param) for param in self.named_parameters().values()}
         for optimizer in self.optimizers():
             for number, param in enumerate(_params_of(optimizer)):
@@ -266,140 +290,6 @@ def _special(kind: type, name: str) -> Callable[..., Any]:
     return redirected
 
 
-class ReplicaObjects:
-    """Modules and optimizers of one replica, by those that the program holds.
-
-    Args:
-        made: The program's objects.
-        device: Device of the replica.
-        first: Objects of the first replica of this process, which are the program's; None for it.
-    """
-
-    def __init__(
-        self, made: MadeInScope, device: torch.device, first: ReplicaObjects | None = None
-    ) -> None:
-        sources = [*made.modules(), *made.optimizers()]
-        copies, memo = sources, dict[int, Any]()
-        if first is not None:
-            copies = [copy.deepcopy(source, memo) for source in sources]
-        self.modules = [x for x in copies if isinstance(x, nn.Module)]
-        # averaging adds methods to optimizers
-        self.optimizers: list[Any] = [x for x in copies if isinstance(x, torch.optim.Optimizer)]
-        named = made.named_parameters()
-        own = {name: memo.get(id(param), param) for name, param in named.items()}
-        self.names = {id(param): name for name, param in own.items()}
-        self.copies: dict[int, Any] = {}
-        if first is None:
-            return
-        for optimizer in self.optimizers:
-            vars(optimizer).pop("step", None)  # a scheduler's, which leads to the program's object
-        parts = [part for source in made.modules() for part in source.modules()]
-        self.copies = {id(part): memo[id(part)] for part in (*parts, *made.optimizers())}
-        for module in self.modules:
-            module.to(device)
-        for name, param in named.items():
-            vars(own[name]).update(vars(param))
-            before, after = _hooks_of(param)
-            for hook in before.values():
-                own[name].register_hook(hook)
-            for hook in after.values():
-                own[name].register_post_accumulate_grad_hook(hook)
-            if param.grad is not None:
-                own[name].grad = param.grad.to(device, copy=True)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers by name."""
-        by_name: dict[str, torch.Tensor] = {}
-        for number, module in enumerate(self.modules):
-            for name, x in (*module.named_parameters(), *module.named_buffers()):
-                by_name[f"{number}.{name}" if len(self.modules) > 1 else name] = x
-        return by_name
-
-    def shape(self) -> object:
-        """Return what changes when parameters, buffers, modules or hooks are replaced."""
-        parts = [
-            (id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS))
-            for module in self.modules
-            for part in module.modules()
-        ]
-        params = [
-            (id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p)))
-            for module in self.modules
-            for p in module.parameters()
-        ]
-        buffers = [(b.shape, b.dtype) for module in self.modules for b in module.buffers()]
-        return parts, params, buffers
-
-    def digests(self) -> torch.Tensor:
-        """Return one number for each tensor, int64 on the CPU: a sum of its bits."""
-        sums = [_digest(x.detach()) for x in self.tensors().values()]
-        return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
-
-    def float_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the floating point buffers, such as statistics of BatchNorm."""
-        by_name = self.tensors().items()
-        return {
-            name: x
-            for name, x in by_name
-            if x.is_floating_point() and not isinstance(x, nn.Parameter)
-        }
-
-    def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters with their names."""
-        params = [p for module in self.modules for p in module.parameters()]
-        return [(self.names[id(p)], p) for p in params]
-
-    def attributes(self) -> list[dict[str, Any]]:
-        """Return the plain attributes of each module, such as `training` and a Dropout's `p`."""
-        parts = [part for module in self.modules for part in module.modules()]
-        return [{k: v for k, v in vars(part).items() if isinstance(v, PLAIN)} for part in parts]
-
-    def follow(
-        self, first: ReplicaObjects, before: Sequence[dict[str, Any]], *, values: bool
-    ) -> None:
-        """Take over what the program has changed in the first replica's objects.
-
-        Args:
-            first: Objects of the first replica.
-            before: Its `attributes` after the last run.
-            values: Whether to copy parameters and buffers, too.
-        """
-        if values:
-            with torch.no_grad():
-                for own, other in zip(
-                    self.tensors().values(), first.tensors().values(), strict=True
-                ):
-                    own.data.copy_(other)
-        for theirs, ours in zip(first.modules, self.modules, strict=True):
-            for param, own_param in zip(theirs.parameters(), ours.parameters(), strict=True):
-                own_param.requires_grad_(param.requires_grad)
-                if param.grad is None:
-                    own_param.grad = None
-        parts = [part for module in self.modules for part in module.modules()]
-        for part, now, then in zip(parts, first.attributes(), before, strict=True):
-            for name, value in now.items():
-                if name not in then or then[name] is not value:
-                    same = not isinstance(value, torch.Tensor)
-                    vars(part)[name] = value if same else value.detach().clone()
-        for optimizer, own_optimizer in zip(first.optimizers, self.optimizers, strict=True):
-            pairs = zip(optimizer.param_groups, own_optimizer.param_groups, strict=True)
-            for group, own_group in pairs:
-                own_group.update({k: v for k, v in group.items() if k != "params"})
-
-
-def _hooks_of(param: nn.Parameter) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """Return a parameter's hooks before and after its gradient is accumulated."""
-    return gradient_hooks(param) or {}, accumulate_hooks(param) or {}
-
-
-def _digest(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits, as numbers of its width."""
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if x.is_sparse or x.is_complex() or x.element_size() not in width:
-        x = torch.view_as_real(x.to_dense()) if x.is_complex() else x.to_dense().double()
-    return x.contiguous().view(width[x.element_size()]).sum(dtype=torch.int64)
-
-
 class ParameterCheck(TorchFunctionMode):
     """Refuses parameters in a replica that are not its own; for the first step.
 
@@ -423,11 +313,12 @@ class ParameterCheck(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         for tensor in tensors_in([list(args), list(kwargs.values())]):
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in self._names:
+            is_param = issubclass(type(tensor), nn.Parameter)  # a fake one of torch.compile is not
+            if is_param and id(tensor) not in self._names:
                 self._refuse(tensor)
         return func(*args, **kwargs)
 
-    def _refuse(self, param: nn.Parameter) -> None:
+    def _refuse(self, param: torch.Tensor) -> None:
         name = self._others.get(id(param))
         if name is None:
             msg = (
@@ -441,6 +332,12 @@ class ParameterCheck(TorchFunctionMode):
                 "list or a layer that was kept from before"
             )
         raise ConfigError(msg)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile or torch.jit has made a module."""
+    wraps = any(name == "_orig_mod" for name, _ in module.named_children())  # torch.compile's
+    return wraps or isinstance(module, torch.jit.ScriptModule)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

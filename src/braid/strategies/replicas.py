@@ -49,7 +49,7 @@ class LocalReplicas(Protocol):
         """Call a function once, with what all replicas of this process have passed."""
         ...
 
-    def end_step(self) -> None:
+    def end_step(self, index: int) -> None:
         """Note that a replica here has returned from its step, and will merge no more."""
         ...
 
@@ -81,7 +81,7 @@ class OneRank:
         del index
         return call([args])
 
-    def end_step(self) -> None:
+    def end_step(self, index: int) -> None:
         """See `LocalReplicas`."""
 
     def close(self) -> None:
@@ -136,8 +136,9 @@ class ThreadReplicas:
         """See `LocalReplicas`."""
         return self._meeting.merge(index, args, call)
 
-    def end_step(self) -> None:
+    def end_step(self, index: int) -> None:
         """See `LocalReplicas`."""
+        del index
         self._meeting.leave()
 
     def close(self) -> None:

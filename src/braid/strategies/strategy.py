@@ -27,16 +27,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import DistributedOptimizer
+from braid.strategies.agreement import ReplicaDigests
 from braid.strategies.cluster import ClusterResolver
 from braid.strategies.contexts import (
     ReplicaContext,
@@ -46,12 +48,8 @@ from braid.strategies.contexts import (
 )
 from braid.strategies.datasets import DistributedDataset, InputContext, from_function
 from braid.strategies.extended import StrategyExtended
-from braid.strategies.made_in_scope import (
-    MadeInScope,
-    ParameterCheck,
-    ReplicaObjects,
-    schedulers_refused,
-)
+from braid.strategies.made_in_scope import MadeInScope, ParameterCheck, schedulers_refused
+from braid.strategies.replica_objects import ReplicaObjects
 from braid.strategies.replicas import LocalReplicas, merged
 from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica, values_in
 
@@ -76,6 +74,7 @@ class Strategy:
         self._objects: list[ReplicaObjects] = []
         self._noted: _Noted | None = None  # the first replica's, after the last run
         self._noted_buffers: dict[str, torch.Tensor] = {}
+        self._digests = ReplicaDigests(replicas.across)
         self._hooks: list[Any] = []
         self._is_stale = False
         self._checked: set[object] = set()
@@ -123,7 +122,7 @@ class Strategy:
         Raises:
             ConfigError: A replica calls it; or the function uses parameters that were
                 not made in the scope.
-            Exception: That of the replica that failed first.
+            Exception: The exception of the replica that failed first.
         """
         if get_replica_context() is not None:
             msg = "strategy.run inside of strategy.run: call the function itself"
@@ -131,18 +130,19 @@ class Strategy:
         self._prepare()
         kwargs = dict(kwargs or {})
         shares = _shares(args, kwargs, self.num_replicas_in_sync)
-        code = _code_of(fn)
+        code = _code_of(fn), *_objects_of(fn)
         is_new = code not in self._checked
 
-        def call(index: int, group: Group) -> Any:
+        def call(index: int, group: Group) -> tuple[Any, torch.Tensor]:
             part = 1 / group.size if shares is None else shares[group.rank]
             with self._in_replica(index, group, part, is_new=is_new):
                 result = fn(*of_replica(args, index), **of_replica(kwargs, index))
-            self._replicas.end_step()
-            if group.size > 1:
-                _average_buffers(self._objects[index], group, self._noted_buffers)
-                self._check_equal(index, group)
-            return result
+            self._replicas.end_step(index)
+            own = self._objects[index]
+            if group.size == 1:
+                return result, torch.empty(0)
+            _average_buffers(own, group, self._noted_buffers)
+            return result, own.digests()
 
         with ExitStack() as stack:
             if is_new:
@@ -151,20 +151,23 @@ class Strategy:
             if len(self.devices) > 1:
                 stack.enter_context(schedulers_refused())
             try:
-                results = self._replicas.run(call)
+                outcomes = self._replicas.run(call)
+                rows = [row for _, row in outcomes]
+                self._digests.compare(rows, self._objects[0].digest_names())
             except BaseException:
                 self._forget()
                 raise
         self._checked.add(code)
-        self._note()
-        return per_replica(results)
+        self._note(rows[0])
+        return per_replica([result for result, _ in outcomes])
 
-    def reduce(self, op: str, value: Any, axis: int | None = None) -> torch.Tensor:
+    def reduce(self, op: str, value: Any, axis: int | None = None) -> Any:
         """Combine the values of all replicas.
 
         Args:
             op: `sum` or `mean`.
-            value: Result of `run`: a tensor or a number of each replica.
+            value: Result of `run`: a tensor or a number of each replica, or a tuple, list or
+                mapping of them.
             axis: Dim of each tensor that is combined, too; means are then means of all elements,
                 also where replicas have different numbers of them.
 
@@ -174,6 +177,11 @@ class Strategy:
         Cost: an all-reduce if there are several processes; all of them call it.
         """
         op = checked_op(op)
+        if isinstance(value, Mapping):
+            return {name: self.reduce(op, item, axis) for name, item in value.items()}
+        if isinstance(value, (tuple, list)):
+            items = [self.reduce(op, item, axis) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         parts = [_number(each) for each in self.experimental_local_results(value)]
         counts = [1 if axis is None else part.shape[axis] for part in parts]
         if axis is not None:
@@ -184,7 +192,7 @@ class Strategy:
             raise ConfigError(msg)
         total = parts[0].clone()
         for part in parts[1:]:
-            total += part.to(total.device)
+            total = total + part.to(total.device)
         count = torch.tensor(float(sum(counts)), dtype=torch.float64)
         if self._replicas.across is not None:
             total = self._replicas.across.all_reduce(total)
@@ -248,9 +256,16 @@ class Strategy:
         return SyncOnRead(initial, len(self.devices), aggregation)
 
     def close(self) -> None:
-        """End the replicas of this process. The program's objects stay usable."""
-        self._forget()
-        self._replicas.close()
+        """End the replicas of this process. The program's objects stay usable.
+
+        Raises:
+            ConfigError: Processes differed after the last step.
+        """
+        try:
+            self._digests.finish()
+        finally:
+            self._forget()
+            self._replicas.close()
 
     def local_index(self, replica: ReplicaContext) -> int:
         """Return the number of a replica among those of this process."""
@@ -296,29 +311,29 @@ class Strategy:
 
     def _make(self) -> None:
         """Make the replicas' objects: copies of the program's."""
-        self._made.check()
-        self._made.redirect()
+        self._made.check(len(self.devices))
+        if len(self.devices) > 1:
+            self._made.redirect()
         first = ReplicaObjects(self._made, self.devices[0])
         others = [ReplicaObjects(self._made, device, first) for device in self.devices[1:]]
         self._objects, self._is_stale = [first, *others], False
         if self._replicas.size > 1:
             self._replicas.run(self._average_gradients)
-        self._hooks = [
+        self._hooks += [
             optimizer.register_load_state_dict_post_hook(self._become_stale)
             for optimizer in first.optimizers
         ]
-        self._note()
+        self._note(first.digests() if others else torch.empty(0))
 
     def _become_stale(self, _optimizer: object) -> None:
         """Note that the program has loaded a state, which the other replicas lack."""
         self._is_stale = True
 
-    def _note(self) -> None:
+    def _note(self, digests: torch.Tensor) -> None:
         """Note what the first replica has, to see later what the program changes."""
         first = self._objects[0]
         shape = self._made.count, first.shape()
         has_copies = len(self._objects) > 1  # without any, nothing is to be copied
-        digests = first.digests() if has_copies else torch.empty(0)
         self._noted = _Noted(shape, first.attributes() if has_copies else [], digests)
         self._noted_buffers = {name: x.clone() for name, x in first.float_buffers().items()}
 
@@ -330,24 +345,11 @@ class Strategy:
         for optimizer in own.optimizers:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
-            DistributedOptimizer(optimizer, of_optimizer, process_group=group)
-
-    def _check_equal(self, index: int, group: Group) -> None:
-        """Refuse replicas that have become different."""
-        own = self._objects[index]
-        rows = group.all_gather(own.digests().unsqueeze(0))
-        wrong = (rows != rows[0]).any(0).nonzero().flatten().tolist()
-        if not wrong:
-            return
-        names = [name for number, name in enumerate(own.tensors()) if number in {*wrong[:3]}]
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        msg = (
-            f"{', '.join(names)}{more} differ between replicas after this step. Parameters that "
-            "change need an optimizer of the scope, which averages their gradients; learning rates "
-            "and states of optimizers change outside of strategy.run; buffers that count samples "
-            "belong in strategy.sync_on_read"
-        )
-        raise ConfigError(msg)
+            DistributedOptimizer(
+                optimizer, of_optimizer, process_group=group, sparse_parameters=own.sparse()
+            )
+            average = optimizer.register_step_pre_hook(partial(_average_closure, group))
+            self._hooks.append(average)
 
     @contextmanager
     def _in_replica(self, index: int, group: Group, part: float, *, is_new: bool) -> Iterator[None]:
@@ -396,13 +398,14 @@ class Strategy:
                 if hasattr(optimizer, "synchronize"):  # averaging has begun
                     optimizer.close()
         self._objects, self._hooks = [], []
+        self._digests.forget()
 
 
 class _Noted(NamedTuple):
     """The first replica's objects after a run, to see later what the program changes."""
 
     shape: object
-    attributes: list[dict[str, Any]]
+    attributes: list[Any]
     digests: torch.Tensor
 
 
@@ -411,6 +414,36 @@ def _code_of(fn: Callable[..., Any]) -> object:
     function = getattr(fn, "func", fn)  # of a partial
     function = getattr(function, "__func__", function)  # of a method
     return getattr(function, "__code__", type(function))
+
+
+def _objects_of(fn: Any) -> list[weakref.ref[Any]]:
+    """Return the modules and optimizers that a function has of its own."""
+    function = getattr(fn, "func", fn)
+    owner = getattr(function, "__self__", function)
+    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+    values = [owner, *getattr(fn, "args", ())]
+    for cell in cells:
+        with suppress(ValueError):  # of a name that has no value yet
+            values.append(cell.cell_contents)
+    return [weakref.ref(x) for x in values if isinstance(x, (nn.Module, torch.optim.Optimizer))]
+
+
+def _average_closure(
+    group: Group, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Average a closure's loss over replicas, since optimizers such as LBFGS decide by it."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+
+    def averaged() -> Any:
+        loss, replica = closure(), get_replica_context()
+        if loss is None or replica is None:
+            return loss
+        part = torch.as_tensor(loss).detach() * (replica.share * group.size)
+        return group.all_reduce(part, "avg")
+
+    return (args[0], averaged), {}
 
 
 def _number(value: Any) -> torch.Tensor:

@@ -82,7 +82,7 @@ class ParamTable:
     def named(
         cls,
         pairs: Iterable[tuple[str, nn.Parameter]],
-        sparse: Collection[nn.Parameter] = frozenset(),
+        sparse: Collection[torch.Tensor] = frozenset(),
     ) -> ParamTable:
         """List named parameters in this order; a tied parameter comes with each of its names.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,8 @@ class DistributedOptimizer:
         init_sync: Compare parameters and copy rank 0's values first.
         nonfinite: Reaction to NaN and infinity in gradients, see `DistributedDataParallel`.
         check_all: Look for NaN and infinity in every number, not in one of each gradient.
+        sparse_parameters: Parameters whose gradients are sparse, such as the weight of
+            `nn.Embedding(sparse=True)`; they are averaged row by row.
 
     Raises:
         ConfigError: Parameters without a name, or names of others; no group; an optimizer that
@@ -94,13 +96,14 @@ class DistributedOptimizer:
         init_sync: bool = True,
         nonfinite: str | NonfiniteHandler = "warn",
         check_all: bool = False,
+        sparse_parameters: Collection[torch.Tensor] = (),
     ) -> Any:
         """Change `optimizer` in place and return the same object."""
         if isinstance(optimizer, _Averaging):
             msg = f"this {type(optimizer).__name__} averages gradients already: pass it once"
             raise ConfigError(msg)
         group = group_of(process_group)
-        table = ParamTable.named(_named(optimizer, named_parameters))
+        table = ParamTable.named(_named(optimizer, named_parameters), frozenset(sparse_parameters))
         handler = nonfinite_handler(nonfinite, [record.param for record in table])
         options = ReducerOptions(
             gradient_accumulation_steps=gradient_accumulation_steps,

