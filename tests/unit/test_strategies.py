@@ -27,6 +27,7 @@ from braid.strategies import (
     get_strategy,
     has_strategy,
     in_cross_replica_context,
+    replicas,
 )
 
 WIDTH = 4
@@ -477,6 +478,35 @@ def test_a_merge_that_another_replica_returns_without_ends(mirrored):
 
     with pytest.raises(StaleError, match="another one has ended its step"):
         mirrored.run(step)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_replica_that_skips_backward_is_named_and_one_that_computes_is_not(
+    mirrored, monkeypatch, waits
+):
+    monkeypatch.setattr(replicas, "GRACE_S", 0.05)
+    with mirrored.scope():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, skips: bool) -> float:
+        is_first = get_replica_context().replica_id_in_sync_group == 0
+        if not (skips and waits and is_first):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        while skips and not waits and not is_first and mirrored._replicas.is_usable:
+            model(x)  # until the first replica has waited for long enough
+        return model[0].weight.sum().item()
+
+    x = torch.ones(1, WIDTH)
+    if waits:
+        with pytest.raises(StaleError, match="waits for another one whose step has ended"):
+            mirrored.run(step, args=(x, True))
+    else:
+        mirrored.run(step, args=(x, True))
+    first, second = mirrored.run(step, args=(x, False)).values
+    assert first == second
 
 
 def test_scopes_and_runs_that_enclose_others_are_refused(mirrored):

@@ -12,16 +12,17 @@ Cost: a pass over the parameters, 1 % of a step of a GPT with 64 tokens, and one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from braid.comm import Group, Work
 from braid.errors import ConfigError
+from braid.strategies.replica_objects import ReplicaObjects
 from braid.types import first_few
 
-__all__ = ["ReplicaDigests"]
+__all__ = ["ReplicaDigests", "average_buffers"]
 
 
 class ReplicaDigests:
@@ -36,22 +37,29 @@ class ReplicaDigests:
         self._work: Work | None = None
         self._names: Sequence[str] = ()
 
-    def compare(self, rows: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def compare(self, replicas: Sequence[ReplicaObjects]) -> torch.Tensor:
         """Compare the replicas of this process, and start the comparison with other processes.
 
         Args:
-            rows: Digests of each replica of this process.
-            names: Names of what the digests are of.
+            replicas: Replicas of this process.
+
+        Returns:
+            Digests of the first replica's tensors.
 
         Raises:
             ConfigError: Replicas here differ, or processes differed after the step before.
         """
         self.finish()
-        _check(torch.stack(list(rows)), names, "this step")
+        digests, names = [own.digests() for own in replicas], replicas[0].digest_names()
+        rows = [
+            torch.cat([x, own.option_digests()]) for x, own in zip(digests, replicas, strict=True)
+        ]
+        _check(torch.stack(rows), names, "this step")
         if self._across is not None:
             self._names = names
             start: Any = self._across.starting().all_gather  # returns a Work
             self._work = start(rows[0].unsqueeze(0))
+        return digests[0]
 
     def finish(self) -> None:
         """End the comparison with other processes.
@@ -81,3 +89,51 @@ def _check(rows: torch.Tensor, names: Sequence[str], moment: str) -> None:
         "belong in strategy.sync_on_read"
     )
     raise ConfigError(msg)
+
+
+def average_buffers(
+    replicas: Sequence[ReplicaObjects], across: Group | None, before: Mapping[str, torch.Tensor]
+) -> None:
+    """Average the buffers that any replica has changed, such as statistics of BatchNorm.
+
+    Changes are found by value, since torch does not count what BatchNorm writes.
+
+    Args:
+        replicas: Replicas of this process.
+        across: Group of the processes; None if there is one.
+        before: Buffers before the step, equal in all replicas.
+
+    Raises:
+        ConfigError: A buffer has different shapes in the replicas of this process.
+    """
+    by_name = {
+        name: [own.float_buffers()[name] for own in replicas]
+        for name in replicas[0].float_buffers()
+    }
+    if not by_name:
+        return
+    changed = torch.zeros(len(by_name), dtype=torch.int64)
+    for number, (name, parts) in enumerate(by_name.items()):
+        shapes = [list(part.shape) for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            msg = (
+                f"buffer {name} has shapes {shapes} in the replicas, so it cannot be averaged: "
+                "keep what depends on the batch in an attribute"
+            )
+            raise ConfigError(msg)
+        changed[number] = name not in before or any(
+            not torch.equal(part, before[name].to(part.device)) for part in parts
+        )
+    if across is not None:
+        across.all_reduce(changed, "max")
+    with torch.no_grad():
+        for parts, has_changed in zip(by_name.values(), changed.tolist(), strict=True):
+            if has_changed:
+                total = parts[0].clone()
+                for part in parts[1:]:
+                    total += part.to(total.device)
+                total /= len(parts)
+                if across is not None:
+                    across.all_reduce(total, "avg")
+                for part in parts:
+                    part.copy_(total)

@@ -110,13 +110,17 @@ class ReplicaObjects:
         return parts, params, buffers, hooks
 
     def digests(self) -> torch.Tensor:
-        """Return one number for each tensor, and one for each optimizer's options; on the CPU."""
+        """Return one number for each tensor, int64 on the CPU: a sum of its bits."""
         sums = [_digest(x.detach()) for x in self.tensors().values()]
-        options = torch.tensor([_digest_of_options(o) for o in self.optimizers], dtype=torch.int64)
-        return torch.cat([torch.stack(sums).cpu(), options]) if sums else options
+        return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+
+    def option_digests(self) -> torch.Tensor:
+        """Return one number for the options of each optimizer, such as learning rates."""
+        numbers = [_digest_of_options(optimizer) for optimizer in self.optimizers]
+        return torch.tensor(numbers, dtype=torch.int64)
 
     def digest_names(self) -> list[str]:
-        """Return the names of what `digests` has numbers of."""
+        """Return the names of the tensors, and of the options of each optimizer."""
         options = [f"options of {type(o).__name__}" for o in self.optimizers]
         return [*self.tensors(), *options]
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from braid.comm import Group
-from braid.errors import StaleError
+from braid.errors import PeerLostError, StaleError
 from braid.parallel.data_parallel.replicas.parallel_apply import parallel_apply
 from braid.runtime.clock import MonotonicClock
 from braid.runtime.events import Recorder
@@ -27,6 +27,8 @@ from braid.strategies.values import PerReplica
 
 __all__ = ["LocalReplicas", "MergeCalls", "OneRank", "ThreadReplicas"]
 
+GRACE_S = 10.0  # that replicas wait for one whose step has ended, as hangs of ranks are reported
+
 
 class LocalReplicas(Protocol):
     """Replicas of this process.
@@ -35,11 +37,13 @@ class LocalReplicas(Protocol):
         devices: Device of each.
         size: Number of replicas of all processes.
         across: Group of the processes; None if there is one.
+        is_usable: Whether the groups that `run` hands out can be used again.
     """
 
     devices: tuple[torch.device, ...]
     size: int
     across: Group | None
+    is_usable: bool
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
         """Call a function with the number of each replica here and with its group, all at once."""
@@ -66,6 +70,8 @@ class OneRank:
         group: Group of all replicas.
     """
 
+    is_usable = True
+
     def __init__(self, device: torch.device, group: Group) -> None:
         self.devices: tuple[torch.device, ...] = (device,)
         self.size = group.size
@@ -91,14 +97,17 @@ class OneRank:
 class ThreadReplicas:
     """Replicas on threads of this process; a single one is on the calling thread.
 
-    A replica that fails ends the waits of the others, and its exception is raised. The replicas
-    meet anew at the next run.
+    A replica that fails ends the waits of the others, and its exception is raised. A replica whose
+    step has ended leaves the group after `GRACE_S`, which ends the waits of those that need it and
+    of no others: one that only computes for longer goes on. The replicas meet again at the next
+    run.
 
     Args:
         devices: Device of each replica; one may occur several times.
     """
 
     across: Group | None = None
+    is_usable = True
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
@@ -106,6 +115,8 @@ class ThreadReplicas:
         self._fabric: Fabric | None = None
         self._groups: list[Group] = []
         self._meeting = MergeCalls(self.size)
+        self._changed = threading.Condition()
+        self._num_ended = 0
 
     def run(self, call: Callable[[int, Group], Any]) -> list[Any]:
         """See `LocalReplicas`."""
@@ -113,15 +124,17 @@ class ThreadReplicas:
             self._meet()
         fabric, failures = self._fabric, list[BaseException]()
         self._meeting = MergeCalls(self.size)
+        self._num_ended = 0
         assert fabric is not None, "the replicas have met"
 
         def run_one(index: int) -> Any:
             try:
                 return call(index, self._groups[index])
             except BaseException as exc:  # noqa: BLE001 - the first one is raised by the caller
-                failures.append(exc)
+                failures.append(exc if self.is_usable else _named(exc))
                 fabric.lose(index, f"raised {type(exc).__name__}: {exc}")
                 self._meeting.leave()
+                self._end(self.size)
                 return None
 
         results = parallel_apply(
@@ -138,8 +151,14 @@ class ThreadReplicas:
 
     def end_step(self, index: int) -> None:
         """See `LocalReplicas`."""
-        del index
         self._meeting.leave()
+        self._end(1)
+        with self._changed:
+            everybody = self._changed.wait_for(lambda: self._num_ended >= self.size, GRACE_S)
+        fabric = self._fabric
+        if not everybody and fabric is not None:
+            self.is_usable = False
+            fabric.lose(index, "its step has ended", left=True)
 
     def close(self) -> None:
         """See `LocalReplicas`."""
@@ -150,6 +169,13 @@ class ThreadReplicas:
             self._fabric.close()
         self._fabric = None
         self._meeting = MergeCalls(self.size)
+        self.is_usable = True
+
+    def _end(self, count: int) -> None:
+        """Count the replicas whose steps have ended."""
+        with self._changed:
+            self._num_ended += count
+            self._changed.notify_all()
 
     def _meet(self) -> None:
         """Make the group, as ranks of several processes do."""
@@ -163,6 +189,19 @@ class ThreadReplicas:
             return Group.world(context, transport)
 
         self._groups = parallel_apply([join] * size, [(i,) for i in range(size)], None)
+
+
+def _named(exc: BaseException) -> BaseException:
+    """Return the error of a replica that waits for one whose step has ended."""
+    if not isinstance(exc, PeerLostError):
+        return exc
+    msg = (
+        f"a replica waits for another one whose step has ended {GRACE_S:g} s ago: call backward, "
+        f"optimizer.step and collectives in all replicas, or in none ({exc})"
+    )
+    error = StaleError(msg)
+    error.__cause__ = exc
+    return error
 
 
 class MergeCalls:

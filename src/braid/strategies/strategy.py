@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import DistributedOptimizer
-from braid.strategies.agreement import ReplicaDigests
+from braid.strategies.agreement import ReplicaDigests, average_buffers
 from braid.strategies.cluster import ClusterResolver
 from braid.strategies.contexts import (
     ReplicaContext,
@@ -133,16 +133,12 @@ class Strategy:
         code = _code_of(fn), *_objects_of(fn)
         is_new = code not in self._checked
 
-        def call(index: int, group: Group) -> tuple[Any, torch.Tensor]:
+        def call(index: int, group: Group) -> Any:
             part = 1 / group.size if shares is None else shares[group.rank]
             with self._in_replica(index, group, part, is_new=is_new):
                 result = fn(*of_replica(args, index), **of_replica(kwargs, index))
             self._replicas.end_step(index)
-            own = self._objects[index]
-            if group.size == 1:
-                return result, torch.empty(0)
-            _average_buffers(own, group, self._noted_buffers)
-            return result, own.digests()
+            return result
 
         with ExitStack() as stack:
             if is_new:
@@ -151,15 +147,20 @@ class Strategy:
             if len(self.devices) > 1:
                 stack.enter_context(schedulers_refused())
             try:
-                outcomes = self._replicas.run(call)
-                rows = [row for _, row in outcomes]
-                self._digests.compare(rows, self._objects[0].digest_names())
+                results, digests = self._replicas.run(call), torch.empty(0)
+                if self.num_replicas_in_sync > 1:
+                    average_buffers(self._objects, self._replicas.across, self._noted_buffers)
+                    digests = self._digests.compare(self._objects)
             except BaseException:
                 self._forget()
                 raise
         self._checked.add(code)
-        self._note(rows[0])
-        return per_replica([result for result, _ in outcomes])
+        if self._replicas.is_usable:
+            self._note(digests)
+        else:
+            self._forget()
+            self._replicas.close()
+        return per_replica(results)
 
     def reduce(self, op: str, value: Any, axis: int | None = None) -> Any:
         """Combine the values of all replicas.
@@ -459,28 +460,6 @@ def _shares(args: Any, kwargs: Any, size: int) -> list[float] | None:
         return None
     assert len(samples) == size, "a data set knows all replicas"
     return [count / max(1, sum(samples)) for count in samples]
-
-
-def _average_buffers(own: ReplicaObjects, group: Group, before: Mapping[str, torch.Tensor]) -> None:
-    """Average the buffers that any replica has changed.
-
-    By value, since torch does not count what BatchNorm writes.
-    """
-    buffers = own.float_buffers()
-    if not buffers:
-        return
-    changed = torch.tensor(
-        [
-            name not in before or not torch.equal(x, before[name].to(x.device))
-            for name, x in buffers.items()
-        ],
-        dtype=torch.int64,
-    )
-    group.all_reduce(changed, "max")
-    with torch.no_grad():
-        for buffer, has_changed in zip(buffers.values(), changed.tolist(), strict=True):
-            if has_changed:
-                buffer.copy_(group.all_reduce(buffer.clone(), "avg"))
 
 
 def compute_average_loss(
