@@ -106,9 +106,10 @@ def average_buffers(
     Raises:
         ConfigError: A buffer has different shapes in the replicas of this process.
     """
+    buffers = [own.float_buffers() for own in replicas]
     by_name = {
-        name: [own.float_buffers()[name] for own in replicas]
-        for name in replicas[0].float_buffers()
+        name: [own.get(name, torch.empty(0)) for own in buffers]
+        for name in dict.fromkeys(name for own in buffers for name in own)
     }
     if not by_name:
         return

@@ -20,7 +20,12 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.runtime.torch_internals import accumulate_hooks, gradient_hooks
+from braid.runtime.torch_internals import (
+    accumulate_hooks,
+    gradient_hooks,
+    own_buffers,
+    own_parameters,
+)
 from braid.strategies.made_in_scope import MadeInScope
 
 __all__ = ["ReplicaObjects"]
@@ -68,6 +73,7 @@ class ReplicaObjects:
         self.names = {id(param): name for name, param in own.items()}
         self.copies: dict[int, Any] = {}
         self._memo = dict[int, Any]()  # from the program's parts and parameters to the copies
+        self.scan()
         if first is None:
             return
         parts = [part for module in modules for part in module.modules()]
@@ -84,28 +90,43 @@ class ReplicaObjects:
                 own[name].register_post_accumulate_grad_hook(hook)
             if param.grad is not None:
                 own[name].grad = param.grad.to(device, copy=True)
+        self.scan()
+
+    def scan(self) -> None:
+        """Find the parts of the modules and their tensors; called after anything may have changed.
+
+        One pass for all methods, since torch's iterators take longer than a pass over the numbers.
+        """
+        parts: dict[nn.Module, str] = {}
+        for number, module in enumerate(self.modules):
+            root = f"{number}." if len(self.modules) > 1 else ""
+            for name, part in module.named_modules():
+                parts.setdefault(part, f"{root}{name}." if name else root)
+        self._parts = list(parts)
+        tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        for part, prefix in parts.items():
+            for name, x in (*own_parameters(part).items(), *own_buffers(part).items()):
+                if x is not None:
+                    tensors.setdefault(id(x), (prefix + name, x))
+        self._tensors = dict(tensors.values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers by name."""
-        by_name: dict[str, torch.Tensor] = {}
-        for number, module in enumerate(self.modules):
-            for name, x in (*module.named_parameters(), *module.named_buffers()):
-                by_name[f"{number}.{name}" if len(self.modules) > 1 else name] = x
-        return by_name
+        return self._tensors
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return all parameters."""
+        return [x for x in self._tensors.values() if isinstance(x, nn.Parameter)]
 
     def shape(self) -> object:
         """Return what changes when parameters, buffers, modules or hooks are replaced."""
-        parts = [
-            (id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS))
-            for module in self.modules
-            for part in module.modules()
+        parts = [(id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS)) for part in self._parts]
+        params = [(id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p))) for p in self.parameters()]
+        buffers = [
+            (name, x.shape, x.dtype)
+            for name, x in self._tensors.items()
+            if not isinstance(x, nn.Parameter)
         ]
-        params = [
-            (id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p)))
-            for module in self.modules
-            for p in module.parameters()
-        ]
-        buffers = [(b.shape, b.dtype) for module in self.modules for b in module.buffers()]
         hooks = [tuple(v) for o in self.optimizers for k, v in vars(o).items() if "_hooks" in k]
         return parts, params, buffers, hooks
 
@@ -126,30 +147,26 @@ class ReplicaObjects:
 
     def float_buffers(self) -> dict[str, torch.Tensor]:
         """Return the floating point buffers, such as statistics of BatchNorm."""
-        by_name = self.tensors().items()
         return {
             name: x
-            for name, x in by_name
+            for name, x in self._tensors.items()
             if x.is_floating_point() and not isinstance(x, nn.Parameter)
         }
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once with its name, also if several modules have it."""
-        params = {id(p): p for module in self.modules for p in module.parameters()}
-        return [(self.names[number], p) for number, p in params.items()]
+        return [(self.names[id(p)], p) for p in self.parameters()]
 
     def sparse(self) -> set[torch.Tensor]:
         """Return the weights of embeddings with sparse gradients."""
-        parts = [part for module in self.modules for part in module.modules()]
-        embeddings = [x for x in parts if isinstance(x, (nn.Embedding, nn.EmbeddingBag))]
+        embeddings = [x for x in self._parts if isinstance(x, (nn.Embedding, nn.EmbeddingBag))]
         return {part.weight for part in embeddings if part.sparse}
 
     def attributes(self) -> list[dict[str, _Attribute]]:
         """Return the attributes of each module, such as `training` and a Dropout's `p`."""
-        parts = [part for module in self.modules for part in module.modules()]
         return [
             {k: _Attribute(v, _print(v, [MOST_VALUES])) for k, v in vars(part).items() if k in own}
-            for part in parts
+            for part in self._parts
             for own in [vars(part).keys() - OF_TORCH]
         ]
 
@@ -168,13 +185,11 @@ class ReplicaObjects:
             with torch.no_grad():
                 for own, other in pairs:
                     own.data.copy_(other)
-        for theirs, ours in zip(first.modules, self.modules, strict=True):
-            for param, own_param in zip(theirs.parameters(), ours.parameters(), strict=True):
-                own_param.requires_grad_(param.requires_grad)
-                if param.grad is None:
-                    own_param.grad = None
-        parts = [part for module in self.modules for part in module.modules()]
-        for part, now, then in zip(parts, first.attributes(), before, strict=True):
+        for param, own_param in zip(first.parameters(), self.parameters(), strict=True):
+            own_param.requires_grad_(param.requires_grad)
+            if param.grad is None:
+                own_param.grad = None
+        for part, now, then in zip(self._parts, first.attributes(), before, strict=True):
             for name, attribute in now.items():
                 if name not in then or then[name].print != attribute.print:
                     vars(part)[name] = self._copy_of(attribute.value)

@@ -148,6 +148,8 @@ class Strategy:
                 stack.enter_context(schedulers_refused())
             try:
                 results, digests = self._replicas.run(call), torch.empty(0)
+                for own in self._objects:
+                    own.scan()
                 if self.num_replicas_in_sync > 1:
                     average_buffers(self._objects, self._replicas.across, self._noted_buffers)
                     digests = self._digests.compare(self._objects)
@@ -299,6 +301,7 @@ class Strategy:
         """Make the replicas' objects, or bring them up to date."""
         noted = self._noted
         if self._objects and noted is not None:
+            self._objects[0].scan()
             shape = self._made.count, self._objects[0].shape()
             if self._is_stale or noted.shape != shape:
                 self._forget()
