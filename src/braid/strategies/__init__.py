@@ -5,8 +5,18 @@ from __future__ import annotations
 from braid.strategies import placed
 from braid.strategies.cluster import (
     ClusterResolver,
+    KubernetesClusterResolver,
     LaunchedClusterResolver,
+    RayClusterResolver,
+    SlurmClusterResolver,
     TFConfigClusterResolver,
+)
+from braid.strategies.communication import (
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+    ReductionToOneDevice,
 )
 from braid.strategies.contexts import (
     ReplicaContext,
@@ -27,14 +37,22 @@ from braid.strategies.values import PerReplica, SyncOnRead
 
 __all__ = [
     "ClusterResolver",
+    "CommunicationOptions",
+    "CrossDeviceOps",
     "DistributedDataset",
+    "HierarchicalCopyAllReduce",
     "InputContext",
+    "KubernetesClusterResolver",
     "LaunchedClusterResolver",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
+    "RayClusterResolver",
+    "ReductionToOneDevice",
     "ReplicaContext",
+    "SlurmClusterResolver",
     "Strategy",
     "StrategyExtended",
     "SyncOnRead",

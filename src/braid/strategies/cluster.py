@@ -2,6 +2,9 @@
 
     TFConfigClusterResolver     TF_CONFIG of the environment, as TensorFlow's programs have it
     LaunchedClusterResolver     ranks of `braid run`, torchrun, srun, mpirun or Kubernetes
+    RayClusterResolver          ranks of `braid.launch.ray.run`
+    SlurmClusterResolver        tasks of srun, with their hosts
+    KubernetesClusterResolver   pods of an Indexed Job, with their names
 
 `braid.init()` reads TF_CONFIG as well, so a program that is started with it needs no launcher.
 
@@ -14,10 +17,22 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
+
+from braid.errors import ConfigError
+from braid.runtime.rendezvous.engine_ranks import EngineRank, engine_rank
 from braid.runtime.rendezvous.environment import JobEnvironment
+from braid.runtime.rendezvous.slurm_names import expand_counts, expand_hostlist
 from braid.runtime.rendezvous.tf_config import read_tf_config
 
-__all__ = ["ClusterResolver", "LaunchedClusterResolver", "TFConfigClusterResolver"]
+__all__ = [
+    "ClusterResolver",
+    "KubernetesClusterResolver",
+    "LaunchedClusterResolver",
+    "RayClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+]
 
 ClusterSpec = Mapping[str, Sequence[str]]  # addresses of the tasks of each job
 
@@ -38,7 +53,42 @@ class ClusterResolver(Protocol):
         ...
 
 
-class TFConfigClusterResolver:
+class _Cluster:
+    """Names that all resolvers have besides those of `ClusterResolver`.
+
+    Attributes:
+        environment: Name of the environment; empty, as of TensorFlow's resolvers.
+    """
+
+    environment = ""
+    task_type = "worker"
+    task_id = 0
+    _jobs: ClusterSpec
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See `ClusterResolver`."""
+        return self._jobs
+
+    def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
+        """Return the address of a task; of the chief or the first worker by default.
+
+        Raises:
+            ConfigError: There is no such task.
+        """
+        if task_type is None:
+            task_type = "chief" if self._jobs.get("chief") else "worker"
+        tasks, number = self._jobs.get(task_type, ()), task_id or 0
+        if not 0 <= number < len(tasks):
+            msg = f"the cluster has no task {number} of {task_type}, but {len(tasks)} of them"
+            raise ConfigError(msg)
+        return tasks[number]
+
+    def num_accelerators(self) -> dict[str, int]:
+        """Return the number of this process's GPUs, by kind."""
+        return {"GPU": torch.cuda.device_count()}
+
+
+class TFConfigClusterResolver(_Cluster):
     """Reads `TF_CONFIG`: `{"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", ...}}`.
 
     Args:
@@ -53,13 +103,11 @@ class TFConfigClusterResolver:
         self._jobs = config.jobs
         self.task_type, self.task_id = config.task_type, config.task_id
 
-    def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver`."""
-        return self._jobs
 
-
-class LaunchedClusterResolver:
+class LaunchedClusterResolver(_Cluster):
     """Reads what a launcher has set for its ranks: all are workers, and rank 0 is the first.
+
+    A launcher gives ranks no addresses, so `cluster_spec` names them by number.
 
     Args:
         environment: The rank's environment; that of this process when None.
@@ -67,9 +115,75 @@ class LaunchedClusterResolver:
 
     def __init__(self, environment: JobEnvironment | None = None) -> None:
         environment = JobEnvironment.from_os() if environment is None else environment
-        self.task_type, self.task_id = "worker", environment.rank
-        self._size = environment.world_size
+        self.task_id = environment.rank
+        self._jobs = {"worker": [f"rank{rank}" for rank in range(environment.world_size)]}
 
-    def cluster_spec(self) -> ClusterSpec:
-        """Return as many workers as there are ranks; a launcher gives them no addresses."""
-        return {"worker": [f"rank{rank}" for rank in range(self._size)]}
+
+class RayClusterResolver(LaunchedClusterResolver):
+    """Reads the rank of `braid.launch.ray.run`, which is set as by `braid run`."""
+
+
+class SlurmClusterResolver(_Cluster):
+    """Reads the variables of a step of Slurm: each task is a worker.
+
+    Args:
+        port_base: Port of the first task of each host.
+        environ: Environment variables; those of this process when None.
+
+    Raises:
+        ConfigError: This process is no task of srun, or the variables do not fit together.
+    """
+
+    def __init__(self, port_base: int = 8888, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        self.task_id = _rank_of("srun", environ).rank
+        hosts = expand_hostlist(environ["SLURM_STEP_NODELIST"])
+        counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
+        self._jobs = {
+            "worker": [
+                f"{host}:{port_base + number}"
+                for host, count in zip(hosts, counts, strict=True)
+                for number in range(count)
+            ]
+        }
+
+
+class KubernetesClusterResolver(_Cluster):
+    """Reads the variables of an Indexed Job of Kubernetes: each pod is a worker.
+
+    Args:
+        port: Port of each pod.
+        environ: Environment variables; those of this process when None.
+
+    Raises:
+        ConfigError: This process is in no Indexed Job with WORLD_SIZE, or MASTER_ADDR is not the
+            name of pod 0, such as `job-0.service`.
+    """
+
+    def __init__(self, port: int = 8470, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        rank = _rank_of("kubernetes", environ)
+        first = environ.get("MASTER_ADDR", "")
+        job, number, service = first.partition("-0.")
+        if not number:
+            msg = f"MASTER_ADDR must be the name of pod 0, such as job-0.service, got {first!r}"
+            raise ConfigError(msg)
+        self.task_id = rank.rank
+        self._jobs = {"worker": [f"{job}-{i}.{service}:{port}" for i in range(rank.world_size)]}
+
+
+def _rank_of(engine: str, environ: Mapping[str, str]) -> EngineRank:
+    """Return the rank that an engine has made of this process.
+
+    Raises:
+        ConfigError: Another engine has started it, or none.
+    """
+    rank = engine_rank(environ)
+    if rank is None or rank.engine != engine:
+        found = "no engine" if rank is None else rank.engine
+        msg = (
+            f"{found} has started this process, not {engine}: use LaunchedClusterResolver under "
+            "`braid run`, TFConfigClusterResolver with TF_CONFIG"
+        )
+        raise ConfigError(msg)
+    return rank

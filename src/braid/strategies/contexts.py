@@ -88,6 +88,7 @@ class ReplicaContext:
 
         Cost: one all-reduce.
         """
+        _check_is_replica("all_reduce")
         return all_reduce(self.group, value, {"sum": "sum", "mean": "avg"}[checked_op(op)])
 
     def all_gather(self, value: torch.Tensor, axis: int = 0) -> torch.Tensor:
@@ -102,6 +103,7 @@ class ReplicaContext:
 
         Cost: one all-gather, and one of the sizes.
         """
+        _check_is_replica("all_gather")
         sizes = self.group.all_gather(torch.tensor([value.shape[axis]])).tolist()
         return all_gather(self.group, value, dim=axis, sizes=sizes)
 
@@ -115,8 +117,21 @@ class ReplicaContext:
 
         Each argument of the function is the `PerReplica` of what the replicas have passed. All of
         them have to call it; each gets its own part of a result that is `PerReplica`.
+
+        Raises:
+            ConfigError: It is called inside of another one.
         """
+        _check_is_replica("merge_call")
         return self._merge(merge_fn, args, kwargs or {})
+
+
+def _check_is_replica(name: str) -> None:
+    if in_cross_replica_context():
+        msg = (
+            f"{name} of a replica inside of merge_call or a scope, where no replica runs: call it "
+            "in the function of strategy.run"
+        )
+        raise ConfigError(msg)
 
 
 def checked_op(op: str) -> str:

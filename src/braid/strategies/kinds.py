@@ -16,6 +16,7 @@ from braid.strategies.cluster import (
     LaunchedClusterResolver,
     TFConfigClusterResolver,
 )
+from braid.strategies.communication import CommunicationOptions, CrossDeviceOps
 from braid.strategies.replicas import OneRank, ThreadReplicas
 from braid.strategies.strategy import Strategy
 
@@ -46,17 +47,25 @@ class MirroredStrategy(Strategy):
     Args:
         devices: Devices; one may occur several times, such as the CPU. All GPUs when None, or the
             CPU if there are none.
+        cross_device_ops: Sizes of the buckets of gradients, by TensorFlow's names; braid's sizes
+            when None.
 
     Raises:
-        ConfigError: There are no such devices.
+        ConfigError: There are no such devices, or no such way to combine gradients.
 
     Random numbers:
         Replicas on the CPU draw from one default generator, in an order that may change from run to
         run.
     """
 
-    def __init__(self, devices: Sequence[DeviceLike] | None = None) -> None:
-        super().__init__(ThreadReplicas(_devices(devices)))
+    def __init__(
+        self,
+        devices: Sequence[DeviceLike] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        ops = CrossDeviceOps() if cross_device_ops is None else cross_device_ops
+        ops.check()
+        super().__init__(ThreadReplicas(_devices(devices)), bucket_cap_mb=ops.bucket_cap_mb)
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -66,10 +75,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: Names the processes; TF_CONFIG if it is set, else the launcher's
             variables, when None.
         device: Device of this process's replica: by default its GPU, or the CPU if there is none.
+        communication_options: Sizes of the buckets of gradients, deadline and engine.
         group: Group of the replicas; that of `braid.init()` when None.
 
     Raises:
-        ConfigError: TF_CONFIG or the launcher's variables make no sense.
+        ConfigError: TF_CONFIG, the launcher's variables or the options make no sense.
         RendezvousError: Some processes did not come; they are named.
     """
 
@@ -78,6 +88,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         device: DeviceLike | None = None,
         *,
+        communication_options: CommunicationOptions | None = None,
         group: Group | None = None,
     ) -> None:
         if cluster_resolver is None:
@@ -90,7 +101,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             count = torch.cuda.device_count()
             local = int(os.environ.get("LOCAL_RANK", "0"))
             device = local % count if count else "cpu"
-        super().__init__(OneRank(as_device(device), group), cluster_resolver)
+        options = communication_options or CommunicationOptions()
+        options.apply(group, as_device(device))
+        super().__init__(OneRank(as_device(device), group), cluster_resolver, options.bucket_cap_mb)
 
 
 def _devices(devices: Sequence[DeviceLike] | None) -> list[torch.device]:

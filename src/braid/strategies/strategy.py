@@ -62,14 +62,24 @@ class Strategy:
     Args:
         replicas: The replicas of this process.
         cluster_resolver: Names the processes, if there are several.
+        bucket_cap_mb: Function from the bytes of all parameters to the MiB of a bucket of
+            gradients, or to None for braid's sizes.
+
+    Raises:
+        ConfigError: This statement is in another strategy's scope.
     """
 
     def __init__(
         self,
         replicas: LocalReplicas,
         cluster_resolver: ClusterResolver | None = None,
+        bucket_cap_mb: Callable[[int], float | None] = lambda _: None,
     ) -> None:
+        with entered(self):
+            pass
         self._replicas = replicas
+        self._bucket_cap_mb = bucket_cap_mb
+        self._is_running = False
         self._made = MadeInScope(self._copy_of)
         self._objects: list[ReplicaObjects] = []
         self._noted: _Noted | None = None  # the first replica's, after the last run
@@ -98,8 +108,11 @@ class Strategy:
         """Distribute the modules and optimizers that are made in the block.
 
         Raises:
-            ConfigError: Another strategy's scope is entered.
+            ConfigError: Another strategy's scope is entered, or a replica enters it.
         """
+        if get_replica_context() is not None:
+            msg = "strategy.scope inside of strategy.run: make models and optimizers before"
+            raise ConfigError(msg)
         with entered(self), self._made.tracked():
             yield self
 
@@ -120,15 +133,21 @@ class Strategy:
             The results: those of several replicas of this process as `PerReplica`.
 
         Raises:
-            ConfigError: A replica calls it; or the function uses parameters that were
-                not made in the scope.
+            ConfigError: A replica or a `merge_call` calls it; or the function uses parameters
+                that were not made in the scope.
             Exception: The exception of the replica that failed first.
         """
-        if get_replica_context() is not None:
+        if get_replica_context() is not None or self._is_running:
             msg = "strategy.run inside of strategy.run: call the function itself"
             raise ConfigError(msg)
+        self._is_running = True
+        try:
+            return self._run(fn, args, dict(kwargs or {}))
+        finally:
+            self._is_running = False
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._prepare()
-        kwargs = dict(kwargs or {})
         shares = _shares(args, kwargs, self.num_replicas_in_sync)
         code = _code_of(fn), *_objects_of(fn)
         is_new = code not in self._checked
@@ -350,7 +369,11 @@ class Strategy:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
             DistributedOptimizer(
-                optimizer, of_optimizer, process_group=group, sparse_parameters=own.sparse()
+                optimizer,
+                of_optimizer,
+                process_group=group,
+                bucket_cap_mb=self._bucket_cap_mb(sum(p.nbytes for _, p in of_optimizer)),
+                sparse_parameters=own.sparse(),
             )
             average = optimizer.register_step_pre_hook(partial(_average_closure, group))
             self._hooks.append(average)

@@ -90,7 +90,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         self._by_device: dict[str, Engine] = {}
         self._names = names
         self._describer = Describer(names, context.events, ranks)
-        self._deadline_s = FIRST_DEADLINE_S
+        self._deadline_s, self._later_deadline_s = FIRST_DEADLINE_S, DEADLINE_S
         self._name_prefix = name_prefix
         self._successor: Group | None = None
         self._tokens = ""  # of this rank, for a rebuilt group
@@ -149,6 +149,17 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
         self.devices |= engine.device_types
+
+    def set_deadline(self, timeout_s: float) -> None:
+        """Set the seconds after which operations raise CommTimeout unless they have their own.
+
+        Args:
+            timeout_s: Seconds, of operations and requests that are made from now on.
+
+        Raises:
+            ConfigError: `timeout_s` is not a number of seconds.
+        """
+        self._deadline_s = self._later_deadline_s = check_seconds(timeout_s) or DEADLINE_S
 
     def coalesce(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Batch:
         """Return a block in which operations are written down, to be started together at its end.
@@ -426,7 +437,7 @@ class Group(Handle, Reductions, Movements, PointToPoint):
         if collective.async_op:
             return engine.start(collective, StepsBy.THREAD)
         engine.run(collective)
-        self._deadline_s = DEADLINE_S
+        self._deadline_s = self._later_deadline_s
         return collective.result
 
     def _start(self, collective: Collective, *, steps_by: StepsBy) -> Work:

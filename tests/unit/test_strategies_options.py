@@ -1,0 +1,191 @@
+"""Options of strategies by TensorFlow's names, resolvers, and rules of nesting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.runtime.rendezvous.environment import JobEnvironment
+from braid.strategies import (
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    KubernetesClusterResolver,
+    LaunchedClusterResolver,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    NcclAllReduce,
+    OneDeviceStrategy,
+    PerReplica,
+    RayClusterResolver,
+    ReductionToOneDevice,
+    SlurmClusterResolver,
+    Strategy,
+    get_replica_context,
+)
+from braid.strategies.replicas import ThreadReplicas
+
+
+@pytest.fixture
+def mirrored() -> Iterator[Strategy]:
+    strategy = MirroredStrategy(["cpu", "cpu"])
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[Group]:
+    """Return a group of this thread alone."""
+    replicas = ThreadReplicas([torch.device("cpu")])
+    yield replicas.run(lambda _, group: group)[0]
+    replicas.close()
+
+
+def model_of(strategy: Strategy) -> tuple[nn.Module, Callable[..., None]]:
+    """Return a model made in the strategy's scope, and a step of it."""
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def trained(ops: CrossDeviceOps | None) -> tuple[list[torch.Tensor], int]:
+    """Return the parameters after two steps, and the number of buckets."""
+    strategy = MirroredStrategy(["cpu", "cpu"], cross_device_ops=ops)
+    model, step = model_of(strategy)
+    args = (PerReplica([torch.ones(1, 2), -torch.ones(1, 2)]),)
+    strategy.run(step, args=args)
+    strategy.run(step, args=args)
+    count = len(strategy._objects[0].optimizers[0]._reducer.buckets)
+    params = [param.detach().clone() for param in model.parameters()]
+    strategy.close()
+    return params, count
+
+
+@pytest.mark.parametrize(
+    ("ops", "num_buckets"),
+    [
+        (ReductionToOneDevice(), 1),
+        (HierarchicalCopyAllReduce(), 1),
+        (HierarchicalCopyAllReduce(num_packs=0), 4),
+    ],
+)
+def test_names_of_reductions_change_buckets_and_no_bit(ops, num_buckets):
+    expected, _ = trained(None)
+    found, count = trained(ops)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert count == num_buckets
+
+
+def test_reductions_that_do_not_exist_are_refused():
+    with pytest.raises(ConfigError, match="NcclAllReduce needs a process for each GPU"):
+        MirroredStrategy(["cpu", "cpu"], cross_device_ops=NcclAllReduce())
+    with pytest.raises(ConfigError, match="num_packs must be at least 0, got -1"):
+        HierarchicalCopyAllReduce(num_packs=-1)
+
+
+def test_options_of_communication_are_checked(alone):
+    with pytest.raises(ConfigError, match="bytes_per_pack must be at least 0"):
+        CommunicationOptions(bytes_per_pack=-1)
+    with pytest.raises(ConfigError, match="implementation must be one of AUTO, RING, NCCL"):
+        CommunicationOptions(implementation="MPI")
+    with pytest.raises(ConfigError, match="NCCL on cpu, where braid's own engine carries"):
+        MultiWorkerMirroredStrategy(
+            device="cpu",
+            group=alone,
+            communication_options=CommunicationOptions(implementation="nccl"),
+        )
+    options = CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=5, implementation="RING")
+    MultiWorkerMirroredStrategy(device="cpu", group=alone, communication_options=options)
+    assert options.bucket_cap_mb(1 << 30) == 1.0
+    assert alone._deadline_s == 5.0
+
+
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+PODS = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.service"}
+
+
+def test_resolvers_name_the_tasks_of_engines():
+    slurm = SlurmClusterResolver(environ=SLURM)
+    assert slurm.cluster_spec() == {"worker": ["n1:8888", "n1:8889", "n2:8888"]}
+    assert (slurm.task_type, slurm.task_id, slurm.master()) == ("worker", 2, "n1:8888")
+    pods = KubernetesClusterResolver(environ=PODS)
+    assert pods.cluster_spec() == {"worker": ["job-0.service:8470", "job-1.service:8470"]}
+    assert (pods.task_id, pods.master("worker", 1)) == (1, "job-1.service:8470")
+    for kind in (LaunchedClusterResolver, RayClusterResolver):
+        launched = kind(JobEnvironment(rank=1, world_size=2, master_addr="h", master_port=1))
+        assert launched.cluster_spec() == {"worker": ["rank0", "rank1"]}
+        assert launched.task_id == 1
+    assert launched.num_accelerators() == {"GPU": torch.cuda.device_count()}
+    assert launched.environment == ""
+    with pytest.raises(ConfigError, match="no task 0 of ps, but 0 of them"):
+        launched.master("ps")
+
+
+def test_resolvers_refuse_other_engines():
+    with pytest.raises(ConfigError, match="no engine has started this process, not srun"):
+        SlurmClusterResolver(environ={})
+    with pytest.raises(ConfigError, match="srun has started this process, not kubernetes"):
+        KubernetesClusterResolver(environ=SLURM)
+    with pytest.raises(ConfigError, match="MASTER_ADDR must be the name of pod 0"):
+        KubernetesClusterResolver(environ=PODS | {"MASTER_ADDR": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
+    ("inside", "problem"),
+    [
+        (lambda strategy: strategy.run(print), r"strategy\.run inside of strategy\.run"),
+        (lambda strategy: strategy.scope().__enter__(), r"strategy\.scope inside of strategy\.run"),
+        (lambda _: OneDeviceStrategy(), "OneDeviceStrategy inside of the scope of Mirrored"),
+        (
+            lambda _: get_replica_context().merge_call(lambda strategy: strategy.run(print)),
+            r"strategy\.run inside of strategy\.run",
+        ),
+        (
+            lambda _: [
+                context.merge_call(lambda _strategy, c: c.values[0].merge_call(print), (context,))
+                for context in [get_replica_context()]
+            ],
+            "merge_call of a replica inside of merge_call",
+        ),
+    ],
+)
+def test_what_a_replica_cannot_enclose_is_refused(mirrored, inside, problem):
+    with pytest.raises(ConfigError, match=problem):
+        mirrored.run(lambda: inside(mirrored))
+
+
+def test_two_strategies_train_in_turns_and_not_each_others_models(mirrored):
+    other = MirroredStrategy(["cpu", "cpu"])
+    strategies = (mirrored, other, OneDeviceStrategy())
+    made = [model_of(strategy) for strategy in strategies]
+    for _ in range(2):
+        for strategy, (_, step) in zip(strategies, made, strict=True):
+            strategy.run(step, args=(torch.ones(1, 2),))
+    weights = [model[0].weight.detach() for model, _ in made]
+    assert torch.equal(weights[0], weights[1])
+    torch.testing.assert_close(weights[0], weights[2])
+    with pytest.raises(ConfigError, match="not made in this strategy's scope"):
+        other.run(lambda: made[0][0](torch.ones(1, 2)))
+    other.close()
