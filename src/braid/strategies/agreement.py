@@ -50,10 +50,11 @@ class ReplicaDigests:
             ConfigError: Replicas here differ, or processes differed after the step before.
         """
         self.finish()
-        digests, names = [own.digests() for own in replicas], replicas[0].digest_names()
-        rows = [
-            torch.cat([x, own.option_digests()]) for x, own in zip(digests, replicas, strict=True)
-        ]
+        # in this thread: threads that take the interpreter in turns need twice as long
+        digests = [own.digests() for own in replicas]
+        options = [own.option_digests() for own in replicas]
+        rows = [torch.cat(parts) for parts in zip(digests, options, strict=True)]
+        names = replicas[0].digest_names()
         _check(torch.stack(rows), names, "this step")
         if self._across is not None:
             self._names = names

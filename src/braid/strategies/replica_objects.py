@@ -31,18 +31,20 @@ from braid.strategies.made_in_scope import MadeInScope
 __all__ = ["ReplicaObjects"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+SIMPLE = frozenset(
+    (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+)
 MOST_VALUES = 1000  # of one attribute that are compared; a vocabulary would take longer than a step
 MOST_LEVELS = 20  # of containers and objects inside of each other
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Attribute(NamedTuple):
-    """Value of an attribute, and what is compared with its value of later."""
+class _Attributes(NamedTuple):
+    """Attributes of a module, and what else than identity is compared with their later values."""
 
-    value: Any
-    print: object
+    values: dict[str, Any]
+    prints: dict[str, object]
 
 
 class ReplicaObjects:
@@ -122,17 +124,13 @@ class ReplicaObjects:
         """Return what changes when parameters, buffers, modules or hooks are replaced."""
         parts = [(id(part), *(tuple(vars(part)[hooks]) for hooks in HOOKS)) for part in self._parts]
         params = [(id(p), p.shape, p.dtype, *map(tuple, _hooks_of(p))) for p in self.parameters()]
-        buffers = [
-            (name, x.shape, x.dtype)
-            for name, x in self._tensors.items()
-            if not isinstance(x, nn.Parameter)
-        ]
+        buffers = [(name, x.shape, x.dtype) for name, x in self._buffers().items()]
         hooks = [tuple(v) for o in self.optimizers for k, v in vars(o).items() if "_hooks" in k]
         return parts, params, buffers, hooks
 
     def digests(self) -> torch.Tensor:
         """Return one number for each tensor, int64 on the CPU: a sum of its bits."""
-        sums = [_digest(x.detach()) for x in self.tensors().values()]
+        sums = [_digest(x.detach()) for x in self._tensors.values()]
         return torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
     def option_digests(self) -> torch.Tensor:
@@ -143,15 +141,14 @@ class ReplicaObjects:
     def digest_names(self) -> list[str]:
         """Return the names of the tensors, and of the options of each optimizer."""
         options = [f"options of {type(o).__name__}" for o in self.optimizers]
-        return [*self.tensors(), *options]
+        return [*self._tensors, *options]
 
     def float_buffers(self) -> dict[str, torch.Tensor]:
         """Return the floating point buffers, such as statistics of BatchNorm."""
-        return {
-            name: x
-            for name, x in self._tensors.items()
-            if x.is_floating_point() and not isinstance(x, nn.Parameter)
-        }
+        return {name: x for name, x in self._buffers().items() if x.is_floating_point()}
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {k: x for k, x in self._tensors.items() if not isinstance(x, nn.Parameter)}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once with its name, also if several modules have it."""
@@ -162,17 +159,21 @@ class ReplicaObjects:
         embeddings = [x for x in self._parts if isinstance(x, (nn.Embedding, nn.EmbeddingBag))]
         return {part.weight for part in embeddings if part.sparse}
 
-    def attributes(self) -> list[dict[str, _Attribute]]:
+    def attributes(self) -> list[_Attributes]:
         """Return the attributes of each module, such as `training` and a Dropout's `p`."""
         return [
-            {k: _Attribute(v, _print(v, [MOST_VALUES])) for k, v in vars(part).items() if k in own}
+            _Attributes(
+                vars(part).copy(),
+                {
+                    name: _print(value, [MOST_VALUES])
+                    for name, value in vars(part).items()
+                    if type(value) not in SIMPLE and name not in OF_TORCH
+                },
+            )
             for part in self._parts
-            for own in [vars(part).keys() - OF_TORCH]
         ]
 
-    def follow(
-        self, first: ReplicaObjects, before: Sequence[Mapping[str, _Attribute]], *, values: bool
-    ) -> None:
+    def follow(self, first: ReplicaObjects, before: Sequence[_Attributes], *, values: bool) -> None:
         """Take over what the program has changed in the first replica's objects.
 
         Args:
@@ -190,10 +191,12 @@ class ReplicaObjects:
             if param.grad is None:
                 own_param.grad = None
         for part, now, then in zip(self._parts, first.attributes(), before, strict=True):
-            for name, attribute in now.items():
-                if name not in then or then[name].print != attribute.print:
-                    vars(part)[name] = self._copy_of(attribute.value)
-            for name in then.keys() - now.keys():
+            for name, value in now.values.items():
+                is_same = name in then.values and then.values[name] is value
+                is_same = is_same and then.prints.get(name) == now.prints.get(name)
+                if not is_same and name not in OF_TORCH:
+                    vars(part)[name] = self._copy_of(value)
+            for name in then.values.keys() - now.values.keys():
                 vars(part).pop(name, None)
         for optimizer, own_optimizer in zip(first.optimizers, self.optimizers, strict=True):
             groups = zip(optimizer.param_groups, own_optimizer.param_groups, strict=True)
@@ -272,7 +275,7 @@ def _print(value: Any, remaining: list[int], level: int = 0) -> object:
         level: Number of containers and objects around the value.
     """
     remaining[0] -= 1
-    if isinstance(value, SIMPLE):
+    if type(value) in SIMPLE:
         return value
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         return tuple(value.shape), value.dtype, _digest(value.detach()).item()
