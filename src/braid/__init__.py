@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from braid.programs.schedule import Program, simulate
     from braid.ps import ParameterServer
     from braid.strategies.placed import device
+    from braid.strategies.fitting import fit
 
 _ROOT_NAMES = {
     "BraidError": "errors",
@@ -64,6 +65,7 @@ _ROOT_NAMES = {
     "capture": "parallel.graph",
     "device": "strategies.placed",
     "find_plan": "plan.find",
+    "fit": "strategies.fitting",
     "init": "context",
     "load": "parallel.resume",
     "log": "context",
@@ -102,6 +104,7 @@ __all__ = [
     "capture",
     "device",
     "find_plan",
+    "fit",
     "init",
     "load",
     "log",

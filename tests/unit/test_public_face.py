@@ -36,6 +36,7 @@ ROOT_NAMES = [
     "capture",
     "device",
     "find_plan",
+    "fit",
     "init",
     "load",
     "log",

@@ -17,7 +17,7 @@ from torch.nn.utils import skip_init
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy
+from braid.strategies import MirroredStrategy, MultiWorkerMirroredStrategy, Strategy, fit
 
 PROGRAM = """
 import hashlib, sys, torch
@@ -178,6 +178,39 @@ def _skips(group: Group) -> str:
 
 def test_a_worker_that_skips_a_step_is_refused_in_the_next_one(world):
     assert world(2, _skips) == ["refused"] * 2
+
+
+def _fitted(group: Group) -> list[dict[str, float]]:
+    strategy = MultiWorkerMirroredStrategy(device="cpu", group=group)
+    return _fit(strategy)
+
+
+def _fit(strategy: Strategy) -> list[dict[str, float]]:
+    model, data = ones(), [(x, x.sum(1, keepdim=True)) for x in map(whole_numbers, (6, 5))]
+    return fit(
+        model,
+        data,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=functional.mse_loss,
+        epochs=2,
+        strategy=strategy,
+        validation=[data[1], (data[0][0][:1], data[0][1][:1])],
+    )
+
+
+def whole_numbers(size: int) -> torch.Tensor:
+    return torch.arange(2.0 * size).view(size, 2) / size
+
+
+def test_fit_has_the_same_results_in_all_workers(world):
+    strategy = MirroredStrategy(["cpu", "cpu"])
+    expected = _fit(strategy)
+    strategy.close()
+    assert expected[1]["validation_loss"] < expected[0]["validation_loss"]
+    for found in world(2, _fitted):
+        assert [results.keys() for results in found] == [results.keys() for results in expected]
+        for results, others in zip(found, expected, strict=True):
+            assert list(results.values()) == pytest.approx(list(others.values()))
 
 
 def _reads_too_little(group: Group) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.strategies import placed
+from braid.strategies.callbacks import Callback, EarlyStop
 from braid.strategies.cluster import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -27,6 +28,7 @@ from braid.strategies.contexts import (
 )
 from braid.strategies.datasets import DistributedDataset, InputContext
 from braid.strategies.extended import StrategyExtended
+from braid.strategies.fitting import fit
 from braid.strategies.kinds import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
@@ -36,10 +38,12 @@ from braid.strategies.strategy import Strategy, compute_average_loss
 from braid.strategies.values import PerReplica, SyncOnRead
 
 __all__ = [
+    "Callback",
     "ClusterResolver",
     "CommunicationOptions",
     "CrossDeviceOps",
     "DistributedDataset",
+    "EarlyStop",
     "HierarchicalCopyAllReduce",
     "InputContext",
     "KubernetesClusterResolver",
@@ -58,6 +62,7 @@ __all__ = [
     "SyncOnRead",
     "TFConfigClusterResolver",
     "compute_average_loss",
+    "fit",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -19,10 +19,11 @@ import torch
 
 from braid.comm import Group, Work
 from braid.errors import ConfigError
+from braid.strategies.contexts import get_replica_context
 from braid.strategies.replica_objects import ReplicaObjects
 from braid.types import first_few
 
-__all__ = ["ReplicaDigests", "average_buffers"]
+__all__ = ["ReplicaDigests", "average_buffers", "average_closure"]
 
 
 class ReplicaDigests:
@@ -139,3 +140,21 @@ def average_buffers(
                     across.all_reduce(total, "avg")
                 for part in parts:
                     part.copy_(total)
+
+
+def average_closure(
+    group: Group, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Average a closure's loss over replicas, since optimizers such as LBFGS decide by it."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+
+    def averaged() -> Any:
+        loss, replica = closure(), get_replica_context()
+        if loss is None or replica is None:
+            return loss
+        part = torch.as_tensor(loss).detach() * (replica.share * group.size)
+        return group.all_reduce(part, "avg")
+
+    return (args[0], averaged), {}

@@ -22,7 +22,7 @@ from braid.errors import ConfigError
 from braid.strategies.replicas import LocalReplicas
 from braid.strategies.values import PerReplica
 
-__all__ = ["DistributedDataset", "InputContext", "from_function"]
+__all__ = ["DistributedDataset", "InputContext", "from_function", "num_samples"]
 
 
 class InputContext(NamedTuple):
@@ -83,7 +83,7 @@ class DistributedDataset:
         number = 0
         while True:
             parts = self._next(batches)
-            counts = [_num_samples(part) for part in parts]
+            counts = [num_samples(part) for part in parts]
             if across is not None:
                 mine = torch.tensor(counts or [0] * here)
                 counts = across.all_gather(mine).tolist()
@@ -109,7 +109,7 @@ class DistributedDataset:
         if batch is None:
             return []
         size, first = self._replicas.size, 0 if across is None else across.rank
-        total = _num_samples(batch)
+        total = num_samples(batch)
         if total < size:
             msg = f"a batch of {total} samples is too small for {size} replicas: drop the last one"
             raise ConfigError(msg)
@@ -155,7 +155,7 @@ def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
     return x.to(device, non_blocking=device.type != "cpu")
 
 
-def _num_samples(batch: Any) -> int:
+def num_samples(batch: Any) -> int:
     """Return the length of dim 0 of a batch's tensors.
 
     Raises:

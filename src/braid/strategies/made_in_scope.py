@@ -20,8 +20,8 @@ from __future__ import annotations
 import copyreg
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -34,7 +34,7 @@ from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.strategies.contexts import get_replica_context
 
-__all__ = ["MadeInScope", "ParameterCheck", "schedulers_refused"]
+__all__ = ["MadeInScope", "ParameterCheck", "schedulers_refused", "source_of"]
 
 CopyOf = Callable[[object], Any]  # the running replica's copy of an object; None if it is its own
 CONTAINER = ("__len__", "__iter__", "__getitem__", "__contains__")
@@ -143,6 +143,11 @@ class MadeInScope:
                 yield
         finally:
             _NOTED.objects = before
+
+    def add(self, things: Iterable[nn.Module | torch.optim.Optimizer]) -> None:
+        """Note objects that have been made elsewhere."""
+        known = {id(ref()) for ref in self._objects}
+        self._objects += [weakref.ref(thing) for thing in things if id(thing) not in known]
 
     def modules(self) -> list[nn.Module]:
         """Return the modules that are not a part of another one."""
@@ -332,6 +337,30 @@ class ParameterCheck(TorchFunctionMode):
                 "list or a layer that was kept from before"
             )
         raise ConfigError(msg)
+
+
+def source_of(fn: Callable[..., Any]) -> tuple[object, ...]:
+    """Return what functions of the same source with the same models have in common."""
+    return _code_of(fn), *_objects_of(fn)
+
+
+def _code_of(fn: Callable[..., Any]) -> object:
+    """Return what functions of the same source have in common."""
+    function = getattr(fn, "func", fn)  # of a partial
+    function = getattr(function, "__func__", function)  # of a method
+    return getattr(function, "__code__", type(function))
+
+
+def _objects_of(fn: Any) -> list[weakref.ref[Any]]:
+    """Return the modules and optimizers that a function has of its own."""
+    function = getattr(fn, "func", fn)
+    owner = getattr(function, "__self__", function)
+    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+    values = [owner, *getattr(fn, "args", ())]
+    for cell in cells:
+        with suppress(ValueError):  # of a name that has no value yet
+            values.append(cell.cell_contents)
+    return [weakref.ref(x) for x in values if isinstance(x, (nn.Module, torch.optim.Optimizer))]
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.data_parallel import DistributedOptimizer
-from braid.strategies.agreement import ReplicaDigests, average_buffers
+from braid.strategies.agreement import ReplicaDigests, average_buffers, average_closure
 from braid.strategies.cluster import ClusterResolver
 from braid.strategies.contexts import (
     ReplicaContext,
@@ -48,7 +48,12 @@ from braid.strategies.contexts import (
 )
 from braid.strategies.datasets import DistributedDataset, InputContext, from_function
 from braid.strategies.extended import StrategyExtended
-from braid.strategies.made_in_scope import MadeInScope, ParameterCheck, schedulers_refused
+from braid.strategies.made_in_scope import (
+    MadeInScope,
+    ParameterCheck,
+    schedulers_refused,
+    source_of,
+)
 from braid.strategies.replica_objects import ReplicaObjects
 from braid.strategies.replicas import LocalReplicas, merged
 from braid.strategies.values import PerReplica, SyncOnRead, of_replica, per_replica, values_in
@@ -99,6 +104,11 @@ class Strategy:
         return self._replicas.size
 
     @property
+    def across(self) -> Group | None:
+        """Group of the processes; None if there is one."""
+        return self._replicas.across
+
+    @property
     def devices(self) -> Sequence[torch.device]:
         """Devices of the replicas of this process."""
         return self._replicas.devices
@@ -115,6 +125,10 @@ class Strategy:
             raise ConfigError(msg)
         with entered(self), self._made.tracked():
             yield self
+
+    def adopt(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Distribute a model and an optimizer as if they had been made in the scope."""
+        self._made.add([*model.modules(), optimizer])
 
     def run(
         self,
@@ -149,7 +163,7 @@ class Strategy:
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._prepare()
         shares = _shares(args, kwargs, self.num_replicas_in_sync)
-        code = _code_of(fn), *_objects_of(fn)
+        code = source_of(fn)
         is_new = code not in self._checked
 
         def call(index: int, group: Group) -> Any:
@@ -375,7 +389,7 @@ class Strategy:
                 bucket_cap_mb=self._bucket_cap_mb(sum(p.nbytes for _, p in of_optimizer)),
                 sparse_parameters=own.sparse(),
             )
-            average = optimizer.register_step_pre_hook(partial(_average_closure, group))
+            average = optimizer.register_step_pre_hook(partial(average_closure, group))
             self._hooks.append(average)
 
     @contextmanager
@@ -434,43 +448,6 @@ class _Noted(NamedTuple):
     shape: object
     attributes: list[Any]
     digests: torch.Tensor
-
-
-def _code_of(fn: Callable[..., Any]) -> object:
-    """Return what functions of the same source have in common."""
-    function = getattr(fn, "func", fn)  # of a partial
-    function = getattr(function, "__func__", function)  # of a method
-    return getattr(function, "__code__", type(function))
-
-
-def _objects_of(fn: Any) -> list[weakref.ref[Any]]:
-    """Return the modules and optimizers that a function has of its own."""
-    function = getattr(fn, "func", fn)
-    owner = getattr(function, "__self__", function)
-    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
-    values = [owner, *getattr(fn, "args", ())]
-    for cell in cells:
-        with suppress(ValueError):  # of a name that has no value yet
-            values.append(cell.cell_contents)
-    return [weakref.ref(x) for x in values if isinstance(x, (nn.Module, torch.optim.Optimizer))]
-
-
-def _average_closure(
-    group: Group, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Average a closure's loss over replicas, since optimizers such as LBFGS decide by it."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return args, kwargs
-
-    def averaged() -> Any:
-        loss, replica = closure(), get_replica_context()
-        if loss is None or replica is None:
-            return loss
-        part = torch.as_tensor(loss).detach() * (replica.share * group.size)
-        return group.all_reduce(part, "avg")
-
-    return (args[0], averaged), {}
 
 
 def _number(value: Any) -> torch.Tensor:
