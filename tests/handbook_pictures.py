@@ -33,6 +33,7 @@ from handbook_actors import lag_of_actors
 from handbook_backwards import BACKWARDS
 from handbook_calls import CALL_PICTURES
 from handbook_data_parallel import DATA_PARALLEL
+from handbook_interfaces import INTERFACES
 from handbook_launching import LAUNCHING
 from handbook_meshes import MESHES
 from handbook_pipelines import PIPELINES
@@ -306,6 +307,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *BACKWARDS,
     *LAUNCHING,
     placed_step,
+    *INTERFACES,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,

@@ -146,9 +146,29 @@ def _differs(group: Group, end: str) -> str:
 
     strategy.run(step)
     last = (lambda: strategy.run(lambda: None)) if end == "run" else strategy.close
-    with pytest.raises(ConfigError, match="weight differ between replicas after the step before"):
+    with pytest.raises(ConfigError, match="weight differ between replicas after step 1"):
         last()
     return "refused"
+
+
+def _differs_late(group: Group) -> str:
+    strategy = MultiWorkerMirroredStrategy(device="cpu", group=group)
+    with strategy.scope():
+        model = ones()
+
+    def step(amount: int) -> None:
+        with torch.no_grad():
+            model.weight.add_(amount)
+
+    for number in range(1, 21):
+        strategy.run(step, args=(group.rank if number == 11 else 0,))
+    with pytest.raises(ConfigError, match="weight differ between replicas after step 20"):
+        strategy.run(step, args=(0,))
+    return "refused"
+
+
+def test_workers_that_become_different_later_are_refused_soon(world):
+    assert world(2, _differs_late) == ["refused"] * 2
 
 
 @pytest.mark.parametrize("end", ["run", "close"])
@@ -171,7 +191,7 @@ def _skips(group: Group) -> str:
     strategy.run(step, args=(False,))
     strategy.run(step, args=(True,))
     if group.rank:  # the other one meets this one's next step in its backward, and then nobody
-        with pytest.raises(ConfigError, match="differ between replicas after the step before"):
+        with pytest.raises(ConfigError, match="differ between replicas after step 2"):
             strategy.run(step, args=(False,))
     return "refused"
 

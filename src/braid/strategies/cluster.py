@@ -180,9 +180,9 @@ def _rank_of(engine: str, environ: Mapping[str, str]) -> EngineRank:
     """
     rank = engine_rank(environ)
     if rank is None or rank.engine != engine:
-        found = "no engine" if rank is None else rank.engine
+        starter = "no engine" if rank is None else rank.engine
         msg = (
-            f"{found} has started this process, not {engine}: use LaunchedClusterResolver under "
+            f"{starter} has started this process, not {engine}: use LaunchedClusterResolver under "
             "`braid run`, TFConfigClusterResolver with TF_CONFIG"
         )
         raise ConfigError(msg)

@@ -1,4 +1,4 @@
-"""Options of how replicas combine gradients, by TensorFlow's names.
+"""Options of the sums of gradients over replicas, by TensorFlow's names.
 
     MirroredStrategy(cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
     MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(bytes_per_pack=1 << 20))
@@ -33,7 +33,7 @@ MIB = float(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class CrossDeviceOps:
-    """How the replicas of one process combine gradients.
+    """Sizes of the buckets in which replicas of one process combine gradients.
 
     Attributes:
         num_packs: Number of buckets of equal size that gradients are packed into; 0 for a bucket
@@ -135,9 +135,9 @@ class CommunicationOptions:
             group.set_deadline(self.timeout_seconds)
         has_nccl = device.type == "cuda" and "cuda" in group.devices
         if self._name != "AUTO" and (self._name == "NCCL") != has_nccl:
-            found = "NCCL" if has_nccl else "braid's own engine"
+            engine = "NCCL" if has_nccl else "braid's own engine"
             msg = (
-                f"implementation {self._name} on {device}, where {found} carries gradients: pass "
+                f"implementation {self._name} on {device}, where {engine} carries gradients: pass "
                 "AUTO, or device='cpu' for RING and a GPU for each process for NCCL"
             )
             raise ConfigError(msg)

@@ -109,7 +109,7 @@ def fit(
             stack.callback(strategy.close)
         strategy.adopt(model, optimizer)
         steps = _Steps(strategy, model, optimizer, loss, metrics or {})
-        place = _Place(data, [c for c in callbacks if hasattr(c, "state_dict")])
+        place = _DataPlace(data, [c for c in callbacks if hasattr(c, "state_dict")])
         group = strategy.across or (None if checkpoints is None else init())
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "group": group}
         state |= {"place": place} | ({} if scheduler is None else {"scheduler": scheduler})
@@ -132,9 +132,9 @@ def fit(
                     save(checkpoints, step=number, **state)
             results = _means(steps.sums(totals, place.sums), "data")
             if validation is not None:
-                found = _means(steps.evaluate(validation), "validation")
-                results["validation_loss"] = found.pop("loss")
-                results |= found
+                evaluated = _means(steps.evaluate(validation), "validation")
+                results["validation_loss"] = evaluated.pop("loss")
+                results |= evaluated
             if scheduler is not None:
                 scheduler.step()
             ends = [bool(callback.on_epoch_end(place.epoch, results)) for callback in callbacks]
@@ -146,10 +146,11 @@ def fit(
             number += 1  # so that the end of an epoch has a step of its own
             if checkpoints is not None:
                 save(checkpoints, step=number, **state)
+        strategy.check_replicas()
     return place.history
 
 
-class _Place:
+class _DataPlace:
     """Place of a training in its data, with everything else that a resumed one needs."""
 
     def __init__(self, data: Iterable[Any], callbacks: Sequence[Any]) -> None:
@@ -229,8 +230,8 @@ class _Steps:
         self, totals: Mapping[str, SyncOnRead], before: Mapping[str, float]
     ) -> dict[str, float]:
         """Return sums over all replicas, added to earlier ones."""
-        found = {k: self._strategy.reduce("sum", total).item() for k, total in totals.items()}
-        return {name: before.get(name, 0.0) + value for name, value in found.items()}
+        sums = {k: self._strategy.reduce("sum", total).item() for k, total in totals.items()}
+        return {name: before.get(name, 0.0) + value for name, value in sums.items()}
 
     def train(self, share: Any, totals: Mapping[str, SyncOnRead]) -> None:
         """Take a step; in each replica."""

@@ -162,6 +162,7 @@ class Strategy:
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._prepare()
+        self._digests.begin_step()
         shares = _shares(args, kwargs, self.num_replicas_in_sync)
         code = source_of(fn)
         is_new = code not in self._checked
@@ -292,16 +293,27 @@ class Strategy:
         return SyncOnRead(initial, len(self.devices), aggregation)
 
     def close(self) -> None:
-        """End the replicas of this process. The program's objects stay usable.
+        """End the replicas; all processes call it. The program's objects stay usable.
 
         Raises:
-            ConfigError: Processes differed after the last step.
+            ConfigError: Replicas differ.
         """
         try:
-            self._digests.finish()
+            self.check_replicas()
         finally:
             self._forget()
             self._replicas.close()
+
+    def check_replicas(self) -> None:
+        """Compare all replicas now, as is done after most steps; all processes call it.
+
+        Raises:
+            ConfigError: Replicas differ.
+
+        Cost: a pass over the parameters, and an all-gather of 8 bytes for each tensor.
+        """
+        if self._objects:
+            self._digests.compare(self._objects, is_last=True)
 
     def local_index(self, replica: ReplicaContext) -> int:
         """Return the number of a replica among those of this process."""
