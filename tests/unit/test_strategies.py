@@ -349,7 +349,7 @@ def test_parameters_that_are_not_the_replicas_own_are_refused(mirrored):
         nn.utils.clip_grad_norm_(kept, 1.0)
         torch.nn.functional.linear(torch.ones(1, 2), kept[0])
 
-    with pytest.raises(ConfigError, match="replica 1 uses replica 0's parameter weight"):
+    with pytest.raises(ConfigError, match="replica 1 uses replica 0's weight"):
         mirrored.run(uses_kept)
     with pytest.raises(ConfigError, match=r"shape \[1, 2\] that was not made in this strategy's"):
         mirrored.run(lambda: outside(torch.ones(1, 2)))
@@ -421,6 +421,9 @@ def test_a_scheduler_steps_outside_of_replicas(mirrored):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with pytest.raises(ConfigError, match=r"StepLR\.step\(\) in a replica: all replicas share"):
         mirrored.run(lambda: scheduler.step())  # noqa: PLW0108 - found in the call
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match=r"GradScaler\.unscale_\(\) in a replica: all replicas"):
+        mirrored.run(lambda: scaler.unscale_(optimizer))
 
 
 @pytest.mark.parametrize("moment", ["before", "between"])

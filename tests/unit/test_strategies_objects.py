@@ -171,6 +171,31 @@ def test_a_function_of_the_same_source_with_another_model_is_checked(mirrored):
         mirrored.run(step_of(outside))
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def add(self, x: torch.Tensor) -> None:
+        self.count += x
+
+
+def test_buffers_of_a_part_that_was_kept_are_refused(mirrored):
+    with mirrored.scope():
+        part = Counts()
+        model = nn.ModuleList([part])
+    values = PerReplica([torch.ones(()), torch.ones(())])
+    with pytest.raises(ConfigError, match=r"replica 1 uses replica 0's 0\.count: inside"):
+        mirrored.run(part.add, args=(values,))
+    part.count.zero_()
+
+    def step(x: torch.Tensor) -> None:
+        model[0].add(x)
+
+    mirrored.run(step, args=(values,))
+    assert part.count.item() == 1.0
+
+
 def test_results_in_structures_are_reduced_one_by_one(mirrored):
     found = mirrored.reduce("mean", {"a": PerReplica([1, 2.5]), "b": (PerReplica([1.0, 3.0]),)})
     assert found == {"a": 1.75, "b": (2.0,)}

@@ -21,7 +21,7 @@ import copyreg
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -34,7 +34,7 @@ from braid.comm.autograd.nested import tensors_in
 from braid.errors import ConfigError
 from braid.strategies.contexts import get_replica_context
 
-__all__ = ["MadeInScope", "ParameterCheck", "schedulers_refused", "source_of"]
+__all__ = ["MadeInScope", "ParameterCheck", "shared_objects_refused", "source_of"]
 
 CopyOf = Callable[[object], Any]  # the running replica's copy of an object; None if it is its own
 CONTAINER = ("__len__", "__iter__", "__getitem__", "__contains__")
@@ -95,26 +95,29 @@ def _noting(init: Callable[..., None]) -> Callable[..., None]:
     return noted
 
 
-def _refusing(step: Callable[..., None]) -> Callable[..., None]:
-    def refused(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(shared: Any, *args: Any, **kwargs: Any) -> Any:
         if get_replica_context() is not None:
             msg = (
-                f"{type(scheduler).__name__}.step() in a replica: all replicas share the "
-                "scheduler, so call it after strategy.run"
+                f"{type(shared).__name__}.{method.__name__}() in a replica: all replicas share "
+                "the object, so call it after strategy.run"
             )
             raise ConfigError(msg)
-        step(scheduler, *args, **kwargs)
+        return method(shared, *args, **kwargs)
 
     return refused
 
 
 _CONSTRUCTORS = _Patched("__init__", (nn.Module, torch.optim.Optimizer), _noting)
-_SCHEDULERS = _Patched("step", (LRScheduler, ReduceLROnPlateau), _refusing)
+_STEPS = _Patched("step", (LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler), _refusing)
+_UNSCALES = _Patched("unscale_", (torch.amp.GradScaler,), _refusing)
 
 
-def schedulers_refused() -> AbstractContextManager[None]:
-    """Return a block in which replicas cannot step learning rate schedulers."""
-    return _SCHEDULERS.active()
+@contextmanager
+def shared_objects_refused() -> Iterator[None]:
+    """Refuse steps of learning rate schedulers and gradient scalers in replicas in the block."""
+    with _STEPS.active(), _UNSCALES.active():
+        yield
 
 
 class MadeInScope:
@@ -296,11 +299,11 @@ def _special(kind: type, name: str) -> Callable[..., Any]:
 
 
 class ParameterCheck(TorchFunctionMode):
-    """Refuses parameters in a replica that are not its own; for the first step.
+    """Refuses parameters and buffers of other replicas in a replica; for the first step.
 
     Args:
-        names: Names of the replica's parameters by identity.
-        others: Names of the first replica's parameters.
+        names: Names of the replica's parameters and buffers by identity.
+        others: Names of the first replica's parameters and buffers.
         index: Number of the replica.
     """
 
@@ -319,7 +322,7 @@ class ParameterCheck(TorchFunctionMode):
         kwargs = kwargs or {}
         for tensor in tensors_in([list(args), list(kwargs.values())]):
             is_param = issubclass(type(tensor), nn.Parameter)  # a fake one of torch.compile is not
-            if is_param and id(tensor) not in self._names:
+            if (is_param or id(tensor) in self._others) and id(tensor) not in self._names:
                 self._refuse(tensor)
         return func(*args, **kwargs)
 
@@ -332,9 +335,9 @@ class ParameterCheck(TorchFunctionMode):
             )
         else:
             msg = (
-                f"replica {self._index} uses replica 0's parameter {name}: inside of the step, get "
-                "parameters from the model (model.parameters(), model.layer.weight), not from a "
-                "list or a layer that was kept from before"
+                f"replica {self._index} uses replica 0's {name}: inside of the step, get "
+                "parameters, buffers and methods from the model (model.parameters(), "
+                "model.layer.weight), not from a list or a layer that was kept from before"
             )
         raise ConfigError(msg)
 

@@ -116,6 +116,10 @@ class ReplicaObjects:
         """Return all parameters and buffers by name."""
         return self._tensors
 
+    def tensor_names(self) -> dict[int, str]:
+        """Return the names of parameters and buffers by identity."""
+        return {id(x): name for name, x in self._tensors.items()}
+
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters."""
         return [x for x in self._tensors.values() if isinstance(x, nn.Parameter)]

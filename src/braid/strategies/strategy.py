@@ -51,7 +51,7 @@ from braid.strategies.extended import StrategyExtended
 from braid.strategies.made_in_scope import (
     MadeInScope,
     ParameterCheck,
-    schedulers_refused,
+    shared_objects_refused,
     source_of,
 )
 from braid.strategies.replica_objects import ReplicaObjects
@@ -179,7 +179,7 @@ class Strategy:
                 hook = register_optimizer_step_pre_hook(self._check_optimizer)
                 stack.callback(hook.remove)
             if len(self.devices) > 1:
-                stack.enter_context(schedulers_refused())
+                stack.enter_context(shared_objects_refused())
             try:
                 results, digests = self._replicas.run(call), torch.empty(0)
                 for own in self._objects:
@@ -425,8 +425,8 @@ class Strategy:
                     hook = param.register_hook(partial(torch.mul, factor))  # type: ignore[no-untyped-call]
                     stack.callback(hook.remove)
             if is_new:
-                others = self._objects[0].names
-                stack.enter_context(ParameterCheck(own.names, others, group.rank))
+                others = self._objects[0].tensor_names()
+                stack.enter_context(ParameterCheck(own.tensor_names(), others, group.rank))
             yield
 
     def _check_optimizer(self, optimizer: Any, *_: Any) -> None:
