@@ -70,7 +70,7 @@ class ReplicaDigests:
         # in this thread: threads that take the interpreter in turns need twice as long
         digests = [own.digests() for own in replicas]
         options = [own.option_digests() for own in replicas]
-        rows = [torch.cat(parts) for parts in zip(digests, options, strict=True)]
+        rows = [torch.cat(parts) for parts in zip(options, digests, strict=True)]
         names = replicas[0].digest_names()
         _check(torch.stack(rows), names, "this step")
         if self._across is not None and exchanges:

@@ -143,9 +143,9 @@ class ReplicaObjects:
         return torch.tensor(numbers, dtype=torch.int64)
 
     def digest_names(self) -> list[str]:
-        """Return the names of the tensors, and of the options of each optimizer."""
+        """Return the names of each optimizer's options, and of the tensors."""
         options = [f"options of {type(o).__name__}" for o in self.optimizers]
-        return [*self._tensors, *options]
+        return [*options, *self._tensors]
 
     def float_buffers(self) -> dict[str, torch.Tensor]:
         """Return the floating point buffers, such as statistics of BatchNorm."""
