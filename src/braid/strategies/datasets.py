@@ -22,7 +22,7 @@ from braid.errors import ConfigError
 from braid.strategies.replicas import LocalReplicas
 from braid.strategies.values import PerReplica
 
-__all__ = ["DistributedDataset", "InputContext", "from_function", "num_samples"]
+__all__ = ["DistributedDataset", "InputContext", "from_function", "num_samples", "on_device"]
 
 
 class InputContext(NamedTuple):
@@ -120,7 +120,7 @@ class DistributedDataset:
     def _placed(self, parts: list[Any], counts: list[int]) -> Any:
         """Return the batch on the devices of the replicas: tuples stay tuples."""
         moved = [
-            map_tensors(part, partial(_on, device))
+            map_tensors(part, partial(on_device, device))
             for part, device in zip(parts, self._replicas.devices, strict=True)
         ]
         if isinstance(moved[0], (tuple, list)):
@@ -151,7 +151,8 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+def on_device(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on a device, copied in the background where it can be."""
     return x.to(device, non_blocking=device.type != "cpu")
 
 

@@ -24,6 +24,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -32,11 +33,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
+from braid.comm.autograd.nested import map_tensors
 from braid.context import init
 from braid.errors import ConfigError
 from braid.parallel.resume import load, save
 from braid.strategies.callbacks import Callback
-from braid.strategies.datasets import num_samples
+from braid.strategies.datasets import num_samples, on_device
 from braid.strategies.kinds import OneDeviceStrategy
 from braid.strategies.strategy import Strategy
 from braid.strategies.values import SyncOnRead
@@ -252,7 +254,7 @@ class _Steps:
                 if num_samples(batch) >= size:
                     yield batch
                 else:
-                    small.append(batch)
+                    small.append(map_tensors(batch, partial(on_device, self._strategy.devices[0])))
 
         def step(share: Any) -> None:
             values, count = self._values(share, self._metrics)

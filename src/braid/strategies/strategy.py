@@ -289,8 +289,8 @@ class Strategy:
         return PerReplica([value_fn(first + i) for i in range(len(self.devices))])
 
     def sync_on_read(self, initial: torch.Tensor | float, aggregation: str = "sum") -> SyncOnRead:
-        """Return a value that each replica changes by itself, such as a metric."""
-        return SyncOnRead(initial, len(self.devices), aggregation)
+        """Return a value that each replica changes by itself on its device, such as a metric."""
+        return SyncOnRead(initial, self.devices, aggregation)
 
     def close(self) -> None:
         """End the replicas; all processes call it. The program's objects stay usable.

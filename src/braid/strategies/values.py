@@ -47,7 +47,7 @@ class SyncOnRead:
 
     Args:
         initial: First value of each replica.
-        num_replicas: Number of replicas of this process.
+        devices: Device of each replica of this process.
         aggregation: `sum`, `mean` or `only_first_replica`.
 
     Raises:
@@ -55,13 +55,17 @@ class SyncOnRead:
     """
 
     def __init__(
-        self, initial: torch.Tensor | float, num_replicas: int, aggregation: str = "sum"
+        self,
+        initial: torch.Tensor | float,
+        devices: Sequence[torch.device],
+        aggregation: str = "sum",
     ) -> None:
         if aggregation not in AGGREGATIONS:
             msg = f"aggregation must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}"
             raise ConfigError(msg)
         self.aggregation = aggregation
-        self.values = tuple(torch.as_tensor(initial).detach().clone() for _ in range(num_replicas))
+        first = torch.as_tensor(initial).detach()
+        self.values = tuple(first.to(device, copy=True) for device in devices)
 
     @property
     def value(self) -> torch.Tensor:
