@@ -414,6 +414,15 @@ def test_replicas_that_become_different_are_refused(mirrored):
         mirrored.run(step)
 
 
+def test_weights_that_are_loaded_before_the_end_are_no_difference(mirrored):
+    model, _ = train(mirrored, batches(4))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    mirrored.check_replicas()
+    mirrored.close()
+    assert model[0].weight.sum() == 0
+
+
 def test_a_scheduler_steps_outside_of_replicas(mirrored):
     with mirrored.scope():
         model = network()

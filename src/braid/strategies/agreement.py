@@ -48,12 +48,11 @@ class ReplicaDigests:
         """Count a step; also one that will fail, so that processes count alike."""
         self._num_steps += 1
 
-    def compare(self, replicas: Sequence[ReplicaObjects], *, is_last: bool = False) -> torch.Tensor:
-        """Compare the replicas of this process, and start the comparison with other processes.
+    def compare(self, replicas: Sequence[ReplicaObjects]) -> torch.Tensor:
+        """Compare the replicas after a step: those of this process now, processes if it is due.
 
         Args:
             replicas: Replicas of this process.
-            is_last: Whether processes are compared in any case, and at once.
 
         Returns:
             Digests of the first replica's tensors; none where nothing is compared.
@@ -63,23 +62,35 @@ class ReplicaDigests:
         """
         self.finish()
         number = self._num_steps
-        is_due = is_last or number <= FIRST_STEPS or number % EVERY == 0
-        exchanges = self._across is not None and is_due and self._compared != number
-        if len(replicas) == 1 and not exchanges:
+        is_due = self._across is not None and (number <= FIRST_STEPS or number % EVERY == 0)
+        if len(replicas) == 1 and not is_due:
             return torch.empty(0)
         # in this thread: threads that take the interpreter in turns need twice as long
         digests = [own.digests() for own in replicas]
         options = [own.option_digests() for own in replicas]
         rows = [torch.cat(parts) for parts in zip(options, digests, strict=True)]
-        names = replicas[0].digest_names()
-        _check(torch.stack(rows), names, "this step")
-        if self._across is not None and exchanges:
-            self._names, self._compared = names, number
-            start: Any = self._across.starting().all_gather  # returns a Work
-            self._work = start(rows[0].unsqueeze(0))
-        if is_last:
-            self.finish()
+        _check(torch.stack(rows), replicas[0].digest_names(), "this step")
+        if is_due:
+            self._start(rows[0], replicas[0].digest_names())
         return digests[0]
+
+    def compare_processes(self, own: ReplicaObjects) -> None:
+        """Compare the processes now.
+
+        Raises:
+            ConfigError: They differ.
+        """
+        self.finish()
+        if self._across is not None:
+            own.scan()
+            self._start(torch.cat([own.option_digests(), own.digests()]), own.digest_names())
+            self.finish()
+
+    def _start(self, row: torch.Tensor, names: Sequence[str]) -> None:
+        assert self._across is not None, "there are other processes"
+        self._names, self._compared = names, self._num_steps
+        start: Any = self._across.starting().all_gather  # returns a Work
+        self._work = start(row.unsqueeze(0))
 
     def finish(self) -> None:
         """End the comparison with other processes.

@@ -296,7 +296,7 @@ class Strategy:
         """End the replicas; all processes call it. The program's objects stay usable.
 
         Raises:
-            ConfigError: Replicas differ.
+            ConfigError: Processes differ.
         """
         try:
             self.check_replicas()
@@ -305,15 +305,17 @@ class Strategy:
             self._replicas.close()
 
     def check_replicas(self) -> None:
-        """Compare all replicas now, as is done after most steps; all processes call it.
+        """Compare the processes' replicas now; all processes call it.
+
+        Replicas of one process need none, as they are compared after each step.
 
         Raises:
-            ConfigError: Replicas differ.
+            ConfigError: Processes differ.
 
         Cost: a pass over the parameters, and an all-gather of 8 bytes for each tensor.
         """
         if self._objects:
-            self._digests.compare(self._objects, is_last=True)
+            self._digests.compare_processes(self._objects[0])
 
     def local_index(self, replica: ReplicaContext) -> int:
         """Return the number of a replica among those of this process."""
