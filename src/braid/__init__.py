@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from braid.plan.plan_file import Plan
     from braid.programs.schedule import Program, simulate
     from braid.ps import ParameterServer
-    from braid.strategies.placed import device
     from braid.strategies.fitting import fit
+    from braid.strategies.placed import device
 
 _ROOT_NAMES = {
     "BraidError": "errors",
