@@ -16,6 +16,7 @@ from braid.errors import StaleError
 from braid.ps import Consistency, Node, Options
 from braid.ps.messages import SCHEMA, Called
 from braid.ps.protocol.directory import name_of, virtual_shard
+from braid.ps.protocol.shard_state import TaskKey
 from braid.runtime.message import Delivery, VanConfig
 from support.message_faults import Faults
 from support.simulated_van import Network
@@ -37,6 +38,7 @@ class Worker:
         self.values = torch.zeros(NUMEL)
         self._pull: int | None = None
         self.is_removed = False
+        self.runs_tasks = False  # of which each worker runs all, with the numbers of the clocks
 
     @property
     def accepted(self) -> list[int]:
@@ -74,6 +76,8 @@ class Worker:
             clock = self.table.clock
             if clock < self.clocks:
                 grad = self.gradient(self.values.clone(), self.node.number, clock)
+                if self.runs_tasks:
+                    self.table.task = TaskKey(clock, 0, max(0, clock - 2))
                 self.stamps.append(self.table.push_async(grad))
                 for other in self.others:
                     self.stamps += [other.push_async(grad), other.pull_async(torch.zeros(NUMEL))]
@@ -98,6 +102,7 @@ class Simulation:
         faults: Faults | None = None,
         num_tables: int = 1,
         used: int = 1,
+        runs_tasks: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         self.network = Network(SCHEMA, seed=seed, faults=faults, config=CONFIG)
@@ -110,6 +115,7 @@ class Simulation:
         self.workers: dict[int, Worker] = {}
         self.processes: list[Worker] = []  # of all workers, those too that others have replaced
         self.num_tables, self.used = num_tables, used
+        self.runs_tasks = runs_tasks
         self.start("scheduler", 0)
         for number in range(servers):
             self.start("server", number)
@@ -137,6 +143,7 @@ class Simulation:
         if role == "worker":
             self.workers[number] = Worker(node, tables[: self.used], self.gradient, self.clocks)
             self.workers[number].table.clock = start
+            self.workers[number].runs_tasks = self.runs_tasks
             self.processes.append(self.workers[number])
         self._tick(name, node)
         return node

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from braid.errors import CommError
@@ -17,7 +19,7 @@ from braid.ps.protocol.instructions import (
     View,
 )
 from braid.ps.protocol.progress import ConsistencySchedule, ShardProgress, ShardRecord
-from braid.ps.protocol.shard_state import ShardState
+from braid.ps.protocol.shard_state import ShardState, TaskKey
 
 
 def head(workers: int, chain: tuple[int, ...] = (0,)) -> ShardState:
@@ -119,3 +121,21 @@ def test_a_change_that_is_sent_again_is_accepted_though_a_later_one_has_come():
     assert len(state.applied.rates) == 1000, "old ones are forgotten"
     late = ShardRecord(number=0, pushes=((0, 1097), (1, 1098)))
     assert state.applied.rate(late) == 1 / 1098
+
+
+def test_a_task_may_push_several_times_and_is_over_below_the_oldest():
+    state = ShardState(0, Consistency(staleness=math.inf))
+    state.configure(View(0, (0,), {}, {0: 0, 1: 0}))
+
+    def pushed(worker: int, clock: int, *key: int) -> bool:
+        done = state.push(worker, clock, (f"worker:{worker}", clock), TaskKey(*key))
+        return next(each for each in done if isinstance(each, Merge)).record.pushes != ()
+
+    assert pushed(0, 0, 5, 0)
+    assert pushed(0, 1, 5, 1)
+    assert not pushed(1, 0, 5, 0), "worker 1 runs the task again"
+    assert not pushed(1, 1, 5, 1)
+    assert pushed(1, 2, 5, 2), "which goes on where worker 0 was lost"
+    assert pushed(1, 3, 9, 0, 9)
+    assert state.applied.tasks == {9: 1}
+    assert not pushed(0, 2, 5, 3), "the task is over"

@@ -115,6 +115,35 @@ def test_each_accepted_push_is_applied_once_and_staleness_is_bounded(seed, stale
             assert values[:workers].min() >= clock - staleness
 
 
+def a_task(values: torch.Tensor, worker: int, clock: int) -> torch.Tensor:
+    """Return a push that adds one in the column of the task, whichever worker runs it."""
+    del values, worker
+    return -torch.eye(NUMEL)[clock]
+
+
+@seeds(4, 500)
+@pytest.mark.parametrize("staleness", [0, 2, math.inf])
+def test_a_task_that_several_workers_run_is_added_once(seed, staleness):
+    run = Simulation(
+        seed,
+        servers=3,
+        workers=3,
+        consistency=Consistency(staleness=staleness, aggregate="sum"),
+        optimizer=ADD,
+        gradient=a_task,
+        options=Options(replicas=1, on_worker_loss="wait"),
+        faults=FAULTS if seed % 2 else None,
+        runs_tasks=True,
+    )
+    run.begin(run.random.random() * 2)
+    run.crash(f"server:{run.random.randrange(3)}", silent=run.random.random() < 0.3)
+    if seed % 3:
+        run.start("server", 3)
+    run.run()
+    run.network.run_for(4)  # a silent death may still be unknown
+    assert run.values().tolist() == [1.0] * NUMEL
+
+
 @seeds(4, 500)
 def test_late_pushes_of_a_quorum_are_applied_once_whichever_server_dies(seed):
     workers = 3

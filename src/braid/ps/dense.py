@@ -10,7 +10,7 @@ import torch
 
 from braid.errors import ConfigError
 from braid.ps.consistency import Consistency
-from braid.ps.messages import Pull, Pulled, Push
+from braid.ps.messages import Pull, Pulled, Specs
 from braid.ps.storage import (
     DenseStorage,
     ParameterStorage,
@@ -138,14 +138,13 @@ class DenseTable(Table):
             CommError: A server refuses an earlier push.
         """
         self._check(grad, "a gradient")
-        flat, clock = grad.detach().contiguous().view(-1), self.clock
+        flat = grad.detach().contiguous().view(-1)
 
-        def build(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
+        def build(parts: tuple[int, ...]) -> tuple[Specs, Sequence[memoryview]]:
             pushes = [self._push_of(flat, part, has) for part in parts]
             specs, buffers = as_buffers([tensor for push in pushes for tensor in push])
             rest = iter(specs)
-            nested = [[next(rest) for _ in push] for push in pushes]
-            return Push(self.epoch, self.name, clock, parts, nested), buffers
+            return [[next(rest) for _ in push] for push in pushes], buffers
 
         return self._push(build, priority)
 

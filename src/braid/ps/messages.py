@@ -10,6 +10,7 @@ from braid.errors import ConfigError
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.progress import ShardRecord
+from braid.ps.protocol.shard_state import TaskKey
 from braid.runtime.message import Schema
 from braid.types import TensorSpec
 
@@ -61,13 +62,14 @@ def check_type(rule: str, value: object, kind: type | tuple[type, ...]) -> None:
 
 
 class Push(msgspec.Struct, tag="push", frozen=True):
-    """Gradients of a worker's clock, for shards of a table."""
+    """Gradients of a worker's clock, for shards of a table; of a task's push, if it has a key."""
 
     epoch: int
     table: str
     clock: int
     shards: tuple[int, ...]
     specs: Specs
+    key: TaskKey | None = None
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
@@ -181,6 +183,8 @@ class ShardSnapshot(msgspec.Struct, tag="state", frozen=True):
     rates: dict[int, float]
     names: list[str]
     specs: list[TensorSpec]
+    tasks: dict[int, int] = {}
+    oldest_task: int = 0
 
 
 class NodeJoin(msgspec.Struct, tag="join", frozen=True):

@@ -261,7 +261,7 @@ class Server:
         for number, shard in shards.items():
             self._requests[shard.virtual] += 1
             if isinstance(message, Push):
-                done = shard.state.push(worker, message.clock, asker)
+                done = shard.state.push(worker, message.clock, asker, message.key)
                 self._act(shard, shard.carry_out(done, values[number]))
             else:
                 self._act(shard, shard.state.pull(worker, message.clock, asker))
@@ -446,6 +446,8 @@ class Server:
             rates=progress.rates,
             names=list(state),
             specs=specs,
+            tasks=progress.tasks,
+            oldest_task=progress.oldest_task,
         )
         self._send_to(server, message, buffers)
 
@@ -462,6 +464,8 @@ class Server:
             message.completed,
             message.num_dropped,
             dict(message.rates),
+            dict(message.tasks),
+            message.oldest_task,
         )
         self._act(shard, shard.carry_out(state.install(progress, message.since)))
         self._report()

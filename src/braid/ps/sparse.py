@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from braid.errors import ConfigError
-from braid.ps.messages import Pull, Pulled, Push
+from braid.ps.messages import Pull, Pulled, Specs
 from braid.ps.storage import shard_of
 from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
@@ -140,13 +140,11 @@ class SparseTable(Table):
         sums.index_add_(0, inverse, grads.detach().reshape(-1, self.dim))
         order, ends = self._by_shard(distinct)
         distinct, sums = distinct[order], sums[order]
-        clock = self.clock
 
-        def build(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
-            own = [x[_part(ends, part)] for part in parts for x in (distinct, sums)]
-            specs, buffers = as_buffers(own)
-            nested = [specs[k : k + 2] for k in range(0, len(specs), 2)]
-            return Push(self.epoch, self.name, clock, parts, nested), buffers
+        def build(parts: tuple[int, ...]) -> tuple[Specs, Sequence[memoryview]]:
+            rows = [x[_part(ends, part)] for part in parts for x in (distinct, sums)]
+            specs, buffers = as_buffers(rows)
+            return [specs[k : k + 2] for k in range(0, len(specs), 2)], buffers
 
         return self._push(build, priority)
 

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from braid.errors import ConfigError
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.messages import Pull, Pulled, Specs, TableChange, check_type
+from braid.ps.messages import Pull, Pulled, Push, Specs, TableChange, check_type
 from braid.ps.protocol.requests_state import Build, OnAnswer, PendingRequest
+from braid.ps.protocol.shard_state import TaskKey
 from braid.ps.storage import State, Storage, join_shards
 from braid.runtime.message import Delivery
 from braid.runtime.message.tensors import from_buffers
@@ -65,6 +66,8 @@ class Table:
         name: Name of the table.
         num_shards: Number of shards, which lie on all servers.
         clock: Number of pushes so far.
+        task: Key of the next push, for a worker that runs a task which others may run again:
+            servers add each key once. None for pushes of the worker itself.
     """
 
     def __init__(self, customer: Customer | None, spec: TableSpec) -> None:
@@ -73,6 +76,7 @@ class Table:
         self.name = spec.name
         self.num_shards = spec.num_shards
         self.clock = 0
+        self.task: TaskKey | None = None
 
     @property
     def epoch(self) -> int:
@@ -198,10 +202,22 @@ class Table:
         )
         return customer.request(request)
 
-    def _push(self, build: Build, priority: int) -> int:
+    def _push(
+        self,
+        build: Callable[[tuple[int, ...]], tuple[Specs, Sequence[memoryview]]],
+        priority: int,
+    ) -> int:
         """Push to all shards; the clock is over once the request is made, not when it fails."""
-        timestamp = self._request(build, priority=priority, is_write=True)
+        clock, key = self.clock, self.task
+
+        def message(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
+            specs, buffers = build(parts)
+            return Push(self.epoch, self.name, clock, parts, specs, key), buffers
+
+        timestamp = self._request(message, priority=priority, is_write=True)
         self.clock += 1
+        if key is not None:
+            self.task = key._replace(number=key.number + 1)
         return timestamp
 
     def _change(

@@ -14,9 +14,10 @@ import msgspec
 
 from braid.ps.consistency import Consistency
 
-__all__ = ["ConsistencySchedule", "Push", "ShardProgress", "ShardRecord"]
+__all__ = ["ConsistencySchedule", "Push", "ShardProgress", "ShardRecord", "TaskUpdate"]
 
 Push = tuple[int, int]  # worker and clock
+TaskUpdate = tuple[int, int]  # number of a task, and of its push to this shard
 BEFORE = -1  # clock of the first learning rate
 MAX_RATES = 1000  # where each clock has one, by so many clocks may a worker be late
 
@@ -34,6 +35,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         consistency: That consistency, if it changes.
         lr: That learning rate, if it changes.
         lr_before: Learning rate of the clocks before, if it changes for the first time.
+        updates: Pushes of tasks that are in the sum.
+        oldest_task: First task that may still push.
     """
 
     number: int
@@ -45,6 +48,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     consistency: Consistency | None = None
     lr: float | None = None
     lr_before: float | None = None
+    updates: tuple[TaskUpdate, ...] = ()
+    oldest_task: int = 0
 
 
 @dataclass
@@ -90,6 +95,8 @@ class ShardProgress:
         num_dropped: Pushes that came too late.
         rates: Learning rates, by the clock from which they hold, ascending. Old ones are kept for
             a while: workers that are late, or send again what was accepted, ask for the same ones.
+        tasks: Number of pushes of each task that have been added, from `oldest_task` on.
+        oldest_task: First task that may still push.
     """
 
     rules: ConsistencySchedule
@@ -98,6 +105,13 @@ class ShardProgress:
     completed: int = 0
     num_dropped: int = 0
     rates: dict[int, float] = field(default_factory=dict)
+    tasks: dict[int, int] = field(default_factory=dict)
+    oldest_task: int = 0
+
+    def has(self, update: TaskUpdate) -> bool:
+        """Whether a task's push has been added before, by whichever worker."""
+        task, number = update
+        return task < self.oldest_task or number < self.tasks.get(task, 0)
 
     def advance(self, record: ShardRecord) -> None:
         """Let a record, the next one, have happened."""
@@ -105,6 +119,11 @@ class ShardProgress:
         self.number = record.number
         for worker, clock in (*record.pushes, *record.dropped):
             self.clocks[worker] = max(self.clocks.get(worker, 0), clock + 1)
+        for task, number in record.updates:
+            self.tasks[task] = max(self.tasks.get(task, 0), number + 1)
+        if record.oldest_task > self.oldest_task:
+            self.oldest_task = record.oldest_task
+            self.tasks = {t: count for t, count in self.tasks.items() if t >= self.oldest_task}
         self.num_dropped += len(record.dropped)
         self.completed = record.completed
         if record.consistency is not None:
@@ -136,6 +155,8 @@ class ShardProgress:
             self.completed,
             self.num_dropped,
             dict(self.rates),
+            dict(self.tasks),
+            self.oldest_task,
         )
 
     def rate(self, record: ShardRecord) -> float | None:

@@ -28,6 +28,8 @@ aggregation); R. van Renesse, F. Schneider, Chain Replication, OSDI 2004; Q. Ho 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from braid.errors import CommError
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.instructions import (
@@ -47,7 +49,21 @@ from braid.ps.protocol.instructions import (
 )
 from braid.ps.protocol.progress import ConsistencySchedule, Push, ShardProgress, ShardRecord
 
-__all__ = ["ShardState"]
+__all__ = ["ShardState", "TaskKey"]
+
+
+class TaskKey(NamedTuple):
+    """Identity of a push that several workers may send, of which servers add one.
+
+    Attributes:
+        task: Number of the task, which is run again elsewhere if its worker is lost.
+        number: Number of the push among those of the task to this table.
+        oldest: First task that is not over: servers remember no task before it.
+    """
+
+    task: int
+    number: int
+    oldest: int = 0
 
 
 class ShardState:
@@ -75,6 +91,7 @@ class ShardState:
         self.is_installed = False
         self._early: dict[int, ShardRecord] = {}  # records that came before their predecessor
         self._pushes: dict[Push, Request] = {}  # kept, with who waits for the answer
+        self._keys: dict[Push, TaskKey] = {}  # of kept pushes
         self._eligible: list[Push] = []  # those without a gap before them, as they came
         self._accepts: list[tuple[int, Request]] = []  # number of a record, who waits for it
         self._parked: dict[Request, tuple[int, int]] = {}  # worker and clock of pulls
@@ -138,8 +155,10 @@ class ShardState:
             return done
         return [*done, *self._decide(), *self._freed()]
 
-    def push(self, worker: int, clock: int, request: Request) -> list[Instruction]:
-        """Decide on a push.
+    def push(
+        self, worker: int, clock: int, request: Request, key: TaskKey | None = None
+    ) -> list[Instruction]:
+        """Decide on a push; one of a task that another worker has sent before is dropped.
 
         Raises:
             CommError: The worker is not of this table, or the clock is over without a quorum.
@@ -160,6 +179,8 @@ class ShardState:
         self._pushes[worker, clock] = request  # the last one that asks is answered
         if not is_new:
             return []
+        if key is not None:
+            self._keys[worker, clock] = key
         self._admit(worker)
         return [Keep(worker, clock), *self._decide(), *self._freed()]
 
@@ -321,6 +342,7 @@ class ShardState:
         requests += [request for _, request in self._accepts]
         kept = tuple(self._pushes)
         self._pushes.clear()
+        self._keys.clear()
         self._eligible.clear()
         self._parked.clear()
         self._accepts.clear()
@@ -348,6 +370,9 @@ class ShardState:
         rules = self.decided.rules
         for worker, clock in self._eligible:
             rule = rules.at(clock)
+            is_alone = not rule.by_clock or clock < completed
+            if is_alone and self._repeated([(worker, clock)]):
+                return self._record(dropped=((worker, clock),))
             if clock < completed and rule.by_clock:
                 if rule.late == "drop":
                     return self._record(dropped=((worker, clock),))
@@ -363,12 +388,29 @@ class ShardState:
             if not needed and self.view.members:  # all who are here began later
                 return self._record(completed=min(self.view.members.values()))
             if len(set(workers) & self.view.members.keys()) >= needed > 0:
-                pushes = tuple((worker, completed) for worker in workers)
-                scale = _scale(rule, len(pushes))
-                return self._record(pushes=pushes, scale=scale, completed=completed + 1)
+                arrived = [(worker, completed) for worker in workers]
+                dropped = self._repeated(arrived)
+                pushes = tuple(push for push in arrived if push not in dropped)
+                scale = _scale(rule, max(1, len(pushes)))
+                return self._record(
+                    pushes=pushes, dropped=dropped, scale=scale, completed=completed + 1
+                )
         elif self._slowest(()) > completed:
             return self._record()
         return None
+
+    def _repeated(self, pushes: list[Push]) -> tuple[Push, ...]:
+        """Return pushes of tasks that are added already, or twice among these."""
+        repeated, seen = [], set()
+        for push in pushes:
+            key = self._keys.get(push)
+            if key is None:
+                continue
+            update = key.task, key.number
+            if update in seen or self.decided.has(update):
+                repeated.append(push)
+            seen.add(update)
+        return tuple(repeated)
 
     def _record(
         self,
@@ -386,6 +428,7 @@ class ShardState:
             completed = self.decided.completed
             if not self.decided.rules.at(completed).by_clock:
                 completed = max(completed, self._slowest(pushes))
+        keys = [self._keys[push] for push in pushes if push in self._keys]
         return ShardRecord(
             number=self.decided.number + 1,
             pushes=pushes,
@@ -396,6 +439,8 @@ class ShardState:
             consistency=consistency,
             lr=lr,
             lr_before=lr_before,
+            updates=tuple((key.task, key.number) for key in keys),
+            oldest_task=max((key.oldest for key in keys), default=0),
         )
 
     def _slowest(self, pushes: tuple[Push, ...]) -> int:
@@ -421,6 +466,7 @@ class ShardState:
         self._eligible = [push for push in self._eligible if push not in gone]
         for push in (*record.pushes, *record.dropped):
             self._accepts.append((record.number, self._pushes.pop(push)))
+            self._keys.pop(push, None)
         done: list[Instruction] = [Merge(record)]
         if record.dropped:
             done.append(DropPushes(record.dropped))
