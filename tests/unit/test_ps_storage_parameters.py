@@ -16,7 +16,7 @@ from braid.ps.storage import (
     ParameterStorage,
     join_shards,
     parts_in,
-    range_of_shard,
+    ranges_of_shards,
     split_state,
 )
 
@@ -39,7 +39,7 @@ class Table:
     def __init__(self, make, sizes, num_shards):
         self.make, self.sizes = make, sizes
         numel = sum(sizes)
-        self.ranges = [range_of_shard(numel, k, num_shards) for k in range(num_shards)]
+        self.ranges = ranges_of_shards(numel, num_shards)
         self.inside = [parts_in(sizes, own) for own in self.ranges]
         self.shards = [
             ParameterStorage(

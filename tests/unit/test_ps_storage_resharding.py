@@ -21,7 +21,7 @@ from braid.ps.storage import (
     SparseStorage,
     SumStorage,
     join_shards,
-    range_of_shard,
+    ranges_of_shards,
     shard_of,
     split_state,
 )
@@ -52,7 +52,7 @@ class Dense:
     """A dense table of some shards."""
 
     def __init__(self, num_shards, rule):
-        self.ranges = [range_of_shard(NUMEL, k, num_shards) for k in range(num_shards)]
+        self.ranges = ranges_of_shards(NUMEL, num_shards)
         self.shards = [DenseStorage(numbers(NUMEL)[own], rule, table="w") for own in self.ranges]
 
     def train(self, steps):

@@ -18,7 +18,7 @@ from braid.ps.storage import (
     Storage,
     SumStorage,
     parts_in,
-    range_of_shard,
+    ranges_of_shards,
 )
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
@@ -50,8 +50,7 @@ class DenseTable(Table):
         super().__init__(customer, spec)
         self.versions = [0] * spec.num_shards
         self._shape, self._dtype = like.shape, like.dtype
-        numel, count = like.numel(), spec.num_shards
-        self._spans = [range_of_shard(numel, shard, count) for shard in range(count)]
+        self._spans = ranges_of_shards(like.numel(), spec.num_shards, spec.lengths)
         self._whole = torch.empty(like.numel(), dtype=like.dtype)
 
     def pull(
@@ -124,7 +123,14 @@ class DenseTable(Table):
         """
         return self.push_async(grad.detach().clone(memory_format=torch.contiguous_format))
 
-    def push_async(self, grad: torch.Tensor, *, has: Sequence[bool] = (), priority: int = 0) -> int:
+    def push_async(
+        self,
+        grad: torch.Tensor,
+        *,
+        has: Sequence[bool] = (),
+        priority: int = 0,
+        lr: float | None = None,
+    ) -> int:
         """Push like `push`, but without a copy: do not change the gradient before it is accepted.
 
         Args:
@@ -132,6 +138,8 @@ class DenseTable(Table):
             has: Whether each parameter of a table declared with `sizes` has a gradient; all have
                 one when empty. Others are not stepped unless another worker has one.
             priority: Urgency of the request.
+            lr: Learning rate of this push's step; servers' own when None. Of pushes that are
+                applied together, the first worker's holds.
 
         Raises:
             ConfigError: It has another shape or dtype than the table.
@@ -146,7 +154,7 @@ class DenseTable(Table):
             rest = iter(specs)
             return [[next(rest) for _ in push] for push in pushes], buffers
 
-        return self._push(build, priority)
+        return self._push(build, priority, lr)
 
     def _push_of(
         self, flat: torch.Tensor, part: int, has: Sequence[bool]
@@ -175,6 +183,8 @@ def dense_spec(
     consistency: Consistency,
     sizes: Sequence[int],
     *,
+    lengths: Sequence[int] = (),
+    place: int | None = None,
     has_first: bool,
 ) -> TableSpec:
     """Return the spec of a dense table, with a checksum of its first values if `has_first`.
@@ -189,17 +199,24 @@ def dense_spec(
     if sizes and (sum(sizes) != len(flat) or optimizer is None):
         msg = f"table {name!r} has {len(flat)} values and {optimizer}, got sizes {[*sizes]}"
         raise ConfigError(msg)
-    num_shards = max(1, min(MAX_SHARDS, -(-values.nbytes // SHARD_BYTES)))
+    if lengths and (sum(lengths) != len(flat) or len(lengths) > MAX_SHARDS):
+        msg = (
+            f"table {name!r} has {len(flat)} values in at most {MAX_SHARDS} shards, got shards of "
+            f"{[*lengths]}"
+        )
+        raise ConfigError(msg)
+    num_shards = len(lengths) or max(1, min(MAX_SHARDS, -(-values.nbytes // SHARD_BYTES)))
+    ranges = ranges_of_shards(len(flat), num_shards, lengths)
 
     def make(shard: int) -> Storage:
-        places = range_of_shard(len(flat), shard, num_shards)
+        places = ranges[shard]
         own = flat[places]
         if optimizer is None:
             return SumStorage(own, table=name)
         if not sizes:
             return DenseStorage(own, optimizer, table=name)
-        lengths = [length for _, length in parts_in(sizes, places)]
-        return ParameterStorage(own, optimizer, lengths, table=name)
+        params = [length for _, length in parts_in(sizes, places)]
+        return ParameterStorage(own, optimizer, params, table=name)
 
     make(0)  # says what is wrong on all nodes
     return TableSpec(
@@ -207,7 +224,9 @@ def dense_spec(
         num_shards=num_shards,
         consistency=consistency,
         make_storage=make,
-        form=f"{values.dtype}{list(values.shape)} {[*sizes]}, {consistency}",
+        form=f"{values.dtype}{list(values.shape)} {[*sizes]} {[*lengths]}, {consistency}",
         first=zlib.crc32(bytes_of(flat)) if has_first and len(flat) else 0,
         sizes=tuple(sizes),
+        lengths=tuple(lengths),
+        place=place,
     )

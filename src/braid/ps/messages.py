@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -31,6 +31,7 @@ __all__ = [
     "Leave",
     "Loads",
     "NextData",
+    "NoMoreTasks",
     "NodeJoin",
     "Pull",
     "Pulled",
@@ -39,9 +40,12 @@ __all__ = [
     "Released",
     "Repeat",
     "RequestRefused",
+    "RunTask",
     "ShardSnapshot",
     "StopAt",
     "TableChange",
+    "TakesTasks",
+    "TaskDone",
     "Update",
     "ValuesAnswer",
     "check_type",
@@ -70,10 +74,16 @@ class Push(msgspec.Struct, tag="push", frozen=True):
     shards: tuple[int, ...]
     specs: Specs
     key: TaskKey | None = None
+    lr: float | None = None
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """A request for the values of shards before a clock, their whole state, or worker's clocks."""
+    """A request for the values of shards before a clock, their whole state, or a number of each.
+
+    Attributes:
+        whole: Whether it asks for the whole state.
+        number: Number that it asks for: the worker's next clock, or the oldest task.
+    """
 
     epoch: int
     table: str
@@ -81,7 +91,7 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     shards: tuple[int, ...]
     specs: Specs
     whole: bool = False
-    clocks: bool = False
+    number: Literal["", "clock", "oldest task"] = ""
 
 
 class TableChange(msgspec.Struct, tag="change", frozen=True):
@@ -114,8 +124,8 @@ class ValuesAnswer(Answer, frozen=True):
 class Pulled(ValuesAnswer, tag="pulled", frozen=True):
     """Values of these shards, each after as many records as `versions` says.
 
-    Of a whole state, `names` has the names. Of clocks, `versions` has the next ones of the worker
-    that asks, and there are no values.
+    Of a whole state, `names` has the names. If it was asked for numbers, `versions` has them, and
+    there are no values.
     """
 
     specs: Specs
@@ -281,9 +291,36 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
     is_removed: bool = False
 
 
+class RunTask(msgspec.Struct, tag="run-task", frozen=True):
+    """A task for a worker, as packed values; tasks before `oldest` are over."""
+
+    number: int
+    oldest: int
+    packed: bytes
+    specs: list[TensorSpec]
+
+
+class TaskDone(msgspec.Struct, tag="task-done", frozen=True):
+    """The packed result of a task, or its error."""
+
+    number: int
+    packed: bytes
+    specs: list[TensorSpec]
+    failed: bool = False
+
+
+class TakesTasks(msgspec.Struct, tag="takes-tasks", frozen=True):
+    """A worker is idle, and takes tasks."""
+
+
+class NoMoreTasks(msgspec.Struct, tag="no-more-tasks", frozen=True):
+    """The run is over: workers leave."""
+
+
 SCHEMA = Schema(
     *(Push, Pull, TableChange, Accepted, Pulled, Elsewhere, RequestRefused, Explain, Explained),
     *(Update, RecordsConfirmed, ShardSnapshot),
+    *(RunTask, TaskDone, TakesTasks, NoMoreTasks),
     *(
         NodeJoin,
         Called,

@@ -139,6 +139,11 @@ class Node(BaseNode):
         """The shards of this node, if it is a server."""
         return self._server
 
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler, if this node is the one."""
+        return self._scheduler
+
     def dense(
         self,
         name: str,
@@ -147,6 +152,8 @@ class Node(BaseNode):
         consistency: Consistency = BSP,
         *,
         sizes: Sequence[int] = (),
+        lengths: Sequence[int] = (),
+        place: int | None = None,
     ) -> DenseTable:
         """Declare a dense table; all nodes declare the same ones.
 
@@ -159,13 +166,26 @@ class Node(BaseNode):
             consistency: When pushes are applied, and pulls answered.
             sizes: Lengths of the parameters that the values consist of, if pushes may lack the
                 gradients of some; each is stepped by itself.
+            lengths: Number of elements of each shard; shards of about 1 MiB when empty.
+            place: Number of the server, counted over all of them again and again, that begins with
+                the first shard; the next one begins with the second, and so on. By the table's name
+                when None.
 
         Raises:
             ConfigError: There is a table of this name, the values are not floating-point, the
                 optimizer needs a whole parameter, the quorum exceeds the workers, or `sizes` do
                 not add up to the values or have no optimizer.
         """
-        spec = dense_spec(name, values, optimizer, consistency, sizes, has_first=self.is_server)
+        spec = dense_spec(
+            name,
+            values,
+            optimizer,
+            consistency,
+            sizes,
+            lengths=lengths,
+            place=place,
+            has_first=self.is_server,
+        )
         self._declare(spec)
         table = DenseTable(self._customer, spec, values)
         self._tables.append(table)
@@ -286,7 +306,9 @@ class Node(BaseNode):
         self.postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
             where = self._options.restore
-            states = None if where is None else read_table(where, spec.name, spec.num_shards)
+            states = None
+            if where is not None:
+                states = read_table(where, spec.name, spec.num_shards, spec.lengths)
             self._server.add(spec, states)
 
     def serve(self) -> None:

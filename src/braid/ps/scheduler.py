@@ -146,6 +146,10 @@ class Scheduler:
         """The directory of this epoch."""
         return self._state.directory
 
+    def release_lost(self) -> None:
+        """Wait no longer for new processes of workers that were lost."""
+        self._act(self._state.release_lost())
+
     def _tick(self) -> None:
         """Give up nodes of an earlier life that have not come back."""
         self._postoffice.waits.hold(

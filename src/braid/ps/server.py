@@ -35,7 +35,6 @@ from braid.ps.protocol.directory import (
     SCHEDULER,
     Directory,
     server_node,
-    virtual_shard,
     worker_node,
 )
 from braid.ps.protocol.instructions import (
@@ -71,7 +70,7 @@ class _Asked:
         queries: Tensors with which it asks each shard.
         begun_ns: Time at which it came.
         whole: Whether it asks for the whole state.
-        clocks: Whether it asks for the clocks of the worker.
+        number: Number that it asks for in the place of values, as in `Pull`.
         names: Names of that state's tensors.
         was_parked: Whether it could not be answered when it came.
         ready: Shards that can be answered now, by the kind of answer.
@@ -80,7 +79,7 @@ class _Asked:
     queries: dict[int, Tensors]
     begun_ns: int
     whole: bool = False
-    clocks: bool = False
+    number: str = ""
     names: list[list[str]] = field(default_factory=list)
     was_parked: bool = False
     accepted: list[int] = field(default_factory=list)
@@ -137,9 +136,8 @@ class Server:
             storage = table.make_storage(number)
             if states is not None:
                 storage.load(states[number])
-            virtual = virtual_shard(table.name, number)
             self._shards[table.name, number] = TableShard(
-                table.name, number, virtual, state, storage
+                table.name, number, table.virtual(number), state, storage
             )
 
     @property
@@ -253,15 +251,17 @@ class Server:
             storage = shards[number].storage
             if isinstance(message, Push):
                 storage.check(value)
-            elif not message.whole and not message.clocks:
+                if message.lr is not None:
+                    storage.check_lr(message.lr)
+            elif not message.whole and not message.number:
                 storage.check_query(value)
         asker = self._note(delivery, values)
         if isinstance(message, Pull):
-            self._asked[asker].whole, self._asked[asker].clocks = message.whole, message.clocks
+            self._asked[asker].whole, self._asked[asker].number = message.whole, message.number
         for number, shard in shards.items():
             self._requests[shard.virtual] += 1
             if isinstance(message, Push):
-                done = shard.state.push(worker, message.clock, asker, message.key)
+                done = shard.state.push(worker, message.clock, asker, message.key, message.lr)
                 self._act(shard, shard.carry_out(done, values[number]))
             else:
                 self._act(shard, shard.state.pull(worker, message.clock, asker))
@@ -389,8 +389,10 @@ class Server:
             asked.accepted.append(shard.number)
         elif isinstance(how, Moved):
             asked.elsewhere.append(shard.number)
-        elif asked.clocks:
-            asked.values[shard.number] = (), shard.state.clock(split_node(asker[0])[1])
+        elif asked.number:
+            clock = shard.state.clock(split_node(asker[0])[1])
+            oldest = shard.state.applied.oldest_task
+            asked.values[shard.number] = (), clock if asked.number == "clock" else oldest
         elif asked.whole:
             state = shard.storage.export()
             asked.names.append(list(state))

@@ -8,7 +8,7 @@ them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,9 @@ def write_tables(
     return save_alone(directory, [snapshot], step=step, state=state, keep=keep)
 
 
-def read_table(where: str | os.PathLike[str], table: str, num_shards: int) -> list[State]:
+def read_table(
+    where: str | os.PathLike[str], table: str, num_shards: int, lengths: Sequence[int] = ()
+) -> list[State]:
     """Return the states of a table's shards from a snapshot.
 
     Raises:
@@ -73,4 +75,4 @@ def read_table(where: str | os.PathLike[str], table: str, num_shards: int) -> li
     state: dict[str, torch.Tensor] = {
         name.removeprefix(prefix): checkpoint.read(name) for name in names
     }
-    return split_state(state, num_shards)
+    return split_state(state, num_shards, lengths)

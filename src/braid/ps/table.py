@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from braid.errors import ConfigError
 from braid.ps.consistency import BSP, Consistency
 from braid.ps.messages import Pull, Pulled, Push, Specs, TableChange, check_type
+from braid.ps.protocol.directory import NUM_VIRTUAL, virtual_shard
 from braid.ps.protocol.requests_state import Build, OnAnswer, PendingRequest
 from braid.ps.protocol.shard_state import TaskKey
 from braid.ps.storage import State, Storage, join_shards
@@ -44,6 +45,9 @@ class TableSpec:
         form: Shape, dtype and whatever else all nodes must agree on, as text.
         first: Checksum of the first values, on which servers must agree.
         sizes: Lengths of the parameters that a dense table consists of, if it has several.
+        lengths: Number of elements of each shard of a dense table; equal ones when empty.
+        place: Virtual shard of the first shard, which decides on the server; by the table's name
+            when None.
     """
 
     name: str
@@ -53,6 +57,14 @@ class TableSpec:
     form: str = ""
     first: int = 0
     sizes: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    place: int | None = None
+
+    def virtual(self, shard: int) -> int:
+        """Return the virtual shard on which a shard lies."""
+        if self.place is None:
+            return virtual_shard(self.name, shard)
+        return (self.place + shard) % NUM_VIRTUAL
 
 
 class Table:
@@ -109,19 +121,27 @@ class Table:
             CommError: This worker has been removed from the run.
             PeerLostError: A server was lost with all copies of a shard.
         """
-        clocks: list[int] = []
+        return min(self._fetch("clock"))
+
+    def fetch_oldest_task(self) -> int:
+        """Return the number below which all tasks are over, as far as servers know."""
+        return max(self._fetch("oldest task"))
+
+    def _fetch(self, number: Literal["clock", "oldest task"]) -> list[int]:
+        """Return a number of each shard."""
+        numbers: list[int] = []
 
         def build(parts: tuple[int, ...]) -> tuple[Pull, Sequence[memoryview]]:
-            return Pull(self.epoch, self.name, 0, parts, [[] for _ in parts], clocks=True), ()
+            return Pull(self.epoch, self.name, 0, parts, [[] for _ in parts], number=number), ()
 
         def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
             del parts
             message = delivery.message
-            assert isinstance(message, Pulled), "a question for clocks is answered with clocks"
-            clocks.extend(message.versions)
+            assert isinstance(message, Pulled), "a question for numbers is answered with numbers"
+            numbers.extend(message.versions)
 
         self.wait(self._request(build, on_answer))
-        return min(clocks)
+        return numbers
 
     def export(self) -> State:
         """Return the whole state at this worker's clock, for snapshots.
@@ -189,7 +209,7 @@ class Table:
 
         def route(shard: int) -> str | None:
             assert postoffice.directory is not None, "a node has a directory once it has joined"
-            return postoffice.directory.head_node(self.name, shard)
+            return postoffice.directory.head_node(self._spec.virtual(shard))
 
         request = PendingRequest(
             range(self.num_shards) if parts is None else parts,
@@ -206,13 +226,14 @@ class Table:
         self,
         build: Callable[[tuple[int, ...]], tuple[Specs, Sequence[memoryview]]],
         priority: int,
+        lr: float | None = None,
     ) -> int:
         """Push to all shards; the clock is over once the request is made, not when it fails."""
         clock, key = self.clock, self.task
 
         def message(parts: tuple[int, ...]) -> tuple[Push, Sequence[memoryview]]:
             specs, buffers = build(parts)
-            return Push(self.epoch, self.name, clock, parts, specs, key), buffers
+            return Push(self.epoch, self.name, clock, parts, specs, key, lr), buffers
 
         timestamp = self._request(message, priority=priority, is_write=True)
         self.clock += 1

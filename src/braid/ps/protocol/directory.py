@@ -162,9 +162,9 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True):
         """Return the server that decides on a virtual shard; None when it is lost."""
         return next(iter(self.chains[shard]), None)
 
-    def head_node(self, table: str, shard: int) -> str | None:
-        """Return the server that decides on a shard of a table; None when the shard is lost."""
-        chain = self.chains[virtual_shard(table, shard)]
+    def head_node(self, virtual: int) -> str | None:
+        """Return the server that decides on a virtual shard; None when the shard is lost."""
+        chain = self.chains[virtual]
         return server_node(chain[0]) if chain else None
 
     def heads(self) -> Counter[int]:

@@ -37,6 +37,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         lr_before: Learning rate of the clocks before, if it changes for the first time.
         updates: Pushes of tasks that are in the sum.
         oldest_task: First task that may still push.
+        step_lr: Learning rate that the first of the pushes has named.
     """
 
     number: int
@@ -50,6 +51,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     lr_before: float | None = None
     updates: tuple[TaskUpdate, ...] = ()
     oldest_task: int = 0
+    step_lr: float | None = None
 
 
 @dataclass
@@ -161,5 +163,7 @@ class ShardProgress:
 
     def rate(self, record: ShardRecord) -> float | None:
         """Return the learning rate for a record; None if it never changed."""
+        if record.step_lr is not None:
+            return record.step_lr
         clock = min((clock for _, clock in record.pushes), default=0)
         return next((lr for begin, lr in reversed(self.rates.items()) if begin <= clock), None)

@@ -242,6 +242,12 @@ class SchedulerState(MembersState[str, int]):
             return [*again, *self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
         return [*again, *self._remove(worker)]
 
+    def release_lost(self) -> list[Instruction]:
+        """Wait no longer for new processes of workers that were lost."""
+        workers = [] if self.directory is None else list(self.directory.workers)
+        lost = [number for number in workers if worker_node(number) not in self.addresses]
+        return [each for number in lost for each in self._remove(number)]
+
     def server_leaves(self, server: int, request: tuple[str, int]) -> list[Instruction]:
         """Move a server's shards to others, then let it go.
 

@@ -92,6 +92,7 @@ class ShardState:
         self._early: dict[int, ShardRecord] = {}  # records that came before their predecessor
         self._pushes: dict[Push, Request] = {}  # kept, with who waits for the answer
         self._keys: dict[Push, TaskKey] = {}  # of kept pushes
+        self._lrs: dict[Push, float] = {}  # that kept pushes name
         self._eligible: list[Push] = []  # those without a gap before them, as they came
         self._accepts: list[tuple[int, Request]] = []  # number of a record, who waits for it
         self._parked: dict[Request, tuple[int, int]] = {}  # worker and clock of pulls
@@ -156,7 +157,12 @@ class ShardState:
         return [*done, *self._decide(), *self._freed()]
 
     def push(
-        self, worker: int, clock: int, request: Request, key: TaskKey | None = None
+        self,
+        worker: int,
+        clock: int,
+        request: Request,
+        key: TaskKey | None = None,
+        lr: float | None = None,
     ) -> list[Instruction]:
         """Decide on a push; one of a task that another worker has sent before is dropped.
 
@@ -181,6 +187,8 @@ class ShardState:
             return []
         if key is not None:
             self._keys[worker, clock] = key
+        if lr is not None:
+            self._lrs[worker, clock] = lr
         self._admit(worker)
         return [Keep(worker, clock), *self._decide(), *self._freed()]
 
@@ -343,6 +351,7 @@ class ShardState:
         kept = tuple(self._pushes)
         self._pushes.clear()
         self._keys.clear()
+        self._lrs.clear()
         self._eligible.clear()
         self._parked.clear()
         self._accepts.clear()
@@ -441,6 +450,7 @@ class ShardState:
             lr_before=lr_before,
             updates=tuple((key.task, key.number) for key in keys),
             oldest_task=max((key.oldest for key in keys), default=0),
+            step_lr=next((self._lrs[push] for push in pushes if push in self._lrs), None),
         )
 
     def _slowest(self, pushes: tuple[Push, ...]) -> int:
@@ -467,6 +477,7 @@ class ShardState:
         for push in (*record.pushes, *record.dropped):
             self._accepts.append((record.number, self._pushes.pop(push)))
             self._keys.pop(push, None)
+            self._lrs.pop(push, None)
         done: list[Instruction] = [Merge(record)]
         if record.dropped:
             done.append(DropPushes(record.dropped))

@@ -8,7 +8,7 @@ from braid.ps.storage.eviction import Eviction
 from braid.ps.storage.initial_rows import Constant, Init, Normal, Uniform
 from braid.ps.storage.keys import shard_of, to_signed, to_unsigned
 from braid.ps.storage.parameters import ParameterStorage
-from braid.ps.storage.resharding import join_shards, parts_in, range_of_shard, split_state
+from braid.ps.storage.resharding import join_shards, parts_in, ranges_of_shards, split_state
 from braid.ps.storage.rules import FTRL, SGD, Adagrad, Adam, AdamW, RowWiseAdagrad, Rule
 from braid.ps.storage.sparse import SparseStorage
 from braid.ps.storage.storage import State, Storage, Tensors
@@ -36,7 +36,7 @@ __all__ = [
     "Uniform",
     "join_shards",
     "parts_in",
-    "range_of_shard",
+    "ranges_of_shards",
     "shard_of",
     "split_state",
     "to_signed",

@@ -21,7 +21,7 @@ A dense table has a range of elements on each shard; a sparse one the ids that `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -29,17 +29,23 @@ from braid.errors import ConfigError
 from braid.ps.storage.keys import shard_of
 from braid.ps.storage.storage import State
 
-__all__ = ["PARAM", "join_shards", "parts_in", "range_of_shard", "split_state"]
+__all__ = ["PARAM", "join_shards", "parts_in", "ranges_of_shards", "split_state"]
 
 CANDIDATE = "candidate."
 PARAM = "param."  # numbers of whole parameters, such as counts of steps
 LAST_UPDATES = ("last_update", f"{CANDIDATE}last_update")
 
 
-def range_of_shard(numel: int, shard: int, num_shards: int) -> slice:
-    """Return the elements of a dense shard; lengths differ by one at most."""
-    begin, end = (k * numel // num_shards for k in (shard, shard + 1))
-    return slice(begin, end)
+def ranges_of_shards(numel: int, num_shards: int, lengths: Sequence[int] = ()) -> list[slice]:
+    """Return the elements of each dense shard.
+
+    Args:
+        numel: Number of elements of the table.
+        num_shards: Number of its shards.
+        lengths: Number of elements of each shard; they differ by one at most when empty.
+    """
+    ends = [*accumulate(lengths)] or [k * numel // num_shards for k in range(1, num_shards + 1)]
+    return [slice(begin, end) for begin, end in pairwise([0, *ends])]
 
 
 def parts_in(sizes: Sequence[int], own: slice) -> list[tuple[int, int]]:
@@ -85,12 +91,15 @@ def join_shards(states: Sequence[Mapping[str, torch.Tensor]]) -> State:
     return _joined_rows(states) if "ids" in states[0] else _joined_ranges(states)
 
 
-def split_state(state: Mapping[str, torch.Tensor], num_shards: int) -> list[State]:
+def split_state(
+    state: Mapping[str, torch.Tensor], num_shards: int, lengths: Sequence[int] = ()
+) -> list[State]:
     """Split the state of a table into those of its shards.
 
     Args:
         state: State of the table, such as `join_shards` returns.
         num_shards: Number of shards.
+        lengths: Number of elements of each shard of a dense table; equal ones when empty.
 
     Returns:
         States for `Storage.load`, in the order of shards; new memory.
@@ -102,8 +111,7 @@ def split_state(state: Mapping[str, torch.Tensor], num_shards: int) -> list[Stat
         msg = f"a table has at least one shard, got {num_shards}"
         raise ConfigError(msg)
     if "ids" not in state:
-        numel = len(state["values"])
-        ranges = [range_of_shard(numel, shard, num_shards) for shard in range(num_shards)]
+        ranges = ranges_of_shards(len(state["values"]), num_shards, lengths)
         return [_range_of(state, own) for own in ranges]
     shards_of_rows = shard_of(state["ids"], num_shards)
     shards_of_candidates = shard_of(state[f"{CANDIDATE}ids"], num_shards)

@@ -1,0 +1,122 @@
+"""Joins the cluster of a parameter server, from TF_CONFIG or as a rank of `braid run`.
+
+    TF_CONFIG                     braid run --servers 2 --workers 2     node
+    chief (or ps 0, without)      rank 0                                scheduler
+    ps                            ranks 1 and 2                         servers
+    worker                        ranks 3 and 4                         workers
+
+Addresses of TF_CONFIG stay the same, so a task that is started again finds the others: a worker
+takes its own place again, a server joins with a new number, and the chief reads its journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from braid.context import init
+from braid.errors import ConfigError
+from braid.ps import Node, Options, join, join_running
+from braid.ps.protocol.directory import SCHEDULER
+from braid.runtime.rendezvous.network import network_of_program
+from braid.runtime.wire import Secret
+from braid.strategies.cluster import ClusterResolver
+
+__all__ = ["join_cluster"]
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+MEET_S = 300.0  # in which the task that schedules must begin to listen
+
+
+def join_cluster(
+    resolver: ClusterResolver | None, options: Options | None
+) -> tuple[Node, Node | None]:
+    """Return this process's node, and the scheduler if it runs beside it in this process.
+
+    Args:
+        resolver: Names the tasks; None for ranks of `braid run --servers N --workers M`.
+        options: Choices of the parameter server, the same in all tasks.
+
+    Raises:
+        ConfigError: The cluster has no servers or no workers, or its secret is missing.
+        RendezvousError: The scheduler cannot be reached.
+    """
+    if resolver is None:
+        return join(init(), options=options), None
+    jobs = resolver.cluster_spec()
+    place = _place_of(jobs)
+    options = options or Options()
+    if options.on_worker_loss is None:
+        options = replace(options, on_worker_loss="wait")
+    counts = len(jobs["ps"]), len(jobs["worker"])
+    kind, index = resolver.task_type, resolver.task_id
+    scheduler = None
+    if kind in {"chief", "master"} or (kind == "ps" and index == 0 and not _has_chief(jobs)):
+        scheduler = join_running(
+            "", place.secret, place.run_id, "scheduler", 0, counts, options=options, address=place.scheduler
+        )
+        if kind != "ps":
+            return scheduler, None
+    role = "server" if kind == "ps" else "worker"
+    listen = "" if place.is_local or role == "worker" else f"tcp://{jobs[kind][index]}"
+    node = join_running(
+        place.scheduler,
+        place.secret,
+        place.run_id,
+        role,
+        index,
+        counts,
+        options=options,
+        address=listen,
+    )
+    node.postoffice.van.connect(SCHEDULER, place.scheduler, timeout_s=MEET_S)
+    return node, scheduler
+
+
+class _ClusterPlace(NamedTuple):
+    """Where the tasks of a cluster meet."""
+
+    scheduler: str
+    secret: Secret
+    run_id: str
+    is_local: bool
+
+
+def _has_chief(jobs: Mapping[str, Sequence[str]]) -> bool:
+    return any(job in jobs for job in ("chief", "master"))
+
+
+def _place_of(jobs: Mapping[str, Sequence[str]]) -> _ClusterPlace:
+    """Return where all tasks meet; the same in each.
+
+    Inside a host it is a unix socket of the user. Over several hosts it is the address of the task
+    that schedules, and all tasks need the same BRAID_SECRET_FILE.
+    """
+    missing = [job for job in ("ps", "worker") if not jobs.get(job)]
+    if missing:
+        msg = (
+            f"the cluster has no {' and no '.join(missing)} task: a parameter server strategy needs "
+            "at least one ps and one worker"
+        )
+        raise ConfigError(msg)
+    text = ";".join(f"{job}={','.join(jobs[job])}" for job in sorted(jobs))
+    key = hashlib.sha256(f"braid parameter server {text}".encode()).digest()
+    hosts = {address.rpartition(":")[0] for tasks in jobs.values() for address in tasks}
+    run_id = key.hex()[:16]
+    if hosts <= LOOPBACK and sys.platform == "linux":
+        scheduler = f"unix:@braid-{os.getuid()}-{run_id}"
+        return _ClusterPlace(scheduler, Secret(key, for_one_user=True), run_id, is_local=True)
+    secret, _ = network_of_program()
+    if secret is None:
+        msg = (
+            "the tasks of this cluster are on several hosts: set BRAID_SECRET_FILE to a file (mode "
+            "0600) with the same 32 bytes on each, made with `head -c 32 /dev/urandom`"
+        )
+        raise ConfigError(msg)
+    chief = next(jobs[job][0] for job in ("chief", "master", "ps") if job in jobs)
+    return _ClusterPlace(f"tcp://{chief}", secret, run_id, is_local=False)
