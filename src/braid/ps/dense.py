@@ -44,6 +44,7 @@ class DenseTable(Table):
 
     Attributes:
         versions: Records that each shard had when it was pulled last.
+        lengths: Number of elements of each shard.
     """
 
     def __init__(self, customer: Customer | None, spec: TableSpec, like: torch.Tensor) -> None:
@@ -51,6 +52,7 @@ class DenseTable(Table):
         self.versions = [0] * spec.num_shards
         self._shape, self._dtype = like.shape, like.dtype
         self._spans = ranges_of_shards(like.numel(), spec.num_shards, spec.lengths)
+        self.lengths = [span.stop - span.start for span in self._spans]
         self._whole = torch.empty(like.numel(), dtype=like.dtype)
 
     def pull(

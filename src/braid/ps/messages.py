@@ -297,7 +297,6 @@ class RunTask(msgspec.Struct, tag="run-task", frozen=True):
     number: int
     oldest: int
     packed: bytes
-    specs: list[TensorSpec]
 
 
 class TaskDone(msgspec.Struct, tag="task-done", frozen=True):
@@ -305,7 +304,6 @@ class TaskDone(msgspec.Struct, tag="task-done", frozen=True):
 
     number: int
     packed: bytes
-    specs: list[TensorSpec]
     failed: bool = False
 
 

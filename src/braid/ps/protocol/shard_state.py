@@ -286,8 +286,14 @@ class ShardState:
         return done
 
     def clock(self, worker: int) -> int:
-        """Return the next clock of a worker, of which all records so far are confirmed."""
-        return self.applied.clocks.get(worker, self.view.members.get(worker, 0))
+        """Return the next clock of a worker, of which all records so far are confirmed.
+
+        Clocks that a quorum has completed without it are over for it, too.
+        """
+        clock = self.applied.clocks.get(worker, self.view.members.get(worker, 0))
+        while clock < self.applied.completed and self._is_over(clock):
+            clock += 1
+        return clock
 
     def waiting(self) -> list[str]:
         """Return who waits for whom, as text."""
@@ -363,9 +369,15 @@ class ShardState:
         clock = self.decided.clocks.get(worker, self.view.members.get(worker, 0))
         known = {c for w, c in self._eligible if w == worker}
         clock = max([clock, *(c + 1 for c in known)])
-        while (worker, clock) in self._pushes:
-            self._eligible.append((worker, clock))
+        while (worker, clock) in self._pushes or self._is_over(clock):
+            if (worker, clock) in self._pushes:
+                self._eligible.append((worker, clock))
             clock += 1
+
+    def _is_over(self, clock: int) -> bool:
+        """Whether a quorum has completed a clock, so that a worker may leave it out."""
+        rule = self.decided.rules.at(clock)
+        return clock < self.decided.completed and rule.quorum is not None and rule.late == "drop"
 
     def _decide(self) -> list[Instruction]:
         """Make records of the pushes that need not wait any more."""

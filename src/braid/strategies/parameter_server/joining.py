@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -58,7 +57,14 @@ def join_cluster(
     scheduler = None
     if kind in {"chief", "master"} or (kind == "ps" and index == 0 and not _has_chief(jobs)):
         scheduler = join_running(
-            "", place.secret, place.run_id, "scheduler", 0, counts, options=options, address=place.scheduler
+            "",
+            place.secret,
+            place.run_id,
+            "scheduler",
+            0,
+            counts,
+            options=options,
+            address=place.scheduler,
         )
         if kind != "ps":
             return scheduler, None
@@ -100,8 +106,8 @@ def _place_of(jobs: Mapping[str, Sequence[str]]) -> _ClusterPlace:
     missing = [job for job in ("ps", "worker") if not jobs.get(job)]
     if missing:
         msg = (
-            f"the cluster has no {' and no '.join(missing)} task: a parameter server strategy needs "
-            "at least one ps and one worker"
+            f"the cluster has no {' and no '.join(missing)} task: a parameter server strategy "
+            "needs at least one ps and one worker"
         )
         raise ConfigError(msg)
     text = ";".join(f"{job}={','.join(jobs[job])}" for job in sorted(jobs))

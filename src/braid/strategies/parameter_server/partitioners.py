@@ -92,7 +92,9 @@ class MaxSizePartitioner:
         row_bytes = shape.numel() * dtype.itemsize // max(1, num_rows)
         rows = max(1, self._max_bytes // max(1, row_bytes))
         count = math.ceil(num_rows / rows)
-        return _over_rows(shape, count if self._max_shards is None else min(self._max_shards, count))
+        return _over_rows(
+            shape, count if self._max_shards is None else min(self._max_shards, count)
+        )
 
 
 def rows_of_shards(

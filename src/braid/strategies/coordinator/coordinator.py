@@ -1,0 +1,492 @@
+"""ClusterCoordinator: one process hands out closures, and workers run them.
+
+    coordinator = ClusterCoordinator(strategy)
+    batches = coordinator.create_per_worker_dataset(make_batches)
+    for _ in range(1000):
+        loss = coordinator.schedule(train_step, args=(batches,))     returns at once
+    coordinator.join()                                               all have run
+    print(loss.fetch())
+
+A closure that was under way on a lost worker runs again on another one. Servers know which pushes
+they have added by the closure's number, so each update is added once.
+
+    queue_state.py     who gets which closure, as a state machine
+    closures.py        what a worker does
+
+Source: TensorFlow 2.21, `tf.distribute.coordinator.ClusterCoordinator`, which promises at least
+once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from braid.errors import CommTimeout, ConfigError, PeerLostError
+from braid.ps.messages import NoMoreTasks, RunTask, TakesTasks, TaskDone
+from braid.rpc.names import register
+from braid.runtime.message import Delivery
+from braid.strategies.coordinator.closures import (
+    VARIABLES,
+    ClosureCodec,
+    ClosureMode,
+    WorkerResource,
+    map_tree,
+)
+from braid.strategies.coordinator.queue_state import (
+    Assign,
+    ClosureQueue,
+    EndClosure,
+    QueueInstruction,
+)
+from braid.strategies.parameter_server.strategy import ParameterServerStrategy
+from braid.strategies.parameter_server.variables import ServerVariables
+
+__all__ = ["ClosureCancelledError", "ClusterCoordinator", "RemoteValue"]
+
+MAX_WAITING = 256
+TIMEOUT_S = 300.0  # without any closure that ends
+SHORT_S = 0.002  # closures that are shorter on average are sent ahead
+AHEAD = 8
+
+
+class ClosureCancelledError(RuntimeError):
+    """The closure has not run, or its result is void, since another closure has failed."""
+
+
+class RemoteValue:
+    """The result of a closure, which may not have run yet.
+
+    Args:
+        coordinator: Coordinator of the closure.
+        name: Name of the closure's function, for messages.
+
+    Attributes:
+        is_over: Whether the closure has ended, or was cancelled.
+    """
+
+    def __init__(self, coordinator: ClusterCoordinator, name: str) -> None:
+        self._coordinator = coordinator
+        self.name = name
+        self._done: Delivery | None = None  # until its value is unpacked
+        self._error: BaseException | None = None
+        self._value: Any = None
+        self.is_over = False
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.is_over else "waits"
+        return f"RemoteValue({self.name}, {state})"
+
+    def fetch(self, timeout_s: float | None = None) -> Any:
+        """Wait for the closure and return its result.
+
+        Raises:
+            Exception: What the closure raised, with the worker's traceback in its text.
+            ClosureCancelledError: Another closure has failed before.
+            CommTimeout: No closure has ended for `timeout_s` (300 s when None).
+        """
+        self._coordinator.wait_for(self, timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._done is not None:
+            self._value, self._done = self._coordinator.unpack(self._done), None
+        return self._value
+
+    get = fetch
+
+    def end(self, done: Delivery | None, error: BaseException | None = None) -> None:
+        """Take the result; called by the coordinator."""
+        self._done, self._error, self.is_over = done, error, True
+
+
+class _Closure:
+    """A closure that is not over, packed.
+
+    Attributes:
+        packed: Function, arguments, and whether the worker keeps the result.
+        buffers: Memory of its tensors.
+        value: Where its result goes.
+        sent_ns: Time at which it was sent last.
+    """
+
+    def __init__(self, packed: bytes, buffers: list[bytes], value: RemoteValue) -> None:
+        self.packed, self.buffers, self.value = packed, buffers, value
+        self.sent_ns = 0
+
+
+class ClusterCoordinator:
+    """Hands out closures to the workers of a parameter server strategy.
+
+    Args:
+        strategy: The strategy; it has one coordinator.
+
+    Raises:
+        ConfigError: This process is not the chief, or the strategy has a coordinator already.
+
+    On failure: workers may be lost and come back at any time; closures that were under way run
+    again. With `Options(journal=path)` the coordinator itself may be started again: `resume`.
+    """
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if not strategy.is_chief:
+            msg = (
+                f"{strategy.node.name} cannot coordinate: call strategy.serve() unless "
+                "strategy.is_chief (the chief of TF_CONFIG, or rank 0 of braid run)"
+            )
+            raise ConfigError(msg)
+        if strategy.has_coordinator:
+            msg = "the strategy has a coordinator already: a strategy has one"
+            raise ConfigError(msg)
+        strategy.has_coordinator = True
+        self.strategy = strategy
+        self._variables = strategy.variables
+        self._codec = ClosureCodec()
+        names = [f"worker:{number}" for number in range(strategy.node.num_workers)]
+        self._queue = ClosureQueue(MAX_WAITING, names if strategy.is_synchronous else ())
+        self._next = 0  # number of the next closure
+        self._num_resources = 0
+        self._closures: dict[int, _Closure] = {}
+        self._errors: dict[int, BaseException] = {}
+        self._waiters: list[tuple[Callable[[], object], threading.Event]] = []
+        self._mean_s = SHORT_S
+        self._progress_ns = 0
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._must_resume = strategy.node.postoffice.directory is not None  # of a journal
+        self._office = strategy.node.postoffice
+        self._office.register({TakesTasks: self._ready, TaskDone: self._over}, on_lost=self._lost)
+        self._server = threading.Thread(target=self._serve, name="coordinator", daemon=True)
+        self._server.start()
+
+    def __enter__(self) -> ClusterCoordinator:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- closures
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Add a closure to the queue, which some worker will run; wait while the queue is full.
+
+        Args:
+            fn: Function at the top of a module, or a class or a method of one, which the worker
+                finds by its name.
+            args: Arguments that can travel: plain data, tensors, dataclasses; results of other
+                closures, for which it waits; and what `create_per_worker_dataset` returns.
+            kwargs: Keyword arguments, with the same rule.
+
+        Returns:
+            The future result.
+
+        Raises:
+            ConfigError: The function has no name that workers find, or an argument cannot travel.
+            Exception: What an earlier closure has raised, once; then the queue works again.
+            PeerLostError: The run cannot go on.
+        """
+        closure = self._closure(fn, args, kwargs, mode="closure")
+        self._wait(lambda: not self._queue.is_full or self._has_failed, "room in the queue")
+        self._raise_failure()
+        if self._must_resume:
+            msg = (
+                "this coordinator was started again: call coordinator.resume(), which returns the "
+                "number of the closure to begin with"
+            )
+            raise ConfigError(msg)
+        with self._office.lock:
+            number, self._next = self._next, self._next + 1
+            self._closures[number] = closure
+            self._act(self._queue.schedule(number))
+        return closure.value
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until all closures have run.
+
+        Raises:
+            Exception: What a closure has raised, once.
+            ConfigError: The strategy is synchronous, and the closures are no multiple of the
+                workers.
+            CommTimeout: No closure has ended for `timeout_s` (300 s when None): names those that
+                run, and where.
+            PeerLostError: The run cannot go on.
+        """
+        self._wait(lambda: self._queue.is_done or self._has_failed, "all closures", timeout_s)
+        self._raise_failure()
+        if left := self._queue.num_incomplete:
+            msg = (
+                f"the last {left} closures are too few for a step of "
+                f"{self.strategy.node.num_workers} workers, so their updates wait for others: with "
+                "a synchronous strategy, schedule a multiple of the number of workers before join"
+            )
+            raise ConfigError(msg)
+
+    def done(self) -> bool:
+        """Whether all closures have run; never waits.
+
+        Raises:
+            Exception: What a closure has raised, once.
+        """
+        self._raise_failure()
+        return self._queue.is_done
+
+    def fetch(self, value: Any) -> Any:
+        """Return tuples, lists and dicts with the value of each RemoteValue in them."""
+        return map_tree(value, lambda part: part.fetch() if isinstance(part, RemoteValue) else part)
+
+    def create_per_worker_resource(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> WorkerResource:
+        """Call a function in each worker, which keeps the result; also in workers that come later.
+
+        Args:
+            fn: The function; see `schedule`.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            An argument for closures, in which it is the object of the worker that runs them.
+
+        Raises:
+            ConfigError: The function has no name that workers find, or an argument cannot travel.
+        """
+        closure = self._closure(fn, args, kwargs, mode="resource")
+        with self._office.lock:
+            self._num_resources += 1
+            resource = WorkerResource(-self._num_resources)
+            self._closures[resource.number] = closure
+            self._act(self._queue.add_resource(resource.number))
+        return resource
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[..., Iterable[Any]]) -> WorkerResource:
+        """Make an iterator over a data set in each worker; see `create_per_worker_resource`.
+
+        Args:
+            dataset_fn: Function without arguments that returns batches.
+        """
+        return self.create_per_worker_resource(_iterator_of, (dataset_fn,))
+
+    def resume(self) -> int:
+        """Go on with the closures of an earlier coordinator, whose servers still live.
+
+        Closures are numbered in the order of `schedule`. Schedule those from the returned number
+        on again: what servers have of their updates already is not added again.
+
+        Returns:
+            Number of the first closure that is not known to be over.
+
+        Raises:
+            CommTimeout: No worker comes.
+        """
+        self._next = self._ask(_oldest_task)
+        self._must_resume = False
+        return self._next
+
+    def pull(self) -> None:
+        """Copy the values of servers into this process's modules, by way of a worker.
+
+        Raises:
+            CommTimeout: No worker comes.
+        """
+        self._variables.set_values(self._ask(_values))
+
+    def close(self) -> None:
+        """End the run: workers and servers leave. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._office.lock:
+            for worker in self._queue.workers:
+                self._office.send(worker, NoMoreTasks())
+            scheduler = self.strategy.node.scheduler
+            assert scheduler is not None, "the chief schedules"
+            scheduler.release_lost()
+        self._server.join()
+        self.strategy.close()
+
+    # -- inside
+
+    def _ask(self, fn: Callable[[ServerVariables], Any]) -> Any:
+        """Return what a function of a worker's variables returns; no update, and in no turn."""
+        closure = self._closure(fn, (WorkerResource(VARIABLES),), {}, mode="question")
+        with self._office.lock:
+            self._num_resources += 1
+            number = -self._num_resources
+            self._closures[number] = closure
+            self._act(self._queue.ask(number))
+        return closure.value.fetch()
+
+    def _closure(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        *,
+        mode: ClosureMode,
+    ) -> _Closure:
+        """Return a closure with copies of its arguments, which the program may change then."""
+        name = getattr(fn, "__qualname__", repr(fn))
+        given = self.fetch([tuple(args or ()), dict(kwargs or {})])
+        packed, buffers = self._codec.pack((fn, *given, mode), f"the closure {name}")
+        return _Closure(packed, [bytes(view) for view in buffers], RemoteValue(self, name))
+
+    def unpack(self, done: Delivery) -> Any:
+        """Return the result of a closure."""
+        message = done.message
+        assert isinstance(message, TaskDone), "a closure ends with its result"
+        return self._codec.unpack(message.packed, done.buffers, done.sender)
+
+    def wait_for(self, value: RemoteValue, timeout_s: float | None) -> None:
+        """Wait until a closure is over."""
+        self._wait(lambda: value.is_over, f"the result of {value.name}", timeout_s)
+
+    def _wait(
+        self, is_over: Callable[[], object], missing: str, timeout_s: float | None = None
+    ) -> None:
+        """Wait for a condition that the ends of closures change."""
+        seconds = TIMEOUT_S if timeout_s is None else timeout_s
+        done = threading.Event()
+        with self._office.lock:
+            if is_over() or self._failure is not None:
+                return
+            self._waiters.append((is_over, done))
+            self._progress_ns = time.monotonic_ns()
+        try:
+            while not done.wait(self._left_s(seconds)):
+                if self._left_s(seconds) <= 0:
+                    raise CommTimeout(self._late(missing, seconds))
+        finally:
+            with self._office.lock:
+                self._waiters.remove((is_over, done))
+        if self._failure is not None and not is_over():
+            raise self._failure
+
+    def _left_s(self, seconds: float) -> float:
+        return seconds - (time.monotonic_ns() - self._progress_ns) / 1e9
+
+    def _late(self, missing: str, seconds: float) -> str:
+        with self._office.lock:
+            running = self._queue.running
+            lines = [
+                f"{worker} runs {', '.join(self._closures[n].value.name for n in numbers)}"
+                for worker, numbers in running.items()
+            ]
+            here = self._queue.workers
+        where = "; ".join(lines) or f"the workers {', '.join(here) or '(none)'} are idle"
+        return (
+            f"no closure has ended for {seconds:g} s, and the coordinator waits for {missing}: "
+            f"{where}. Is a worker stuck, or are all lost?"
+        )
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._queue.failed is not None or self._failure is not None
+
+    def _raise_failure(self) -> None:
+        """Raise the error of a closure, once, or that of the run."""
+        if self._failure is not None:
+            raise self._failure
+        if self._queue.failed is None:
+            return
+        failed: list[int] = []
+
+        def take() -> bool:
+            number = self._queue.take_failure()
+            failed.extend([] if number is None else [number])
+            return bool(failed)
+
+        self._wait(take, "the closures that ran beside the failed one")
+        raise self._errors.pop(failed[0])
+
+    def _serve(self) -> None:
+        """Run the scheduler, and the handlers below; in a thread."""
+        try:
+            self.strategy.node.serve()
+        except BaseException as exc:  # noqa: BLE001 - raised where the program waits
+            self._failure = exc
+        else:
+            if not self._is_closed:
+                self._failure = PeerLostError("all workers have left the run")
+        with self._office.lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        for is_over, done in self._waiters:
+            if self._failure is not None or is_over():
+                done.set()
+
+    # with the office's lock
+
+    def _ready(self, delivery: Delivery) -> None:
+        self._act(self._queue.ready(delivery.sender))
+
+    def _lost(self, node: str) -> None:
+        self._act(self._queue.lost(node))
+        self._wake()
+
+    def _over(self, delivery: Delivery) -> None:
+        message = delivery.message
+        assert isinstance(message, TaskDone), "this handler is for ends of closures"
+        number, worker = message.number, delivery.sender
+        closure = self._closures.get(number)
+        if closure is None:
+            return  # its end has come before, or it is another coordinator's
+        now_ns = time.monotonic_ns()
+        self._progress_ns = now_ns
+        seconds = (now_ns - closure.sent_ns) / 1e9
+        self._mean_s += 0.1 * (seconds - self._mean_s)
+        self._queue.window = AHEAD if self._mean_s < SHORT_S * AHEAD else 1
+        if message.failed:
+            self._errors[number] = self._codec.unpack_error(message.packed)
+        self._act(self._queue.over(number, worker, failed=message.failed), delivery)
+        self._wake()
+
+    def _act(self, instructions: Sequence[QueueInstruction], done: Delivery | None = None) -> None:
+        for each in instructions:
+            number = each.number
+            match each:
+                case Assign(_, worker):
+                    closure = self._closures[number]
+                    closure.sent_ns = time.monotonic_ns()
+                    oldest = self._queue.oldest
+                    task = RunTask(number, max(0, oldest or 0), closure.packed)
+                    self._office.send(worker, task, closure.buffers)
+                case EndClosure():
+                    error = self._errors.get(number)
+                    self._closures_over(number).end(done, error)
+                case _:
+                    text = "the closure was cancelled, since another one has failed"
+                    self._closures_over(number).end(None, ClosureCancelledError(text))
+
+    def _closures_over(self, number: int) -> RemoteValue:
+        """Return where the result of a closure goes; forget the closure unless workers keep it."""
+        closure = self._closures[number] if number < 0 else self._closures.pop(number)
+        return closure.value
+
+
+def _oldest_task(variables: ServerVariables) -> int:
+    return variables.oldest_task()
+
+
+def _values(variables: ServerVariables) -> dict[str, torch.Tensor]:
+    variables.pull()
+    return variables.values()
+
+
+def _iterator_of(dataset_fn: Callable[..., Iterable[Any]]) -> Iterator[Any]:
+    return iter(dataset_fn())
+
+
+for _function in (_oldest_task, _values, _iterator_of):
+    register(_function)

@@ -1,0 +1,211 @@
+"""The coordinator's decisions as a state machine: events in, instructions out.
+
+    schedule ──> waiting ──> assigned to an idle worker ──> over: a result, an error, or cancelled
+                    ^              │
+                    └── worker lost, before the closure was over
+
+A worker has at most `window` closures: one, or where they are short the next ones, too, so that it
+need not wait for them. Some closures are run by each process of each worker first, such as those
+that make its data set. The first error cancels what waits; it is reported once, and the queue then
+works again.
+
+No threads, sockets or values: closures are numbers, workers are names. Closures of the program
+count from 0; those for one worker, and questions of the coordinator itself, are negative.
+
+Source: TensorFlow 2.21, `tf.distribute.coordinator.ClusterCoordinator`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+__all__ = ["Assign", "CancelClosure", "ClosureQueue", "EndClosure", "QueueInstruction"]
+
+
+class Assign(NamedTuple):
+    """Send a closure to a worker."""
+
+    number: int
+    worker: str
+
+
+class EndClosure(NamedTuple):
+    """The result of a closure, or its error, holds."""
+
+    number: int
+
+
+class CancelClosure(NamedTuple):
+    """A closure will not run, since another one has failed."""
+
+    number: int
+
+
+QueueInstruction: TypeAlias = Assign | EndClosure | CancelClosure
+
+
+class ClosureQueue:
+    """Closures of one coordinator.
+
+    Args:
+        max_waiting: Number of waiting closures from which on `is_full`.
+        in_turns: Workers that run equally many closures, since each step needs one of all; none
+            when empty.
+
+    Attributes:
+        window: Number of closures that a worker has at most at a time.
+        failed: First closure that has failed, until `take_failure`; None if none has.
+    """
+
+    def __init__(self, max_waiting: int, in_turns: Sequence[str] = ()) -> None:
+        self._max_waiting = max_waiting
+        self._turns = dict.fromkeys(in_turns, 0)
+        self._waiting: deque[int] = deque()
+        self._for_worker: dict[str, deque[int]] = {}  # closures for one worker that wait
+        self._resources: list[int] = []  # closures that each process of each worker runs first
+        self._running: dict[str, list[int]] = {}  # by worker that is here
+        self._doomed: set[int] = set()  # that run, and are cancelled when they end
+        self.window = 1
+        self.failed: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further closure should be scheduled."""
+        return len(self._waiting) >= self._max_waiting
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no closure waits or runs; those that make a worker's data do not count."""
+        return not self._waiting and not any(
+            number not in self._resources
+            for running in self._running.values()
+            for number in running
+        )
+
+    @property
+    def num_incomplete(self) -> int:
+        """Number of closures at the end that are too few for a step of all workers."""
+        least = min(self._turns.values(), default=0)
+        return sum(turns - least for turns in self._turns.values())
+
+    @property
+    def workers(self) -> list[str]:
+        """Workers that are here."""
+        return list(self._running)
+
+    @property
+    def running(self) -> dict[str, list[int]]:
+        """Closures that each worker has."""
+        return {worker: list(numbers) for worker, numbers in self._running.items() if numbers}
+
+    @property
+    def oldest(self) -> int | None:
+        """The first closure that is not over; None if all are."""
+        running = [n for numbers in self._running.values() for n in numbers]
+        return min([n for n in (*running, *self._waiting) if n >= 0], default=None)
+
+    def schedule(self, number: int) -> list[QueueInstruction]:
+        """Add a closure for any worker."""
+        self._waiting.append(number)
+        return self._assign()
+
+    def ask(self, number: int) -> list[QueueInstruction]:
+        """Add a question, which comes before closures, and counts in no turn."""
+        self._waiting.appendleft(number)
+        return self._assign()
+
+    def add_resource(self, number: int) -> list[QueueInstruction]:
+        """Add a closure that each process of each worker runs before others."""
+        self._resources.append(number)
+        for waiting in self._for_worker.values():
+            waiting.append(number)
+        return self._assign()
+
+    def ready(self, worker: str) -> list[QueueInstruction]:
+        """Take in a process of a worker; what an earlier one had goes to others."""
+        again = self.lost(worker)
+        self._running[worker] = []
+        self._for_worker[worker] = deque(self._resources)
+        return [*again, *self._assign()]
+
+    def lost(self, worker: str) -> list[QueueInstruction]:
+        """Give what a lost worker had to others, first things first."""
+        numbers = [n for n in self._running.pop(worker, []) if n not in self._resources]
+        self._for_worker.pop(worker, None)
+        if worker in self._turns:
+            self._turns[worker] -= sum(number >= 0 for number in numbers)
+        done: list[QueueInstruction] = [CancelClosure(n) for n in numbers if n in self._doomed]
+        self._waiting.extendleft(n for n in reversed(numbers) if n not in self._doomed)
+        self._doomed.difference_update(numbers)
+        return [*done, *self._assign()]
+
+    def over(self, number: int, worker: str, *, failed: bool = False) -> list[QueueInstruction]:
+        """Take in the end of a closure; only the first one counts of those that ran twice."""
+        running = self._running.get(worker, [])
+        if number in running:
+            running.remove(number)
+        elif number in self._resources:
+            return []  # of an earlier process
+        elif number in self._waiting:  # lost meanwhile, as it seemed
+            self._waiting.remove(number)
+        else:
+            holder = next((w for w, them in self._running.items() if number in them), None)
+            if holder is None:
+                return []  # it was over before
+            self._running[holder].remove(number)
+        if number in self._doomed:
+            self._doomed.discard(number)
+            return [CancelClosure(number), *self._assign()]
+        done: list[QueueInstruction] = [EndClosure(number)]
+        if failed and number >= 0 and worker in self._turns:
+            self._turns[worker] -= 1  # it has not pushed
+        if failed and self.failed is None:
+            self.failed = number
+            done += self._cancel_all()
+        return [*done, *self._assign()]
+
+    def take_failure(self) -> int | None:
+        """Return the closure that has failed, once, when all that ran with it are over."""
+        if self._doomed:
+            return None
+        failed, self.failed = self.failed, None
+        return failed
+
+    def _cancel_all(self) -> list[QueueInstruction]:
+        cancelled: list[QueueInstruction] = [CancelClosure(number) for number in self._waiting]
+        self._waiting.clear()
+        running = {number for numbers in self._running.values() for number in numbers}
+        self._doomed |= running.difference(self._resources)
+        return cancelled
+
+    def _assign(self) -> list[QueueInstruction]:
+        """Give waiting closures to workers with the fewest."""
+        done: list[QueueInstruction] = []
+        for worker, first in self._for_worker.items():
+            running = self._running[worker]
+            while first and len(running) < self.window:
+                running.append(first.popleft())
+                done.append(Assign(running[-1], worker))
+        while self._waiting:
+            is_closure = self._waiting[0] >= 0
+            free = [
+                worker
+                for worker, running in self._running.items()
+                if len(running) < self.window and not self._for_worker[worker]
+                if not is_closure or self._is_next(worker)
+            ]
+            if not free:
+                break
+            worker = min(free, key=lambda each: len(self._running[each]))
+            number = self._waiting.popleft()
+            self._running[worker].append(number)
+            if is_closure and worker in self._turns:
+                self._turns[worker] += 1
+            done.append(Assign(number, worker))
+        return done
+
+    def _is_next(self, worker: str) -> bool:
+        """Whether no other worker has had fewer closures."""
+        return not self._turns or self._turns[worker] == min(self._turns.values())

@@ -1,0 +1,204 @@
+"""ParameterServerStrategy: variables on servers, trained by workers at their own pace.
+
+    strategy = ParameterServerStrategy()            each process runs the same program
+    with strategy.scope():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    every worker runs the loop (V1)                 or a coordinator hands out closures (V2)
+    if strategy.serves:                             if not strategy.is_chief:
+        strategy.serve()                                strategy.serve()
+    else:                                           else:
+        for x, y in batches:                            coordinator = ClusterCoordinator(strategy)
+            strategy.run(step, (x, y))                  coordinator.schedule(step, (batches,))
+        strategy.close()                                coordinator.join()
+
+Training is asynchronous unless a consistency says otherwise. `SyncReplicas(n)` is synchronous with
+backup workers: a step is complete with the gradients of n workers, those that come later are
+dropped, and a worker that is late goes on at the current step.
+
+Sources: M. Abadi et al., TensorFlow, OSDI 2016, section 4.4; J. Chen et al., Revisiting distributed
+synchronous SGD, 2016; TensorFlow 2.21, `tf.distribute.ParameterServerStrategy`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from braid.errors import ConfigError
+from braid.ps import Consistency, Node, Options
+from braid.strategies.cluster import (
+    ClusterResolver,
+    LaunchedClusterResolver,
+    TFConfigClusterResolver,
+)
+from braid.strategies.parameter_server.joining import join_cluster
+from braid.strategies.parameter_server.partitioners import Partitioner
+from braid.strategies.parameter_server.variables import ServerVariables, model_variables
+from braid.strategies.replicas import ThreadReplicas
+from braid.strategies.strategy import Strategy
+
+__all__ = ["ParameterServerStrategy", "SyncReplicas"]
+
+ASYNCHRONOUS = Consistency(staleness=math.inf, aggregate="sum")
+
+
+def SyncReplicas(replicas_to_aggregate: int) -> Consistency:  # noqa: N802 - TensorFlow's name
+    """Return the consistency of TensorFlow's SyncReplicasOptimizer.
+
+    Args:
+        replicas_to_aggregate: Number of workers whose gradients complete a step; the workers beyond
+            them are backups.
+    """
+    return Consistency(quorum=replicas_to_aggregate, late="drop")
+
+
+class ParameterServerStrategy(Strategy):
+    """Variables on servers; joins the cluster when it is made.
+
+    Args:
+        cluster_resolver: Names the tasks; TF_CONFIG if it is set, else the ranks of `braid run
+            --servers N --workers M`, when None.
+        variable_partitioner: Says into how many shards each variable is divided.
+        consistency: When gradients are applied, and values answered; each as it comes when None.
+        options: Choices of the parameter server: copies of shards, lost workers, snapshots.
+
+    Raises:
+        ConfigError: There is no server or no worker, or TF_CONFIG makes no sense.
+        RendezvousError: The task that schedules does not come.
+
+    On failure: a lost server costs no update with `Options(replicas=1)`; else the run ends with
+    PeerLostError, which names it. Lost workers are as `Options.on_worker_loss` says; by default
+    others go on, and a new process takes the place of the lost one.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        consistency: Consistency | None = None,
+        options: Options | None = None,
+    ) -> None:
+        if cluster_resolver is None and os.environ.get("TF_CONFIG"):
+            cluster_resolver = TFConfigClusterResolver()
+        self._consistency = ASYNCHRONOUS if consistency is None else consistency
+        self._partitioner = variable_partitioner
+        self._variables: ServerVariables | None = None
+        self.has_coordinator = False
+        self._node, self._beside = join_cluster(cluster_resolver, options)
+        super().__init__(
+            ThreadReplicas([torch.device("cpu")]), cluster_resolver or LaunchedClusterResolver()
+        )
+
+    @property
+    def node(self) -> Node:
+        """Node of this process in the parameter server."""
+        return self._node
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process may coordinate: it is the chief, or rank 0 of `braid run`."""
+        return self._node.is_scheduler
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether each step needs the gradients of all workers."""
+        return self._consistency.by_clock and self._consistency.quorum is None
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process is no worker, so that it calls `serve`."""
+        return not self._node.is_worker
+
+    @property
+    def variables(self) -> ServerVariables:
+        """The variables on servers; no module or optimizer may be made in the scope afterwards.
+
+        Raises:
+            ConfigError: An optimizer has parameters that were not made in the scope.
+        """
+        if self._variables is None:
+            self._made.check()
+            modules = self._made.modules()
+            params, buffers = model_variables(modules)
+            self._variables = ServerVariables(
+                self._node,
+                params,
+                buffers,
+                self._made.optimizers(),
+                self._consistency,
+                self._partitioner,
+            )
+            for module in modules:
+                module.register_forward_pre_hook(self._before_forward)
+        return self._variables
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Pull the variables, then call a function of one step in this worker.
+
+        Args:
+            fn: Function of one step; the step of an optimizer of the scope pushes gradients.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The result of the function.
+
+        Raises:
+            ConfigError: This process is no worker.
+            PeerLostError: The run cannot go on.
+        """
+        if self.serves:
+            msg = f"{self._node.name} is no worker: call strategy.serve() there"
+            raise ConfigError(msg)
+        self.pull()
+        return super().run(fn, args, kwargs)
+
+    def pull(self) -> None:
+        """Copy the values of servers into this worker's modules.
+
+        A synchronous strategy waits until the step before is complete; a worker that was late for
+        it, as a backup worker is, goes on at the current step.
+        """
+        self.variables.pull()
+
+    def serve(self) -> None:
+        """Serve until the run is over; in all processes but the chief, and in workers of closures.
+
+        Raises:
+            PeerLostError: The run cannot go on.
+        """
+        variables = self.variables  # declares the tables
+        if self._beside is not None:
+            threading.Thread(target=self._beside.serve, name="scheduler", daemon=True).start()
+        if self._node.is_worker:
+            from braid.strategies.coordinator.closures import serve_closures  # noqa: PLC0415
+
+            serve_closures(self._node, variables)
+        else:
+            self._node.serve()
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cluster: what was pushed is accepted first. Idempotent."""
+        super().close()
+        self._node.close()
+        if self._beside is not None:
+            self._beside.close()
+
+    def _before_forward(self, *_: object) -> None:
+        """Pull after a step, so that no forward uses the values before it."""
+        if self._node.is_worker and self._variables is not None:
+            self._variables.pull_if_stale()

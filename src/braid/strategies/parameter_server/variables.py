@@ -1,0 +1,314 @@
+"""Variables on servers: the parameters of modules that were made in a scope.
+
+    parameter of the model      shards                 servers, in turn
+    encoder.weight [13, 4]      3 3 3 2 2 rows         0 1 0 1 0
+    encoder.bias [4]            4                      1
+    head.weight [2, 4]          2 rows                 0
+
+    table of an optimizer       server 0: encoder.weight 0-2, 6-8, 11-12, head.weight
+                                server 1: encoder.weight 3-5, 9-10, encoder.bias
+
+The parameters of one optimizer are one table, in the order of servers: so a pull or a push is one
+message to each server, however many variables there are. `pull` copies values into the parameters;
+a step of the worker's optimizer pushes gradients, and servers step.
+
+Source: TensorFlow 2.21, `ParameterServerStrategyV2` (variables round-robin, sharded variables).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from braid.errors import ConfigError
+from braid.ps import Consistency, Node
+from braid.ps.dense import MAX_SHARDS, DenseTable
+from braid.ps.protocol.shard_state import TaskKey
+from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
+
+__all__ = ["ServerVariables", "model_variables"]
+
+
+class _Piece(NamedTuple):
+    """Rows of a parameter that lie on one server.
+
+    Attributes:
+        name: Name of the parameter.
+        param: The parameter.
+        begin: First element, as the parameter is flat.
+        end: Element after the last.
+    """
+
+    name: str
+    param: torch.Tensor
+    begin: int
+    end: int
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a tensor of the parameter's shape."""
+        return values.detach().reshape(-1)[self.begin : self.end]
+
+
+class _VariableTable:
+    """The table of some parameters: of one group of an optimizer, or without one.
+
+    Attributes:
+        table: The table.
+        pieces: Its pieces, in its order.
+        group: Options of the optimizer, as they are now; None if servers do not step.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        pieces: Sequence[list[_Piece]],
+        make: Callable[..., torch.optim.Optimizer] | None,
+        group: Mapping[str, Any] | None,
+        consistency: Consistency,
+    ) -> None:
+        self.pieces = [piece for on_server in pieces for piece in on_server]
+        self.group = group
+        sizes = [piece.end - piece.begin for piece in self.pieces]
+        self._flat = torch.cat([piece.of(piece.param).cpu() for piece in self.pieces])
+        self._parts = list(torch.split(self._flat, sizes))
+        lengths = [sum(each.end - each.begin for each in on_server) for on_server in pieces]
+        self.table = node.dense(
+            name,
+            self._flat,
+            make,
+            consistency,
+            sizes=sizes if make is not None else (),
+            lengths=lengths,
+            place=0,
+        )
+
+    def pull(self) -> int:
+        """Begin to receive the values; return the timestamp."""
+        return self.table.pull_async(self._flat)
+
+    @torch.no_grad()
+    def arrive(self, timestamp: int) -> None:
+        """Wait for the values, and copy them into the parameters."""
+        self.table.wait(timestamp)
+        for piece, part in zip(self.pieces, self._parts, strict=True):
+            flat = piece.param.detach()
+            if flat.is_contiguous():
+                flat.view(-1)[piece.begin : piece.end].copy_(part)
+            else:  # `piece.of` would be a copy
+                whole = flat.contiguous().view(-1)
+                whole[piece.begin : piece.end].copy_(part)
+                flat.copy_(whole.view(flat.shape))
+
+    @torch.no_grad()
+    def push(self) -> int:
+        """Push the gradients; return the timestamp."""
+        assert self.group is not None, "only parameters with an optimizer have gradients"
+        grads, has = [], []
+        for piece, part in zip(self.pieces, self._parts, strict=True):
+            grad = piece.param.grad
+            if grad is not None and grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            has.append(grad is not None)
+            grads.append(torch.zeros_like(part) if grad is None else piece.of(grad).cpu())
+        pushed = torch.cat(grads).to(self._flat.dtype)
+        return self.table.push_async(pushed, has=has, lr=float(self.group["lr"]))
+
+
+class ServerVariables:
+    """Parameters and floating-point buffers of modules, on servers. All nodes make the same ones.
+
+    Buffers, and parameters without an optimizer, are pulled once, so that all workers begin with
+    the same ones.
+
+    Args:
+        node: Node of this process.
+        params: Parameters by name.
+        buffers: Buffers by name.
+        optimizers: Optimizers of the parameters; the step of each pushes gradients from now on.
+        consistency: When pushes are applied, and pulls answered.
+        partitioner: Says into how many shards a parameter is divided; one shard when None.
+
+    Raises:
+        ConfigError: An optimizer cannot run on servers, or the partitioner makes no sense.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        optimizers: Sequence[torch.optim.Optimizer],
+        consistency: Consistency,
+        partitioner: Partitioner | None,
+    ) -> None:
+        self._node = node
+        self._consistency = consistency
+        self._partitioner = partitioner
+        self._next = 0  # server of the next shard, counted without end
+        self._pushes: list[tuple[DenseTable, int]] = []  # that nobody has waited for
+        self._has_constants = False
+        self._is_stale = True
+        names = {id(param): name for name, param in params.items()}
+        self._trained: dict[torch.optim.Optimizer, list[_VariableTable]] = {}
+        for number, optimizer in enumerate(optimizers):
+            tables = self._trained[optimizer] = []
+            for place, group in enumerate(optimizer.param_groups):
+                named = {names.pop(id(param)): param for param in group["params"]}
+                make = _factory(optimizer, group)
+                tables += self._tables(f"optimizer{number}.{place}", named, make, group)
+            optimizer.step = partial(self._step, optimizer)  # type: ignore[method-assign]
+        rest = {name: params[name] for name in names.values()}
+        rest |= {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._constants = self._tables("constants", rest, None, None)
+
+    def pull(self) -> None:
+        """Copy the values of servers into the parameters; see `DenseTable.pull`.
+
+        A worker that a quorum has not waited for goes on at the current clock.
+
+        Cost: one message to each server and optimizer, and the bytes of all parameters.
+        """
+        self._node.postoffice.ensure_joined()
+        self.wait()
+        if self._consistency.quorum is not None:
+            self.resume()
+        wanted = self._all() if not self._has_constants else self._all_trained()
+        timestamps = [each.pull() for each in wanted]
+        for each, timestamp in zip(wanted, timestamps, strict=True):
+            each.arrive(timestamp)
+        self._has_constants, self._is_stale = True, False
+
+    def pull_if_stale(self) -> None:
+        """Pull unless the parameters have been pulled since the last step."""
+        if self._is_stale:
+            self.pull()
+
+    def wait(self) -> None:
+        """Wait until what was pushed is accepted."""
+        for table, timestamp in self._pushes:
+            table.wait(timestamp)
+        self._pushes.clear()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of this process by name, as they are."""
+        params = {piece.name: piece.param for each in self._all() for piece in each.pieces}
+        return {name: param.detach() for name, param in params.items()}
+
+    @torch.no_grad()
+    def set_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy values into the parameters and buffers of this process."""
+        for name, param in self.values().items():
+            param.copy_(values[name])
+
+    def servers_of(self, name: str) -> list[int]:
+        """Return the server with which each shard of a variable has begun."""
+        count, found = self._node.num_servers, list[tuple[int, int]]()
+        for each in self._all():
+            ends = [*accumulate(each.table.lengths)]
+            at = 0
+            for piece in each.pieces:
+                at += piece.end - piece.begin
+                shard = next(n for n, end in enumerate(ends) if at <= end)
+                if piece.name == name:
+                    found.append((piece.begin, shard % count))
+        return [server for _, server in sorted(found)]
+
+    def resume(self) -> None:
+        """Go on at the clocks of an earlier process of this worker."""
+        for each in self._all():
+            each.table.clock = each.table.fetch_clock()
+
+    def oldest_task(self) -> int:
+        """Return the number below which all tasks are over, as far as servers know."""
+        return max((each.table.fetch_oldest_task() for each in self._all_trained()), default=0)
+
+    @contextmanager
+    def task(self, key: TaskKey) -> Iterator[None]:
+        """Push with the key of a task in the block, at the end of which all pushes are accepted."""
+        tables = [each.table for each in self._all_trained()]
+        for table in tables:
+            table.task = key
+        try:
+            yield
+            self.wait()
+        finally:
+            for table in tables:
+                table.task = None
+
+    def _all_trained(self) -> list[_VariableTable]:
+        return [each for tables in self._trained.values() for each in tables]
+
+    def _all(self) -> list[_VariableTable]:
+        return [*self._all_trained(), *self._constants]
+
+    def _tables(
+        self,
+        name: str,
+        params: Mapping[str, torch.Tensor],
+        make: Callable[..., torch.optim.Optimizer] | None,
+        group: Mapping[str, Any] | None,
+    ) -> list[_VariableTable]:
+        """Return a table of parameters for each of their dtypes."""
+        count = self._node.num_servers
+        by_dtype: dict[torch.dtype, list[list[_Piece]]] = {}
+        for param_name, param in params.items():
+            on_servers = by_dtype.setdefault(param.dtype, [[] for _ in range(count)])
+            rows = rows_of_shards(self._partitioner, param.shape, param.dtype, MAX_SHARDS)
+            row, begin = param.numel() // max(1, sum(rows)), 0
+            for num_rows in rows:
+                end = begin + num_rows * row
+                on_servers[self._next % count].append(_Piece(param_name, param, begin, end))
+                self._next, begin = self._next + 1, end
+        return [
+            _VariableTable(
+                self._node,
+                f"{name}.{str(dtype).removeprefix('torch.')}",
+                on_servers,
+                make,
+                group,
+                self._consistency,
+            )
+            for dtype, on_servers in by_dtype.items()
+        ]
+
+    def _step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+        """Push the gradients of an optimizer's parameters; in the place of its own step."""
+        if closure is not None:
+            msg = (
+                f"{type(optimizer).__name__}.step(closure) needs the loss again for one step, and "
+                "servers have none: call backward(), then step() without arguments"
+            )
+            raise ConfigError(msg)
+        for each in self._trained[optimizer]:
+            self._pushes.append((each.table, each.push()))
+        self._is_stale = True
+
+
+def _factory(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
+) -> Callable[..., torch.optim.Optimizer]:
+    """Return a function of parameters that makes an optimizer with a group's options."""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    options = {name: value for name, value in group.items() if name in accepted}
+    options.pop("params", None)
+    return partial(kind, **options)
+
+
+def model_variables(
+    modules: Sequence[nn.Module],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return parameters and buffers of modules by name; of several modules, by number and name."""
+    prefixes = ["" if len(modules) == 1 else f"{i}." for i in range(len(modules))]
+    pairs = list(zip(prefixes, modules, strict=True))
+    params = {prefix + n: p for prefix, module in pairs for n, p in module.named_parameters()}
+    buffers = {prefix + n: b for prefix, module in pairs for n, b in module.named_buffers()}
+    return params, buffers
