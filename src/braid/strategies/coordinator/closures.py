@@ -127,9 +127,10 @@ class _ClosureWorker:
             office.wait_until(
                 lambda: self._tasks or self._is_over or bool(office.failure), math.inf
             )
-            office.raise_failure()
             if self._is_over:
+                self._node.abort()  # in order, as far as others know
                 return
+            office.raise_failure()
             self._run(self._tasks.popleft())
 
     def _run(self, delivery: Delivery) -> None:
@@ -156,7 +157,9 @@ class _ClosureWorker:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the coordinator must learn it
-            office.raise_failure()  # the run is over: nobody waits for an answer
+            if self._is_over:
+                return
+            office.raise_failure()  # the run has failed: nobody waits for an answer
             error = self._codec.pack_error(self._node.name, exc)
             done, buffers = TaskDone(task.number, error, failed=True), []
         with office.lock:
@@ -174,8 +177,10 @@ class _ClosureWorker:
         return self._resources[value.number]
 
     def _end(self, delivery: Delivery) -> None:
+        """Leave; a closure that still waits for others' updates ends."""
         del delivery
-        self._is_over = True
+        self._is_over, office = True, self._node.postoffice
+        office.failure = office.failure or "the coordinator has ended the run"
 
     def _linked(self, node: str) -> None:
         """Offer itself again to a coordinator that believed this worker lost, or was restarted."""

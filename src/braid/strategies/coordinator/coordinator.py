@@ -219,7 +219,6 @@ class ClusterCoordinator:
                 run, and where.
             PeerLostError: The run cannot go on.
         """
-        self._wait(lambda: self._queue.is_done or self._has_failed, "all closures", timeout_s)
         self._raise_failure()
         if left := self._queue.num_incomplete:
             msg = (
@@ -228,6 +227,8 @@ class ClusterCoordinator:
                 "a synchronous strategy, schedule a multiple of the number of workers before join"
             )
             raise ConfigError(msg)
+        self._wait(lambda: self._queue.is_done or self._has_failed, "all closures", timeout_s)
+        self._raise_failure()
 
     def done(self) -> bool:
         """Whether all closures have run; never waits.

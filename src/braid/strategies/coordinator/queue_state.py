@@ -62,6 +62,7 @@ class ClosureQueue:
     def __init__(self, max_waiting: int, in_turns: Sequence[str] = ()) -> None:
         self._max_waiting = max_waiting
         self._turns = dict.fromkeys(in_turns, 0)
+        self._num_closures = 0  # but for those that have failed or were cancelled
         self._waiting: deque[int] = deque()
         self._for_worker: dict[str, deque[int]] = {}  # closures for one worker that wait
         self._resources: list[int] = []  # closures that each process of each worker runs first
@@ -87,8 +88,7 @@ class ClosureQueue:
     @property
     def num_incomplete(self) -> int:
         """Number of closures at the end that are too few for a step of all workers."""
-        least = min(self._turns.values(), default=0)
-        return sum(turns - least for turns in self._turns.values())
+        return self._num_closures % len(self._turns) if self._turns else 0
 
     @property
     def workers(self) -> list[str]:
@@ -109,6 +109,7 @@ class ClosureQueue:
     def schedule(self, number: int) -> list[QueueInstruction]:
         """Add a closure for any worker."""
         self._waiting.append(number)
+        self._num_closures += 1
         return self._assign()
 
     def ask(self, number: int) -> list[QueueInstruction]:
@@ -161,6 +162,7 @@ class ClosureQueue:
         done: list[QueueInstruction] = [EndClosure(number)]
         if failed and number >= 0 and worker in self._turns:
             self._turns[worker] -= 1  # it has not pushed
+            self._num_closures -= 1
         if failed and self.failed is None:
             self.failed = number
             done += self._cancel_all()
@@ -175,7 +177,10 @@ class ClosureQueue:
 
     def _cancel_all(self) -> list[QueueInstruction]:
         cancelled: list[QueueInstruction] = [CancelClosure(number) for number in self._waiting]
+        self._num_closures -= len(cancelled)
         self._waiting.clear()
+        if self._turns:
+            return cancelled  # those that run wait for others, and count
         running = {number for numbers in self._running.values() for number in numbers}
         self._doomed |= running.difference(self._resources)
         return cancelled

@@ -112,7 +112,7 @@ def rows_of_shards(
         ConfigError: The partitioner divides another dim than dim 0, or into too many shards.
     """
     num_rows = shape[0] if shape else 1
-    counts = [1] if partitioner is None else list(partitioner(shape, dtype))
+    counts = [1] * max(1, len(shape)) if partitioner is None else list(partitioner(shape, dtype))
     count = counts[0] if counts else 1
     if len(counts) != max(1, len(shape)) or any(other != 1 for other in counts[1:]):
         msg = (

@@ -1,0 +1,338 @@
+"""A cluster of a parameter server strategy, its tasks on threads of this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from braid import rpc
+from braid.errors import CommTimeout, ConfigError
+from braid.ps import BSP, Consistency
+from braid.strategies.coordinator import ClosureCancelledError, ClusterCoordinator
+from braid.strategies.parameter_server import (
+    FixedShardsPartitioner,
+    ParameterServerStrategy,
+    SyncReplicas,
+)
+
+PORTS = itertools.count(1)
+SEEDED = threading.Lock()  # torch has one generator for all threads
+LOCAL = threading.local()  # the strategy, model and optimizer of a task's thread
+
+
+class Task:
+    """A resolver that names one task of a cluster of this process."""
+
+    def __init__(self, jobs: dict[str, list[str]], task_type: str, task_id: int) -> None:
+        self._jobs, self.task_type, self.task_id = jobs, task_type, task_id
+
+    def cluster_spec(self) -> dict[str, list[str]]:
+        return self._jobs
+
+
+def net() -> nn.Module:
+    with SEEDED, torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def sgd(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def make(
+    task: Task, optimizer: Callable[..., torch.optim.Optimizer] = sgd, **settings: Any
+) -> ParameterServerStrategy:
+    strategy = ParameterServerStrategy(task, **settings)
+    with strategy.scope():
+        LOCAL.model = net()
+        LOCAL.optimizer = optimizer(LOCAL.model.parameters())
+    LOCAL.strategy = strategy
+    return strategy
+
+
+class Cluster:
+    """Tasks on threads."""
+
+    def __init__(self, servers: int, workers: int, *, chief: bool = True, **settings: Any) -> None:
+        host = f"localhost:{{}}{os.getpid() % 1000}"
+        base = next(PORTS) * 100
+        count = itertools.count(base)
+        self.jobs = {
+            **({"chief": [host.format(next(count))]} if chief else {}),
+            "ps": [host.format(next(count)) for _ in range(servers)],
+            "worker": [host.format(next(count)) for _ in range(workers)],
+        }
+        self.settings = settings
+        self.errors: list[BaseException] = []
+        self.threads = [self.start("ps", k, self.serve) for k in range(servers)]
+
+    def start(self, kind: str, index: int, run: Callable[[Task], object]) -> threading.Thread:
+        def target() -> None:
+            try:
+                run(Task(self.jobs, kind, index))
+            except BaseException as exc:  # noqa: BLE001 - shown by the test
+                self.errors.append(exc)
+
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        return thread
+
+    def serve(self, task: Task) -> None:
+        make(task, **self.settings).serve()
+
+    def end(self) -> None:
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        assert not self.errors, self.errors
+
+
+@pytest.fixture
+def coordinated() -> Iterator[Callable[..., ClusterCoordinator]]:
+    """A function that starts a cluster and returns its coordinator."""
+    opened: list[tuple[Cluster, ClusterCoordinator]] = []
+
+    def begin(servers: int = 1, workers: int = 2, **settings: Any) -> ClusterCoordinator:
+        cluster = Cluster(servers, workers, **settings)
+        cluster.threads += [cluster.start("worker", k, cluster.serve) for k in range(workers)]
+        coordinator = ClusterCoordinator(make(Task(cluster.jobs, "chief", 0), **settings))
+        opened.append((cluster, coordinator))
+        return coordinator
+
+    yield begin
+    for cluster, coordinator in opened:
+        coordinator.close()
+        cluster.end()
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(number))
+    return x, x.sum(1, keepdim=True)
+
+
+def train(x: torch.Tensor, y: torch.Tensor) -> float:
+    LOCAL.optimizer.zero_grad()
+    loss = functional.mse_loss(LOCAL.model(x), y)
+    loss.backward()
+    LOCAL.optimizer.step()
+    return loss.item()
+
+
+def alone(
+    steps: int, workers: int = 1, make_optimizer: Callable[..., Any] = sgd
+) -> list[torch.Tensor]:
+    """Return the parameters after steps, each with the mean of the workers' gradients."""
+    model = net()
+    optimizer = make_optimizer(model.parameters())
+    for step in range(steps):
+        grads = []
+        for worker in range(workers):
+            model.zero_grad()
+            x, y = batch(step * workers + worker)
+            functional.mse_loss(model(x), y).backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        for param, *parts in zip(model.parameters(), *grads, strict=True):
+            param.grad = sum(parts[1:], parts[0]) * (1 / workers)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@rpc.register
+def train_on(number: int) -> float:
+    return train(*batch(number))
+
+
+@rpc.register
+def added(a: Any, b: Any = 0) -> Any:
+    return a + b
+
+
+@rpc.register
+def fails(text: str) -> None:
+    raise ValueError(text)
+
+
+@rpc.register
+def sleeps(seconds: float) -> str:
+    time.sleep(seconds)
+    return threading.current_thread().name
+
+
+@rpc.register
+def numbers() -> range:
+    return range(100)
+
+
+@rpc.register
+def next_of(iterator: Iterator[int], other: int) -> int:
+    return next(iterator) + other
+
+
+@rpc.register
+def a_lock() -> object:
+    return threading.Lock()
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda p: torch.optim.AdamW(p, lr=0.01)])
+def test_one_worker_trains_as_one_process(coordinated, optimizer):
+    coordinator = coordinated(
+        servers=2, workers=1, optimizer=optimizer, variable_partitioner=FixedShardsPartitioner(3)
+    )
+    losses = [coordinator.schedule(train_on, (step,)) for step in range(6)]
+    coordinator.join()
+    assert coordinator.fetch(losses)[-1] < coordinator.fetch(losses[0])
+    coordinator.pull()
+    for param, expected in zip(LOCAL.model.parameters(), alone(6, 1, optimizer), strict=True):
+        assert torch.equal(param, expected)
+
+
+def test_a_synchronous_strategy_trains_as_one_process_with_the_batches_of_all(coordinated):
+    coordinator = coordinated(servers=2, workers=2, consistency=BSP)
+    for number in range(8):
+        coordinator.schedule(train_on, (number,))
+    coordinator.join()
+    coordinator.pull()
+    for param, expected in zip(LOCAL.model.parameters(), alone(4, 2), strict=True):
+        assert torch.allclose(param, expected, atol=1e-6)
+    coordinator.schedule(train_on, (0,))
+    with pytest.raises(
+        ConfigError, match="the last 1 closures are too few for a step of 2 workers"
+    ):
+        coordinator.join()
+    coordinator.schedule(train_on, (1,))
+    coordinator.join()
+
+
+def test_results_data_sets_and_results_as_arguments(coordinated):
+    coordinator = coordinated()
+    first = coordinator.schedule(added, (torch.ones(2),), {"b": 1})
+    second = coordinator.schedule(added, (first, 1))
+    assert coordinator.fetch({"x": [second]})["x"][0].tolist() == [3, 3]
+    iterator = coordinator.create_per_worker_dataset(numbers)
+    values = [coordinator.schedule(next_of, (iterator, 1000)) for _ in range(20)]
+    coordinator.join()
+    seen = sorted(coordinator.fetch(values))
+    assert len(seen) == 20
+    assert seen[0] == 1000
+    assert max(seen.count(value) for value in seen) <= 2, "each worker has its own"
+    assert coordinator.done()
+
+
+def test_an_argument_may_change_after_schedule(coordinated):
+    coordinator = coordinated(workers=1)
+    coordinator.schedule(sleeps, (0.05,))
+    x = torch.ones(3)
+    value = coordinator.schedule(added, (x,))
+    x.zero_()
+    assert value.fetch().tolist() == [1, 1, 1]
+
+
+def test_an_error_shows_once_and_the_queue_works_again(coordinated):
+    coordinator = coordinated(workers=1)
+    bad = coordinator.schedule(fails, ("no such word",))
+    late = [coordinator.schedule(sleeps, (0.0,)) for _ in range(3)]
+    with pytest.raises(ValueError, match=r"(?s)On worker:0:.*no such word"):
+        coordinator.join()
+    with pytest.raises(ValueError, match="no such word"):
+        bad.fetch()
+    for value in late:
+        with pytest.raises(ClosureCancelledError, match="another one has failed"):
+            value.fetch()
+    coordinator.join()
+    assert coordinator.schedule(added, (1, 1)).fetch() == 2
+
+
+def test_what_cannot_travel_is_refused(coordinated):
+    coordinator = coordinated(workers=1)
+    with pytest.raises(ConfigError, match="cannot be called by name: define it with `def`"):
+        coordinator.schedule(lambda: None)
+    with pytest.raises(ConfigError, match=r"closure added.*lock, which cannot travel"):
+        coordinator.schedule(added, (threading.Lock(),))
+    coordinator.schedule(a_lock)
+    with pytest.raises(ConfigError, match=r"the result of a_lock is a _thread.lock"):
+        coordinator.join()
+    coordinator.create_per_worker_resource(a_lock)
+    coordinator.join()
+    with pytest.raises(ConfigError, match="has a coordinator already"):
+        ClusterCoordinator(coordinator.strategy)
+
+
+def test_a_data_set_that_fails_is_an_error(coordinated):
+    coordinator = coordinated(workers=1)
+    broken = coordinator.create_per_worker_resource(fails, ("no file",))
+    coordinator.schedule(next_of, (broken, 1))
+    with pytest.raises(ValueError, match="no file"):
+        coordinator.join()
+    coordinator.schedule(next_of, (broken, 1))
+    with pytest.raises(ConfigError, match="worker:0 has no data set or resource 1"):
+        coordinator.join()
+
+
+def test_a_closure_that_never_returns_is_named(coordinated):
+    coordinator = coordinated(workers=1)
+    coordinator.schedule(sleeps, (0.6,))
+    with pytest.raises(CommTimeout, match="all closures: worker:0 runs sleeps"):
+        coordinator.join(timeout_s=0.2)
+    coordinator.join()
+
+
+def looped(
+    task: Task, results: dict[int, Any], steps: int, pause_s: float, **settings: Any
+) -> None:
+    """Run the loop of a worker without a coordinator."""
+    strategy = make(task, **settings)
+    for step in range(steps):
+        strategy.run(train, batch(2 * step + task.task_id))
+        time.sleep(pause_s * task.task_id)
+    strategy.pull()
+    results[task.task_id] = [p.detach().clone() for p in LOCAL.model.parameters()]
+    strategy.close()
+
+
+@pytest.mark.parametrize("consistency", [None, BSP])
+def test_workers_without_a_coordinator_run_their_loops(consistency):
+    settings = {"consistency": consistency}
+    cluster = Cluster(2, 2, chief=False, **settings)
+    results: dict[int, Any] = {}
+    cluster.threads += [
+        cluster.start("worker", k, lambda task: looped(task, results, 4, 0.0, **settings))
+        for k in range(2)
+    ]
+    cluster.end()
+    if consistency is not None:
+        for worker in range(2):
+            for param, expected in zip(results[worker], alone(4, 2), strict=True):
+                assert torch.allclose(param, expected, atol=1e-6)
+
+
+def test_a_backup_worker_that_is_late_goes_on_at_the_current_step():
+    settings = {"consistency": SyncReplicas(1)}
+    cluster = Cluster(1, 2, chief=False, **settings)
+    results: dict[int, Any] = {}
+    begun = time.monotonic()
+    cluster.threads += [
+        cluster.start("worker", 0, lambda task: looped(task, results, 30, 0.0, **settings)),
+        cluster.start("worker", 1, lambda task: looped(task, results, 3, 0.1, **settings)),
+    ]
+    cluster.end()
+    assert time.monotonic() - begun < 20
+    assert len(results) == 2
+
+
+def test_a_cluster_without_servers_is_refused():
+    with pytest.raises(ConfigError, match="the cluster has no ps task"):
+        ParameterServerStrategy(Task({"worker": ["localhost:1"]}, "worker", 0))
+
+
+def test_consistencies_of_tensorflow():
+    assert SyncReplicas(3) == Consistency(quorum=3, late="drop")
