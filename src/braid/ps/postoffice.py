@@ -40,7 +40,7 @@ from braid.ps.messages import (
 from braid.ps.protocol.directory import SCHEDULER, Directory
 from braid.ps.waits import Waits
 from braid.runtime.events import Recorder
-from braid.runtime.message import Delivery, Message, PeerLost, Van
+from braid.runtime.message import Delivery, Message, PeerLost, Van, split_node
 from braid.runtime.wire import Buffer
 
 __all__ = ["Handler", "Postoffice"]
@@ -72,6 +72,7 @@ class Postoffice:
         scheduler: Address of the scheduler.
         resend_s: Seconds after which unanswered messages are sent again; None on links that lose
             none.
+        meet_s: Seconds to reach the scheduler when this node joins.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Postoffice:
         self.stop_at: int | None = None
         self.losses: dict[str, PeerLost] = {}  # the last of each node
         self.scheduler, self.resend_s = scheduler, resend_s
-        self._start = start
+        self._start, self.meet_s = start, JOIN_S
         self._handlers: dict[type[Message], Handler] = dict.fromkeys(
             (Here, Failure, StopAt, Explain, PeerLost), self._handle_own
         )
@@ -197,7 +198,7 @@ class Postoffice:
             RendezvousError: The scheduler cannot be reached.
             CommTimeout: Not all servers and workers have come.
         """
-        self.begin(JOIN_S if timeout_s is None else min(timeout_s, JOIN_S))
+        self.begin(self.meet_s if timeout_s is None else min(timeout_s, self.meet_s))
         try:
             with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
                 self.wait_until(
@@ -443,7 +444,7 @@ class Postoffice:
     def _handle_own(self, delivery: Delivery) -> None:
         match delivery.message:
             case Here(directory):
-                if directory.epoch > self.epoch:
+                if directory.epoch > self.epoch and not self._is_of_before(directory):
                     self.waits.note_lives(directory.lives)
                     self.set_directory(directory)
             case Failure(text, is_removed):
@@ -457,6 +458,13 @@ class Postoffice:
                 self.send(delivery.sender, Explained((), lines), answers=delivery.id)
             case PeerLost() as loss if not self.van.is_connected(delivery.sender):
                 self._lose(delivery.sender, loss)
+
+    def _is_of_before(self, directory: Directory) -> bool:
+        """Whether a first directory has an earlier process of this worker in its place."""
+        role, number = split_node(self.node)
+        life = self.van.incarnation
+        is_first = self.directory is None and role == "worker"
+        return is_first and directory.lives.get(number, life) != life
 
     def set_directory(self, directory: Directory) -> None:
         """Use a later directory from now on."""

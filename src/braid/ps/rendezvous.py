@@ -35,7 +35,7 @@ from braid.runtime.transport.peer_connections import own_address
 from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, SERVERS, SPARES
 from braid.runtime.wire import Address, Secret, local_address
 
-__all__ = ["VAN", "NodePlace", "assign_place", "join", "join_running", "make_van"]
+__all__ = ["VAN", "NodePlace", "assign_place", "join", "join_running", "make_van", "wait_for_call"]
 
 VAN = VanConfig(max_queue_bytes=1 << 40, max_queue_messages=1 << 20)  # no node waits for a queue
 _LABEL = b"braid parameter server"
@@ -92,7 +92,7 @@ def join(
     )
     node = make(van, place.role, place.number, has_ended=partial(_scheduler_ended, group))
     group.barrier()  # the scheduler listens, and knows what it waits for
-    called = _wait_for_call(node) if place.role == SPARE else None
+    called = wait_for_call(node) if place.role == SPARE else None
     if called is None:
         return node
     node.close()
@@ -185,7 +185,7 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _wait_for_call(node: Node) -> int | None:
+def wait_for_call(node: Node) -> int | None:
     """Return the number of the worker in whose place a spare is called; None if it is not."""
     calls: list[int] = []
 
@@ -241,10 +241,12 @@ def join_running(
     Raises:
         ConfigError: The role is unknown, or a node other than the scheduler has no address of it.
     """
-    if role not in ("scheduler", "server", "worker") or bool(scheduler) == (role == "scheduler"):
+    if role not in ("scheduler", "server", "worker", SPARE) or bool(scheduler) == (
+        role == "scheduler"
+    ):
         msg = (
-            f"a {role} with the scheduler's address {scheduler!r}: role must be scheduler, server "
-            "or worker, and all but the scheduler itself need its address (node.address there)"
+            f"a {role} with the scheduler's address {scheduler!r}: role must be scheduler, server, "
+            "worker or spare, and all but the scheduler need its address (node.address there)"
         )
         raise ConfigError(msg)
     options = options or Options()

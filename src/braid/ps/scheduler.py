@@ -60,9 +60,10 @@ class Options:
     Attributes:
         replicas: Copies of each shard on other servers. Servers may die while one is left. What
             `braid run --replicas` says, else 0, when None.
-        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a new
-            process of its number, shrinks the run to the other workers, or calls a spare to replace
-            it. What `braid run --on-worker-loss` says, else fail, when None.
+        on_worker_loss: Whether the loss of a worker fails the run, lets clocks wait for a spare or
+            a new process of its number, shrinks the run to the other workers, or calls a spare to
+            replace it, and fails without one. What `braid run --on-worker-loss` says, else fail,
+            when None.
         restore: Snapshot with which tables begin, or a directory of snapshots.
         rebalance_s: Seconds between the reports of load by which hot shards move to other servers;
             shards are balanced by their number when None.

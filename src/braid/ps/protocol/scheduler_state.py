@@ -91,6 +91,7 @@ class SchedulerState(MembersState[str, int]):
         self._on_worker_loss = on_worker_loss
         self.failure = ""
         self._spares: list[int] = []  # that are here, and not called
+        self._vacant: list[int] = []  # workers that were lost, and wait for a spare or a process
         self._gone: set[int] = set()  # workers that have left
         self._lives: dict[int, int] = {}  # process of each worker, as its incarnation
         self._removed: dict[tuple[int, int], str] = {}  # worker and process, with the reason
@@ -187,6 +188,7 @@ class SchedulerState(MembersState[str, int]):
             if known is not None:
                 self._removed[worker, known] = "another process has taken its place"
         self._lives[worker] = life
+        self._vacant = [number for number in self._vacant if number != worker]
         self.addresses[worker_node(worker)] = ""
         self._gone.discard(worker)
         self.missing.discard(("worker", worker))
@@ -202,7 +204,7 @@ class SchedulerState(MembersState[str, int]):
         """Take in a process that may take the place of a worker."""
         if spare not in self._spares:
             self._spares.append(spare)
-        return []
+        return self._call_spare(self._vacant.pop(0)) if self._vacant else []
 
     def spare_lost(self, spare: int) -> list[Instruction]:
         """Forget a spare, which was lost or has been called."""
@@ -232,14 +234,15 @@ class SchedulerState(MembersState[str, int]):
             for name in self._steps:
                 self._expected[name] -= {f"worker:{worker}"}
             again += self._released()
-        if self._on_worker_loss == "wait":
+        if self._on_worker_loss == "wait" and not self._spares:
+            self._vacant.append(worker)
             return again
         if self.directory is not None:
             self._removed[worker, life] = reason
-        if self._on_worker_loss == "replace":
+        if self._on_worker_loss in {"replace", "wait"}:
             if not self._spares:
                 return self._fail(f"lost worker {worker}: {reason}. No spare is left for it")
-            return [*again, *self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
+            return [*again, *self._call_spare(worker)]
         return [*again, *self._remove(worker)]
 
     def release_lost(self) -> list[Instruction]:
@@ -398,6 +401,9 @@ class SchedulerState(MembersState[str, int]):
             return []
         self.directory = Directory.begin(servers, workers, self._replicas, lives=self._lives)
         return [PublishDirectory(self.directory)]
+
+    def _call_spare(self, worker: int) -> list[Instruction]:
+        return [*self._vacate(worker), CallSpare(self._spares.pop(0), worker)]
 
     def _vacate(self, worker: int) -> list[Instruction]:
         """Let servers refuse the lost process of a worker until another one takes its place."""

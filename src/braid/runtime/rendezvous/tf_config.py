@@ -6,6 +6,8 @@
 A job's tasks are a list of addresses, or a mapping from their numbers. Ranks are counted in the
 order of `JOBS`, so rank 0 is the chief, or the first worker if there is none.
 
+Tasks of the job `spare`, which TensorFlow does not have, take the places of lost workers.
+
 Source: TensorFlow 2.21, `tf.distribute.cluster_resolver.TFConfigClusterResolver`.
 """
 
@@ -23,7 +25,7 @@ __all__ = ["TFConfig", "read_tf_config"]
 
 VARIABLE = "TF_CONFIG"
 HOST = re.compile(r"[\w.-]+|\[[\da-fA-F:]+\]", re.ASCII)
-JOBS = ("chief", "master", "worker", "ps")
+JOBS = ("chief", "master", "worker", "ps", "spare")
 
 
 class TFConfig(NamedTuple):

@@ -4,6 +4,7 @@
     chief (or ps 0, without)      rank 0                                scheduler
     ps                            ranks 1 and 2                         servers
     worker                        ranks 3 and 4                         workers
+    spare                         the last ranks, with --spares         spares, or lost workers
 
 Addresses of TF_CONFIG stay the same, so a task that is started again finds the others: a worker
 takes its own place again, a server joins with a new number, and the chief reads its journal.
@@ -21,7 +22,8 @@ from typing import NamedTuple
 from braid.context import init
 from braid.errors import ConfigError
 from braid.ps import Node, Options, join, join_running
-from braid.ps.protocol.directory import SCHEDULER
+from braid.ps.protocol.directory import SCHEDULER, Role
+from braid.ps.rendezvous import wait_for_call
 from braid.runtime.rendezvous.network import network_of_program
 from braid.runtime.wire import Secret
 from braid.strategies.cluster import ClusterResolver
@@ -68,7 +70,17 @@ def join_cluster(
         )
         if kind != "ps":
             return scheduler, None
-    role = "server" if kind == "ps" else "worker"
+    if kind == "spare":
+        spare = join_running(
+            place.scheduler, place.secret, place.run_id, "spare", index, counts, options=options
+        )
+        spare.postoffice.van.connect(SCHEDULER, place.scheduler, timeout_s=MEET_S)
+        called = wait_for_call(spare)
+        if called is None:
+            return spare, scheduler
+        spare.close()
+        kind, index = "worker", called
+    role: Role = "server" if kind == "ps" else "worker"
     listen = "" if place.is_local or role == "worker" else f"tcp://{jobs[kind][index]}"
     node = join_running(
         place.scheduler,
@@ -80,7 +92,7 @@ def join_cluster(
         options=options,
         address=listen,
     )
-    node.postoffice.van.connect(SCHEDULER, place.scheduler, timeout_s=MEET_S)
+    node.postoffice.meet_s = MEET_S
     return node, scheduler
 
 
