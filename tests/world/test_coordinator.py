@@ -15,8 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from braid import rpc
+from braid.checkpoint import open_last
 from braid.errors import CommTimeout, ConfigError
-from braid.ps import BSP, Consistency
+from braid.ps import BSP, Consistency, Options
 from braid.strategies.coordinator import ClosureCancelledError, ClusterCoordinator
 from braid.strategies.parameter_server import (
     FixedShardsPartitioner,
@@ -276,6 +277,37 @@ def test_a_data_set_that_fails_is_an_error(coordinated):
     coordinator.schedule(next_of, (broken, 1))
     with pytest.raises(ConfigError, match="worker:0 has no data set or resource 1"):
         coordinator.join()
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda p: torch.optim.AdamW(p, lr=0.01)])
+def test_a_snapshot_goes_on_with_other_servers_and_shards(coordinated, tmp_path, optimizer):
+    first = coordinated(
+        servers=2, workers=1, optimizer=optimizer, variable_partitioner=FixedShardsPartitioner(3)
+    )
+    for step in range(3):
+        first.schedule(train_on, (step,))
+    first.save(tmp_path, 3, state={"why": "test"})
+    second = coordinated(
+        servers=1, workers=1, optimizer=optimizer, options=Options(restore=tmp_path)
+    )
+    for step in range(3, 6):
+        second.schedule(train_on, (step,))
+    second.join()
+    second.pull()
+    for param, expected in zip(LOCAL.model.parameters(), alone(6, 1, optimizer), strict=True):
+        assert torch.equal(param, expected)
+    checkpoint = open_last(tmp_path)
+    assert checkpoint.read("model/0.weight").shape == (4, 5)
+
+
+def test_variables_lie_on_servers_in_turn(coordinated):
+    coordinator = coordinated(servers=2, workers=1, variable_partitioner=FixedShardsPartitioner(3))
+    coordinator.pull()
+    servers = coordinator.strategy.variables.servers_of
+    assert servers("0.weight") == [0, 1, 0]
+    assert servers("0.bias") == [1, 0, 1]
+    assert servers("2.weight") == [0], "one row"
+    assert servers("2.bias") == [1]
 
 
 def test_a_closure_that_never_returns_is_named(coordinated):

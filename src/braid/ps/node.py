@@ -32,7 +32,9 @@ from braid.ps.storage import (
     Normal,
     Rule,
     SparseStorage,
+    State,
     Storage,
+    split_state,
 )
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
@@ -154,6 +156,7 @@ class Node(BaseNode):
         sizes: Sequence[int] = (),
         lengths: Sequence[int] = (),
         place: int | None = None,
+        state: State | None = None,
     ) -> DenseTable:
         """Declare a dense table; all nodes declare the same ones.
 
@@ -170,6 +173,7 @@ class Node(BaseNode):
             place: Number of the server, counted over all of them again and again, that begins with
                 the first shard; the next one begins with the second, and so on. By the table's name
                 when None.
+            state: Exported state to begin with, on servers; that of `Options.restore` when None.
 
         Raises:
             ConfigError: There is a table of this name, the values are not floating-point, the
@@ -186,7 +190,7 @@ class Node(BaseNode):
             place=place,
             has_first=self.is_server,
         )
-        self._declare(spec)
+        self._declare(spec, state)
         table = DenseTable(self._customer, spec, values)
         self._tables.append(table)
         return table
@@ -283,7 +287,7 @@ class Node(BaseNode):
         self._customer.wait_all()
         self._barrier("before a snapshot", step=step)
         try:
-            if self.number == self._workers[0]:
+            if self.number == self.workers[0]:
                 states = {table.name: table.export() for table in self._tables}
                 write_tables(directory, states, step, extra=extra, state=state, keep=keep)
         except CheckpointError as exc:
@@ -292,7 +296,7 @@ class Node(BaseNode):
         finally:
             self._barrier("after a snapshot", step=step)
 
-    def _declare(self, spec: TableSpec) -> None:
+    def _declare(self, spec: TableSpec, state: State | None = None) -> None:
         if spec.name in self.postoffice.tables:
             msg = f"there is a table {spec.name!r} already"
             raise ConfigError(msg)
@@ -305,9 +309,10 @@ class Node(BaseNode):
             raise ConfigError(msg)
         self.postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
-            where = self._options.restore
-            states = None
-            if where is not None:
+            where, states = self._options.restore, None
+            if state is not None:
+                states = split_state(state, spec.num_shards, spec.lengths)
+            elif where is not None:
                 states = read_table(where, spec.name, spec.num_shards, spec.lengths)
             self._server.add(spec, states)
 
@@ -396,11 +401,11 @@ class Node(BaseNode):
 
     def _barrier(self, name: str, timeout_s: float | None = None, *, step: int = -1) -> None:
         self.postoffice.ensure_joined()
-        members = tuple(map(worker_node, self._workers))
+        members = tuple(map(worker_node, self.workers))
         self._ask_scheduler(Barrier(name, members, step), timeout_s=timeout_s)
 
     @property
-    def _workers(self) -> list[int]:
+    def workers(self) -> list[int]:
         """Numbers of the workers that are here."""
         assert self.postoffice.directory is not None, "a node has a directory once it has joined"
         return sorted(self.postoffice.directory.workers)

@@ -19,6 +19,7 @@ once.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ import torch
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.ps.messages import NoMoreTasks, RunTask, TakesTasks, TaskDone
+from braid.ps.storage import State
 from braid.rpc.names import register
 from braid.runtime.message import Delivery
 from braid.strategies.coordinator.closures import (
@@ -302,6 +304,24 @@ class ClusterCoordinator:
         """
         self._variables.set_values(self._ask(_values))
 
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        state: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Write a snapshot of all variables, once all closures have run; see the strategy's `save`.
+
+        Raises:
+            CheckpointError: It cannot be written; earlier ones are untouched.
+            Exception: What a closure has raised, once.
+        """
+        self.join()
+        states = self._ask(_export)
+        self._variables.write(states, directory, step, state=state, keep=keep)
+
     def close(self) -> None:
         """End the run: workers and servers leave. Idempotent."""
         if self._is_closed:
@@ -370,8 +390,8 @@ class ClusterCoordinator:
         finally:
             with self._office.lock:
                 self._waiters.remove((is_over, done))
-        if self._failure is not None and not is_over():
-            raise self._failure
+        if not is_over():
+            self._raise_failure()
 
     def _left_s(self, seconds: float) -> float:
         return seconds - (time.monotonic_ns() - self._progress_ns) / 1e9
@@ -480,6 +500,10 @@ def _oldest_task(variables: ServerVariables) -> int:
     return variables.oldest_task()
 
 
+def _export(variables: ServerVariables) -> dict[str, State]:
+    return variables.export()
+
+
 def _values(variables: ServerVariables) -> dict[str, torch.Tensor]:
     variables.pull()
     return variables.values()
@@ -489,5 +513,5 @@ def _iterator_of(dataset_fn: Callable[..., Iterable[Any]]) -> Iterator[Any]:
     return iter(dataset_fn())
 
 
-for _function in (_oldest_task, _values, _iterator_of):
+for _function in (_oldest_task, _export, _values, _iterator_of):
     register(_function)

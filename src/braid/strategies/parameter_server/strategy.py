@@ -27,6 +27,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,6 +93,9 @@ class ParameterServerStrategy(Strategy):
         self._partitioner = variable_partitioner
         self._variables: ServerVariables | None = None
         self.has_coordinator = False
+        self._restore = None if options is None else options.restore
+        if options is not None:
+            options = replace(options, restore=None)  # snapshots are of variables, not of tables
         self._node, self._beside = join_cluster(cluster_resolver, options)
         super().__init__(
             ThreadReplicas([torch.device("cpu")]), cluster_resolver or LaunchedClusterResolver()
@@ -134,7 +138,8 @@ class ParameterServerStrategy(Strategy):
                 buffers,
                 self._made.optimizers(),
                 self._consistency,
-                self._partitioner,
+                partitioner=self._partitioner,
+                restore=self._restore,
             )
             for module in modules:
                 module.register_forward_pre_hook(self._before_forward)
@@ -173,6 +178,35 @@ class ParameterServerStrategy(Strategy):
         it, as a backup worker is, goes on at the current step.
         """
         self.variables.pull()
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        state: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Write a snapshot of all variables; all workers call it, the first one writes.
+
+        `Options(restore=directory)` begins with it, on any number of servers, however variables are
+        divided.
+
+        Args:
+            directory: Directory of checkpoints.
+            step: Number of completed steps.
+            state: Values that are no tensors, as JSON knows them.
+            keep: Number of snapshots to keep, this one included; all when None.
+
+        Raises:
+            CheckpointError: It cannot be written; earlier ones are untouched.
+        """
+        self.variables.wait()
+        self._node.barrier(f"before snapshot {step}")
+        if self._node.number == min(self._node.workers):
+            states = self.variables.export()
+            self.variables.write(states, directory, step, state=state, keep=keep)
+        self._node.barrier(f"after snapshot {step}")
 
     def serve(self) -> None:
         """Serve until the run is over; in all processes but the chief, and in workers of closures.

@@ -18,10 +18,13 @@ Source: TensorFlow 2.21, `ParameterServerStrategyV2` (variables round-robin, sha
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +34,8 @@ from braid.errors import ConfigError
 from braid.ps import Consistency, Node
 from braid.ps.dense import MAX_SHARDS, DenseTable
 from braid.ps.protocol.shard_state import TaskKey
+from braid.ps.snapshots import read_table, write_tables
+from braid.ps.storage import State, join_shards, split_state
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
 
 __all__ = ["ServerVariables", "model_variables"]
@@ -72,11 +77,13 @@ class _VariableTable:
         pieces: Sequence[list[_Piece]],
         make: Callable[..., torch.optim.Optimizer] | None,
         group: Mapping[str, Any] | None,
+        *,
         consistency: Consistency,
+        restore: Path | None,
     ) -> None:
         self.pieces = [piece for on_server in pieces for piece in on_server]
         self.group = group
-        sizes = [piece.end - piece.begin for piece in self.pieces]
+        self._sizes = sizes = [piece.end - piece.begin for piece in self.pieces]
         self._flat = torch.cat([piece.of(piece.param).cpu() for piece in self.pieces])
         self._parts = list(torch.split(self._flat, sizes))
         lengths = [sum(each.end - each.begin for each in on_server) for on_server in pieces]
@@ -88,7 +95,30 @@ class _VariableTable:
             sizes=sizes if make is not None else (),
             lengths=lengths,
             place=0,
+            state=self._restored(restore) if restore is not None and node.is_server else None,
         )
+
+    def export(self) -> dict[str, State]:
+        """Return the state of each parameter, which does not depend on shards and servers."""
+        parts = split_state(self.table.export(), len(self.pieces), self._sizes)
+        by_name: dict[str, list[tuple[int, State]]] = {}
+        for piece, part in zip(self.pieces, parts, strict=True):
+            by_name.setdefault(piece.name, []).append((piece.begin, part))
+        return {
+            name: join_shards([part for _, part in sorted(found, key=itemgetter(0))])
+            for name, found in by_name.items()
+        }
+
+    def _restored(self, directory: Path) -> State:
+        """Return the state of the table from a snapshot of parameters."""
+        parts: dict[tuple[str, int], State] = {}
+        for name in dict.fromkeys(piece.name for piece in self.pieces):
+            pieces = [piece for piece in self.pieces if piece.name == name]
+            pieces.sort(key=lambda piece: piece.begin)
+            sizes = [piece.end - piece.begin for piece in pieces]
+            states = read_table(directory, name, len(pieces), sizes)
+            parts |= {(name, p.begin): state for p, state in zip(pieces, states, strict=True)}
+        return join_shards([parts[piece.name, piece.begin] for piece in self.pieces])
 
     def pull(self) -> int:
         """Begin to receive the values; return the timestamp."""
@@ -135,8 +165,10 @@ class ServerVariables:
         optimizers: Optimizers of the parameters; the step of each pushes gradients from now on.
         consistency: When pushes are applied, and pulls answered.
         partitioner: Says into how many shards a parameter is divided; one shard when None.
+        restore: Snapshot to begin with, or a directory of snapshots.
 
     Raises:
+        CheckpointError: The snapshot lacks a variable.
         ConfigError: An optimizer cannot run on servers, or the partitioner makes no sense.
     """
 
@@ -147,8 +179,11 @@ class ServerVariables:
         buffers: Mapping[str, torch.Tensor],
         optimizers: Sequence[torch.optim.Optimizer],
         consistency: Consistency,
+        *,
         partitioner: Partitioner | None,
+        restore: Path | None,
     ) -> None:
+        self._restore = restore
         self._node = node
         self._consistency = consistency
         self._partitioner = partitioner
@@ -164,8 +199,8 @@ class ServerVariables:
                 named = {names.pop(id(param)): param for param in group["params"]}
                 make = _factory(optimizer, group)
                 tables += self._tables(f"optimizer{number}.{place}", named, make, group)
-            optimizer.step = partial(self._step, optimizer)  # type: ignore[method-assign]
-        rest = {name: params[name] for name in names.values()}
+            vars(optimizer)["step"] = partial(self._step, optimizer)
+        rest: dict[str, torch.Tensor] = {name: params[name] for name in names.values()}
         rest |= {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._constants = self._tables("constants", rest, None, None)
 
@@ -207,6 +242,32 @@ class ServerVariables:
         """Copy values into the parameters and buffers of this process."""
         for name, param in self.values().items():
             param.copy_(values[name])
+
+    def export(self) -> dict[str, State]:
+        """Return values and optimizer state of each variable, by name.
+
+        Raises:
+            ConfigError: Pushes are under way, so that shards have different ones.
+        """
+        return {name: state for each in self._all() for name, state in each.export().items()}
+
+    def write(
+        self,
+        states: Mapping[str, State],
+        directory: str | os.PathLike[str],
+        step: int,
+        *,
+        state: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Write exported variables as a checkpoint, of which `model/` is a model's for `braid`.
+
+        Raises:
+            CheckpointError: It cannot be written; earlier ones are untouched.
+        """
+        shapes = {name: values.shape for name, values in self.values().items()}
+        model = {f"model/{n}": each["values"].view(shapes[n]) for n, each in states.items()}
+        write_tables(directory, states, step, extra=model, state=state, keep=keep)
 
     def servers_of(self, name: str) -> list[int]:
         """Return the server with which each shard of a variable has begun."""
@@ -274,7 +335,8 @@ class ServerVariables:
                 on_servers,
                 make,
                 group,
-                self._consistency,
+                consistency=self._consistency,
+                restore=self._restore,
             )
             for dtype, on_servers in by_dtype.items()
         ]
@@ -305,7 +367,7 @@ def _factory(
 
 def model_variables(
     modules: Sequence[nn.Module],
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """Return parameters and buffers of modules by name; of several modules, by number and name."""
     prefixes = ["" if len(modules) == 1 else f"{i}." for i in range(len(modules))]
     pairs = list(zip(prefixes, modules, strict=True))
