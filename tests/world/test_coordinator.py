@@ -51,12 +51,18 @@ def sgd(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def make(
-    task: Task, optimizer: Callable[..., torch.optim.Optimizer] = sgd, **settings: Any
+    task: Task,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    build: Callable[[], tuple[nn.Module, Any]] | None = None,
+    **settings: Any,
 ) -> ParameterServerStrategy:
     strategy = ParameterServerStrategy(task, **settings)
     with strategy.scope():
-        LOCAL.model = net()
-        LOCAL.optimizer = optimizer(LOCAL.model.parameters())
+        if build is not None:
+            LOCAL.model, LOCAL.optimizer = build()
+        else:
+            LOCAL.model = net()
+            LOCAL.optimizer = optimizer(LOCAL.model.parameters())
     LOCAL.strategy = strategy
     return strategy
 
@@ -298,6 +304,61 @@ def test_a_snapshot_goes_on_with_other_servers_and_shards(coordinated, tmp_path,
         assert torch.equal(param, expected)
     checkpoint = open_last(tmp_path)
     assert checkpoint.read("model/0.weight").shape == (4, 5)
+
+
+class Words(nn.Module):
+    """Rows of an embedding, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 4, sparse=True)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.words(ids)))
+
+
+def words_step(number: int, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    ids = torch.randint(30, (7,), generator=torch.Generator().manual_seed(number))
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    functional.mse_loss(model(ids)[:, 0], ids / 30).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def make_words() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    with SEEDED, torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Words()
+    rows = torch.optim.Adagrad(model.words.parameters(), lr=0.1)
+    return model, [rows, torch.optim.AdamW(model.head.parameters(), lr=0.01)]
+
+
+@rpc.register
+def train_words(number: int) -> int:
+    words_step(number, LOCAL.model, *LOCAL.optimizer)
+    return LOCAL.model.words.weight.grad.coalesce().indices().numel()
+
+
+def test_a_sparse_embedding_leaves_its_rows_on_servers(coordinated, tmp_path):
+    first = coordinated(servers=2, workers=1, build=make_words)
+    for number in range(3):
+        first.schedule(train_words, (number,))
+    first.save(tmp_path, 3)
+    second = coordinated(servers=1, workers=1, build=make_words, options=Options(restore=tmp_path))
+    for number in range(3, 6):
+        second.schedule(train_words, (number,))
+    second.join()
+    second.pull()
+    model, optimizers = make_words()
+    for number in range(6):
+        words_step(number, model, *optimizers)
+    for param, expected in zip(LOCAL.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(param, expected, atol=1e-6)
+    saved = open_last(tmp_path).read("model/words.weight")
+    assert saved.shape == (40, 4)
+    assert torch.equal(saved[35], model.words.weight[35]), "never used"
 
 
 def test_variables_lie_on_servers_in_turn(coordinated):

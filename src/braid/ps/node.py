@@ -6,7 +6,9 @@ import contextlib
 import logging
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from braid.ps.sparse import SparseTable
 from braid.ps.storage import (
     Admission,
     Eviction,
+    GivenRows,
     Init,
     Normal,
     Rule,
@@ -40,6 +43,7 @@ from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
 from braid.runtime.events import Recorder
 from braid.runtime.message import Delivery, Message, Van
+from braid.runtime.message.tensors import bytes_of
 
 __all__ = ["Node"]
 
@@ -202,12 +206,13 @@ class Node(BaseNode):
         rule: Rule,
         consistency: Consistency = BSP,
         *,
-        init: Init | None = None,
+        init: Init | torch.Tensor | None = None,
         seed: int = 0,
         num_shards: int = 16,
         admit: Admission | None = None,
         evict: Eviction | None = None,
         dtype: torch.dtype = torch.float32,
+        restore: Path | None = None,
     ) -> SparseTable:
         """Declare a sparse table, of rows by id; all nodes declare the same ones.
 
@@ -216,12 +221,14 @@ class Node(BaseNode):
             dim: Number of elements of a row.
             rule: Optimizer of the rows, such as `ps.Adagrad(lr=0.1)`; servers step it.
             consistency: When pushes are applied, and pulls answered.
-            init: Distribution of initial rows; normal with deviation 0.01 when None.
+            init: Distribution of initial rows; or the rows themselves, of shape [number of ids,
+                dim]; normal with deviation 0.01 when None.
             seed: Seed of initial rows.
             num_shards: Number of its shards.
             admit: Condition on which an id gets a row; at once when None.
             evict: Condition on which rows are removed; never when None.
             dtype: Dtype of rows and gradients.
+            restore: Snapshot to begin with; that of `Options` when None.
 
         Raises:
             ConfigError: There is a table of this name, or an argument is out of range.
@@ -232,6 +239,10 @@ class Node(BaseNode):
                 f"num_shards {num_shards}"
             )
             raise ConfigError(msg)
+        first = 0
+        if isinstance(init, torch.Tensor):
+            init = GivenRows(init.detach().cpu().contiguous())
+            first = zlib.crc32(bytes_of(init.rows.view(-1))) if self.is_server else 0
         begin = Normal(std=0.01) if init is None else init
 
         def make(shard: int) -> Storage:
@@ -247,8 +258,9 @@ class Node(BaseNode):
             consistency=consistency,
             make_storage=make,
             form=f"rows of {dim} {dtype}, {consistency}, seed {seed}, {num_shards} shards",
+            first=first,
         )
-        self._declare(spec)
+        self._declare(spec, restore=restore)
         table = SparseTable(self._customer, spec, dim, dtype)
         self._tables.append(table)
         return table
@@ -296,7 +308,9 @@ class Node(BaseNode):
         finally:
             self._barrier("after a snapshot", step=step)
 
-    def _declare(self, spec: TableSpec, state: State | None = None) -> None:
+    def _declare(
+        self, spec: TableSpec, state: State | None = None, restore: Path | None = None
+    ) -> None:
         if spec.name in self.postoffice.tables:
             msg = f"there is a table {spec.name!r} already"
             raise ConfigError(msg)
@@ -309,7 +323,7 @@ class Node(BaseNode):
             raise ConfigError(msg)
         self.postoffice.tables[spec.name] = spec.form, spec.first
         if self._server is not None:
-            where, states = self._options.restore, None
+            where, states = restore or self._options.restore, None
             if state is not None:
                 states = split_state(state, spec.num_shards, spec.lengths)
             elif where is not None:

@@ -113,7 +113,14 @@ class SparseTable(Table):
         timestamp = self._request(build, on_answer, parts=asked, priority=priority)
         return Rows(timestamp, distinct, rows, inverse, ids.shape)
 
-    def push(self, ids: torch.Tensor, grads: torch.Tensor, *, priority: int = 0) -> int:
+    def push(
+        self,
+        ids: torch.Tensor,
+        grads: torch.Tensor,
+        *,
+        priority: int = 0,
+        lr: float | None = None,
+    ) -> int:
         """Push gradients of rows for this worker's clock, and begin the next clock.
 
         Gradients of one id are added up first. Both may be changed afterwards.
@@ -146,7 +153,7 @@ class SparseTable(Table):
             specs, buffers = as_buffers(rows)
             return [specs[k : k + 2] for k in range(0, len(specs), 2)], buffers
 
-        return self._push(build, priority)
+        return self._push(build, priority, lr)
 
     def _by_shard(self, ids: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Return an order of ids by shard, and where each shard begins in it."""

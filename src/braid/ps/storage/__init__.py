@@ -5,7 +5,7 @@ from __future__ import annotations
 from braid.ps.storage.admission import Admission
 from braid.ps.storage.dense import DenseStorage, SumStorage
 from braid.ps.storage.eviction import Eviction
-from braid.ps.storage.initial_rows import Constant, Init, Normal, Uniform
+from braid.ps.storage.initial_rows import Constant, GivenRows, Init, Normal, Uniform
 from braid.ps.storage.keys import shard_of, to_signed, to_unsigned
 from braid.ps.storage.parameters import ParameterStorage
 from braid.ps.storage.resharding import join_shards, parts_in, ranges_of_shards, split_state
@@ -23,6 +23,7 @@ __all__ = [
     "Constant",
     "DenseStorage",
     "Eviction",
+    "GivenRows",
     "Init",
     "Normal",
     "ParameterStorage",

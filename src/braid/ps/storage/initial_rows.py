@@ -24,7 +24,7 @@ import torch
 from braid.errors import ConfigError
 from braid.runtime.seeding import key_of, random_words
 
-__all__ = ["Constant", "Init", "Normal", "Uniform", "initial_rows"]
+__all__ = ["Constant", "GivenRows", "Init", "Normal", "Uniform", "initial_rows"]
 
 BITS = 24  # of randomness for each element
 CHUNK = 1024  # rows at a time, so that what is computed stays in caches
@@ -99,6 +99,25 @@ class Normal(Init):
     def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:
         """See `Init`."""
         return normal_quantiles(_fractions(key, ids, dim)).mul_(self.std).add_(self.mean)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenRows(Init):
+    """Rows that are given, such as those of a model; ids are their numbers."""
+
+    rows: torch.Tensor
+
+    def draw(self, key: int, ids: torch.Tensor, dim: int) -> torch.Tensor:  # noqa: ARG002
+        """See `Init`.
+
+        Raises:
+            ConfigError: There is no such row.
+        """
+        wrong = ids[(ids < 0) | (ids >= len(self.rows))]
+        if len(wrong):
+            msg = f"there is no row {int(wrong[0])}: the table has {len(self.rows)}"
+            raise ConfigError(msg)
+        return self.rows[ids].to(torch.float64)
 
 
 def initial_rows(

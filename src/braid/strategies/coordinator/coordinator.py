@@ -505,7 +505,7 @@ def _export(variables: ServerVariables) -> dict[str, State]:
 
 
 def _values(variables: ServerVariables) -> dict[str, torch.Tensor]:
-    variables.pull()
+    variables.pull_all()
     return variables.values()
 
 

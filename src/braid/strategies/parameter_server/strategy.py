@@ -41,7 +41,7 @@ from braid.strategies.cluster import (
 )
 from braid.strategies.parameter_server.joining import join_cluster
 from braid.strategies.parameter_server.partitioners import Partitioner
-from braid.strategies.parameter_server.variables import ServerVariables, model_variables
+from braid.strategies.parameter_server.variables import ServerVariables
 from braid.strategies.replicas import ThreadReplicas
 from braid.strategies.strategy import Strategy
 
@@ -131,11 +131,9 @@ class ParameterServerStrategy(Strategy):
         if self._variables is None:
             self._made.check()
             modules = self._made.modules()
-            params, buffers = model_variables(modules)
             self._variables = ServerVariables(
                 self._node,
-                params,
-                buffers,
+                modules,
                 self._made.optimizers(),
                 self._consistency,
                 partitioner=self._partitioner,

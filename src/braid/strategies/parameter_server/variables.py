@@ -32,13 +32,15 @@ from torch import nn
 
 from braid.errors import ConfigError
 from braid.ps import Consistency, Node
-from braid.ps.dense import MAX_SHARDS, DenseTable
+from braid.ps.dense import MAX_SHARDS
 from braid.ps.protocol.shard_state import TaskKey
 from braid.ps.snapshots import read_table, write_tables
 from braid.ps.storage import State, join_shards, split_state
+from braid.ps.table import Table
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
+from braid.strategies.parameter_server.rows import EmbeddingRows, is_by_rows
 
-__all__ = ["ServerVariables", "model_variables"]
+__all__ = ["ServerVariables"]
 
 
 class _Piece(NamedTuple):
@@ -160,8 +162,7 @@ class ServerVariables:
 
     Args:
         node: Node of this process.
-        params: Parameters by name.
-        buffers: Buffers by name.
+        modules: The modules; sparse embeddings among them keep their rows on servers.
         optimizers: Optimizers of the parameters; the step of each pushes gradients from now on.
         consistency: When pushes are applied, and pulls answered.
         partitioner: Says into how many shards a parameter is divided; one shard when None.
@@ -175,8 +176,7 @@ class ServerVariables:
     def __init__(
         self,
         node: Node,
-        params: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
+        modules: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         consistency: Consistency,
         *,
@@ -188,17 +188,34 @@ class ServerVariables:
         self._consistency = consistency
         self._partitioner = partitioner
         self._next = 0  # server of the next shard, counted without end
-        self._pushes: list[tuple[DenseTable, int]] = []  # that nobody has waited for
+        self._pushes: list[tuple[Table, int]] = []  # that nobody has waited for
         self._has_constants = False
         self._is_stale = True
+        params, buffers = _named(modules)
         names = {id(param): name for name, param in params.items()}
+        by_rows = {id(p.weight): p for m in modules for p in m.modules() if is_by_rows(p)}
         self._trained: dict[torch.optim.Optimizer, list[_VariableTable]] = {}
+        self._rows: dict[torch.optim.Optimizer, list[EmbeddingRows]] = {}
         for number, optimizer in enumerate(optimizers):
-            tables = self._trained[optimizer] = []
+            self._trained[optimizer], self._rows[optimizer] = [], []
             for place, group in enumerate(optimizer.param_groups):
                 named = {names.pop(id(param)): param for param in group["params"]}
-                make = _factory(optimizer, group)
-                tables += self._tables(f"optimizer{number}.{place}", named, make, group)
+                dense = {name: p for name, p in named.items() if id(p) not in by_rows}
+                make, prefix = _factory(optimizer, group), f"optimizer{number}.{place}"
+                self._trained[optimizer] += self._tables(prefix, dense, make, group)
+                self._rows[optimizer] += [
+                    EmbeddingRows(
+                        node,
+                        name,
+                        by_rows[id(param)],
+                        optimizer,
+                        group,
+                        consistency=consistency,
+                        restore=restore,
+                    )
+                    for name, param in named.items()
+                    if id(param) in by_rows
+                ]
             vars(optimizer)["step"] = partial(self._step, optimizer)
         rest: dict[str, torch.Tensor] = {name: params[name] for name in names.values()}
         rest |= {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
@@ -232,9 +249,16 @@ class ServerVariables:
             table.wait(timestamp)
         self._pushes.clear()
 
+    def pull_all(self) -> None:
+        """Pull like `pull`, and all rows of sparse embeddings, too."""
+        self.pull()
+        for rows in self._all_rows():
+            rows.pull_all()
+
     def values(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of this process by name, as they are."""
         params = {piece.name: piece.param for each in self._all() for piece in each.pieces}
+        params |= {rows.name: rows.param for rows in self._all_rows()}
         return {name: param.detach() for name, param in params.items()}
 
     @torch.no_grad()
@@ -249,7 +273,8 @@ class ServerVariables:
         Raises:
             ConfigError: Pushes are under way, so that shards have different ones.
         """
-        return {name: state for each in self._all() for name, state in each.export().items()}
+        states = {name: state for each in self._all() for name, state in each.export().items()}
+        return states | {rows.name: rows.table.export() for rows in self._all_rows()}
 
     def write(
         self,
@@ -266,7 +291,13 @@ class ServerVariables:
             CheckpointError: It cannot be written; earlier ones are untouched.
         """
         shapes = {name: values.shape for name, values in self.values().items()}
-        model = {f"model/{n}": each["values"].view(shapes[n]) for n, each in states.items()}
+        rows = {each.name: each for each in self._all_rows()}
+        model = {
+            f"model/{name}": rows[name].whole(one)
+            if name in rows
+            else one["values"].view(shapes[name])
+            for name, one in states.items()
+        }
         write_tables(directory, states, step, extra=model, state=state, keep=keep)
 
     def servers_of(self, name: str) -> list[int]:
@@ -284,17 +315,18 @@ class ServerVariables:
 
     def resume(self) -> None:
         """Go on at the clocks of an earlier process of this worker."""
-        for each in self._all():
-            each.table.clock = each.table.fetch_clock()
+        for table in self._tables_with_clocks():
+            table.clock = table.fetch_clock()
 
     def oldest_task(self) -> int:
         """Return the number below which all tasks are over, as far as servers know."""
-        return max((each.table.fetch_oldest_task() for each in self._all_trained()), default=0)
+        tables = [each.table for each in (*self._all_trained(), *self._all_rows())]
+        return max((table.fetch_oldest_task() for table in tables), default=0)
 
     @contextmanager
     def task(self, key: TaskKey) -> Iterator[None]:
         """Push with the key of a task in the block, at the end of which all pushes are accepted."""
-        tables = [each.table for each in self._all_trained()]
+        tables = [each.table for each in (*self._all_trained(), *self._all_rows())]
         for table in tables:
             table.task = key
         try:
@@ -306,6 +338,12 @@ class ServerVariables:
 
     def _all_trained(self) -> list[_VariableTable]:
         return [each for tables in self._trained.values() for each in tables]
+
+    def _all_rows(self) -> list[EmbeddingRows]:
+        return [each for tables in self._rows.values() for each in tables]
+
+    def _tables_with_clocks(self) -> list[Table]:
+        return [each.table for each in (*self._all(), *self._all_rows())]
 
     def _all(self) -> list[_VariableTable]:
         return [*self._all_trained(), *self._constants]
@@ -349,7 +387,7 @@ class ServerVariables:
                 "servers have none: call backward(), then step() without arguments"
             )
             raise ConfigError(msg)
-        for each in self._trained[optimizer]:
+        for each in (*self._trained[optimizer], *self._rows[optimizer]):
             self._pushes.append((each.table, each.push()))
         self._is_stale = True
 
@@ -365,7 +403,7 @@ def _factory(
     return partial(kind, **options)
 
 
-def model_variables(
+def _named(
     modules: Sequence[nn.Module],
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """Return parameters and buffers of modules by name; of several modules, by number and name."""

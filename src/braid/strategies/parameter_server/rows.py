@@ -1,0 +1,130 @@
+"""Embeddings whose rows stay on servers: `nn.Embedding(..., sparse=True)` made in a scope.
+
+    forward(ids)      pulls the rows of the distinct ids
+    optimizer.step    pushes the gradients of the rows that were used
+
+So a look-up never joins the shards, and costs by the ids of the batch, not by the size of the
+embedding. Servers have rows by the hash of their number.
+
+Source: TensorFlow 2.21, `ShardedVariable` and its `embedding_lookup`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.errors import ConfigError
+from braid.ps import SGD, Adagrad, Consistency, Node
+from braid.ps.storage import Rule, State
+
+__all__ = ["EmbeddingRows", "is_by_rows"]
+
+CHUNK = 1 << 16  # rows that are pulled at a time where all are wanted
+
+
+class EmbeddingRows:
+    """The rows of an embedding, on servers.
+
+    Args:
+        node: Node of this process.
+        name: Name of the weight.
+        module: The embedding.
+        optimizer: Optimizer of the weight.
+        group: Options of the optimizer, as they are now.
+        consistency: When pushes are applied, and pulls answered.
+        restore: Snapshot to begin with.
+
+    Raises:
+        ConfigError: The optimizer does something to rows without a gradient, or counts steps of the
+            whole table.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        module: nn.Embedding,
+        optimizer: torch.optim.Optimizer,
+        group: Mapping[str, Any],
+        *,
+        consistency: Consistency,
+        restore: Path | None,
+    ) -> None:
+        self.name, self.param, self.group = name, module.weight, group
+        rule = _rule(name, optimizer, group)
+        self.table = node.sparse(
+            name,
+            module.embedding_dim,
+            rule,
+            consistency,
+            init=module.weight,
+            dtype=module.weight.dtype,
+            restore=restore,
+        )
+        if node.is_worker:
+            module.register_forward_pre_hook(self._fetch)
+
+    @torch.no_grad()
+    def pull_all(self) -> None:
+        """Copy all rows into the weight."""
+        for ids in torch.arange(len(self.param)).split(CHUNK):
+            self.param[ids] = self.table.pull(ids).to(self.param.device)
+
+    def push(self) -> int:
+        """Push the gradients of the rows that were used; return the timestamp."""
+        grad = self.param.grad
+        if grad is None:
+            none = torch.empty(0, self.table.dim, dtype=self.table.dtype)
+            return self.table.push(none[:, 0].long(), none)
+        if grad.layout is not torch.sparse_coo:
+            msg = (
+                f"the gradient of {self.name} is dense: use the weight in its nn.Embedding only, "
+                "or make that with sparse=False"
+            )
+            raise ConfigError(msg)
+        grad = grad.coalesce()
+        ids, rows = grad.indices()[0].cpu(), grad.values().cpu()
+        return self.table.push(ids, rows, lr=float(self.group["lr"]))
+
+    def whole(self, state: State) -> torch.Tensor:
+        """Return the weight with the rows of an exported state."""
+        weight = self.param.detach().cpu().clone()
+        weight[state["ids"]] = state["values"]
+        return weight
+
+    @torch.no_grad()
+    def _fetch(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Pull the rows of a batch into the weight."""
+        del module
+        ids = args[0].detach().unique().cpu()
+        self.param[ids.to(self.param.device)] = self.table.pull(ids).to(self.param.device)
+
+
+def is_by_rows(module: nn.Module) -> bool:
+    """Whether only the rows that a batch uses are to travel."""
+    return isinstance(module, nn.Embedding) and module.sparse
+
+
+def _rule(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:
+    """Return the rule of servers that does to rows what the optimizer does."""
+    lr = float(group["lr"])
+    is_plain = not any(group.get(key) for key in ("momentum", "weight_decay", "maximize"))
+    if type(optimizer) is torch.optim.SGD and is_plain:
+        return SGD(lr=lr)
+    if type(optimizer) is torch.optim.Adagrad and is_plain and not group["lr_decay"]:
+        return Adagrad(
+            lr=lr,
+            eps=group["eps"],
+            initial_accumulator_value=group["initial_accumulator_value"],
+        )
+    msg = (
+        f"{name} is a sparse embedding, whose rows servers step by themselves: give it SGD without "
+        f"momentum or Adagrad without weight decay, or make it with sparse=False; got "
+        f"{type(optimizer).__name__} with {dict(group) | {'params': '...'}}"
+    )
+    raise ConfigError(msg)
