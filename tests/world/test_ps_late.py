@@ -169,7 +169,7 @@ def test_nodes_without_an_address_or_a_table_are_refused(world):
     scheduler, server, worker, _, _ = world(5, _refused)
     assert "workers resume" in scheduler
     assert "workers resume" in server
-    assert "all but the scheduler itself need its address" in worker
+    assert "all but the scheduler need its address" in worker
 
 
 def _serves_after_the_run(group: Group) -> str:

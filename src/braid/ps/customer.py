@@ -14,15 +14,24 @@ Source: PS-Lite's Customer, whose wait has no end, and whose callbacks block if 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from braid.errors import CommError, CommTimeout, PeerLostError
-from braid.ps.messages import Answer, Elsewhere, Repeat, RequestRefused
+from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError
+from braid.ps.messages import (
+    Answer,
+    Dealt,
+    Elsewhere,
+    NextData,
+    Repeat,
+    RequestRefused,
+    check_type,
+)
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import Directory
 from braid.ps.protocol.requests_state import (
     Done,
+    OnAnswer,
     PartsLost,
     PendingRequest,
     RequestsState,
@@ -30,7 +39,7 @@ from braid.ps.protocol.requests_state import (
 )
 from braid.runtime.message import Delivery
 
-__all__ = ["Customer"]
+__all__ = ["Customer", "dealt_ranges"]
 
 MAX_PAUSE = 8  # times `resend_s`, between two repetitions of a request
 
@@ -247,3 +256,48 @@ class Customer:
             if request.on_answer is not None and new:
                 request.on_answer(delivery, new)
             self._act(self._state.answered(request, new))
+
+
+def dealt_ranges(
+    ask: Callable[[NextData, OnAnswer], None],
+    name: str,
+    num_samples: int,
+    shard_size: int,
+    epochs: int,
+) -> Iterator[range]:
+    """Yield ranges of samples that the scheduler deals out; see `Node.samples`.
+
+    Args:
+        ask: Function that sends a question to the scheduler, and waits for the answer.
+        name: Name of the samples.
+        num_samples: Number of samples.
+        shard_size: Samples of a range.
+        epochs: Number of times that each sample is dealt out.
+
+    Raises:
+        ConfigError: A number is less than 1, or the name is no text.
+    """
+    check_type("the name of samples is a text", name, str)
+    if min(num_samples, shard_size, epochs) < 1:
+        msg = (
+            f"num_samples, shard_size and epochs must be at least 1, got {num_samples}, "
+            f"{shard_size} and {epochs}"
+        )
+        raise ConfigError(msg)
+    per_epoch = -(-num_samples // shard_size)
+    finished: tuple[int, ...] = ()
+    dealt: list[int] = []
+
+    def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
+        del parts
+        assert isinstance(delivery.message, Dealt), "data is answered with a shard"
+        dealt.append(delivery.message.shard)
+
+    while True:
+        ask(NextData(name, per_epoch * epochs, finished), on_answer)
+        shard = dealt.pop()
+        if shard < 0:
+            return
+        begin = shard % per_epoch * shard_size
+        yield range(begin, min(begin + shard_size, num_samples))
+        finished = (shard,)

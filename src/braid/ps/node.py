@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from braid.errors import BraidError, CheckpointError, ConfigError, PeerLostError
 from braid.ps.base_node import BaseNode
 from braid.ps.consistency import BSP, Consistency
-from braid.ps.customer import Customer
+from braid.ps.customer import Customer, dealt_ranges
 from braid.ps.dense import DenseTable, dense_spec
-from braid.ps.messages import Barrier, Dealt, NextData, Pulled, StopAt, check_type
+from braid.ps.messages import Barrier, Pulled, StopAt, check_type
 from braid.ps.postoffice import Postoffice
 from braid.ps.protocol.directory import SCHEDULER, SPARE, Role, worker_node
 from braid.ps.protocol.requests_state import OnAnswer, PendingRequest
@@ -26,30 +25,24 @@ from braid.ps.protocol.scheduler_state import SchedulerState
 from braid.ps.scheduler import Options, Scheduler, read_journal
 from braid.ps.server import Server
 from braid.ps.snapshots import read_table, write_tables
-from braid.ps.sparse import SparseTable
+from braid.ps.sparse import SparseTable, sparse_spec
 from braid.ps.storage import (
     Admission,
     Eviction,
-    GivenRows,
     Init,
-    Normal,
     Rule,
-    SparseStorage,
     State,
-    Storage,
     split_state,
 )
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
 from braid.runtime.events import Recorder
-from braid.runtime.message import Delivery, Message, Van
-from braid.runtime.message.tensors import bytes_of
+from braid.runtime.message import Message, Van
 
 __all__ = ["Node"]
 
 LOG = logging.getLogger(__name__)
 ALONE_S = 300.0  # the deadline of all who might wait for a server has passed then
-MAX_SPARSE_SHARDS = 64  # their whole states fit into the buffers of one message
 
 
 class Node(BaseNode):
@@ -233,32 +226,18 @@ class Node(BaseNode):
         Raises:
             ConfigError: There is a table of this name, or an argument is out of range.
         """
-        if not 1 <= num_shards <= MAX_SPARSE_SHARDS:
-            msg = (
-                f"table {name!r} needs at least one shard, and at most {MAX_SPARSE_SHARDS}, got "
-                f"num_shards {num_shards}"
-            )
-            raise ConfigError(msg)
-        first = 0
-        if isinstance(init, torch.Tensor):
-            init = GivenRows(init.detach().cpu().contiguous())
-            first = zlib.crc32(bytes_of(init.rows.view(-1))) if self.is_server else 0
-        begin = Normal(std=0.01) if init is None else init
-
-        def make(shard: int) -> Storage:
-            del shard
-            return SparseStorage(
-                dim, begin, rule, seed=seed, table=name, admit=admit, evict=evict, dtype=dtype
-            )
-
-        make(0)  # says what is out of range on all nodes
-        spec = TableSpec(
-            name=name,
+        spec = sparse_spec(
+            name,
+            dim,
+            rule,
+            consistency,
+            init=init,
+            seed=seed,
             num_shards=num_shards,
-            consistency=consistency,
-            make_storage=make,
-            form=f"rows of {dim} {dtype}, {consistency}, seed {seed}, {num_shards} shards",
-            first=first,
+            admit=admit,
+            evict=evict,
+            dtype=dtype,
+            has_first=self.is_server,
         )
         self._declare(spec, restore=restore)
         table = SparseTable(self._customer, spec, dim, dtype)
@@ -457,35 +436,7 @@ class Node(BaseNode):
             msg = "samples are for workers"
             raise ConfigError(msg)
         self.postoffice.ensure_joined()
-        return self._samples(name, num_samples, shard_size, epochs)
-
-    def _samples(
-        self, name: str, num_samples: int, shard_size: int, epochs: int
-    ) -> Iterator[range]:
-        check_type("the name of samples is a text", name, str)
-        if min(num_samples, shard_size, epochs) < 1:
-            msg = (
-                f"num_samples, shard_size and epochs must be at least 1, got {num_samples}, "
-                f"{shard_size} and {epochs}"
-            )
-            raise ConfigError(msg)
-        per_epoch = -(-num_samples // shard_size)
-        finished: tuple[int, ...] = ()
-        dealt: list[int] = []
-
-        def on_answer(delivery: Delivery, parts: tuple[int, ...]) -> None:
-            del parts
-            assert isinstance(delivery.message, Dealt), "data is answered with a shard"
-            dealt.append(delivery.message.shard)
-
-        while True:
-            self._ask_scheduler(NextData(name, per_epoch * epochs, finished), on_answer)
-            shard = dealt.pop()
-            if shard < 0:
-                return
-            begin = shard % per_epoch * shard_size
-            yield range(begin, min(begin + shard_size, num_samples))
-            finished = (shard,)
+        return dealt_ranges(self._ask_scheduler, name, num_samples, shard_size, epochs)
 
     def request_stop(self, clock: int) -> None:
         """Ask all workers to stop before a clock; `stop_at` then says which one holds.

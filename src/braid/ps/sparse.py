@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from braid.errors import ConfigError
+from braid.ps.consistency import Consistency
 from braid.ps.messages import Pull, Pulled, Specs
-from braid.ps.storage import shard_of
+from braid.ps.storage import (
+    Admission,
+    Eviction,
+    GivenRows,
+    Init,
+    Normal,
+    Rule,
+    SparseStorage,
+    Storage,
+    shard_of,
+)
 from braid.ps.table import Table, TableSpec
 from braid.runtime.message import Delivery
-from braid.runtime.message.tensors import as_buffers, from_buffers
+from braid.runtime.message.tensors import as_buffers, bytes_of, from_buffers
 
 if TYPE_CHECKING:
     from braid.ps.customer import Customer
 
-__all__ = ["Rows", "SparseTable"]
+__all__ = ["Rows", "SparseTable", "sparse_spec"]
+
+MAX_SPARSE_SHARDS = 64  # their whole states fit into the buffers of one message
 
 
 class Rows(NamedTuple):
@@ -170,3 +184,51 @@ class SparseTable(Table):
 
 def _part(ends: list[int], part: int) -> slice:
     return slice(ends[part], ends[part + 1])
+
+
+def sparse_spec(
+    name: str,
+    dim: int,
+    rule: Rule,
+    consistency: Consistency,
+    *,
+    init: Init | torch.Tensor | None,
+    seed: int,
+    num_shards: int,
+    admit: Admission | None,
+    evict: Eviction | None,
+    dtype: torch.dtype,
+    has_first: bool,
+) -> TableSpec:
+    """Return the spec of a sparse table, with a checksum of given rows if `has_first`.
+
+    Raises:
+        ConfigError: See `Node.sparse`.
+    """
+    if not 1 <= num_shards <= MAX_SPARSE_SHARDS:
+        msg = (
+            f"table {name!r} needs at least one shard, and at most {MAX_SPARSE_SHARDS}, got "
+            f"num_shards {num_shards}"
+        )
+        raise ConfigError(msg)
+    first = 0
+    if isinstance(init, torch.Tensor):
+        init = GivenRows(init.detach().cpu().contiguous())
+        first = zlib.crc32(bytes_of(init.rows.view(-1))) if has_first else 0
+    begin = Normal(std=0.01) if init is None else init
+
+    def make(shard: int) -> Storage:
+        del shard
+        return SparseStorage(
+            dim, begin, rule, seed=seed, table=name, admit=admit, evict=evict, dtype=dtype
+        )
+
+    make(0)  # says what is out of range on all nodes
+    return TableSpec(
+        name=name,
+        num_shards=num_shards,
+        consistency=consistency,
+        make_storage=make,
+        form=f"rows of {dim} {dtype}, {consistency}, seed {seed}, {num_shards} shards",
+        first=first,
+    )

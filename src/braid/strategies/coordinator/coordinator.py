@@ -111,7 +111,7 @@ class _Closure:
     Attributes:
         packed: Function, arguments, and whether the worker keeps the result.
         buffers: Memory of its tensors.
-        value: Where its result goes.
+        value: Place of its result.
         sent_ns: Time at which it was sent last.
     """
 
@@ -491,7 +491,7 @@ class ClusterCoordinator:
                     self._closures_over(number).end(None, ClosureCancelledError(text))
 
     def _closures_over(self, number: int) -> RemoteValue:
-        """Return where the result of a closure goes; forget the closure unless workers keep it."""
+        """Return the place of a closure's result; forget the closure unless workers keep it."""
         closure = self._closures[number] if number < 0 else self._closures.pop(number)
         return closure.value
 

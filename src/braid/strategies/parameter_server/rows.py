@@ -22,7 +22,7 @@ from braid.errors import ConfigError
 from braid.ps import SGD, Adagrad, Consistency, Node
 from braid.ps.storage import Rule, State
 
-__all__ = ["EmbeddingRows", "is_by_rows"]
+__all__ = ["EmbeddingRows"]
 
 CHUNK = 1 << 16  # rows that are pulled at a time where all are wanted
 
@@ -72,7 +72,8 @@ class EmbeddingRows:
     @torch.no_grad()
     def pull_all(self) -> None:
         """Copy all rows into the weight."""
-        for ids in torch.arange(len(self.param)).split(CHUNK):
+        for begin in range(0, len(self.param), CHUNK):
+            ids = torch.arange(begin, min(begin + CHUNK, len(self.param)))
             self.param[ids] = self.table.pull(ids).to(self.param.device)
 
     def push(self) -> int:
@@ -101,13 +102,8 @@ class EmbeddingRows:
     def _fetch(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         """Pull the rows of a batch into the weight."""
         del module
-        ids = args[0].detach().unique().cpu()
+        ids = torch.unique(args[0].detach()).cpu()
         self.param[ids.to(self.param.device)] = self.table.pull(ids).to(self.param.device)
-
-
-def is_by_rows(module: nn.Module) -> bool:
-    """Whether only the rows that a batch uses are to travel."""
-    return isinstance(module, nn.Embedding) and module.sparse
 
 
 def _rule(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:

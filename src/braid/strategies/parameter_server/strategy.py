@@ -39,7 +39,7 @@ from braid.strategies.cluster import (
     LaunchedClusterResolver,
     TFConfigClusterResolver,
 )
-from braid.strategies.parameter_server.joining import join_cluster
+from braid.strategies.parameter_server.cluster_node import join_cluster
 from braid.strategies.parameter_server.partitioners import Partitioner
 from braid.strategies.parameter_server.variables import ServerVariables
 from braid.strategies.replicas import ThreadReplicas

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -38,12 +38,12 @@ from braid.ps.snapshots import read_table, write_tables
 from braid.ps.storage import State, join_shards, split_state
 from braid.ps.table import Table
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
-from braid.strategies.parameter_server.rows import EmbeddingRows, is_by_rows
+from braid.strategies.parameter_server.rows import EmbeddingRows
 
 __all__ = ["ServerVariables"]
 
 
-class _Piece(NamedTuple):
+class _VariablePiece(NamedTuple):
     """Rows of a parameter that lie on one server.
 
     Attributes:
@@ -76,7 +76,7 @@ class _VariableTable:
         self,
         node: Node,
         name: str,
-        pieces: Sequence[list[_Piece]],
+        pieces: Sequence[list[_VariablePiece]],
         make: Callable[..., torch.optim.Optimizer] | None,
         group: Mapping[str, Any] | None,
         *,
@@ -107,8 +107,8 @@ class _VariableTable:
         for piece, part in zip(self.pieces, parts, strict=True):
             by_name.setdefault(piece.name, []).append((piece.begin, part))
         return {
-            name: join_shards([part for _, part in sorted(found, key=itemgetter(0))])
-            for name, found in by_name.items()
+            name: join_shards([part for _, part in sorted(numbered, key=itemgetter(0))])
+            for name, numbered in by_name.items()
         }
 
     def _restored(self, directory: Path) -> State:
@@ -154,6 +154,9 @@ class _VariableTable:
         return self.table.push_async(pushed, has=has, lr=float(self.group["lr"]))
 
 
+_Pushed: TypeAlias = "_VariableTable | EmbeddingRows"
+
+
 class ServerVariables:
     """Parameters and floating-point buffers of modules, on servers. All nodes make the same ones.
 
@@ -193,7 +196,12 @@ class ServerVariables:
         self._is_stale = True
         params, buffers = _named(modules)
         names = {id(param): name for name, param in params.items()}
-        by_rows = {id(p.weight): p for m in modules for p in m.modules() if is_by_rows(p)}
+        by_rows = {
+            id(part.weight): part
+            for module in modules
+            for part in module.modules()
+            if isinstance(part, nn.Embedding) and part.sparse
+        }
         self._trained: dict[torch.optim.Optimizer, list[_VariableTable]] = {}
         self._rows: dict[torch.optim.Optimizer, list[EmbeddingRows]] = {}
         for number, optimizer in enumerate(optimizers):
@@ -302,7 +310,7 @@ class ServerVariables:
 
     def servers_of(self, name: str) -> list[int]:
         """Return the server with which each shard of a variable has begun."""
-        count, found = self._node.num_servers, list[tuple[int, int]]()
+        count, shards = self._node.num_servers, list[tuple[int, int]]()
         for each in self._all():
             ends = [*accumulate(each.table.lengths)]
             at = 0
@@ -310,8 +318,8 @@ class ServerVariables:
                 at += piece.end - piece.begin
                 shard = next(n for n, end in enumerate(ends) if at <= end)
                 if piece.name == name:
-                    found.append((piece.begin, shard % count))
-        return [server for _, server in sorted(found)]
+                    shards.append((piece.begin, shard % count))
+        return [server for _, server in sorted(shards)]
 
     def resume(self) -> None:
         """Go on at the clocks of an earlier process of this worker."""
@@ -320,13 +328,13 @@ class ServerVariables:
 
     def oldest_task(self) -> int:
         """Return the number below which all tasks are over, as far as servers know."""
-        tables = [each.table for each in (*self._all_trained(), *self._all_rows())]
+        tables = [each.table for each in self._all_pushed()]
         return max((table.fetch_oldest_task() for table in tables), default=0)
 
     @contextmanager
     def task(self, key: TaskKey) -> Iterator[None]:
         """Push with the key of a task in the block, at the end of which all pushes are accepted."""
-        tables = [each.table for each in (*self._all_trained(), *self._all_rows())]
+        tables = [each.table for each in self._all_pushed()]
         for table in tables:
             table.task = key
         try:
@@ -339,11 +347,14 @@ class ServerVariables:
     def _all_trained(self) -> list[_VariableTable]:
         return [each for tables in self._trained.values() for each in tables]
 
+    def _all_pushed(self) -> list[_Pushed]:
+        return [*self._all_trained(), *self._all_rows()]
+
     def _all_rows(self) -> list[EmbeddingRows]:
         return [each for tables in self._rows.values() for each in tables]
 
     def _tables_with_clocks(self) -> list[Table]:
-        return [each.table for each in (*self._all(), *self._all_rows())]
+        return [*(each.table for each in self._all()), *(each.table for each in self._all_rows())]
 
     def _all(self) -> list[_VariableTable]:
         return [*self._all_trained(), *self._constants]
@@ -357,14 +368,14 @@ class ServerVariables:
     ) -> list[_VariableTable]:
         """Return a table of parameters for each of their dtypes."""
         count = self._node.num_servers
-        by_dtype: dict[torch.dtype, list[list[_Piece]]] = {}
+        by_dtype: dict[torch.dtype, list[list[_VariablePiece]]] = {}
         for param_name, param in params.items():
             on_servers = by_dtype.setdefault(param.dtype, [[] for _ in range(count)])
             rows = rows_of_shards(self._partitioner, param.shape, param.dtype, MAX_SHARDS)
             row, begin = param.numel() // max(1, sum(rows)), 0
             for num_rows in rows:
                 end = begin + num_rows * row
-                on_servers[self._next % count].append(_Piece(param_name, param, begin, end))
+                on_servers[self._next % count].append(_VariablePiece(param_name, param, begin, end))
                 self._next, begin = self._next + 1, end
         return [
             _VariableTable(
@@ -387,8 +398,8 @@ class ServerVariables:
                 "servers have none: call backward(), then step() without arguments"
             )
             raise ConfigError(msg)
-        for each in (*self._trained[optimizer], *self._rows[optimizer]):
-            self._pushes.append((each.table, each.push()))
+        pushed: list[_Pushed] = [*self._trained[optimizer], *self._rows[optimizer]]
+        self._pushes += [(each.table, each.push()) for each in pushed]
         self._is_stale = True
 
 

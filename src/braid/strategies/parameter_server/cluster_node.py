@@ -97,7 +97,7 @@ def join_cluster(
 
 
 class _ClusterPlace(NamedTuple):
-    """Where the tasks of a cluster meet."""
+    """Place at which the tasks of a cluster meet."""
 
     scheduler: str
     secret: Secret
@@ -110,7 +110,7 @@ def _has_chief(jobs: Mapping[str, Sequence[str]]) -> bool:
 
 
 def _place_of(jobs: Mapping[str, Sequence[str]]) -> _ClusterPlace:
-    """Return where all tasks meet; the same in each.
+    """Return the place at which all tasks meet; the same in each.
 
     Inside a host it is a unix socket of the user. Over several hosts it is the address of the task
     that schedules, and all tasks need the same BRAID_SECRET_FILE.
