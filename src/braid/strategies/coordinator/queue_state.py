@@ -50,7 +50,7 @@ class ClosureQueue:
     """Closures of one coordinator.
 
     Args:
-        max_waiting: Number of waiting closures from which on `is_full`.
+        max_waiting: Number of waiting closures from which on the queue is full.
         in_turns: Workers that run equally many closures, since each step needs one of all; none
             when empty.
 
@@ -63,6 +63,7 @@ class ClosureQueue:
         self._max_waiting = max_waiting
         self._turns = dict.fromkeys(in_turns, 0)
         self._num_closures = 0  # but for those that have failed or were cancelled
+        self._is_full = False
         self._waiting: deque[int] = deque()
         self._for_worker: dict[str, deque[int]] = {}  # closures for one worker that wait
         self._resources: list[int] = []  # closures that each process of each worker runs first
@@ -73,8 +74,10 @@ class ClosureQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further closure should be scheduled."""
-        return len(self._waiting) >= self._max_waiting
+        """Whether no further closure should be scheduled; until half of the places are free."""
+        least = self._max_waiting // 2 if self._is_full else self._max_waiting
+        self._is_full = len(self._waiting) >= max(1, least)
+        return self._is_full
 
     @property
     def is_done(self) -> bool:
