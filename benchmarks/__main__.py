@@ -14,6 +14,7 @@ from typing import Any
 import tyro
 
 from benchmarks import (
+    coordinator,
     hooks,
     horovod,
     launch,
@@ -36,6 +37,7 @@ __all__ = ["BENCHMARKS", "main"]
 
 
 BENCHMARKS: dict[str, Benchmark[Any, Any]] = {
+    "coordinator": coordinator.BENCH,
     "hooks": hooks.BENCH,
     "horovod": horovod.BENCH,
     "launch": launch.BENCH,

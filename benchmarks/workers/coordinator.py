@@ -1,0 +1,154 @@
+"""Runs the tasks of a cluster on this host, which find each other by TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from braid.errors import ConfigError
+
+__all__ = ["BRAID", "TENSORFLOW", "LocalTasks", "figures_under_kills", "rates_of_null_closures"]
+
+PROGRAMS = Path(__file__).parents[1] / "tasks"
+BRAID, TENSORFLOW = "braid_coordinator.py", "tensorflow_coordinator.py"
+
+
+class LocalTasks:
+    """Processes of one program, one for each task.
+
+    Args:
+        program: File of the program.
+        args: Its arguments.
+        python: Interpreter that runs it.
+        jobs: Number of tasks of each job.
+    """
+
+    def __init__(
+        self, program: str, args: Sequence[str], jobs: dict[str, int], python: str = sys.executable
+    ) -> None:
+        self._command = [python, str(PROGRAMS / program), *args]
+        ports = _free_ports(sum(jobs.values()))
+        self._jobs = {
+            job: [f"localhost:{ports.pop()}" for _ in range(count)] for job, count in jobs.items()
+        }
+        self._running: dict[tuple[str, int], subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> LocalTasks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with ExitStack() as stack:
+            for process in self._running.values():
+                stack.enter_context(process)
+                process.kill()
+
+    def start(self, job: str, index: int) -> None:
+        """Start a task, or start it again."""
+        config = {"cluster": self._jobs, "task": {"type": job, "index": index}}
+        is_chief = job == "chief"
+        self._running[job, index] = subprocess.Popen(
+            self._command,
+            env={**os.environ, "TF_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE if is_chief else subprocess.DEVNULL,
+            stderr=None if is_chief else subprocess.DEVNULL,
+            text=True,
+        )
+
+    def start_all(self, job: str) -> None:
+        """Start all tasks of a job."""
+        for index in range(len(self._jobs[job])):
+            self.start(job, index)
+
+    def kill(self, job: str, index: int) -> None:
+        """Kill a task."""
+        process = self._running.pop((job, index))
+        process.kill()
+        process.wait()
+
+    def wait_for(self, word: str) -> str:
+        """Return what follows a word in the next line of the chief that begins with it.
+
+        Raises:
+            ConfigError: The chief has ended.
+        """
+        chief = self._running["chief", 0]
+        while line := chief.stdout.readline() if chief.stdout else "":
+            first, _, rest = line.strip().partition(" ")
+            if first == word:
+                return rest
+        msg = f"{' '.join(self._command)} ended with {chief.wait()} before its figures came"
+        raise ConfigError(msg)
+
+    def figure(self) -> float:
+        """Return the next figure of the chief."""
+        return float(self.wait_for("figure"))
+
+
+def figures_under_kills(phases: int, phase_s: float, every_s: float) -> tuple[list[float], int]:
+    """Return the closures per second of each phase, and the number of wrong counts.
+
+    In every second phase a worker is killed every so often. A spare, which has started before,
+    takes its place, and another one is started.
+
+    Args:
+        phases: Number of phases.
+        phase_s: Seconds of a phase.
+        every_s: Seconds between two deaths.
+    """
+    num_kills = phases // 2 * int(phase_s / every_s)
+    jobs = {"ps": 1, "worker": 2, "chief": 1, "spare": num_kills + 1}
+    workers = [("worker", 0), ("worker", 1)]  # the process that is each worker now
+    rates: list[float] = []
+    with LocalTasks(BRAID, ["counted", str(phases), str(phase_s)], jobs) as tasks:
+        for kind in ("ps", "worker", "chief"):
+            tasks.start_all(kind)
+        tasks.start("spare", 0)
+        killed = 0
+        for phase in range(phases):
+            tasks.wait_for("phase")
+            begun = time.monotonic()
+            for number in range(int(phase_s / every_s) if phase % 2 else 0):
+                due_s = (number + 0.5) * every_s
+                time.sleep(max(0.0, begun + due_s - time.monotonic()))
+                tasks.kill(*workers[killed % 2])
+                workers[killed % 2] = ("spare", killed)
+                killed += 1
+                tasks.start("spare", killed)
+            rates.append(tasks.figure())
+        return rates, int(tasks.figure())
+
+
+def rates_of_null_closures(
+    program: str, closures: int, rounds: int, python: str = sys.executable
+) -> list[float]:
+    """Return the null closures per second of each round, with one server and two workers."""
+    jobs = {"ps": 1, "worker": 2, "chief": 1}
+    args = [str(closures), str(rounds)]
+    if program == BRAID:
+        args = ["null", *args]
+    with LocalTasks(program, args, jobs, python) as tasks:
+        for kind in jobs:
+            tasks.start_all(kind)
+        return [tasks.figure() for _ in range(rounds)]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports on which no process of this host listens."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("localhost", 0))
+        return [each.getsockname()[1] for each in sockets]
