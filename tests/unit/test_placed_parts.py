@@ -257,7 +257,7 @@ def test_each_asker_gets_one_answer_and_no_value_is_used_twice(events):
         torch.tensor(True),
         torch.empty(0, 3),
     ],
-    ids=str,
+    ids=lambda x: f"{list(x.shape)}-{list(x.stride())}-{x.dtype}",
 )
 def test_a_tensor_arrives_with_its_elements_dtype_and_strides(x):
     y = arrived(sent(x), torch.device("cpu"))
