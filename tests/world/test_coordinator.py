@@ -18,6 +18,7 @@ from braid import rpc
 from braid.checkpoint import open_last
 from braid.errors import CommTimeout, ConfigError
 from braid.ps import BSP, Consistency, Options
+from braid.strategies import get_strategy
 from braid.strategies.coordinator import ClosureCancelledError, ClusterCoordinator
 from braid.strategies.parameter_server import (
     FixedShardsPartitioner,
@@ -359,6 +360,51 @@ def test_a_sparse_embedding_leaves_its_rows_on_servers(coordinated, tmp_path):
     saved = open_last(tmp_path).read("model/words.weight")
     assert saved.shape == (40, 4)
     assert torch.equal(saved[35], model.words.weight[35]), "never used"
+
+
+def make_counters() -> tuple[nn.Module, Any]:
+    strategy = get_strategy()
+    assert isinstance(strategy, ParameterServerStrategy)
+    LOCAL.seen = strategy.variable("seen", torch.zeros(13, 2))
+    LOCAL.total = strategy.variable("total", torch.tensor(0, dtype=torch.int64))
+    model = net()
+    return model, sgd(model.parameters())
+
+
+@rpc.register
+def count_rows(ids: list[int]) -> torch.Tensor:
+    LOCAL.total.assign_add(len(ids))
+    LOCAL.seen.scatter_add(torch.tensor(ids), 1.0)
+    LOCAL.seen.scatter_max(torch.tensor([12]), torch.tensor([[7.0, -1.0]]))
+    return LOCAL.seen.sparse_read(torch.tensor([[0, 12], [5, 5]]))
+
+
+@rpc.register
+def read_all() -> list[torch.Tensor]:
+    return [LOCAL.seen.read(), LOCAL.total.read()]
+
+
+@rpc.register
+def no_such_row(ids: list[int]) -> None:
+    LOCAL.seen.scatter_sub(torch.tensor(ids), 1.0)
+
+
+def test_variables_are_read_and_changed_by_rows(coordinated, tmp_path):
+    first = coordinated(
+        servers=2, build=make_counters, variable_partitioner=FixedShardsPartitioner(5)
+    )
+    rows = first.schedule(count_rows, ([0, 5, 5, 9],)).fetch()
+    assert rows[..., 0].tolist() == [[1, 7], [2, 2]]
+    first.schedule(count_rows, ([0],))
+    first.save(tmp_path, 1)
+    with pytest.raises(ConfigError, match="'seen' has 13 rows, got the id 13"):
+        first.schedule(no_such_row, ([3, 13],)).fetch()
+    with pytest.raises(ConfigError, match="got the id 13"):
+        first.join()
+    second = coordinated(servers=1, build=make_counters, options=Options(restore=tmp_path))
+    seen, total = second.schedule(read_all).fetch()
+    assert total.item() == 5
+    assert seen[:, 1].tolist() == [2, 0, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0]
 
 
 def test_variables_lie_on_servers_in_turn(coordinated):

@@ -7,8 +7,9 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +41,8 @@ from braid.runtime.events import Recorder
 from braid.runtime.message import Message, Van
 
 __all__ = ["Node"]
+
+AnyTable = TypeVar("AnyTable", bound=Table)
 
 LOG = logging.getLogger(__name__)
 ALONE_S = 300.0  # the deadline of all who might wait for a server has passed then
@@ -187,10 +190,7 @@ class Node(BaseNode):
             place=place,
             has_first=self.is_server,
         )
-        self._declare(spec, state)
-        table = DenseTable(self._customer, spec, values)
-        self._tables.append(table)
-        return table
+        return self.declare(spec, partial(DenseTable, like=values), state)
 
     def sparse(
         self,
@@ -239,10 +239,7 @@ class Node(BaseNode):
             dtype=dtype,
             has_first=self.is_server,
         )
-        self._declare(spec, restore=restore)
-        table = SparseTable(self._customer, spec, dim, dtype)
-        self._tables.append(table)
-        return table
+        return self.declare(spec, partial(SparseTable, dim=dim, dtype=dtype), restore=restore)
 
     def save(
         self,
@@ -287,9 +284,25 @@ class Node(BaseNode):
         finally:
             self._barrier("after a snapshot", step=step)
 
-    def _declare(
-        self, spec: TableSpec, state: State | None = None, restore: Path | None = None
-    ) -> None:
+    def declare(
+        self,
+        spec: TableSpec,
+        make: Callable[[Customer | None, TableSpec], AnyTable],
+        state: State | None = None,
+        restore: Path | None = None,
+    ) -> AnyTable:
+        """Declare a table of any kind; all nodes declare the same ones.
+
+        Args:
+            spec: The table.
+            make: Function of a worker's customer (None elsewhere) and the spec that returns the
+                worker's face of it.
+            state: Exported state to begin with, on servers.
+            restore: Snapshot to begin with; that of `Options` when None.
+
+        Raises:
+            ConfigError: There is a table of this name, or the quorum exceeds the workers.
+        """
         if spec.name in self.postoffice.tables:
             msg = f"there is a table {spec.name!r} already"
             raise ConfigError(msg)
@@ -308,6 +321,9 @@ class Node(BaseNode):
             elif where is not None:
                 states = read_table(where, spec.name, spec.num_shards, spec.lengths)
             self._server.add(spec, states)
+        table = make(self._customer, spec)
+        self._tables.append(table)
+        return table
 
     def serve(self) -> None:
         """Serve, or schedule, until all workers have left; a spare returns at once.

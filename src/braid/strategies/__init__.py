@@ -26,6 +26,11 @@ from braid.strategies.contexts import (
     has_strategy,
     in_cross_replica_context,
 )
+from braid.strategies.coordinator import (
+    ClosureCancelledError,
+    ClusterCoordinator,
+    RemoteValue,
+)
 from braid.strategies.datasets import DistributedDataset, InputContext
 from braid.strategies.extended import StrategyExtended
 from braid.strategies.fitting import fit
@@ -34,32 +39,49 @@ from braid.strategies.kinds import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
 )
+from braid.strategies.parameter_server import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    ParameterServerStrategy,
+    ShardedVariable,
+    SyncReplicas,
+)
 from braid.strategies.strategy import Strategy, compute_average_loss
 from braid.strategies.values import PerReplica, SyncOnRead
 
 __all__ = [
     "Callback",
+    "ClosureCancelledError",
+    "ClusterCoordinator",
     "ClusterResolver",
     "CommunicationOptions",
     "CrossDeviceOps",
     "DistributedDataset",
     "EarlyStop",
+    "FixedShardsPartitioner",
     "HierarchicalCopyAllReduce",
     "InputContext",
     "KubernetesClusterResolver",
     "LaunchedClusterResolver",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "PerReplica",
     "RayClusterResolver",
     "ReductionToOneDevice",
+    "RemoteValue",
     "ReplicaContext",
+    "ShardedVariable",
     "SlurmClusterResolver",
     "Strategy",
     "StrategyExtended",
     "SyncOnRead",
+    "SyncReplicas",
     "TFConfigClusterResolver",
     "compute_average_loss",
     "fit",

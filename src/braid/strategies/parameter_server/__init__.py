@@ -7,6 +7,7 @@ from braid.strategies.parameter_server.partitioners import (
     MaxSizePartitioner,
     MinSizePartitioner,
 )
+from braid.strategies.parameter_server.sharded_variable import ShardedVariable
 from braid.strategies.parameter_server.strategy import ParameterServerStrategy, SyncReplicas
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "ParameterServerStrategy",
+    "ShardedVariable",
     "SyncReplicas",
 ]

@@ -164,7 +164,7 @@ class ShardedVariable(Table):
         rows = [length // max(1, self._dim) for length in spec.lengths]
         self._begins = torch.tensor([0, *accumulate(rows)])
         self._cached: torch.Tensor | None = None
-        self.timestamps: list[int] = []  # of changes for which nobody has waited
+        self._timestamps: list[int] = []  # of changes for which nobody has waited
 
     def read(self) -> torch.Tensor:
         """Return the value; the same one until this worker changes it, or begins another step.
@@ -190,49 +190,55 @@ class ShardedVariable(Table):
 
     def assign(self, value: torch.Tensor | float) -> None:
         """Replace the value."""
-        self._change("assign", None, value)
+        self._carry_out("assign", None, value)
 
     def assign_add(self, value: torch.Tensor | float) -> None:
         """Add to the value."""
-        self._change("add", None, value)
+        self._carry_out("add", None, value)
 
     def assign_sub(self, value: torch.Tensor | float) -> None:
         """Subtract from the value."""
-        self._change("sub", None, value)
+        self._carry_out("sub", None, value)
 
     def scatter_update(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Replace rows; of a row that occurs twice, the last one counts."""
-        self._change("assign", ids, values)
+        self._carry_out("assign", ids, values)
 
     def scatter_add(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Add to rows."""
-        self._change("add", ids, values)
+        self._carry_out("add", ids, values)
 
     def scatter_sub(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Subtract from rows."""
-        self._change("sub", ids, values)
+        self._carry_out("sub", ids, values)
 
     def scatter_mul(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Multiply rows."""
-        self._change("mul", ids, values)
+        self._carry_out("mul", ids, values)
 
     def scatter_div(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Divide rows."""
-        self._change("div", ids, values)
+        self._carry_out("div", ids, values)
 
     def scatter_max(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Replace elements of rows by larger ones."""
-        self._change("max", ids, values)
+        self._carry_out("max", ids, values)
 
     def scatter_min(self, ids: torch.Tensor, values: torch.Tensor | float) -> None:
         """Replace elements of rows by smaller ones."""
-        self._change("min", ids, values)
+        self._carry_out("min", ids, values)
 
     def begin_step(self) -> None:
-        """Read anew in the next step."""
+        """Read again in the next step."""
         self._cached = None
 
-    def _change(self, name: str, ids: torch.Tensor | None, value: torch.Tensor | float) -> None:
+    def wait_all(self) -> None:
+        """Wait until all changes are accepted."""
+        for timestamp in self._timestamps:
+            self.wait(timestamp)
+        self._timestamps.clear()
+
+    def _carry_out(self, name: str, ids: torch.Tensor | None, value: torch.Tensor | float) -> None:
         """Push a change of rows, of all when `ids` is None."""
         rows = torch.arange(self._num_rows) if ids is None else self._checked(ids)
         wanted = self.shape if ids is None else torch.Size([*ids.shape, *self.shape[1:]])
@@ -257,7 +263,7 @@ class ShardedVariable(Table):
             specs, buffers = as_buffers(tensors)
             return [specs[k : k + 3] for k in range(0, len(specs), 3)], buffers
 
-        self.timestamps.append(self._push(build, 0))
+        self._timestamps.append(self._push(build, 0))
         self._cached = None
 
     def _pulled(self, ids: torch.Tensor | None) -> torch.Tensor:

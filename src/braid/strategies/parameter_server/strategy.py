@@ -28,19 +28,26 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from braid.errors import ConfigError
 from braid.ps import Consistency, Node, Options
+from braid.ps.dense import MAX_SHARDS
 from braid.strategies.cluster import (
     ClusterResolver,
     LaunchedClusterResolver,
     TFConfigClusterResolver,
 )
 from braid.strategies.parameter_server.cluster_node import join_cluster
-from braid.strategies.parameter_server.partitioners import Partitioner
+from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
+from braid.strategies.parameter_server.sharded_variable import (
+    Aggregation,
+    ShardedVariable,
+    variable_spec,
+)
 from braid.strategies.parameter_server.variables import ServerVariables
 from braid.strategies.replicas import ThreadReplicas
 from braid.strategies.strategy import Strategy
@@ -92,6 +99,7 @@ class ParameterServerStrategy(Strategy):
         self._consistency = ASYNCHRONOUS if consistency is None else consistency
         self._partitioner = variable_partitioner
         self._variables: ServerVariables | None = None
+        self._sharded: list[ShardedVariable] = []
         self.has_coordinator = False
         self._restore = None if options is None else options.restore
         if options is not None:
@@ -129,7 +137,7 @@ class ParameterServerStrategy(Strategy):
             ConfigError: An optimizer has parameters that were not made in the scope.
         """
         if self._variables is None:
-            self._made.check()
+            self._made.check(1)
             modules = self._made.modules()
             self._variables = ServerVariables(
                 self._node,
@@ -138,10 +146,41 @@ class ParameterServerStrategy(Strategy):
                 self._consistency,
                 partitioner=self._partitioner,
                 restore=self._restore,
+                sharded=self._sharded,
             )
             for module in modules:
                 module.register_forward_pre_hook(self._before_forward)
         return self._variables
+
+    def variable(
+        self, name: str, initial: torch.Tensor, aggregation: Aggregation = "none"
+    ) -> ShardedVariable:
+        """Return a variable on servers that the program reads and changes itself.
+
+        All processes declare the same ones, before the first step.
+
+        Args:
+            name: Name of the variable.
+            initial: First value.
+            aggregation: `none` to carry out each change as it comes; `mean` or `sum` of the changes
+                of all workers.
+
+        Raises:
+            ConfigError: There is a variable of this name, or training has begun.
+        """
+        if self._variables is not None:
+            msg = f"variable {name!r} must be declared before the first step, in all processes"
+            raise ConfigError(msg)
+        shape = initial.shape
+        rows = rows_of_shards(self._partitioner, shape, initial.dtype, MAX_SHARDS)
+        place = sum(variable.num_shards for variable in self._sharded)
+        spec = variable_spec(
+            name, initial, rows, aggregation, place=place, has_first=self._node.is_server
+        )
+        make = partial(ShardedVariable, shape=shape, dtype=initial.dtype)
+        variable = self._node.declare(spec, make, restore=self._restore)
+        self._sharded.append(variable)
+        return variable
 
     def run(
         self,

@@ -39,6 +39,7 @@ from braid.ps.storage import State, join_shards, split_state
 from braid.ps.table import Table
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
 from braid.strategies.parameter_server.rows import EmbeddingRows
+from braid.strategies.parameter_server.sharded_variable import ShardedVariable
 
 __all__ = ["ServerVariables"]
 
@@ -170,6 +171,7 @@ class ServerVariables:
         consistency: When pushes are applied, and pulls answered.
         partitioner: Says into how many shards a parameter is divided; one shard when None.
         restore: Snapshot to begin with, or a directory of snapshots.
+        sharded: Variables that the program changes itself.
 
     Raises:
         CheckpointError: The snapshot lacks a variable.
@@ -185,7 +187,9 @@ class ServerVariables:
         *,
         partitioner: Partitioner | None,
         restore: Path | None,
+        sharded: Sequence[ShardedVariable] = (),
     ) -> None:
+        self._sharded = sharded
         self._restore = restore
         self._node = node
         self._consistency = consistency
@@ -244,6 +248,8 @@ class ServerVariables:
         timestamps = [each.pull() for each in wanted]
         for each, timestamp in zip(wanted, timestamps, strict=True):
             each.arrive(timestamp)
+        for variable in self._sharded:
+            variable.begin_step()
         self._has_constants, self._is_stale = True, False
 
     def pull_if_stale(self) -> None:
@@ -256,6 +262,8 @@ class ServerVariables:
         for table, timestamp in self._pushes:
             table.wait(timestamp)
         self._pushes.clear()
+        for variable in self._sharded:
+            variable.wait_all()
 
     def pull_all(self) -> None:
         """Pull like `pull`, and all rows of sparse embeddings, too."""
@@ -282,7 +290,8 @@ class ServerVariables:
             ConfigError: Pushes are under way, so that shards have different ones.
         """
         states = {name: state for each in self._all() for name, state in each.export().items()}
-        return states | {rows.name: rows.table.export() for rows in self._all_rows()}
+        states |= {rows.name: rows.table.export() for rows in self._all_rows()}
+        return states | {variable.name: variable.export() for variable in self._sharded}
 
     def write(
         self,
@@ -305,6 +314,7 @@ class ServerVariables:
             if name in rows
             else one["values"].view(shapes[name])
             for name, one in states.items()
+            if name in shapes
         }
         write_tables(directory, states, step, extra=model, state=state, keep=keep)
 
@@ -328,13 +338,13 @@ class ServerVariables:
 
     def oldest_task(self) -> int:
         """Return the number below which all tasks are over, as far as servers know."""
-        tables = [each.table for each in self._all_pushed()]
+        tables = [*(each.table for each in self._all_pushed()), *self._sharded]
         return max((table.fetch_oldest_task() for table in tables), default=0)
 
     @contextmanager
     def task(self, key: TaskKey) -> Iterator[None]:
         """Push with the key of a task in the block, at the end of which all pushes are accepted."""
-        tables = [each.table for each in self._all_pushed()]
+        tables = [*(each.table for each in self._all_pushed()), *self._sharded]
         for table in tables:
             table.task = key
         try:
@@ -354,7 +364,8 @@ class ServerVariables:
         return [each for tables in self._rows.values() for each in tables]
 
     def _tables_with_clocks(self) -> list[Table]:
-        return [*(each.table for each in self._all()), *(each.table for each in self._all_rows())]
+        tables: list[Table] = [each.table for each in self._all()]
+        return [*tables, *(each.table for each in self._all_rows()), *self._sharded]
 
     def _all(self) -> list[_VariableTable]:
         return [*self._all_trained(), *self._constants]
