@@ -110,7 +110,7 @@ class VariableStorage(Storage):
         for place in range(0, len(update), 3):
             operation, ids, operands = update[place : place + 3]
             change = OPERATIONS[NAMES[int(operation)]]
-            if ids.unique().numel() == ids.numel():
+            if torch.unique(ids).numel() == ids.numel():
                 values[ids] = change(values[ids], operands)
                 continue
             for number, row in enumerate(ids.tolist()):
