@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.workers.coordinator import (
+from benchmarks.workers.local_tasks import (
     BRAID,
     TENSORFLOW,
     figures_under_kills,

@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.workers.local_tasks import losses_of_steps
 from benchmarks.workers.strategies import StepPlan, Steps, mirrored, workers
 from braid.cli.bench.harness.ranks import figures_of
 from braid.cli.bench.harness.report import (
@@ -27,6 +28,8 @@ from braid.runtime.text import duration_text
 __all__ = ["BENCH", "StrategyBench", "StrategyReport"]
 
 MOST = 1.05  # of the wrapper's seconds
+MOST_APART = 1e-5  # losses of two systems
+NUM_LOSSES = 50
 WRAPPERS = {
     "MirroredStrategy": "DataParallel",
     "MultiWorkerMirroredStrategy": "DistributedDataParallel",
@@ -38,9 +41,12 @@ class StrategyReport(Report, kw_only=True):
 
     Attributes:
         steps: Steps of each strategy.
+        difference: Largest difference between a loss of TensorFlow's MultiWorkerMirroredStrategy
+            and braid's; None without TensorFlow.
     """
 
     steps: dict[str, Steps] = msgspec.field(default_factory=dict)
+    difference: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +58,7 @@ class StrategyBench:
         batch: Rows of a step over all replicas.
         n: Number of replicas.
         rounds: Number of steps of each, in turns.
+        tensorflow: Python with tensorflow-cpu, to compare the losses of 50 steps, too.
         out: Directory for `strategies.json` and the logs.
     """
 
@@ -59,6 +66,7 @@ class StrategyBench:
     batch: int = 16
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 2
     rounds: int = 30
+    tensorflow: Path | None = None
     out: Path = Path("runs/bench-strategies")
 
     def __post_init__(self) -> None:
@@ -73,6 +81,11 @@ def _measure(bench: StrategyBench, console: Console) -> StrategyReport:
     for name, (num_ranks, function) in cases:
         with console.status(f"{name} beside {WRAPPERS[name]}"):
             report.steps[name] = figures_of(num_ranks, function, plan, Steps, out=bench.out)
+    if bench.tensorflow is not None:
+        with console.status("losses of MultiWorkerMirroredStrategy beside TensorFlow's"):
+            ours = losses_of_steps("braid_mirrored", NUM_LOSSES)
+            theirs = losses_of_steps("tensorflow_mirrored", NUM_LOSSES, str(bench.tensorflow))
+            report.difference = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     return report
 
 
@@ -89,6 +102,10 @@ def _verdicts(report: StrategyReport) -> Iterator[BenchVerdict]:
     for name, steps in report.steps.items():
         claim = f"a step of {name} takes at most {MOST:g} times as long as {WRAPPERS[name]}'s"
         yield BenchVerdict(claim, f"measured {steps.ratio:.2f}", steps.ratio <= MOST)
+    if report.difference is not None:
+        claim = f"the losses of {NUM_LOSSES} steps are TensorFlow's to {MOST_APART:g}"
+        met = report.difference <= MOST_APART
+        yield BenchVerdict(claim, f"largest difference {report.difference:.1e}", met)
 
 
 BENCH = Benchmark("strategies", StrategyBench, _measure, _table, _verdicts)

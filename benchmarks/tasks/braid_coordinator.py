@@ -1,6 +1,6 @@
 """A task of a coordinator's cluster: null closures per second, and closures while workers die.
 
-Started by `benchmarks.workers.coordinator` with TF_CONFIG; the chief prints its figures.
+Started by `benchmarks.workers.local_tasks` with TF_CONFIG; the chief prints its figures.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from braid.ps import BSP, Consistency, Options
+from braid.ps.messages import Here
 from braid.runtime.message import Delivery, PeerLost
 from ps_simulation import NUMEL, Simulation
 from support.message_faults import Faults
@@ -373,3 +374,15 @@ def test_hot_shards_move_to_servers_with_little_load(seed):
     if seed % 2 == 0:  # else what is sent again counts as load
         assert sorted(run.heads()) == [0, 0, 1, 1]
     check_bits(run, 60)
+
+
+def test_a_worker_waits_for_a_directory_with_its_own_process():
+    run = stepping_with_adam(0)
+    run.begin(0.5)
+    before = run.nodes["scheduler"].postoffice.directory
+    run.crash("worker:0")
+    office = run.start("worker", 0).postoffice
+    office.handle(Delivery("scheduler", Here(before)))
+    assert office.directory is None, "servers would refuse what it asks"
+    run.run()
+    check_bits(run, CLOCKS)

@@ -15,27 +15,35 @@ from types import TracebackType
 
 from braid.errors import ConfigError
 
-__all__ = ["BRAID", "TENSORFLOW", "LocalTasks", "figures_under_kills", "rates_of_null_closures"]
+__all__ = [
+    "BRAID",
+    "TENSORFLOW",
+    "LocalTasks",
+    "figures_under_kills",
+    "losses_of_steps",
+    "rates_of_null_closures",
+]
 
-PROGRAMS = Path(__file__).parents[1] / "tasks"
-BRAID, TENSORFLOW = "braid_coordinator.py", "tensorflow_coordinator.py"
+ROOT = Path(__file__).parents[2]
+BRAID, TENSORFLOW = "braid_coordinator", "tensorflow_coordinator"
 
 
 class LocalTasks:
     """Processes of one program, one for each task.
 
     Args:
-        program: File of the program.
+        program: Module of the program, in `benchmarks.tasks`.
         args: Its arguments.
         python: Interpreter that runs it.
-        jobs: Number of tasks of each job.
+        jobs: Number of tasks of each job; the figures of task 0 of the first job are read.
     """
 
     def __init__(
         self, program: str, args: Sequence[str], jobs: dict[str, int], python: str = sys.executable
     ) -> None:
-        self._command = [python, str(PROGRAMS / program), *args]
+        self._command = [python, "-m", f"benchmarks.tasks.{program}", *args]
         ports = _free_ports(sum(jobs.values()))
+        self._speaker = next(iter(jobs))
         self._jobs = {
             job: [f"localhost:{ports.pop()}" for _ in range(count)] for job, count in jobs.items()
         }
@@ -58,12 +66,13 @@ class LocalTasks:
     def start(self, job: str, index: int) -> None:
         """Start a task, or start it again."""
         config = {"cluster": self._jobs, "task": {"type": job, "index": index}}
-        is_chief = job == "chief"
+        speaks = (job, index) == (self._speaker, 0)
         self._running[job, index] = subprocess.Popen(
             self._command,
             env={**os.environ, "TF_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE if is_chief else subprocess.DEVNULL,
-            stderr=None if is_chief else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if speaks else subprocess.DEVNULL,
+            stderr=None if speaks else subprocess.DEVNULL,
+            cwd=ROOT,
             text=True,
         )
 
@@ -79,21 +88,21 @@ class LocalTasks:
         process.wait()
 
     def wait_for(self, word: str) -> str:
-        """Return what follows a word in the next line of the chief that begins with it.
+        """Return the rest of the next line that begins with a word.
 
         Raises:
-            ConfigError: The chief has ended.
+            ConfigError: The task whose lines are read has ended.
         """
-        chief = self._running["chief", 0]
-        while line := chief.stdout.readline() if chief.stdout else "":
+        speaker = self._running[self._speaker, 0]
+        while line := speaker.stdout.readline() if speaker.stdout else "":
             first, _, rest = line.strip().partition(" ")
             if first == word:
                 return rest
-        msg = f"{' '.join(self._command)} ended with {chief.wait()} before its figures came"
+        msg = f"{' '.join(self._command)} ended with {speaker.wait()} before its figures came"
         raise ConfigError(msg)
 
     def figure(self) -> float:
-        """Return the next figure of the chief."""
+        """Return the next figure that is printed."""
         return float(self.wait_for("figure"))
 
 
@@ -109,7 +118,7 @@ def figures_under_kills(phases: int, phase_s: float, every_s: float) -> tuple[li
         every_s: Seconds between two deaths.
     """
     num_kills = phases // 2 * int(phase_s / every_s)
-    jobs = {"ps": 1, "worker": 2, "chief": 1, "spare": num_kills + 1}
+    jobs = {"chief": 1, "ps": 1, "worker": 2, "spare": num_kills + 1}
     workers = [("worker", 0), ("worker", 1)]  # the process that is each worker now
     rates: list[float] = []
     with LocalTasks(BRAID, ["counted", str(phases), str(phase_s)], jobs) as tasks:
@@ -135,7 +144,7 @@ def rates_of_null_closures(
     program: str, closures: int, rounds: int, python: str = sys.executable
 ) -> list[float]:
     """Return the null closures per second of each round, with one server and two workers."""
-    jobs = {"ps": 1, "worker": 2, "chief": 1}
+    jobs = {"chief": 1, "ps": 1, "worker": 2}
     args = [str(closures), str(rounds)]
     if program == BRAID:
         args = ["null", *args]
@@ -143,6 +152,13 @@ def rates_of_null_closures(
         for kind in jobs:
             tasks.start_all(kind)
         return [tasks.figure() for _ in range(rounds)]
+
+
+def losses_of_steps(program: str, steps: int, python: str = sys.executable) -> list[float]:
+    """Return the loss of each step of two workers."""
+    with LocalTasks(program, [str(steps)], {"worker": 2}, python) as tasks:
+        tasks.start_all("worker")
+        return [tasks.figure() for _ in range(steps)]
 
 
 def _free_ports(count: int) -> list[int]:
