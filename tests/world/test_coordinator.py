@@ -454,6 +454,34 @@ def test_workers_without_a_coordinator_run_their_loops(consistency):
                 assert torch.allclose(param, expected, atol=1e-6)
 
 
+def test_a_worker_that_is_started_again_goes_on_at_its_step():
+    cluster = Cluster(1, 1, chief=False)
+    model, results = net(), list[int]()
+
+    def stopped(task: Task) -> None:
+        strategy = make(task)
+        for step in range(3):
+            strategy.run(train, batch(step))
+        strategy.pull()
+        strategy.node.postoffice.van.close(0.0)  # as if it were killed
+
+    def again(task: Task) -> None:
+        strategy = make(task)
+        results.append(strategy.resume())
+        for step in range(results[0], 6):
+            strategy.run(train, batch(step))
+        strategy.pull()
+        model.load_state_dict(LOCAL.model.state_dict())
+        strategy.close()
+
+    cluster.start("worker", 0, stopped).join(30)
+    cluster.threads.append(cluster.start("worker", 0, again))
+    cluster.end()
+    assert results == [3]
+    for param, expected in zip(model.parameters(), alone(6), strict=True):
+        assert torch.equal(param, expected)
+
+
 def test_a_backup_worker_that_is_late_goes_on_at_the_current_step():
     settings = {"consistency": SyncReplicas(1)}
     cluster = Cluster(1, 2, chief=False, **settings)

@@ -208,6 +208,13 @@ class ParameterServerStrategy(Strategy):
         self.pull()
         return super().run(fn, args, kwargs)
 
+    def resume(self) -> int:
+        """Return the number of steps that this worker has pushed, also in earlier processes.
+
+        A worker that was started again begins with the step of this number.
+        """
+        return self.variables.resume()
+
     def pull(self) -> None:
         """Copy the values of servers into this worker's modules.
 

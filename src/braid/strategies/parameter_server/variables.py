@@ -242,7 +242,7 @@ class ServerVariables:
         """
         self._node.postoffice.ensure_joined()
         self.wait()
-        if self._consistency.quorum is not None:
+        if self._consistency.quorum is not None or not self._has_constants:
             self.resume()
         wanted = self._all() if not self._has_constants else self._all_trained()
         timestamps = [each.pull() for each in wanted]
@@ -331,10 +331,12 @@ class ServerVariables:
                     shards.append((piece.begin, shard % count))
         return [server for _, server in sorted(shards)]
 
-    def resume(self) -> None:
-        """Go on at the clocks of an earlier process of this worker."""
+    def resume(self) -> int:
+        """Go on at the clocks of an earlier process of this worker; return its number of steps."""
+        self._node.postoffice.ensure_joined()
         for table in self._tables_with_clocks():
             table.clock = table.fetch_clock()
+        return min((each.table.clock for each in self._all_pushed()), default=0)
 
     def oldest_task(self) -> int:
         """Return the number below which all tasks are over, as far as servers know."""
