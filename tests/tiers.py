@@ -66,6 +66,7 @@ TIERS: dict[str, Tier] = {
     "world/test_comm_group.py::test_claim_holds_on_three": ALL,
     "world/test_comm_program_steps.py::test_an_algorithm": VALUES,
     "world/test_data_parallel_hooks.py::test_training_reaches": ALL,
+    "world/test_coordinator_faults.py": ALL,
     "world/test_ddp_conversions.py::test_what_is_the_same": VALUES,
     "world/test_ddp_joins.py::test_several": VALUES,
     "world/test_ddp_options.py::test_a_step_of_a_compiled_module": ALL,

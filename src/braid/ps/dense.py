@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,9 +153,9 @@ class DenseTable(Table):
 
         def build(parts: tuple[int, ...]) -> tuple[Specs, Sequence[memoryview]]:
             pushes = [self._push_of(flat, part, has) for part in parts]
-            specs, buffers = as_buffers([tensor for push in pushes for tensor in push])
+            specs, buffers = as_buffers([*chain.from_iterable(pushes)])
             rest = iter(specs)
-            return [[next(rest) for _ in push] for push in pushes], buffers
+            return [[*islice(rest, len(push))] for push in pushes], buffers
 
         return self._push(build, priority, lr)
 

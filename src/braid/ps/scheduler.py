@@ -127,7 +127,7 @@ class Scheduler:
             on_tick=self._tick,
             waiting=state.waiting,
         )
-        self._restarted_ns = postoffice.van.clock.now_ns()
+        self._restarted_ns: int | None = None  # when it began to receive
 
     @property
     def is_over(self) -> bool:
@@ -158,6 +158,8 @@ class Scheduler:
         )
         if self._state.missing:
             now_ns = self._postoffice.van.clock.now_ns()
+            if self._restarted_ns is None:
+                self._restarted_ns = now_ns
             if now_ns - self._restarted_ns > RETURN_S * 1e9:
                 self._act(self._state.drop_missing())
 
