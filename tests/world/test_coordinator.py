@@ -282,7 +282,7 @@ def test_a_data_set_that_fails_is_an_error(coordinated):
     with pytest.raises(ValueError, match="no file"):
         coordinator.join()
     coordinator.schedule(next_of, (broken, 1))
-    with pytest.raises(ConfigError, match="worker:0 has no data set or resource 1"):
+    with pytest.raises(ConfigError, match="worker:0 lacks a data set or resource of this closure"):
         coordinator.join()
 
 

@@ -150,7 +150,7 @@ class ClusterCoordinator:
         names = [f"worker:{number}" for number in range(strategy.node.num_workers)]
         self._queue = ClosureQueue(MAX_WAITING, names if strategy.is_synchronous else ())
         self._next = 0  # number of the next closure
-        self._num_resources = 0
+        self._num_resources = time.time_ns()  # numbers that no earlier coordinator has used
         self._closures: dict[int, _Closure] = {}
         self._errors: dict[int, BaseException] = {}
         self._waiters: list[tuple[Callable[[], object], threading.Event]] = []
