@@ -12,6 +12,7 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.strategies import (
+    CentralStorageStrategy,
     CommunicationOptions,
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -189,3 +190,62 @@ def test_two_strategies_train_in_turns_and_not_each_others_models(mirrored):
     with pytest.raises(ConfigError, match="not made in this strategy's scope"):
         other.run(lambda: made[0][0](torch.ones(1, 2)))
     other.close()
+
+
+def replicas_after_steps(
+    strategy: Strategy, make: Callable[..., torch.optim.Optimizer]
+) -> list[list[torch.Tensor]]:
+    """Return each replica's parameters after steps, and the size of its optimizer's state."""
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        optimizer = make(model.parameters())
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()  # a second step, whose forward uses the values of the first
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+        states = sum(len(optimizer.state[param]) for param in optimizer.state)
+        return [*(param.detach().clone() for param in model.parameters()), torch.tensor(states)]
+
+    draws = torch.Generator().manual_seed(1)
+    for x in strategy.experimental_distribute_dataset(
+        [torch.randn(5, 2, generator=draws) for _ in range(3)]
+    ):
+        values = strategy.run(step, (x,))
+    return [[part.values[index] for part in values] for index in range(3)]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_central_storage_trains_as_mirrored_models_with_one_optimizers_state(name):
+    def make(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(params, lr=0.05)
+
+    central, mirror = CentralStorageStrategy(["cpu"] * 3), MirroredStrategy(["cpu"] * 3)
+    replicas, expected = replicas_after_steps(central, make), replicas_after_steps(mirror, make)
+    for replica in replicas:
+        for param, other in zip(replica[:-1], expected[0][:-1], strict=True):
+            assert torch.equal(param, other)
+    assert [int(replica[-1]) for replica in replicas[1:]] == [0, 0]
+    assert int(replicas[0][-1]) == int(expected[0][-1])
+    central.close()
+    mirror.close()
+
+
+def test_central_storage_refuses_what_has_no_one_step():
+    with pytest.raises(ConfigError, match="the parameter device meta is none of the compute"):
+        CentralStorageStrategy(["cpu", "cpu"], "meta")
+    strategy = CentralStorageStrategy(["cpu", "cpu"])
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+    def step() -> None:
+        optimizer.step(lambda: model(torch.ones(1, 2)).sum())
+
+    with pytest.raises(ConfigError, match=r"LBFGS.step\(closure\) in a CentralStorageStrategy"):
+        strategy.run(step)
+    strategy.close()

@@ -35,6 +35,7 @@ from braid.strategies.datasets import DistributedDataset, InputContext
 from braid.strategies.extended import StrategyExtended
 from braid.strategies.fitting import fit
 from braid.strategies.kinds import (
+    CentralStorageStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
@@ -52,6 +53,7 @@ from braid.strategies.values import PerReplica, SyncOnRead
 
 __all__ = [
     "Callback",
+    "CentralStorageStrategy",
     "ClosureCancelledError",
     "ClusterCoordinator",
     "ClusterResolver",

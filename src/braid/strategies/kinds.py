@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from braid.strategies.replicas import OneRank, ThreadReplicas
 from braid.strategies.strategy import Strategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -66,6 +68,85 @@ class MirroredStrategy(Strategy):
         ops = CrossDeviceOps() if cross_device_ops is None else cross_device_ops
         ops.check()
         super().__init__(ThreadReplicas(_devices(devices)), bucket_cap_mb=ops.bucket_cap_mb)
+
+
+class CentralStorageStrategy(Strategy):
+    """Variables and optimizer state on one device of this process, computation on all.
+
+    Each replica computes with a copy of the variables. One optimizer steps, on the first device,
+    with the average of the gradients; then the others receive the variables. The weights are those
+    of `MirroredStrategy`; the state of the optimizer is on one device.
+
+    Args:
+        compute_devices: Devices of the replicas; see `MirroredStrategy`.
+        parameter_device: Device of the variables, one of the compute devices; the first when None.
+
+    Raises:
+        ConfigError: There are no such devices, or the variables are to lie on another one.
+
+    Cost: beside the average of the gradients, one broadcast of the parameters in each step.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[DeviceLike] | None = None,
+        parameter_device: DeviceLike | None = None,
+    ) -> None:
+        devices = _devices(compute_devices)
+        if parameter_device is not None:
+            first = as_device(parameter_device)
+            if first not in devices:
+                msg = (
+                    f"the parameter device {first} is none of the compute devices "
+                    f"{', '.join(map(str, devices))}: name one of them"
+                )
+                raise ConfigError(msg)
+            devices.remove(first)
+            devices.insert(0, first)
+        super().__init__(ThreadReplicas(devices))
+
+    def _average_gradients(self, index: int, group: Group) -> None:
+        super()._average_gradients(index, group)
+        for optimizer in self._objects[index].optimizers:
+            central = _CentralStep(group)
+            self._hooks += [
+                optimizer.register_step_pre_hook(central.before),
+                optimizer.register_step_post_hook(central.after),
+            ]
+
+
+class _CentralStep:
+    """Steps with the first replica's optimizer only; the others receive the parameters."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Hide the gradients from the optimizers of the other replicas."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            msg = (
+                f"{type(optimizer).__name__}.step(closure) in a CentralStorageStrategy: one "
+                "optimizer steps for all replicas; use MirroredStrategy"
+            )
+            raise ConfigError(msg)
+        if self._group.rank == 0:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._grads = [(param, param.grad) for param in params]
+        for param in params:
+            param.grad = None
+
+    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Receive the parameters of the first replica, or send them."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                self._group.broadcast(param.detach(), 0)
+        for param, grad in self._grads:
+            param.grad = grad
+        self._grads = []
 
 
 class MultiWorkerMirroredStrategy(Strategy):
