@@ -211,6 +211,13 @@ class ServerVariables:
         for number, optimizer in enumerate(optimizers):
             self._trained[optimizer], self._rows[optimizer] = [], []
             for place, group in enumerate(optimizer.param_groups):
+                twice = [p for p in group["params"] if id(p) not in names]
+                if twice:
+                    msg = (
+                        f"a parameter of shape {list(twice[0].shape)} is in two optimizers or "
+                        "groups: servers step each parameter once"
+                    )
+                    raise ConfigError(msg)
                 named = {names.pop(id(param)): param for param in group["params"]}
                 dense = {name: p for name, p in named.items() if id(p) not in by_rows}
                 make, prefix = _factory(optimizer, group), f"optimizer{number}.{place}"
