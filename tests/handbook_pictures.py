@@ -42,6 +42,7 @@ from handbook_sequences import SEQUENCES
 from handbook_servers import SERVERS
 from handbook_sharding import SHARDING
 from handbook_slices import SLICES
+from handbook_strategies import STRATEGIES
 
 HANDBOOK = Path(__file__).resolve().parent.parent / "docs" / "handbook"
 WIDTH = 760  # pixels of a time axis
@@ -308,6 +309,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     *LAUNCHING,
     placed_step,
     *INTERFACES,
+    *STRATEGIES,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,
