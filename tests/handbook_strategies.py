@@ -7,6 +7,7 @@ parameter server strategy on a node that records its tables, and from the reader
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -15,13 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from braid.parallel.gradients.bucket_layout import Caps, plan_buckets
+from braid.programs.schedule import simulate
 from braid.programs.schedule.bars import COLOURS, Bar, draw
+from braid.programs.schedule.collective import algorithm, collective_costs, program
+from braid.programs.topology import Cluster, flat
 from braid.ps import Consistency
+from braid.ps.protocol.directory import SCHEDULER, server_node, worker_node
 from braid.ps.protocol.instructions import Merge, View
 from braid.ps.protocol.shard_state import ShardState, TaskKey
+from braid.runtime.rendezvous.engine_ranks import engine_rank
 from braid.strategies.coordinator.queue_state import Assign, ClosureQueue, EndClosure
 from braid.strategies.parameter_server import FixedShardsPartitioner
 from braid.strategies.parameter_server.variables import ServerVariables
+from braid.types import TensorSpec
 from handbook_servers import GREY, LOST, _svg, _text
 
 BLUE, RED, GREEN = COLOURS[:3]
@@ -194,4 +202,169 @@ def _shard(x: float, y: float, wide: float, high: float, colour: str, text: str)
     return box + label
 
 
-STRATEGIES = (closures_run_again, variables_on_servers)
+# -- three steps of each strategy
+
+STEP_S = ((4e-3, 4e-3, 4e-3), (4e-3, 8e-3, 4e-3))  # of each replica's share of a batch
+NUM_STEPS = len(STEP_S[0])
+PARAM_BYTES = 1.25e6
+MEMORY = flat(2, 2e-6, 10e9)  # memory of a host: 10 GB/s for each replica
+NETWORK = flat(2, 20e-6, 1.25e9)  # 10 Gbit/s for each host
+TRANSFER_S = PARAM_BYTES / 1.25e9  # of all parameters between a worker and the server
+
+
+def strategies_side_by_side() -> str:
+    """Draw three steps of two replicas under four strategies; replica 1 is slow in the second."""
+    bars: list[Bar] = []
+    now_s = 0.0
+    for step in range(NUM_STEPS):
+        for replica in (0, 1):  # one device computes both shares
+            end_s = now_s + STEP_S[replica][step]
+            bars.append(Bar(0, now_s, end_s, BLUE, f"step {step}, share {replica}", f"{step}"))
+            now_s = end_s
+    bars += _synchronous(1, MEMORY) + _synchronous(3, NETWORK) + _asynchronous(5)
+    lanes = ["device", "thread 0", "thread 1", "process 0", "process 1"]
+    lanes += ["worker 0", "worker 1", "server"]
+    legend = {"computes": BLUE, "sends": RED}
+    return draw(lanes, bars, math.ceil(now_s / TICK_S) * TICK_S, legend=legend, width=640)
+
+
+def _synchronous(lane: int, cluster: Cluster) -> list[Bar]:
+    """Draw two replicas whose gradients are averaged in each step, after backward."""
+    made = program(algorithm("ring", "all_reduce", 2))
+    seconds = simulate(made, collective_costs(made, PARAM_BYTES), cluster).seconds
+    bars, now_s = [], 0.0
+    for step in range(NUM_STEPS):
+        ends_s = [now_s + STEP_S[replica][step] for replica in (0, 1)]
+        met_s = max(ends_s)
+        for replica, end_s in enumerate(ends_s):
+            bars.append(Bar(lane + replica, now_s, end_s, BLUE, f"step {step}", f"{step}"))
+            bars.append(Bar(lane + replica, met_s, met_s + seconds, RED, "all-reduce"))
+        now_s = met_s + seconds
+    return bars
+
+
+def _asynchronous(lane: int) -> list[Bar]:
+    """Draw two workers that pull, compute and push at their own pace."""
+    shard = ShardState(0, Consistency(staleness=math.inf, aggregate="sum"))
+    shard.configure(View(0, (0,), {}, {0: 0, 1: 0}))
+    bars: list[Bar] = []
+    free_s = {"lower": 0.0, "upper": 0.0}  # directions of the server's link: pulls and pushes
+    events = [(0.0, worker, 0, "pull") for worker in (0, 1)]
+    while events:
+        now_s, worker, step, kind = heapq.heappop(events)
+        request = f"worker:{worker}", len(bars)
+        part = "lower" if kind == "pull" else "upper"
+        begin_s = max(now_s, free_s[part])
+        free_s[part] = end_s = begin_s + TRANSFER_S
+        title = f"{kind} of worker {worker}"
+        bars.append(Bar(lane + worker, begin_s, end_s, RED, title, part=part))
+        bars.append(Bar(lane + 2, begin_s, end_s, RED, title, part=part))
+        if kind == "push":
+            assert shard.push(worker, step, request), "a push is added as it comes"
+            if step + 1 < NUM_STEPS:
+                heapq.heappush(events, (end_s, worker, step + 1, "pull"))
+            continue
+        assert shard.pull(worker, step, request), "a pull waits for no other worker"
+        done_s = end_s + STEP_S[worker][step]
+        bars.append(Bar(lane + worker, end_s, done_s, BLUE, f"step {step}", f"{step}"))
+        heapq.heappush(events, (done_s, worker, step, "push"))
+    return bars
+
+
+# -- tasks of TF_CONFIG, and their ranks or nodes
+
+MIRRORED = {"chief": ["a:2222"], "worker": ["a:2223", "b:2222", "b:2223"]}
+SERVED = {"chief": ["a:2222"], "ps": ["b:2222", "c:2222"], "worker": ["b:2223", "c:2223"]}
+BOX_WIDE, BOX_HIGH = 96, 46  # pixels of a task
+
+
+def tasks_and_ranks() -> str:
+    """Draw the tasks of two clusters on their hosts, with their ranks or nodes."""
+    parts = [_text(4, 16, "MultiWorkerMirroredStrategy: each task is a rank")]
+    parts += _hosts(28, MIRRORED, _rank_of)
+    parts.append(_text(4, 136, "ParameterServerStrategy: each task is a node"))
+    parts += _hosts(148, SERVED, _node_of)
+    return _svg(690, 246, parts)
+
+
+def _hosts(y: float, cluster: dict[str, list[str]], describe: Callable[..., str]) -> list[str]:
+    """Draw a frame for each host, and its tasks."""
+    by_host: dict[str, list[tuple[str, int, str]]] = {}
+    for job, addresses in cluster.items():
+        for index, address in enumerate(addresses):
+            by_host.setdefault(address.partition(":")[0], []).append((job, index, address))
+    parts, x = [], 4.0
+    colours = {"chief": GREEN, "worker": BLUE, "ps": RED}
+    for host, tasks in by_host.items():
+        wide = len(tasks) * (BOX_WIDE + 8) + 8
+        frame = f'width="{wide}" height="{BOX_HIGH + 32}" fill="none" stroke="{GREY}"'
+        parts.append(f'<rect x="{x}" y="{y}" {frame}/>')
+        parts.append(_text(x + 8, y + 16, f"host {host}"))
+        for place, (job, index, address) in enumerate(tasks):
+            left, top = x + 8 + place * (BOX_WIDE + 8), y + 24
+            size = f'width="{BOX_WIDE}" height="{BOX_HIGH}"'
+            parts.append(f'<rect x="{left}" y="{top}" {size} fill="{colours[job]}"/>')
+            middle = left + BOX_WIDE / 2
+            title = f"{job} {index}, :{address.partition(':')[2]}"
+            parts.append(_text(middle, top + 19, title, "middle", "white"))
+            parts.append(_text(middle, top + 37, describe(cluster, job, index), "middle", "white"))
+        x += wide + 12
+    return parts
+
+
+def _rank_of(cluster: dict[str, list[str]], job: str, index: int) -> str:
+    """Return rank and local rank of a task, as `braid.init` reads them."""
+    task = {"type": job, "index": index}
+    rank = engine_rank({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
+    assert rank is not None, "TF_CONFIG is set"
+    return f"rank {rank.rank}, local {rank.local_rank}"
+
+
+def _node_of(cluster: dict[str, list[str]], job: str, index: int) -> str:
+    """Return the node of a task."""
+    nodes = {"chief": SCHEDULER, "ps": server_node(index), "worker": worker_node(index)}
+    assert index < len(cluster[job]), "the task is in the cluster"
+    return nodes[job]
+
+
+# -- buckets of gradients
+
+PACKS = (1, 3, 0)  # num_packs of CrossDeviceOps; 0 for a bucket for each gradient
+NUM_PARAMS, GRADIENT_BYTES, GRADIENT_S = 12, 1 << 19, 1e-3  # one gradient after the other
+HOST = flat(2, 0.5e-3, 1e9)  # two replicas; a message costs as much as 0.5 MB
+
+
+def packs_of_gradients() -> str:
+    """Draw backward, and the all-reduces of its buckets, for three numbers of packs."""
+    specs = {n: TensorSpec((GRADIENT_BYTES // 4,), "float32") for n in range(NUM_PARAMS)}
+    total = NUM_PARAMS * GRADIENT_BYTES
+    made = program(algorithm("ring", "all_reduce", 2))
+    bars: list[Bar] = []
+    for number, packs in enumerate(PACKS):
+        cap_bytes = total / packs if packs else 1
+        lane, now_s = 2 * number, 0.0
+        for position in reversed(range(NUM_PARAMS)):  # backward begins with the last one
+            begin_s = (NUM_PARAMS - 1 - position) * GRADIENT_S
+            name = f"{position}"
+            bars.append(Bar(lane, begin_s, begin_s + GRADIENT_S, GREEN, f"gradient {name}", name))
+        for bucket in plan_buckets(specs, Caps.of_mb(cap_bytes / (1 << 20))):
+            ready_s = (NUM_PARAMS - min(bucket.members)) * GRADIENT_S
+            costs = collective_costs(made, len(bucket.members) * GRADIENT_BYTES)
+            begin_s = max(now_s, ready_s)
+            now_s = begin_s + simulate(made, costs, HOST).seconds
+            name = f"{len(bucket.members)}"
+            title = f"all-reduce of {name} gradients"
+            bars.append(Bar(lane + 1, begin_s, now_s, RED, title, name))
+    lanes = [name for packs in PACKS for name in (f"packs: {packs}", "all-reduce")]
+    end_s = math.ceil(max(bar.end_s for bar in bars) / TICK_S) * TICK_S
+    legend = {"backward": GREEN, "sends": RED}
+    return draw(lanes, bars, end_s, legend=legend, width=680)
+
+
+STRATEGIES = (
+    packs_of_gradients,
+    tasks_and_ranks,
+    strategies_side_by_side,
+    closures_run_again,
+    variables_on_servers,
+)
