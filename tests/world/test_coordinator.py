@@ -425,6 +425,40 @@ def test_a_closure_that_never_returns_is_named(coordinated):
     coordinator.join()
 
 
+DIED: list[int] = []  # numbers of closures that ended their worker
+
+
+@rpc.register
+def dies_after_its_push(number: int) -> None:
+    train(*batch(number))
+    LOCAL.strategy.variables.wait()
+    if number not in DIED:
+        DIED.append(number)
+        LOCAL.strategy.node.postoffice.van.close(0.0)  # as if it were killed
+        raise SystemExit
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda p: torch.optim.AdamW(p, lr=0.01)])
+def test_a_closure_that_ran_on_a_lost_worker_is_added_once(optimizer):
+    DIED.clear()
+    cluster = Cluster(2, 3, optimizer=optimizer)
+    workers = [cluster.start("worker", k, cluster.serve) for k in range(3)]
+    coordinator = ClusterCoordinator(make(Task(cluster.jobs, "chief", 0), optimizer))
+    for number in range(6):
+        function = dies_after_its_push if number in {2, 4} else train_on
+        coordinator.schedule(function, (number,)).fetch(timeout_s=20)
+    coordinator.pull()
+    for param, expected in zip(LOCAL.model.parameters(), alone(6, 1, optimizer), strict=True):
+        assert torch.equal(param, expected)
+    coordinator.close()
+    for thread in workers:
+        thread.join(30)
+    assert [type(error) for error in cluster.errors] == [SystemExit] * 2
+    cluster.errors.clear()
+    cluster.end()
+    assert sorted(DIED) == [2, 4]
+
+
 def looped(
     task: Task, results: dict[int, Any], steps: int, pause_s: float, **settings: Any
 ) -> None:

@@ -97,7 +97,7 @@ class Postoffice:
         self.scheduler, self.resend_s = scheduler, resend_s
         self._start, self.meet_s = start, JOIN_S
         self._handlers: dict[type[Message], Handler] = dict.fromkeys(
-            (Here, Failure, StopAt, Explain, PeerLost), self._handle_own
+            (Here, Failure, StopAt, Explain), self._handle_own
         )
         self._on_directory: list[Callable[[Directory], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
@@ -401,6 +401,8 @@ class Postoffice:
 
     def handle(self, delivery: Delivery) -> None:
         """Handle a message that has arrived; an answer that nobody expects is dropped."""
+        if isinstance(delivery.message, PeerLost) and not self.van.is_connected(delivery.sender):
+            self._lose(delivery.sender, delivery.message)
         if delivery.answers:
             handler = self._expected.get(delivery.answers)
         else:
@@ -456,8 +458,6 @@ class Postoffice:
             case Explain():
                 lines = list(dict.fromkeys(line for waiting in self._waiting for line in waiting()))
                 self.send(delivery.sender, Explained((), lines), answers=delivery.id)
-            case PeerLost() as loss if not self.van.is_connected(delivery.sender):
-                self._lose(delivery.sender, loss)
 
     def _is_of_before(self, directory: Directory) -> bool:
         """Whether a first directory has an earlier process of this worker in its place."""

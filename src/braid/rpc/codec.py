@@ -40,6 +40,10 @@ _DTYPE, _DEVICE, _SIZE, _LAYOUT = range(10, 14)
 _TARGET, _DATACLASS, _NAMED_TUPLE, _ENUM, _SLICE, _BYTEARRAY = range(14, 20)
 _STATEFUL = 20
 _PICKLE = 99
+ADVICE = (
+    "pass plain data, tensors, remote references or dataclasses (of a module that both sides allow), "
+    "or permit pickle with RpcOptions(allow_pickle=True)"
+)
 _INT_RANGE = range(-(1 << 63), 1 << 64)
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _FIRST_TENSORS = [msgspec.msgpack.Ext(_TENSOR, bytes([place])) for place in range(64)]
@@ -116,6 +120,7 @@ class Codec:
         device_for: Function of a device and a receiver that returns where tensors of that device
             arrive; raises if there is no such place.
         allow_pickle: Whether values without another form are pickled, and unpickled from peers.
+        advice: What to pass in place of a value that cannot travel, for errors.
     """
 
     def __init__(
@@ -127,7 +132,9 @@ class Codec:
         device_for: Callable[[torch.device, int], str],
         *,
         allow_pickle: bool = False,
+        advice: str = ADVICE,
     ) -> None:
+        self._advice = advice
         self.names = names
         self._share = share
         self._unshare = unshare
@@ -247,9 +254,8 @@ class Codec:
         if self._allow_pickle:
             return self._extension(_PICKLE, self._pickled(value, packing, where))
         msg = (
-            f"{_noun(where)} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: pass "
-            "plain data, tensors, remote references or dataclasses (of a module that both sides "
-            "allow), or permit pickle with RpcOptions(allow_pickle=True)"
+            f"{_noun(where)} is a {kind.__module__}.{kind.__qualname__}, which cannot travel: "
+            f"{self._advice}"
         )
         raise RpcError(msg)
 

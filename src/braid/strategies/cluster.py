@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from braid.errors import ConfigError
-from braid.runtime.rendezvous.engine_ranks import EngineRank, engine_rank
+from braid.runtime.rendezvous.engine_ranks import EngineRank, as_torchrun, engine_rank
 from braid.runtime.rendezvous.environment import JobEnvironment
 from braid.runtime.rendezvous.slurm_names import expand_counts, expand_hostlist
 from braid.runtime.rendezvous.tf_config import read_tf_config
@@ -32,6 +32,7 @@ __all__ = [
     "RayClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "resolver_of_tf_config",
 ]
 
 ClusterSpec = Mapping[str, Sequence[str]]  # addresses of the tasks of each job
@@ -102,6 +103,11 @@ class TFConfigClusterResolver(_Cluster):
         config = read_tf_config(os.environ if environ is None else environ)
         self._jobs = config.jobs
         self.task_type, self.task_id = config.task_type, config.task_id
+
+
+def resolver_of_tf_config() -> TFConfigClusterResolver | None:
+    """Return the resolver of TF_CONFIG; None if that is not set, or a launcher gives the ranks."""
+    return TFConfigClusterResolver() if as_torchrun(os.environ)[0] == "tf_config" else None
 
 
 class LaunchedClusterResolver(_Cluster):

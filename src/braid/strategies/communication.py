@@ -36,8 +36,9 @@ class CrossDeviceOps:
     """Sizes of the buckets in which replicas of one process combine gradients.
 
     Attributes:
-        num_packs: Number of buckets of equal size that gradients are packed into; 0 for a bucket
-            for each gradient, None for braid's sizes.
+        num_packs: Number of buckets of equal size that gradients are packed into, after a first one
+            of at most 1 MiB, which leaves early; 0 for a bucket for each gradient, None for braid's
+            sizes.
 
     Raises:
         ConfigError: `num_packs` is negative.

@@ -15,7 +15,7 @@ from braid.parallel.data_parallel.devices import DeviceLike, as_device
 from braid.strategies.cluster import (
     ClusterResolver,
     LaunchedClusterResolver,
-    TFConfigClusterResolver,
+    resolver_of_tf_config,
 )
 from braid.strategies.communication import CommunicationOptions, CrossDeviceOps
 from braid.strategies.replicas import OneRank, ThreadReplicas
@@ -173,10 +173,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         group: Group | None = None,
     ) -> None:
         if cluster_resolver is None:
-            has_config = bool(os.environ.get("TF_CONFIG"))
-            cluster_resolver = (
-                TFConfigClusterResolver() if has_config else LaunchedClusterResolver()
-            )
+            cluster_resolver = resolver_of_tf_config() or LaunchedClusterResolver()
         group = init() if group is None else group
         if device is None:
             count = torch.cuda.device_count()

@@ -39,7 +39,7 @@ from braid.ps.dense import MAX_SHARDS
 from braid.strategies.cluster import (
     ClusterResolver,
     LaunchedClusterResolver,
-    TFConfigClusterResolver,
+    resolver_of_tf_config,
 )
 from braid.strategies.parameter_server.cluster_node import join_cluster
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
@@ -82,8 +82,9 @@ class ParameterServerStrategy(Strategy):
         RendezvousError: The task that schedules does not come.
 
     On failure: a lost server costs no update with `Options(replicas=1)`; else the run ends with
-    PeerLostError, which names it. Lost workers are as `Options.on_worker_loss` says; by default
-    others go on, and a new process takes the place of the lost one.
+    PeerLostError, which names it. Lost workers are as `Options.on_worker_loss` says. By default
+    tasks of TF_CONFIG go on, and a spare or a new process takes the place of the lost one; ranks of
+    `braid run` fail unless it has `--spares` or `--on-worker-loss`.
     """
 
     def __init__(
@@ -94,8 +95,7 @@ class ParameterServerStrategy(Strategy):
         consistency: Consistency | None = None,
         options: Options | None = None,
     ) -> None:
-        if cluster_resolver is None and os.environ.get("TF_CONFIG"):
-            cluster_resolver = TFConfigClusterResolver()
+        cluster_resolver = cluster_resolver or resolver_of_tf_config()
         self._consistency = ASYNCHRONOUS if consistency is None else consistency
         self._partitioner = variable_partitioner
         self._variables: ServerVariables | None = None
