@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,7 +216,7 @@ def test_a_synchronous_strategy_trains_as_one_process_with_the_batches_of_all(co
         assert torch.allclose(param, expected, atol=1e-6)
     coordinator.schedule(train_on, (0,))
     with pytest.raises(
-        ConfigError, match="the last 1 closures are too few for a step of 2 workers"
+        ConfigError, match="the last 1 closures that step are too few for a step of 2"
     ):
         coordinator.join()
     coordinator.schedule(train_on, (1,))
@@ -385,6 +387,11 @@ def read_all() -> list[torch.Tensor]:
 
 
 @rpc.register
+def adds_half() -> None:
+    LOCAL.total.assign_add(0.5)
+
+
+@rpc.register
 def no_such_row(ids: list[int]) -> None:
     LOCAL.seen.scatter_sub(torch.tensor(ids), 1.0)
 
@@ -401,10 +408,175 @@ def test_variables_are_read_and_changed_by_rows(coordinated, tmp_path):
         first.schedule(no_such_row, ([3, 13],)).fetch()
     with pytest.raises(ConfigError, match="got the id 13"):
         first.join()
+    with pytest.raises(
+        ConfigError, match=r"'total' is of torch\.int64, got values of torch\.float32"
+    ):
+        first.schedule(adds_half).fetch()
+    with pytest.raises(ConfigError, match="got values"):
+        first.join()
     second = coordinated(servers=1, build=make_counters, options=Options(restore=tmp_path))
     seen, total = second.schedule(read_all).fetch()
     assert total.item() == 5
     assert seen[:, 1].tolist() == [2, 0, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0]
+
+
+def with_batch_norm() -> tuple[nn.Module, Any]:
+    with SEEDED, torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return model, sgd(model.parameters())
+
+
+def test_statistics_of_batch_norm_are_saved_and_pulled(coordinated, tmp_path):
+    coordinator = coordinated(workers=1, build=with_batch_norm)
+    for number in range(3):
+        coordinator.schedule(train_on, (number,))
+    coordinator.save(tmp_path, 3)
+    coordinator.pull()
+    model, optimizer = with_batch_norm()
+    for number in range(3):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert torch.equal(LOCAL.model[1].running_mean, model[1].running_mean)
+    assert torch.equal(open_last(tmp_path).read("model/1.running_var"), model[1].running_var)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(LOCAL.model)))
+    assert torch.equal(copied[0].weight, LOCAL.model[0].weight)
+
+
+@rpc.register
+def trains_another_model() -> None:
+    model = net()
+    model(torch.ones(1, 5)).sum().backward()
+
+
+@rpc.register
+def loads_weights() -> None:
+    LOCAL.model.load_state_dict(LOCAL.model.state_dict())
+
+
+@rpc.register
+def loads_states() -> None:
+    LOCAL.optimizer.load_state_dict(LOCAL.optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (trains_another_model, "was not made in this strategy's scope"),
+        (loads_weights, "load_state_dict after the first step changes this process alone"),
+        (loads_states, "load_state_dict after the first step changes this process alone"),
+    ],
+)
+def test_what_servers_would_not_see_is_refused(coordinated, function, message):
+    coordinator = coordinated(workers=1)
+    coordinator.schedule(train_on, (0,))
+    coordinator.schedule(function)
+    with pytest.raises(ConfigError, match=message):
+        coordinator.join()
+
+
+@rpc.register
+def two_steps(number: int) -> float:
+    """Step, read the parameters without a forward of the model, and step again."""
+    x, y = batch(number)
+    for _ in range(2):
+        LOCAL.optimizer.zero_grad()
+        hidden = torch.tanh(functional.linear(x, LOCAL.model[0].weight, LOCAL.model[0].bias))
+        functional.mse_loss(LOCAL.model[2](hidden), y).backward()
+        LOCAL.optimizer.step()
+    return LOCAL.model[0].weight.sum().item()
+
+
+@rpc.register
+def clip_and_schedule() -> None:
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        nn.utils.clip_grad_value_(LOCAL.model.parameters(), 0.01)
+
+    LOCAL.optimizer.register_step_pre_hook(clip)
+    LOCAL.scheduler = torch.optim.lr_scheduler.ExponentialLR(LOCAL.optimizer, 0.5)
+
+
+@rpc.register
+def train_and_schedule(number: int) -> None:
+    train(*batch(number))
+    LOCAL.scheduler.step()
+
+
+def test_steps_in_one_closure_hooks_and_schedulers_are_those_of_torch(coordinated):
+    coordinator = coordinated(workers=1)
+    total = coordinator.schedule(two_steps, (0,)).fetch()
+    coordinator.schedule(clip_and_schedule)
+    for number in range(2):
+        coordinator.schedule(train_and_schedule, (number,))
+    coordinator.join()
+    coordinator.pull()
+    pulled = [param.detach() for param in LOCAL.model.parameters()]
+    LOCAL.model = net()  # and now in one process
+    LOCAL.optimizer = sgd(LOCAL.model.parameters())
+    assert two_steps(0) == total
+    clip_and_schedule()
+    for number in range(2):
+        train_and_schedule(number)
+    for param, expected in zip(pulled, LOCAL.model.parameters(), strict=True):
+        assert torch.equal(param, expected)
+
+
+@rpc.register
+def fails_after_its_step(number: int) -> None:
+    train_on(number)
+    raise ValueError(number)
+
+
+def test_synchronous_closures_may_fail_or_not_step(coordinated):
+    coordinator = coordinated(servers=1, workers=2, consistency=BSP)
+    coordinator.schedule(train_on, (0,))
+    coordinator.schedule(fails_after_its_step, (1,))
+    with pytest.raises(ValueError, match="1"):
+        coordinator.join()
+    coordinator.join()
+    for number in range(2, 6):
+        coordinator.schedule(added, (1, 1))
+        coordinator.schedule(train_on, (number,))
+    coordinator.join(timeout_s=20)
+    coordinator.pull()
+    for param, expected in zip(LOCAL.model.parameters(), alone(3, 2), strict=True):
+        assert torch.allclose(param, expected, atol=1e-6)
+    coordinator.schedule(fails, ("before its step",))
+    coordinator.schedule(train_on, (6,))
+    with pytest.raises(ValueError, match="before"):
+        coordinator.join()
+    coordinator.schedule(train_on, (7,))
+    coordinator.join(timeout_s=20)
+
+
+def test_a_coordinator_has_no_quorum():
+    jobs = {job: [f"localhost:{number}"] for number, job in enumerate(["chief", "ps", "worker"], 1)}
+    strategy = make(Task(jobs, "chief", 0), consistency=SyncReplicas(1))
+    with pytest.raises(
+        ConfigError, match=r"steps of 1 workers \(SyncReplicas\) cannot have a coord"
+    ):
+        ClusterCoordinator(strategy)
+    strategy.close()
+
+
+def test_done_never_waits_and_a_closed_coordinator_takes_nothing(coordinated):
+    coordinator = coordinated(workers=2)
+    coordinator.schedule(sleeps, (0.5,))
+    coordinator.schedule(fails, ("now",))
+    while coordinator._queue.failed is None:
+        assert not coordinator.done()
+    begun = time.monotonic()
+    assert not coordinator.done()
+    assert time.monotonic() - begun < 0.2
+    with pytest.raises(ValueError, match="now"):
+        coordinator.join()
+    with pytest.raises(ConfigError, match="is a function with a tuple of arguments, got 3"):
+        coordinator.schedule(3)
+    coordinator.close()
+    with pytest.raises(ConfigError, match="the coordinator is closed"):
+        coordinator.schedule(added, (1, 1))
 
 
 def test_variables_lie_on_servers_in_turn(coordinated):

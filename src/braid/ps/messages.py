@@ -300,10 +300,11 @@ class RunTask(msgspec.Struct, tag="run-task", frozen=True):
 
 
 class TaskDone(msgspec.Struct, tag="task-done", frozen=True):
-    """The packed result of a task, or its error."""
+    """The packed result of a task, or its error, and how often it has pushed."""
 
     number: int
     packed: bytes
+    num_pushes: int = 0
     failed: bool = False
 
 

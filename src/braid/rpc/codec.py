@@ -41,8 +41,8 @@ _TARGET, _DATACLASS, _NAMED_TUPLE, _ENUM, _SLICE, _BYTEARRAY = range(14, 20)
 _STATEFUL = 20
 _PICKLE = 99
 ADVICE = (
-    "pass plain data, tensors, remote references or dataclasses (of a module that both sides allow), "
-    "or permit pickle with RpcOptions(allow_pickle=True)"
+    "pass plain data, tensors, remote references or dataclasses (of a module that both sides "
+    "allow), or permit pickle with RpcOptions(allow_pickle=True)"
 )
 _INT_RANGE = range(-(1 << 63), 1 << 64)
 _PLAIN = frozenset({type(None), bool, float, str, bytes})

@@ -15,12 +15,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from braid.errors import ConfigError
-from braid.ps import Node
 from braid.ps.messages import NoMoreTasks, RunTask, TakesTasks, TaskDone
 from braid.ps.protocol.directory import SCHEDULER
 from braid.ps.protocol.shard_state import TaskKey
@@ -29,7 +28,9 @@ from braid.rpc.messages import Body
 from braid.rpc.names import Names, register
 from braid.rpc.outcomes import described, error_like
 from braid.runtime.message import Delivery
-from braid.strategies.parameter_server.variables import ServerVariables
+
+if TYPE_CHECKING:
+    from braid.strategies.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = [
     "VARIABLES",
@@ -109,12 +110,13 @@ def map_tree(value: Any, change: Any) -> Any:
 class _ClosureWorker:
     """Runs the closures that the coordinator sends to this worker."""
 
-    def __init__(self, node: Node, variables: ServerVariables) -> None:
-        self._node, self._variables = node, variables
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        node, variables = strategy.node, strategy.variables
+        self._strategy, self._node, self._variables = strategy, node, variables
         self._codec = ClosureCodec()
         self._resources: dict[int, Any] = {VARIABLES: variables}
         self._tasks: deque[Delivery] = deque()
-        self._is_over = False
+        self._is_over = self._was_busy = False  # whether the next closure waited already
         node.postoffice.register(
             {RunTask: self._tasks.append, NoMoreTasks: self._end}, on_linked=self._linked
         )
@@ -138,7 +140,7 @@ class _ClosureWorker:
     def _run(self, delivery: Delivery) -> None:
         task = delivery.message
         assert isinstance(task, RunTask), "this queue is for closures"
-        office = self._node.postoffice
+        office, steps = self._node.postoffice, self._variables.num_steps
         try:
             function, args, kwargs, mode = self._codec.unpack(
                 task.packed, delivery.buffers, SCHEDULER
@@ -146,8 +148,9 @@ class _ClosureWorker:
             args, kwargs = map_tree([args, kwargs], self._resource_of)
             if mode == "closure":
                 with self._variables.task(TaskKey(task.number, 0, task.oldest)):
-                    self._variables.pull()
-                    result = function(*args, **kwargs)
+                    if not (self._variables.is_fresh and self._was_busy):
+                        self._variables.pull()
+                    result = self._strategy.run(function, tuple(args), kwargs)
             else:
                 result = function(*args, **kwargs)
             if mode == "resource":
@@ -155,7 +158,7 @@ class _ClosureWorker:
             packed, buffers = self._codec.pack(
                 result, f"the result of {getattr(function, '__qualname__', function)}"
             )
-            done = TaskDone(task.number, packed)
+            done = TaskDone(task.number, packed, self._variables.num_steps - steps)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the coordinator must learn it
@@ -163,9 +166,11 @@ class _ClosureWorker:
                 return
             office.raise_failure()  # the run has failed: nobody waits for an answer
             error = self._codec.pack_error(self._node.name, exc)
-            done, buffers = TaskDone(task.number, error, failed=True), []
+            steps = self._variables.num_steps - steps
+            done, buffers = TaskDone(task.number, error, steps, failed=True), []
         with office.lock:
             office.send(SCHEDULER, done, buffers)
+            self._was_busy = bool(self._tasks)
 
     def _resource_of(self, value: Any) -> Any:
         if not isinstance(value, WorkerResource):
@@ -191,10 +196,10 @@ class _ClosureWorker:
             self._node.postoffice.send(SCHEDULER, TakesTasks())
 
 
-def serve_closures(node: Node, variables: ServerVariables) -> None:
+def serve_closures(strategy: ParameterServerStrategy) -> None:
     """Run closures in a worker until the run is over.
 
     Raises:
         PeerLostError: The run cannot go on.
     """
-    _ClosureWorker(node, variables).serve()
+    _ClosureWorker(strategy).serve()

@@ -143,6 +143,12 @@ class ClusterCoordinator:
         if strategy.has_coordinator:
             msg = "the strategy has a coordinator already: a strategy has one"
             raise ConfigError(msg)
+        if strategy.needs_all:
+            msg = (
+                f"{strategy.needs_all} cannot have a coordinator, whose closures run where there "
+                "is room: use consistency=ps.BSP, or let each worker run its loop"
+            )
+            raise ConfigError(msg)
         strategy.has_coordinator = True
         self.strategy = strategy
         self._variables = strategy.variables
@@ -221,16 +227,20 @@ class ClusterCoordinator:
                 run, and where.
             PeerLostError: The run cannot go on.
         """
-        self._raise_failure()
+        self._wait(
+            lambda: self._queue.is_done or self._has_failed or self._queue.is_short,
+            "all closures",
+            timeout_s,
+        )
+        self._raise_failure(timeout_s)
         if left := self._queue.num_incomplete:
             msg = (
-                f"the last {left} closures are too few for a step of "
+                f"the last {left} closures that step are too few for a step of "
                 f"{self.strategy.node.num_workers} workers, so their updates wait for others: with "
-                "a synchronous strategy, schedule a multiple of the number of workers before join"
+                "a synchronous strategy, schedule a multiple of the number of workers before join, "
+                "also after a closure that has failed"
             )
             raise ConfigError(msg)
-        self._wait(lambda: self._queue.is_done or self._has_failed, "all closures", timeout_s)
-        self._raise_failure()
 
     def done(self) -> bool:
         """Whether all closures have run; never waits.
@@ -238,6 +248,8 @@ class ClusterCoordinator:
         Raises:
             Exception: What a closure has raised, once.
         """
+        if self._queue.failed is not None and self._queue.has_doomed:
+            return False  # closures that ran beside the failed one are not over
         self._raise_failure()
         return self._queue.is_done
 
@@ -350,13 +362,19 @@ class ClusterCoordinator:
 
     def _closure(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None,
+        fn: Any,
+        args: Any,
         kwargs: Mapping[str, Any] | None,
         *,
         mode: ClosureMode,
     ) -> _Closure:
         """Return a closure with copies of its arguments, which the program may change then."""
+        if self._is_closed:
+            msg = "the coordinator is closed: its workers have left"
+            raise ConfigError(msg)
+        if not callable(fn) or not isinstance(args or (), Sequence):
+            msg = f"a closure is a function with a tuple of arguments, got {fn!r} and {args!r}"
+            raise ConfigError(msg)
         name = getattr(fn, "__qualname__", repr(fn))
         given = self.fetch([tuple(args or ()), dict(kwargs or {})])
         packed, buffers = self._codec.pack((fn, *given, mode), f"the closure {name}")
@@ -414,7 +432,7 @@ class ClusterCoordinator:
     def _has_failed(self) -> bool:
         return self._queue.failed is not None or self._failure is not None
 
-    def _raise_failure(self) -> None:
+    def _raise_failure(self, timeout_s: float | None = None) -> None:
         """Raise the error of a closure, once, or that of the run."""
         if self._failure is not None:
             raise self._failure
@@ -427,7 +445,7 @@ class ClusterCoordinator:
             failed.extend([] if number is None else [number])
             return bool(failed)
 
-        self._wait(take, "the closures that ran beside the failed one")
+        self._wait(take, "the closures that ran beside the failed one", timeout_s)
         raise self._errors.pop(failed[0])
 
     def _serve(self) -> None:
@@ -467,10 +485,14 @@ class ClusterCoordinator:
         self._progress_ns = now_ns
         seconds = (now_ns - closure.sent_ns) / 1e9
         self._mean_s += 0.1 * (seconds - self._mean_s)
-        self._queue.window = AHEAD if self._mean_s < SHORT_S * AHEAD else 1
+        is_short = self._mean_s < SHORT_S * AHEAD and not self.strategy.is_synchronous
+        self._queue.window = AHEAD if is_short else 1
         if message.failed:
             self._errors[number] = self._codec.unpack_error(message.packed)
-        self._act(self._queue.over(number, worker, failed=message.failed), delivery)
+        ended = self._queue.over(
+            number, worker, failed=message.failed, num_pushes=message.num_pushes
+        )
+        self._act(ended, delivery)
         self._wake()
 
     def _act(self, instructions: Sequence[QueueInstruction], done: Delivery | None = None) -> None:

@@ -90,8 +90,22 @@ class ClosureQueue:
 
     @property
     def num_incomplete(self) -> int:
-        """Number of closures at the end that are too few for a step of all workers."""
+        """Number of closures at the end that are too few for a step of all workers.
+
+        Closures that have not pushed do not count.
+        """
         return self._num_closures % len(self._turns) if self._turns else 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether what runs cannot end, since too few closures are left for a step of all."""
+        running = [n for numbers in self._running.values() for n in numbers]
+        return not self._waiting and bool(running) and 0 < self.num_incomplete == len(running)
+
+    @property
+    def has_doomed(self) -> bool:
+        """Whether closures run whose result will be void."""
+        return bool(self._doomed)
 
     @property
     def workers(self) -> list[str]:
@@ -145,8 +159,17 @@ class ClosureQueue:
         self._doomed.difference_update(numbers)
         return [*done, *self._assign()]
 
-    def over(self, number: int, worker: str, *, failed: bool = False) -> list[QueueInstruction]:
-        """Take in the end of a closure; only the first one counts of those that ran twice."""
+    def over(
+        self, number: int, worker: str, *, failed: bool = False, num_pushes: int = 1
+    ) -> list[QueueInstruction]:
+        """Take in the end of a closure; only the first one counts of those that ran twice.
+
+        Args:
+            number: Number of the closure.
+            worker: Worker that ran it.
+            failed: Whether it has raised.
+            num_pushes: Number of steps that it has pushed: its part of the steps of all workers.
+        """
         running = self._running.get(worker, [])
         if number in running:
             running.remove(number)
@@ -163,9 +186,9 @@ class ClosureQueue:
             self._doomed.discard(number)
             return [CancelClosure(number), *self._assign()]
         done: list[QueueInstruction] = [EndClosure(number)]
-        if failed and number >= 0 and worker in self._turns:
-            self._turns[worker] -= 1  # it has not pushed
-            self._num_closures -= 1
+        if number >= 0 and worker in self._turns:
+            self._turns[worker] += num_pushes - 1
+            self._num_closures += num_pushes - 1
         if failed and self.failed is None:
             self.failed = number
             done += self._cancel_all()

@@ -11,7 +11,7 @@ Source: TensorFlow 2.21, `ShardedVariable` and its `embedding_lookup`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class EmbeddingRows:
     Args:
         node: Node of this process.
         name: Name of the weight.
-        module: The embedding.
+        modules: The embeddings that use the weight.
         optimizer: Optimizer of the weight.
         group: Options of the optimizer, as they are now.
         consistency: When pushes are applied, and pulls answered.
@@ -48,13 +48,14 @@ class EmbeddingRows:
         self,
         node: Node,
         name: str,
-        module: nn.Embedding,
+        modules: Sequence[nn.Embedding],
         optimizer: torch.optim.Optimizer,
         group: Mapping[str, Any],
         *,
         consistency: Consistency,
         restore: Path | None,
     ) -> None:
+        module = modules[0]
         self.name, self.param, self.group = name, module.weight, group
         rule = _rule(name, optimizer, group)
         self.table = node.sparse(
@@ -66,8 +67,8 @@ class EmbeddingRows:
             dtype=module.weight.dtype,
             restore=restore,
         )
-        if node.is_worker:
-            module.register_forward_pre_hook(self._fetch)
+        for module in modules if node.is_worker else ():
+            module.register_forward_pre_hook(_FetchRows(self), with_kwargs=True)
 
     @torch.no_grad()
     def pull_all(self) -> None:
@@ -99,11 +100,25 @@ class EmbeddingRows:
         return weight
 
     @torch.no_grad()
-    def _fetch(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    def fetch(self, ids: torch.Tensor) -> None:
         """Pull the rows of a batch into the weight."""
-        del module
-        ids = torch.unique(args[0].detach()).cpu()
+        ids = torch.unique(ids.detach()).cpu()
         self.param[ids.to(self.param.device)] = self.table.pull(ids).to(self.param.device)
+
+
+class _FetchRows:
+    """Pulls the rows of a batch before a forward; copies and pickles of a module do nothing."""
+
+    def __init__(self, rows: EmbeddingRows | None = None) -> None:
+        self._rows = rows
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module
+        if self._rows is not None:
+            self._rows.fetch(args[0] if args else kwargs["input"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FetchRows, ()
 
 
 def _rule(name: str, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule:

@@ -80,6 +80,9 @@ class VariableStorage(Storage):
         if not 0 <= int(push[0]) < len(NAMES):
             msg = f"variable {self.table!r} knows no operation {int(push[0])}"
             raise ConfigError(msg)
+        if NAMES[int(push[0])] == "div" and not self._values.is_floating_point():
+            msg = f"variable {self.table!r} of {self._values.dtype} cannot be divided"
+            raise ConfigError(msg)
         self._check_rows(push[1])
 
     def check_query(self, query: Tensors) -> None:
@@ -159,6 +162,7 @@ class ShardedVariable(Table):
     ) -> None:
         super().__init__(customer, spec)
         self.shape, self.dtype = shape, dtype
+        self.is_combined = spec.consistency.by_clock  # over workers
         self._num_rows = shape[0] if shape else 1
         self._dim = math.prod(shape) // max(1, self._num_rows)
         rows = [length // max(1, self._dim) for length in spec.lengths]
@@ -242,7 +246,15 @@ class ShardedVariable(Table):
         """Push a change of rows, of all when `ids` is None."""
         rows = torch.arange(self._num_rows) if ids is None else self._checked(ids)
         wanted = self.shape if ids is None else torch.Size([*ids.shape, *self.shape[1:]])
-        values = torch.as_tensor(value, dtype=self.dtype).detach().cpu()
+        values = torch.as_tensor(value).detach().cpu()
+        is_whole = values.numel() == 1 and float(values) == round(float(values))
+        if not torch.can_cast(values.dtype, self.dtype) and not is_whole:
+            msg = f"variable {self.name!r} is of {self.dtype}, got values of {values.dtype}"
+            raise ConfigError(msg)
+        if name == "div" and not self.dtype.is_floating_point:
+            msg = f"variable {self.name!r} of {self.dtype} cannot be divided: use a floating dtype"
+            raise ConfigError(msg)
+        values = values.to(self.dtype)
         try:
             values = values.expand(wanted).reshape(len(rows), self._dim)
         except RuntimeError:
@@ -333,6 +345,9 @@ def variable_spec(
     """
     if aggregation not in {"none", "mean", "sum"}:
         msg = f"an aggregation is none, mean or sum, got {aggregation!r}"
+        raise ConfigError(msg)
+    if aggregation == "mean" and not initial.is_floating_point():
+        msg = f"variable {name!r} of {initial.dtype} has no mean: use a floating dtype"
         raise ConfigError(msg)
     dim = initial.numel() // max(1, sum(rows))
     flat = initial.detach().cpu().reshape(sum(rows), dim).contiguous()

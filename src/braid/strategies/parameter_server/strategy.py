@@ -41,6 +41,7 @@ from braid.strategies.cluster import (
     LaunchedClusterResolver,
     resolver_of_tf_config,
 )
+from braid.strategies.contexts import get_replica_context
 from braid.strategies.parameter_server.cluster_node import join_cluster
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
 from braid.strategies.parameter_server.sharded_variable import (
@@ -120,6 +121,14 @@ class ParameterServerStrategy(Strategy):
         return self._node.is_scheduler
 
     @property
+    def needs_all(self) -> str:
+        """What needs changes of all workers, although steps do not; empty if nothing does."""
+        if self._consistency.quorum is not None:
+            return f"steps of {self._consistency.quorum} workers (SyncReplicas)"
+        combined = [v.name for v in self._sharded if v.is_combined]
+        return "" if self.is_synchronous or not combined else f"variable {combined[0]!r}"
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether each step needs the gradients of all workers."""
         return self._consistency.by_clock and self._consistency.quorum is None
@@ -148,8 +157,6 @@ class ParameterServerStrategy(Strategy):
                 restore=self._restore,
                 sharded=self._sharded,
             )
-            for module in modules:
-                module.register_forward_pre_hook(self._before_forward)
         return self._variables
 
     def variable(
@@ -205,7 +212,10 @@ class ParameterServerStrategy(Strategy):
         if self.serves:
             msg = f"{self._node.name} is no worker: call strategy.serve() there"
             raise ConfigError(msg)
-        self.pull()
+        if get_replica_context() is not None:  # in a closure
+            return fn(*args, **(kwargs or {}))
+        if not self.variables.is_fresh:
+            self.pull()
         return super().run(fn, args, kwargs)
 
     def resume(self) -> int:
@@ -258,13 +268,13 @@ class ParameterServerStrategy(Strategy):
         Raises:
             PeerLostError: The run cannot go on.
         """
-        variables = self.variables  # declares the tables
+        _ = self.variables  # declares the tables
         if self._beside is not None:
             threading.Thread(target=self._beside.serve, name="scheduler", daemon=True).start()
         if self._node.is_worker:
             from braid.strategies.coordinator.closures import serve_closures  # noqa: PLC0415
 
-            serve_closures(self._node, variables)
+            serve_closures(self)
         else:
             self._node.serve()
         self.close()
@@ -275,8 +285,3 @@ class ParameterServerStrategy(Strategy):
         self._node.close()
         if self._beside is not None:
             self._beside.close()
-
-    def _before_forward(self, *_: object) -> None:
-        """Pull after a step, so that no forward uses the values before it."""
-        if self._node.is_worker and self._variables is not None:
-            self._variables.pull_if_stale()

@@ -25,6 +25,7 @@ from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -70,6 +71,7 @@ class _VariableTable:
     Attributes:
         table: The table.
         pieces: Its pieces, in its order.
+        params: Its parameters.
         group: Options of the optimizer, as they are now; None if servers do not step.
     """
 
@@ -85,6 +87,7 @@ class _VariableTable:
         restore: Path | None,
     ) -> None:
         self.pieces = [piece for on_server in pieces for piece in on_server]
+        self.params = {piece.name: piece.param for piece in self.pieces}
         self.group = group
         self._sizes = sizes = [piece.end - piece.begin for piece in self.pieces]
         self._flat = torch.cat([piece.of(piece.param).cpu() for piece in self.pieces])
@@ -107,10 +110,14 @@ class _VariableTable:
         by_name: dict[str, list[tuple[int, State]]] = {}
         for piece, part in zip(self.pieces, parts, strict=True):
             by_name.setdefault(piece.name, []).append((piece.begin, part))
-        return {
+        states = {
             name: join_shards([part for _, part in sorted(numbered, key=itemgetter(0))])
             for name, numbered in by_name.items()
         }
+        if self.group is None:  # nobody pushes these: workers' own statistics are newer
+            for name, param in self.params.items():
+                states[name]["values"] = param.detach().cpu().reshape(-1).clone()
+        return states
 
     def _restored(self, directory: Path) -> State:
         """Return the state of the table from a snapshot of parameters."""
@@ -195,17 +202,13 @@ class ServerVariables:
         self._consistency = consistency
         self._partitioner = partitioner
         self._next = 0  # server of the next shard, counted without end
+        self.num_steps = 0  # of this process
         self._pushes: list[tuple[Table, int]] = []  # that nobody has waited for
         self._has_constants = False
-        self._is_stale = True
+        self.is_fresh = False
         params, buffers = _named(modules)
         names = {id(param): name for name, param in params.items()}
-        by_rows = {
-            id(part.weight): part
-            for module in modules
-            for part in module.modules()
-            if isinstance(part, nn.Embedding) and part.sparse
-        }
+        by_rows = _sparse_embeddings(modules)
         self._trained: dict[torch.optim.Optimizer, list[_VariableTable]] = {}
         self._rows: dict[torch.optim.Optimizer, list[EmbeddingRows]] = {}
         for number, optimizer in enumerate(optimizers):
@@ -235,7 +238,16 @@ class ServerVariables:
                     for name, param in named.items()
                     if id(param) in by_rows
                 ]
-            vars(optimizer)["step"] = partial(self._step, optimizer)
+            if _has_stepped(optimizer):
+                msg = (
+                    f"{type(optimizer).__name__} has a state already, and servers begin without: "
+                    "restore variables with their states by Options(restore=...)"
+                )
+                raise ConfigError(msg)
+            _replace_step(optimizer, self._step)
+            optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
+        for module in modules:
+            module.register_load_state_dict_pre_hook(_refuse_to_load)  # type: ignore[no-untyped-call]
         rest: dict[str, torch.Tensor] = {name: params[name] for name in names.values()}
         rest |= {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._constants = self._tables("constants", rest, None, None)
@@ -257,12 +269,7 @@ class ServerVariables:
             each.arrive(timestamp)
         for variable in self._sharded:
             variable.begin_step()
-        self._has_constants, self._is_stale = True, False
-
-    def pull_if_stale(self) -> None:
-        """Pull unless the parameters have been pulled since the last step."""
-        if self._is_stale:
-            self.pull()
+        self._has_constants = self.is_fresh = True
 
     def wait(self) -> None:
         """Wait until what was pushed is accepted."""
@@ -280,7 +287,7 @@ class ServerVariables:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers of this process by name, as they are."""
-        params = {piece.name: piece.param for each in self._all() for piece in each.pieces}
+        params = {name: param for each in self._all() for name, param in each.params.items()}
         params |= {rows.name: rows.param for rows in self._all_rows()}
         return {name: param.detach() for name, param in params.items()}
 
@@ -411,16 +418,30 @@ class ServerVariables:
         ]
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-        """Push the gradients of an optimizer's parameters; in the place of its own step."""
+        """Push the gradients of an optimizer's parameters, and pull these; in place of its step."""
         if closure is not None:
             msg = (
                 f"{type(optimizer).__name__}.step(closure) needs the loss again for one step, and "
                 "servers have none: call backward(), then step() without arguments"
             )
             raise ConfigError(msg)
-        pushed: list[_Pushed] = [*self._trained[optimizer], *self._rows[optimizer]]
+        dense, rows = self._trained[optimizer], self._rows[optimizer]
+        known = sum(len(each.params) for each in dense) + len(rows)
+        if known != sum(len(group["params"]) for group in optimizer.param_groups):
+            msg = (
+                f"{type(optimizer).__name__} has other parameters than before the first step: "
+                "servers know those alone, so add parameter groups earlier"
+            )
+            raise ConfigError(msg)
+        pushed: list[_Pushed] = [*dense, *rows]
         self._pushes += [(each.table, each.push()) for each in pushed]
-        self._is_stale = True
+        self.num_steps += 1
+        if self._consistency.quorum is None:
+            timestamps = [each.pull() for each in dense]
+            for each, timestamp in zip(dense, timestamps, strict=True):
+                each.arrive(timestamp)
+        else:
+            self.is_fresh = False  # the next pull goes on at the current clock
 
 
 def _factory(
@@ -432,6 +453,58 @@ def _factory(
     options = {name: value for name, value in group.items() if name in accepted}
     options.pop("params", None)
     return partial(kind, **options)
+
+
+def _sparse_embeddings(modules: Sequence[nn.Module]) -> dict[int, list[nn.Embedding]]:
+    """Return the sparse embeddings that use each weight.
+
+    Raises:
+        ConfigError: An embedding changes its weight in forward.
+    """
+    by_weight: dict[int, list[nn.Embedding]] = {}
+    for part in (part for module in modules for part in module.modules()):
+        if not isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if part.max_norm is not None:
+            msg = (
+                f"an embedding of {part.num_embeddings} rows has max_norm={part.max_norm}, which "
+                "changes the worker's copy of a weight that lies on servers: leave it out"
+            )
+            raise ConfigError(msg)
+        if isinstance(part, nn.Embedding) and part.sparse:
+            by_weight.setdefault(id(part.weight), []).append(part)
+    return by_weight
+
+
+def _replace_step(
+    optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer, object], None]
+) -> None:
+    """Give an optimizer another step, around which torch runs its hooks as before."""
+
+    def stepped(optimizer: torch.optim.Optimizer, closure: object = None) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - for schedulers
+        step(optimizer, closure)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(stepped)
+    hooked._wrapped_by_lr_sched = True  # noqa: SLF001 - schedulers need not wrap it
+    vars(optimizer)["step"] = MethodType(hooked, optimizer)
+
+
+def _has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer has more state than a new one; some make it in the constructor."""
+    return any(
+        "step" not in state or float(state["step"]) > 0
+        for state in optimizer.state.values()
+        if state
+    )
+
+
+def _refuse_to_load(*_: object) -> None:
+    msg = (
+        "load_state_dict after the first step changes this process alone, and variables lie on "
+        "servers: load before the first step in all processes, or use Options(restore=...)"
+    )
+    raise ConfigError(msg)
 
 
 def _named(
