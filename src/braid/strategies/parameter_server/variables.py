@@ -425,6 +425,12 @@ class ServerVariables:
                 "servers have none: call backward(), then step() without arguments"
             )
             raise ConfigError(msg)
+        if not self._has_constants:
+            msg = (
+                f"{type(optimizer).__name__}.step() before the variables were pulled: call the "
+                "function of a step by strategy.run"
+            )
+            raise ConfigError(msg)
         dense, rows = self._trained[optimizer], self._rows[optimizer]
         known = sum(len(each.params) for each in dense) + len(rows)
         if known != sum(len(group["params"]) for group in optimizer.param_groups):
@@ -441,7 +447,7 @@ class ServerVariables:
             for each, timestamp in zip(dense, timestamps, strict=True):
                 each.arrive(timestamp)
         else:
-            self.is_fresh = False  # the next pull goes on at the current clock
+            self.pull()  # at the current clock, of all optimizers
 
 
 def _factory(
