@@ -2,8 +2,8 @@
 
     braid run --servers 1 --workers 2 examples/56_coordinator.py
 
-Training is synchronous: workers run closures in turns, and a step needs a gradient of each. The
-last two closures compare the parameters with those of one process.
+Training is synchronous: workers run closures in turns, and a step needs a gradient of each. In the
+end the chief pulls the parameters, and compares them with those of one process.
 """
 
 from collections.abc import Iterator
@@ -47,14 +47,6 @@ def train(number: int) -> float:
     return loss.item()
 
 
-def compare() -> bool:
-    """Compare the parameters of a worker with those of one process: another closure."""
-    expected = list(alone())
-    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
-    print("parameters equal one process bit by bit" if same else "parameters differ", flush=True)
-    return same
-
-
 def alone() -> Iterator[torch.Tensor]:
     """Train in one process with the mean of the gradients of two batches."""
     net = new_model()
@@ -74,8 +66,9 @@ def main() -> None:
         losses = [coordinator.schedule(train, (number,)) for number in range(STEPS * WORKERS)]
         coordinator.join()
         print(f"loss {losses[0].fetch():.3f} at first, {losses[-1].fetch():.3f} at last")
-        same = [coordinator.schedule(compare) for _ in range(WORKERS)]
-        print("workers have the parameters of one process:", coordinator.fetch(same))
+        coordinator.pull()
+    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), alone(), strict=True))
+    print("parameters equal one process bit by bit" if same else "parameters differ")
 
 
 if strategy.is_chief:
