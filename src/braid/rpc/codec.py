@@ -120,7 +120,7 @@ class Codec:
         device_for: Function of a device and a receiver that returns where tensors of that device
             arrive; raises if there is no such place.
         allow_pickle: Whether values without another form are pickled, and unpickled from peers.
-        advice: What to pass in place of a value that cannot travel, for errors.
+        advice: Hint for errors about values that cannot travel.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def needs_all(self) -> str:
-        """What needs changes of all workers, although steps do not; empty if nothing does."""
+        """Name of a part that waits for several workers in an asynchronous strategy; or empty."""
         if self._consistency.quorum is not None:
             return f"steps of {self._consistency.quorum} workers (SyncReplicas)"
         combined = [v.name for v in self._sharded if v.is_combined]
