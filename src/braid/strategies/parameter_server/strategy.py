@@ -26,13 +26,15 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from braid.comm import Group
 from braid.errors import ConfigError
 from braid.ps import Consistency, Node, Options
 from braid.ps.dense import MAX_SHARDS
@@ -41,7 +43,8 @@ from braid.strategies.cluster import (
     LaunchedClusterResolver,
     resolver_of_tf_config,
 )
-from braid.strategies.contexts import get_replica_context
+from braid.strategies.contexts import ReplicaContext, entered, get_replica_context
+from braid.strategies.made_in_scope import source_of
 from braid.strategies.parameter_server.cluster_node import join_cluster
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
 from braid.strategies.parameter_server.sharded_variable import (
@@ -101,6 +104,7 @@ class ParameterServerStrategy(Strategy):
         self._partitioner = variable_partitioner
         self._variables: ServerVariables | None = None
         self._sharded: list[ShardedVariable] = []
+        self._replica: ReplicaContext | None = None  # once a function has run
         self.has_coordinator = False
         self._restore = None if options is None else options.restore
         if options is not None:
@@ -216,7 +220,16 @@ class ParameterServerStrategy(Strategy):
             return fn(*args, **(kwargs or {}))
         if not self.variables.is_fresh:
             self.pull()
-        return super().run(fn, args, kwargs)
+        if self._replica is None or source_of(fn) not in self._checked:
+            return super().run(fn, args, kwargs)
+        with entered(self, self._replica):  # there are no replicas to compare
+            return fn(*args, **(kwargs or {}))
+
+    @contextmanager
+    def _in_replica(self, index: int, group: Group, part: float, *, is_new: bool) -> Iterator[None]:
+        with super()._in_replica(index, group, part, is_new=is_new):
+            self._replica = get_replica_context()
+            yield
 
     def resume(self) -> int:
         """Return the number of steps that this worker has pushed, also in earlier processes.
