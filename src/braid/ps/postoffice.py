@@ -72,7 +72,6 @@ class Postoffice:
         scheduler: Address of the scheduler.
         resend_s: Seconds after which unanswered messages are sent again; None on links that lose
             none.
-        meet_s: Seconds to reach the scheduler when this node joins.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Postoffice:
         self.stop_at: int | None = None
         self.losses: dict[str, PeerLost] = {}  # the last of each node
         self.scheduler, self.resend_s = scheduler, resend_s
-        self._start, self.meet_s = start, JOIN_S
+        self._start = start
         self._handlers: dict[type[Message], Handler] = dict.fromkeys(
             (Here, Failure, StopAt, Explain), self._handle_own
         )
@@ -198,7 +197,7 @@ class Postoffice:
             RendezvousError: The scheduler cannot be reached.
             CommTimeout: Not all servers and workers have come.
         """
-        self.begin(self.meet_s if timeout_s is None else min(timeout_s, self.meet_s))
+        self.begin(JOIN_S if timeout_s is None else min(timeout_s, JOIN_S))
         try:
             with self.waits.ask(NodeJoin(""), [SCHEDULER], 0):
                 self.wait_until(

@@ -13,6 +13,7 @@ takes its own place again, a server joins with a new number, and the chief reads
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from braid.context import init
-from braid.errors import ConfigError
+from braid.errors import ConfigError, RendezvousError
 from braid.ps import Node, Options, join, join_running
 from braid.ps.protocol.directory import SCHEDULER, Role
 from braid.ps.rendezvous import wait_for_call
@@ -31,7 +32,9 @@ from braid.strategies.cluster import ClusterResolver
 __all__ = ["join_cluster"]
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-MEET_S = 300.0  # in which the task that schedules must begin to listen
+MEET_S = 300  # in which the task that schedules must begin to listen
+LOOK_S = 10  # after which a task says that it waits
+LOG = logging.getLogger(__name__)
 
 
 def join_cluster(
@@ -74,7 +77,7 @@ def join_cluster(
         spare = join_running(
             place.scheduler, place.secret, place.run_id, "spare", index, counts, options=options
         )
-        spare.postoffice.van.connect(SCHEDULER, place.scheduler, timeout_s=MEET_S)
+        _reach(spare, place.scheduler)
         called = wait_for_call(spare)
         if called is None:
             return spare, scheduler
@@ -92,8 +95,30 @@ def join_cluster(
         options=options,
         address=listen,
     )
-    node.postoffice.meet_s = MEET_S
+    _reach(node, place.scheduler)
     return node, scheduler
+
+
+def _reach(node: Node, scheduler: str) -> None:
+    """Connect to the task that schedules, and warn while it does not listen.
+
+    Raises:
+        RendezvousError: It does not listen for 300 s.
+    """
+    for waited_s in range(0, MEET_S, LOOK_S):
+        try:
+            node.postoffice.van.connect(SCHEDULER, scheduler, timeout_s=LOOK_S)
+        except RendezvousError:
+            if waited_s + LOOK_S >= MEET_S:
+                raise
+            LOG.warning(
+                "braid: %s has waited %d s for the chief (or ps 0, without one) to begin: was it "
+                "started, with the same cluster in TF_CONFIG?",
+                node.name,
+                waited_s + LOOK_S,
+            )
+        else:
+            return
 
 
 class _ClusterPlace(NamedTuple):
