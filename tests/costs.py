@@ -29,6 +29,8 @@ BUDGETS_S = {
     "world/test_checkpoint": 10,
     "world/test_comm": 85,
     "world/test_context_parallel": 8,
+    "world/test_coordinator": 10,
+    "world/test_coordinator_faults": 120,
     "world/test_data_parallel": 30,
     "world/test_ddp": 35,
     "world/test_demo": 40,
