@@ -83,7 +83,7 @@ class LocalTasks:
         variables = {"TF_CONFIG": json.dumps(config), "OMP_NUM_THREADS": "1"}
         if job in self._forked:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "braid.strategies"])
+            context.set_forkserver_preload(["torch._dynamo", "braid.strategies"])
             child = context.Process(target=_run_task, args=(self._command[2:], variables))
             child.start()
             self._children[job, index] = child

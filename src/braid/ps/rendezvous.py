@@ -20,6 +20,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.ps.messages import SCHEMA, Called
@@ -95,7 +97,7 @@ def join(
     called = wait_for_call(node) if place.role == SPARE else None
     if called is None:
         return node
-    node.close()
+    node.postoffice.close(0.0)  # nothing is under way
     return make(_van(place._replace(role="worker", number=called), options), "worker", called)
 
 
@@ -188,6 +190,8 @@ def _number(name: str) -> int:
 def wait_for_call(node: Node) -> int | None:
     """Return the number of the worker in whose place a spare is called; None if it is not."""
     calls: list[int] = []
+    # torch imports its compiler with the first optimizer of a process: before it counts
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
     def on_call(delivery: Delivery) -> None:
         assert isinstance(delivery.message, Called), "this handler is for calls"

@@ -81,7 +81,7 @@ def join_cluster(
         called = wait_for_call(spare)
         if called is None:
             return spare, scheduler
-        spare.close()
+        spare.postoffice.close(0.0)  # nothing is under way
         kind, index = "worker", called
     role: Role = "server" if kind == "ps" else "worker"
     listen = "" if place.is_local or role == "worker" else f"tcp://{jobs[kind][index]}"
