@@ -40,7 +40,7 @@ class CoordinatorReport(Report, kw_only=True):
         null: Null closures of braid, of each round.
         tensorflow: Those of TensorFlow.
         phases: Closures of each phase; in every second one workers are killed.
-        wrong: Closures whose update was not counted once.
+        wrong: Number of closures that were not counted exactly once.
     """
 
     null: list[float] = msgspec.field(default_factory=list)
@@ -64,7 +64,7 @@ class CoordinatorBench:
         phases: Number of phases with closures of 10 ms; in every second one workers are killed.
         phase_s: Seconds of a phase.
         every_s: Seconds between two deaths.
-        tensorflow: Python with tensorflow-cpu, to measure its coordinator, too.
+        tensorflow: Python with tensorflow-cpu, to measure TensorFlow's coordinator.
         out: Directory for `coordinator.json`.
     """
 

@@ -58,7 +58,7 @@ class StrategyBench:
         batch: Rows of a step over all replicas.
         n: Number of replicas.
         rounds: Number of steps of each, in turns.
-        tensorflow: Python with tensorflow-cpu, to compare the losses of 50 steps, too.
+        tensorflow: Python with tensorflow-cpu, to compare the losses of 50 steps.
         out: Directory for `strategies.json` and the logs.
     """
 

@@ -1,1 +1,1 @@
-"""Programs that are started as the tasks of a cluster, each in a process of its own."""
+"""Programs that are started as the tasks of a cluster, one process each."""

@@ -39,7 +39,7 @@ class LocalTasks:
         args: Its arguments.
         python: Interpreter that runs it.
         jobs: Number of tasks of each job; the figures of task 0 of the first job are read.
-        forked: Jobs whose processes are forked from one that has imported torch and braid, so that
+        forked: Jobs with processes forked from one that has imported torch and braid, so that
             the start of Python takes no time from the others.
     """
 

@@ -108,7 +108,7 @@ def _in_turns(
     times: list[list[float]] = [[], []]
     pairs = list(zip(calls, times, strict=True))
     for number in range(plan.rounds + WARM_UP):
-        # whoever comes second meets ranks that differ by what the first one has left
+        # the second one meets ranks that the first one has left uneven
         for call, seconds in pairs if number % 2 else pairs[::-1]:
             begin_ns = clock.now_ns()
             call()

@@ -173,7 +173,7 @@ class Node(BaseNode):
             place: Number of the server, counted over all of them again and again, that begins with
                 the first shard; the next one begins with the second, and so on. By the table's name
                 when None.
-            state: Exported state to begin with, on servers; that of `Options.restore` when None.
+            state: Exported state to begin with, on servers; `Options.restore` when None.
 
         Raises:
             ConfigError: There is a table of this name, the values are not floating-point, the
@@ -221,7 +221,7 @@ class Node(BaseNode):
             admit: Condition on which an id gets a row; at once when None.
             evict: Condition on which rows are removed; never when None.
             dtype: Dtype of rows and gradients.
-            restore: Snapshot to begin with; that of `Options` when None.
+            restore: Snapshot to begin with; `Options.restore` when None.
 
         Raises:
             ConfigError: There is a table of this name, or an argument is out of range.
@@ -298,7 +298,7 @@ class Node(BaseNode):
             make: Function of a worker's customer (None elsewhere) and the spec that returns the
                 worker's face of it.
             state: Exported state to begin with, on servers.
-            restore: Snapshot to begin with; that of `Options` when None.
+            restore: Snapshot to begin with; `Options.restore` when None.
 
         Raises:
             ConfigError: There is a table of this name, or the quorum exceeds the workers.

@@ -70,7 +70,7 @@ class _Asked:
         queries: Tensors with which it asks each shard.
         begun_ns: Time at which it came.
         whole: Whether it asks for the whole state.
-        number: Number that it asks for in the place of values, as in `Pull`.
+        number: Number that it asks for instead of values, as in `Pull`.
         names: Names of that state's tensors.
         was_parked: Whether it could not be answered when it came.
         ready: Shards that can be answered now, by the kind of answer.

@@ -223,7 +223,7 @@ def sparse_spec(
             dim, begin, rule, seed=seed, table=name, admit=admit, evict=evict, dtype=dtype
         )
 
-    make(0)  # says what is out of range on all nodes
+    make(0)  # checks the arguments on all nodes
     return TableSpec(
         name=name,
         num_shards=num_shards,

@@ -95,7 +95,7 @@ class WorkerDirectory:
         self._lock = threading.Lock()
 
     def add(self, record: WorkerRecord, is_gone: Callable[[str], bool] = lambda _: False) -> None:
-        """Publish the record of this node, in place of an earlier life of it.
+        """Publish the record of this node; replace the record of an earlier process.
 
         Args:
             record: The record.

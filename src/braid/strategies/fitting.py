@@ -1,4 +1,4 @@
-"""fit: a whole training in one call, for those who want no loop of their own.
+"""fit: a whole training in one call, without a loop in the program.
 
     history = braid.fit(
         model,

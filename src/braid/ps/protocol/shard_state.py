@@ -53,7 +53,7 @@ __all__ = ["ShardState", "TaskKey"]
 
 
 class TaskKey(NamedTuple):
-    """Identity of a push that several workers may send, of which servers add one.
+    """Identity of a push that several workers may send; servers add it once.
 
     Attributes:
         task: Number of the task, which is run again elsewhere if its worker is lost.

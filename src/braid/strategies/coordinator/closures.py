@@ -158,7 +158,7 @@ class _ClosureWorker:
             packed, buffers = self._codec.pack(
                 result, f"the result of {getattr(function, '__qualname__', function)}"
             )
-            done = TaskDone(task.number, packed, self._variables.num_steps - steps)
+            answer = TaskDone(task.number, packed, self._variables.num_steps - steps)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the coordinator must learn it
@@ -167,9 +167,9 @@ class _ClosureWorker:
             office.raise_failure()  # the run has failed: nobody waits for an answer
             error = self._codec.pack_error(self._node.name, exc)
             steps = self._variables.num_steps - steps
-            done, buffers = TaskDone(task.number, error, steps, failed=True), []
+            answer, buffers = TaskDone(task.number, error, steps, failed=True), []
         with office.lock:
-            office.send(SCHEDULER, done, buffers)
+            office.send(SCHEDULER, answer, buffers)
             self._was_busy = bool(self._tasks)
 
     def _resource_of(self, value: Any) -> Any:

@@ -376,8 +376,8 @@ class ClusterCoordinator:
             msg = f"a closure is a function with a tuple of arguments, got {fn!r} and {args!r}"
             raise ConfigError(msg)
         name = getattr(fn, "__qualname__", repr(fn))
-        given = self.fetch([tuple(args or ()), dict(kwargs or {})])
-        packed, buffers = self._codec.pack((fn, *given, mode), f"the closure {name}")
+        arguments = self.fetch([tuple(args or ()), dict(kwargs or {})])
+        packed, buffers = self._codec.pack((fn, *arguments, mode), f"the closure {name}")
         return _Closure(packed, [bytes(view) for view in buffers], RemoteValue(self, name))
 
     def unpack(self, done: Delivery) -> Any:

@@ -418,7 +418,7 @@ class ServerVariables:
         ]
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: object = None) -> None:
-        """Push the gradients of an optimizer's parameters, and pull these; in place of its step."""
+        """Push the gradients of an optimizer's parameters, and pull the parameters."""
         if closure is not None:
             msg = (
                 f"{type(optimizer).__name__}.step(closure) needs the loss again for one step, and "
