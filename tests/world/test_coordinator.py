@@ -565,7 +565,9 @@ def test_done_never_waits_and_a_closed_coordinator_takes_nothing(coordinated):
     coordinator = coordinated(workers=2)
     coordinator.schedule(sleeps, (0.5,))
     coordinator.schedule(fails, ("now",))
+    until = time.monotonic() + 10
     while coordinator._queue.failed is None:
+        assert time.monotonic() < until
         assert not coordinator.done()
     begun = time.monotonic()
     assert not coordinator.done()

@@ -159,7 +159,7 @@ def tasks(tmp_path: Path) -> Iterator[object]:
         for process in cluster.running.values():
             process.kill()
         for reader in cluster.readers:
-            reader.join()
+            reader.join(30)
 
 
 def test_workers_that_are_killed_again_and_again_cost_no_closure(tasks):
