@@ -70,6 +70,7 @@ LAUNCHING = (
     "world/test_command_line.py",
     "world/test_conversion_trains.py",
     "world/test_demo.py",
+    "world/test_elastic_runs.py",
     "world/test_leave_horovod.py",
     "world/test_membership.py",
     "world/test_observe.py",

@@ -14,6 +14,7 @@ from braid._version import __version__
 if TYPE_CHECKING:
     from braid.comm import Group, Request, Work
     from braid.context import init, log, mesh, shutdown, world
+    from braid.elasticity import elastic
     from braid.errors import (
         BraidError,
         CheckpointError,
@@ -64,6 +65,7 @@ _ROOT_NAMES = {
     "Work": "comm",
     "capture": "parallel.graph",
     "device": "strategies.placed",
+    "elastic": "elasticity",
     "find_plan": "plan.find",
     "fit": "strategies.fitting",
     "init": "context",
@@ -103,6 +105,7 @@ __all__ = [
     "__version__",
     "capture",
     "device",
+    "elastic",
     "find_plan",
     "fit",
     "init",

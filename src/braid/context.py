@@ -17,13 +17,13 @@ from torch import distributed as dist
 from braid.comm import Group, torch_backend
 from braid.comm.engines.c10d import C10dEngine, make_nccl
 from braid.comm.mesh_groups import MeshGroups
-from braid.errors import StaleError
+from braid.errors import PeerLostError, StaleError
 from braid.programs.layout import Mesh
 from braid.runtime.metrics import RunMetrics
-from braid.runtime.rendezvous import JobEnvironment
+from braid.runtime.rendezvous import JobEnvironment, NewEpoch
 from braid.runtime.rendezvous.membership import Membership, join_job
 
-__all__ = ["init", "log", "membership", "mesh", "shutdown", "world"]
+__all__ = ["init", "log", "membership", "mesh", "next_epoch", "shutdown", "world"]
 
 LOG = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class _Default:
         self.membership: Membership | None = None
         self.group: Group | None = None
         self.metrics: RunMetrics | None = None
+        self.sum_order = "any"
 
 
 _DEFAULT = _Default()
@@ -67,24 +68,13 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
     """
     if _DEFAULT.membership is None:
         member = join_job(JobEnvironment.from_os(), timeout_s=timeout_s)
-        group = Group.world(member.context, member.transport, sum_order=sum_order)
-        _tune(group, member.transport.hosts, timeout_s)
-        if _have_own_gpus(group, member.transport.hosts):
-            LOG.info("CUDA tensors go to NCCL: every rank has a GPU of its own")
-            group.attach(
-                C10dEngine(
-                    member.context,
-                    group.ranks,
-                    make_nccl,
-                    device_types=frozenset({"cuda"}),
-                    name="nccl",
-                )
-            )
-        torch_backend.share(group)
-        LOG.info(
-            "rank %d of %d, started by %s", group.rank, group.size, member.environment.launched_by
-        )
-        _DEFAULT.group = group
+        _DEFAULT.sum_order = "rank" if member.environment.elastic else sum_order
+        try:
+            _share_world(member, timeout_s)
+        except PeerLostError:
+            if not member.environment.elastic:
+                raise
+            _share_next_world(member, -1, timeout_s)
         _DEFAULT.metrics = RunMetrics(
             member.environment,
             member.control,
@@ -96,6 +86,57 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         _DEFAULT.has_joined = True
         atexit.register(shutdown)  # runs before the interpreter ends threads and frees memory
     return world()
+
+
+def _share_world(member: Membership, timeout_s: float) -> Group:
+    """Make the group of all ranks, the default from now on."""
+    group = Group.world(member.context, member.transport, sum_order=_DEFAULT.sum_order)
+    _tune(group, member.transport.hosts, timeout_s)
+    if _have_own_gpus(group, member.transport.hosts):
+        LOG.info("CUDA tensors go to NCCL: every rank has a GPU of its own")
+        group.attach(
+            C10dEngine(
+                member.context,
+                group.ranks,
+                make_nccl,
+                device_types=frozenset({"cuda"}),
+                name="nccl",
+            )
+        )
+    torch_backend.share(group)
+    LOG.info("rank %d of %d, started by %s", group.rank, group.size, member.environment.launched_by)
+    _DEFAULT.group = group
+    return group
+
+
+def next_epoch(num_steps: int, timeout_s: float = 600.0) -> tuple[Group, NewEpoch]:
+    """Leave this epoch of an elastic run, and return the group of all ranks of the next one.
+
+    Tensors of the old group stay readable; its operations and requests have ended.
+
+    Args:
+        num_steps: Number of steps that the state of this process has seen; -1 without state.
+        timeout_s: Seconds to wait for the members of the next epoch.
+
+    Raises:
+        ConfigError: The run is not elastic.
+        CommError: The launcher ends the run, or is gone.
+    """
+    member = membership()
+    torch_backend.share(None)
+    world().close()
+    return _share_next_world(member, num_steps, timeout_s)
+
+
+def _share_next_world(
+    member: Membership, num_steps: int, timeout_s: float
+) -> tuple[Group, NewEpoch]:
+    while True:
+        epoch = member.next_epoch(num_steps, timeout_s)
+        try:
+            return _share_world(member, timeout_s), epoch
+        except PeerLostError:
+            LOG.info("a member of epoch %d was lost before it had begun", epoch.epoch)
 
 
 def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:

@@ -35,6 +35,7 @@ ROOT_NAMES = [
     "__version__",
     "capture",
     "device",
+    "elastic",
     "find_plan",
     "fit",
     "init",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CheckpointError, ConfigError
-from braid.train.sampling import OrderedSampler, Permutation, SampleOrder, SamplerState, share_of
+from braid.programs.sampling import OrderedSampler, Permutation, SampleOrder, SamplerState, share_of
 
 
 @given(n=st.integers(1, 400), seed=st.integers(0, 2**40), epoch=st.integers(0, 9))

@@ -202,7 +202,7 @@ def run(
         stdin: Rank that reads the standard input, for breakpoint() and input(): it has the
             terminal, and hang reports and deadlines of collectives wait.
         on: Hosts to run on.
-        roles: Servers and workers of a parameter server.
+        roles: Roles of ranks, and ranks that may be lost.
     """
     from braid.cli.commands.several_hosts import choose_where, run_on
     from braid.launch import JobSpec, Supervisor, TerminalConsole
@@ -233,6 +233,7 @@ def run(
         environ=roles.environ() | ({NO_FRAME_MAC: "1"} if on.no_frame_mac else {}),
         expendable=roles.expendable,
         needed=roles.needed,
+        elastic=roles.elastic(1 if n is None else n),
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:

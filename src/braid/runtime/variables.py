@@ -42,6 +42,7 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_EVENTS_FD": "Descriptor of the memory for a rank's events.",
     "BRAID_STACKS_FD": "Descriptor to which a rank dumps its stacks.",
     "BRAID_DEBUGGED": "`1`: a person debugs a rank, and deadlines wait (`--stdin`).",
+    "BRAID_ELASTIC": "Part in a run whose members may change: `founder` or `newcomer`.",
     "BRAID_LAUNCHER_PID": "Process that has started a rank, to find orphans of a run.",
     "BRAID_RAY_CALL": "Directory of the function that `braid.launch.ray.run` calls on ranks.",
     "BRAID_NODE": "Number of a pod, in manifests for Kubernetes.",

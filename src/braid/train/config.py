@@ -14,10 +14,10 @@ import msgspec
 
 from braid.errors import ConfigError, below, raise_all
 from braid.programs.layout import Mesh
+from braid.programs.sampling import share_of
 from braid.programs.schedule.files import check_schedule, schedule_named
 from braid.programs.schedule.pipeline import RECOMPUTE_MODES, VersionRule
 from braid.runtime.option_types import DeviceName, DtypeName, Number, shown_as
-from braid.train.sampling import share_of
 
 __all__ = ["MEASURED", "MODELS", "ModelSize", "TrainConfig", "checkpoints_in"]
 

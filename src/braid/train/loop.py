@@ -27,6 +27,7 @@ from braid.checkpoint import (
 from braid.comm import Group
 from braid.comm.autograd.streams import current_stream, synchronize
 from braid.errors import BraidError, CheckpointError, ConfigError
+from braid.programs.sampling import OrderedSampler, SampleOrder
 from braid.runtime.metrics import memory_bytes
 from braid.train.asynchronous import AsynchronousStages
 from braid.train.config import MODELS, TrainConfig
@@ -43,7 +44,6 @@ from braid.train.reports import (
     TrainingFinished,
     TrainingStarted,
 )
-from braid.train.sampling import OrderedSampler, SampleOrder
 from braid.train.shards import ParallelShards, ReferenceShards, Shards
 from braid.train.stage_balance import stage_balance
 from braid.train.windows import Windows

@@ -24,6 +24,7 @@ from braid import ps
 from braid.checkpoint import open_last, training_tensors
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
+from braid.programs.sampling import OrderedSampler, SampleOrder, share_of
 from braid.runtime.metrics import memory_bytes
 from braid.runtime.rendezvous import Loaded, Saved
 from braid.runtime.rendezvous.membership import Membership
@@ -41,7 +42,6 @@ from braid.train.reports import (
     TrainingFinished,
     TrainingStarted,
 )
-from braid.train.sampling import OrderedSampler, SampleOrder, share_of
 from braid.train.shards import clip_whole
 from braid.train.windows import Windows
 from braid.types import Shares

@@ -31,8 +31,8 @@ from braid.parallel.sharding import (
     memory_of,
     sharded_numbers,
 )
+from braid.programs.sampling import share_of
 from braid.train.gpt import GPT
-from braid.train.sampling import share_of
 from braid.train.windows import Windows
 
 __all__ = ["ParallelShards", "ReferenceShards", "Shards", "StepAgreement", "clip_whole"]

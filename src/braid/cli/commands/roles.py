@@ -10,6 +10,7 @@ from typing import Literal
 import tyro
 
 from braid.errors import ConfigError
+from braid.launch.process.job import ElasticLimits
 from braid.runtime.variables import ON_WORKER_LOSS, REPLICAS, ROLES, SERVERS, SPARES
 
 __all__ = ["Roles"]
@@ -28,13 +29,17 @@ class Roles:
         workers: Ranks that train: the last ones.
         replicas: Copies of each shard on other servers. With at least one, the run goes on when a
             server dies.
-        spares: Ranks that take the places of workers that die. The run goes on when a worker dies.
+        spares: Ranks that take the places of workers that die; with --min-ranks, of any rank. The
+            run goes on when one dies.
         role: Name and number of ranks of a role, such as `ps:1`; once for each role, in the order
             of ranks. In the place of -n, for programs of remote calls.
         expendable_role: Name of a role, such as `actor`, without whose ranks the others go on when
             a signal ends these; once for each.
         on_worker_loss: Policy for workers that die: fail, wait for a new process of its number, or
             shrink to the others.
+        min_ranks: Number of ranks with which `braid.elastic` still goes on (default: all).
+        max_ranks: Number of ranks that it takes at most (default: -n).
+        restarts: Number of processes that are started for ranks that die, with --min-ranks.
     """
 
     servers: int = 0
@@ -44,6 +49,9 @@ class Roles:
     on_worker_loss: Literal["", "fail", "wait", "shrink"] = ""
     role: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     expendable_role: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    min_ranks: int = 0
+    max_ranks: int = 0
+    restarts: int = 3
 
     def num_ranks(self, n: int | None) -> int | None:
         """Return the number of ranks that all options together mean.
@@ -51,7 +59,14 @@ class Roles:
         Raises:
             ConfigError: They contradict each other, or a role has no rank.
         """
-        is_server = any((self.servers, self.workers, self.replicas, self.spares))
+        if not self.min_ranks and self.max_ranks:
+            msg = f"--max-ranks {self.max_ranks} needs --min-ranks"
+            raise ConfigError(msg)
+        of_server = (self.servers, self.workers, self.replicas, self.spares * (not self.min_ranks))
+        is_server = any(of_server)
+        if self.min_ranks and (is_server or self.role):
+            msg = "--min-ranks is for ranks without roles: leave out --servers, --workers, --role"
+            raise ConfigError(msg)
         if self.role:
             total = sum(count for _, count in self._counts)
             if unknown := set(self.expendable_role) - {name for name, _ in self._counts}:
@@ -97,6 +112,17 @@ class Roles:
             own[ROLES] = ",".join(self.role)
         return own
 
+    def elastic(self, num_ranks: int) -> ElasticLimits | None:
+        """Return the limits of an elastic run; None where members are fixed."""
+        if not self.min_ranks:
+            return None
+        return ElasticLimits(
+            min_ranks=self.min_ranks,
+            max_ranks=self.max_ranks or num_ranks,
+            spares=self.spares,
+            restarts=self.restarts,
+        )
+
     @property
     def _counts(self) -> list[tuple[str, int]]:
         """Names of roles with their numbers of ranks."""
@@ -115,6 +141,8 @@ class Roles:
 
         Not the workers where new processes may take their places.
         """
+        if self.min_ranks:
+            return ()
         first = 1 + self.servers
         parts = [range(1, first)]
         if self.on_worker_loss != "wait":
@@ -127,6 +155,8 @@ class Roles:
         if self.role:
             ranks = [name for name, count in self._counts for _ in range(count)]
             return frozenset(n for n, name in enumerate(ranks) if name in self.expendable_role)
+        if self.min_ranks:
+            return frozenset()
         first = 1 + self.servers
         servers = range(1, first if self.replicas else 1)
         goes_on = self.spares or self.on_worker_loss in {"wait", "shrink"}

@@ -41,7 +41,8 @@ OWN = (
     "--hang-report", "--grace", "--resume", "--stdin", "-H", "--hosts", "--hostfile", "--rsh",
     "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
     "--network-interface", "--listen", "--servers", "--workers", "--replicas", "--spares",
-    "--on-worker-loss", "--on", "--engine-options", "--role", "--expendable-role",
+    "--on-worker-loss", "--on", "--engine-options", "--role", "--expendable-role", "--min-ranks",
+    "--max-ranks", "--restarts",
 )  # fmt: skip
 
 

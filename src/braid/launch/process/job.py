@@ -28,6 +28,7 @@ from braid.runtime.rendezvous import JobEnvironment
 __all__ = [
     "RANK_VARIABLES",
     "RESUME",
+    "ElasticLimits",
     "JobSpec",
     "Outcome",
     "check_command",
@@ -42,6 +43,30 @@ MAX_RANKS = 4096  # on one host; a larger number is a typing error
 RANK_VARIABLES = "BRAID_RANK_VARIABLES"
 RESUME = "{resume}"  # in the command that resumes
 OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticLimits:
+    """Limits of a run that goes on when ranks are lost; see `supervise.membership_state`.
+
+    Attributes:
+        min_ranks: Number of ranks with which the run still goes on.
+        max_ranks: Number of ranks that take part at most.
+        spares: Number of ranks that are started beside, and wait until one is lost.
+        restarts: Number of processes that are started in the place of lost ones.
+    """
+
+    min_ranks: int
+    max_ranks: int
+    spares: int = 0
+    restarts: int = 3
+
+    def __post_init__(self) -> None:
+        problems = below(1, min_ranks=self.min_ranks)
+        problems += below(0, spares=self.spares, restarts=self.restarts)
+        if self.max_ranks < self.min_ranks:
+            problems.append(f"max_ranks {self.max_ranks} is below min_ranks {self.min_ranks}")
+        raise_all(problems)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +96,7 @@ class JobSpec:
         environ: Environment that ranks inherit.
         expendable: Ranks without which the others can go on, such as servers that have replicas.
         needed: Sets of expendable ranks; the death of the last one of a set fails the run.
+        elastic: Limits of a run whose members may change; None if they are fixed.
     """
 
     command: tuple[str, ...]
@@ -92,6 +118,7 @@ class JobSpec:
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
     expendable: frozenset[int] = frozenset()
     needed: tuple[frozenset[int], ...] = ()
+    elastic: ElasticLimits | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -107,6 +134,11 @@ class JobSpec:
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.num_ranks:
             problems.append(
                 f"the rank of --stdin must be 0 to {self.num_ranks - 1}, got {self.stdin_rank}"
+            )
+        if self.elastic and not self.elastic.min_ranks <= self.num_ranks <= self.elastic.max_ranks:
+            problems.append(
+                f"the number of ranks must be {self.elastic.min_ranks} (min_ranks) to "
+                f"{self.elastic.max_ranks} (max_ranks), got {self.num_ranks}"
             )
         limits = ("stopped_limit_s", "hang_report_s", "grace_s", "interrupt_limit_s")
         problems += [

@@ -157,7 +157,7 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
 
     def placement(self, rank: int) -> RankPlacement:
         """Return the placement of a rank."""
-        size = self._job.num_ranks
+        size = max(self._job.num_ranks, rank + 1)  # a spare has a place of its own
         return RankPlacement(rank, size, 0, 1, ADDRESS, self._port, "")
 
     def start(self, spec: RankSpec) -> Rank:

@@ -6,8 +6,9 @@ takes all decisions, and the backend knows on which hosts the ranks are.
 
 from __future__ import annotations
 
+import heapq
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -24,6 +25,13 @@ from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
 from braid.launch.supervise.hang_monitor import HangMonitor
+from braid.launch.supervise.membership_state import (
+    Begin,
+    Dismiss,
+    MembershipState,
+    Order,
+    Pause,
+)
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import (
     git_commit,
@@ -33,6 +41,7 @@ from braid.launch.supervise.run_record import (
 )
 from braid.launch.supervise.supervisor_state import (
     Continued,
+    Dismissed,
     Event,
     Exited,
     Instruction,
@@ -68,8 +77,11 @@ from braid.runtime.rendezvous import (
     Left,
     Loaded,
     Logged,
+    NewEpoch,
+    PauseTraining,
     RankFailed,
     RankHello,
+    Ready,
     Saved,
 )
 from braid.runtime.rendezvous.control import CONTROL_ROLE
@@ -119,9 +131,17 @@ class _Run(AbstractContextManager["_Run"]):
         self._inbox = inbox
         self._backend = backend
         self._start_ns = clock.now_ns()
-        limits = _limits(job)
+        spares = job.elastic.spares if job.elastic else 0
+        self._members = MembershipState(job.elastic, job.num_ranks) if job.elastic else None
+        self._places = list(range(job.num_ranks + spares))  # that no process has
+        self._place_of: dict[int, int] = {}
         self._state = SupervisorState(
-            job.num_ranks, limits, self._start_ns, job.expendable, job.needed
+            len(self._places),
+            _limits(job),
+            self._start_ns,
+            job.expendable,
+            job.needed,
+            self._members,
         )
         self._saved: SavedCheckpoint | None = None
         self._resume = "auto"  # value of --resume that loads it
@@ -278,18 +298,30 @@ class _Run(AbstractContextManager["_Run"]):
             )
             raise ConfigError(msg) from exc
         self._handle(Started(rank))
+        if self._members is not None:
+            self._execute_orders(self._members.started(rank))
 
     def _environment(self, rank: int) -> JobEnvironment:
-        """Return the settings of a rank, without the descriptors that only its parent knows."""
+        """Return the settings of a rank, without the descriptors that only its parent knows.
+
+        In an elastic run, a rank that takes the place of another has a number of its own, but its
+        host and its local rank.
+        """
+        place = self._place_of[rank] = heapq.heappop(self._places)
+        members, elastic = self._members, ""
+        if members is not None:
+            is_founder = rank < self._job.num_ranks or (members.epoch < 0 and place != rank)
+            elastic = "founder" if is_founder else "newcomer"
         return JobEnvironment(
             rank=rank,
-            world_size=self._job.num_ranks,
+            world_size=max(self._job.num_ranks, rank + 1),
+            elastic=elastic,
             run_id=self._backend.run_id,
             store_address=self._backend.address_for_rank(self._listener.address),
             log_dir=self._log_dir,
             resume=self._job.resume,
             launched_by="braid",
-            **self._backend.placement(rank)._asdict(),
+            **self._backend.placement(place)._asdict(),
         )
 
     # Events
@@ -338,10 +370,15 @@ class _Run(AbstractContextManager["_Run"]):
                 change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
+            heapq.heappush(self._places, self._place_of[process.rank])
             if facts.survived:
                 process.end = replace(end, survived=True)
             else:
                 self._announce(end)
+            if self._members is not None:
+                has_finished = end.exit_code == 0
+                change_of = self._members.finished if has_finished else self._members.lost
+                self._execute_orders(change_of(process.rank))
 
     def _on_clients(self) -> None:
         for connection in self._listener.accept_ready():
@@ -367,6 +404,10 @@ class _Run(AbstractContextManager["_Run"]):
         elif isinstance(message, Loaded) and self._saved is None:
             self._saved = SavedCheckpoint(message.step, message.path, True, is_earlier=True)
             self._resume = message.resume
+        elif isinstance(message, Ready) and self._members is not None:
+            self._execute_orders(
+                self._members.ready(process.rank, message.epoch, message.num_steps)
+            )
         elif isinstance(message, Logged):
             self._keep(partial(self._metrics.append, process.rank, message.row))
         elif isinstance(message, RankFailed):
@@ -444,6 +485,25 @@ class _Run(AbstractContextManager["_Run"]):
             f"{stopped}; it is killed after {self._job.stopped_limit_s:g} s unless "
             f"`kill -CONT {process.pid}` lets it go on"
         )
+
+    def _execute_orders(self, orders: Sequence[Order]) -> None:
+        """Execute orders on the members of an elastic run."""
+        for order in orders:
+            if isinstance(order, Begin):
+                if order.epoch:
+                    ranks = ", ".join(map(str, order.members))
+                    step = max(order.num_steps)
+                    self._console.notice(f"epoch {order.epoch}: ranks {ranks} go on at step {step}")
+                for rank in order.members:
+                    self.ranks[rank].send(NewEpoch(*order))
+            elif isinstance(order, Pause):
+                for rank in order.members:
+                    self.ranks[rank].send(PauseTraining())
+            elif isinstance(order, Dismiss):
+                for rank in order.ranks:
+                    self._handle(Dismissed(rank))
+            elif self._state.phase is RunPhase.RUNNING:
+                self._state.start_another()
 
     # The end
 

@@ -25,6 +25,8 @@ state machine touches no process, signal, socket or clock.
     any           a rank ended                 send RankLost                    same
     RUNNING       an expendable rank died,     send RankLost, warn: the run     same
                   without an error reported    survives it
+    any           the run no longer needs      SIGTERM to it                    same
+                  a rank
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
+from braid.launch.supervise.membership_state import MembershipState
 from braid.runtime.diagnose.verdict import signal_name
 from braid.runtime.rendezvous import RankLost, Stop
 
 __all__ = [
     "CollectStacks",
     "Continued",
+    "Dismissed",
     "Exited",
     "Instruction",
     "Interrupted",
@@ -128,6 +132,12 @@ class Interrupted(NamedTuple):
     signum: int
 
 
+class Dismissed(NamedTuple):
+    """The run no longer needs a rank, which waits to join it."""
+
+    rank: int
+
+
 class Tick(NamedTuple):
     """Time has passed."""
 
@@ -160,7 +170,9 @@ class CollectStacks(NamedTuple):
     """Request stacks from every living rank that has joined the job."""
 
 
-Event: TypeAlias = Started | Exited | ReportedFailure | Stopped | Continued | Interrupted | Tick
+Event: TypeAlias = (
+    Started | Exited | ReportedFailure | Stopped | Continued | Interrupted | Dismissed | Tick
+)
 Instruction: TypeAlias = SendSignal | SendToRank | Warn | CollectStacks
 
 
@@ -178,6 +190,7 @@ class RankFacts:
         failed_ns: Time at which the rank reported its failure, before any signal; else None.
         loss_sent: Whether the remaining ranks were informed of the loss.
         survived: Whether the rank died, and the run went on without it.
+        dismissed: Whether the run no longer needs the rank.
     """
 
     alive: bool = True
@@ -189,6 +202,7 @@ class RankFacts:
     failed_ns: int | None = None
     loss_sent: bool = False
     survived: bool = False
+    dismissed: bool = False
 
 
 class SupervisorState:
@@ -200,6 +214,7 @@ class SupervisorState:
         start_ns: Current time.
         expendable: Ranks without which the others can go on, when a signal ends them.
         needed: Sets of expendable ranks; the run does not survive the last one of a set.
+        members: Members of an elastic run, which knows whose death it survives.
 
     Attributes:
         phase: Phase of the run.
@@ -217,6 +232,7 @@ class SupervisorState:
         start_ns: int,
         expendable: frozenset[int] = frozenset(),
         needed: Sequence[frozenset[int]] = (),
+        members: MembershipState | None = None,
     ) -> None:
         self.phase = RunPhase.RUNNING
         self.ranks: dict[int, RankFacts] = {}
@@ -226,6 +242,7 @@ class SupervisorState:
         self._to_start = num_ranks
         self._expendable = expendable
         self._needed = needed
+        self._members = members
         self._limits = limits
         self._deadline_ns: int | None = None
         if limits.timeout_ns is not None:
@@ -235,6 +252,10 @@ class SupervisorState:
     def starting(self) -> bool:
         """Whether the next rank should be started."""
         return self._to_start > 0 and self.phase is RunPhase.RUNNING
+
+    def start_another(self) -> None:
+        """Let one more rank be started."""
+        self._to_start += 1
 
     @property
     def deadline_ns(self) -> int | None:
@@ -270,6 +291,9 @@ class SupervisorState:
                 out.append(Warn(event.rank, 0))
         elif isinstance(event, Interrupted):
             out += self._interrupted(event.signum, now_ns)
+        elif isinstance(event, Dismissed):
+            self.ranks[event.rank].dismissed = True
+            out += self._signal([event.rank], signal.SIGTERM)
         out += self._due(now_ns)
         if self.phase is not RunPhase.DONE and not self._alive() and not self.starting:
             self.phase, self._deadline_ns = RunPhase.DONE, None
@@ -279,7 +303,7 @@ class SupervisorState:
         facts = self.ranks[event.rank]
         facts.alive = False
         loss = self._send_loss(event.rank, event.reason, left=event.ok)
-        if event.ok:
+        if event.ok or facts.dismissed:
             return loss
         if self._survives(event.rank):
             return [*loss, Warn(event.rank, 0, event.reason)]
@@ -289,8 +313,12 @@ class SupervisorState:
     def _survives(self, rank: int) -> bool:
         """Record and return whether the run goes on after the death of `rank`."""
         facts = self.ranks[rank]
-        spared = rank in self._expendable and facts.failed_ns is None
-        spared &= not any(self._is_last(rank, part) for part in self._needed)
+        if self._members is not None:
+            spared = self._members.can_lose(rank)
+        else:
+            spared = rank in self._expendable
+            spared &= not any(self._is_last(rank, part) for part in self._needed)
+        spared &= facts.failed_ns is None
         facts.survived = facts.survived or (spared and self.phase is RunPhase.RUNNING)
         return facts.survived
 

@@ -175,8 +175,8 @@ ADVICE: Mapping[str, str] = {
     "names the line that starts it",
     "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck loader "
     "fail",
-    "batches": "give every rank as many batches (drop the last short one: braid.train.sampling), "
-    "or train inside of `with model.join():`",
+    "batches": "give every rank as many batches (drop the last short one, as "
+    "braid.programs.sampling does), or train inside of `with model.join():`",
     "slow": "give it less work, or more cores; see `braid report` for where its time goes",
     "busy": "make the computation shorter, or let all ranks do it; a call that holds the "
     "interpreter's lock also stops braid's threads",

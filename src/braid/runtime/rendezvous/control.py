@@ -7,8 +7,8 @@ Idea: a few small messages over one authenticated connection per rank. The launc
 first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
 is not an error here: the kernel kills the ranks of a dead launcher.
 
-    rank -> launcher   RankHello  Saved  Loaded  Logged  RankFailed  Exiting  Left
-    launcher -> rank   RankLost  Stop
+    rank -> launcher   RankHello  Saved  Loaded  Logged  RankFailed  Exiting  Left  Ready
+    launcher -> rank   RankLost  Stop  PauseTraining  NewEpoch
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ __all__ = [
     "Left",
     "Loaded",
     "Logged",
+    "NewEpoch",
+    "PauseTraining",
     "RankFailed",
     "RankHello",
     "RankLost",
+    "Ready",
     "Saved",
     "Stop",
     "decode_from_rank",
@@ -133,11 +136,41 @@ class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
     reason: str
 
 
-FromRank: TypeAlias = RankHello | Saved | Loaded | Logged | RankFailed | Exiting | Left
-FromLauncher: TypeAlias = RankLost | Stop
+class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
+    """The process waits for the next epoch of an elastic run.
+
+    Attributes:
+        epoch: Epoch of which it is a member; -1 if of none.
+        num_steps: Number of steps that its state has seen; -1 without state.
+    """
+
+    epoch: int
+    num_steps: int
+
+
+class PauseTraining(msgspec.Struct, tag_field="kind", tag="pause", frozen=True):
+    """Request to be `Ready` after the step under way: the members will change."""
+
+
+class NewEpoch(msgspec.Struct, tag_field="kind", tag="epoch", frozen=True):
+    """An epoch of an elastic run begins.
+
+    Attributes:
+        epoch: Its number.
+        members: Numbers of the members at the launcher, in the order of their group.
+        num_steps: Number of steps that the state of each has seen; -1 without state.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    num_steps: tuple[int, ...]
+
+
+FromRank: TypeAlias = RankHello | Saved | Loaded | Logged | RankFailed | Exiting | Left | Ready
+FromLauncher: TypeAlias = RankLost | Stop | PauseTraining | NewEpoch
 
 _FROM_RANK = msgspec.json.Decoder(FromRank)
-_FROM_LAUNCHER = msgspec.json.Decoder(RankLost | Stop)
+_FROM_LAUNCHER = msgspec.json.Decoder(FromLauncher)
 
 
 def encode(message: FromRank | FromLauncher) -> bytes:

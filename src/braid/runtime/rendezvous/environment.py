@@ -58,6 +58,8 @@ class JobEnvironment:
             hosts without braid's launcher; empty if not set.
         insecure_network: Whether ranks of several hosts accept any connection, without a secret.
         debugged: Whether a person debugs one of the ranks, so that deadlines of collectives wait.
+        elastic: Part in a run whose members may change: `founder` for a rank that begins it,
+            `newcomer` for one that joins; empty if members are fixed.
     """
 
     rank: int = 0
@@ -82,6 +84,7 @@ class JobEnvironment:
     secret_file: str = ""
     insecure_network: bool = False
     debugged: bool = False
+    elastic: str = ""
 
     def __post_init__(self) -> None:
         problems = [
@@ -167,6 +170,7 @@ class JobEnvironment:
             secret_file=environ.get("BRAID_SECRET_FILE", ""),
             insecure_network=insecure_network,
             debugged=debugged,
+            elastic=environ.get("BRAID_ELASTIC", ""),
         )
 
     @classmethod
@@ -221,6 +225,7 @@ class JobEnvironment:
             "BRAID_SECRET_FILE": self.secret_file,
             "BRAID_INSECURE_NETWORK": "1" if self.insecure_network else "",
             "BRAID_DEBUGGED": "1" if self.debugged else "",
+            "BRAID_ELASTIC": self.elastic,
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
 

@@ -5,6 +5,9 @@
 Under `braid run` the launcher serves the store and is informed of failures. Under torchrun (or a
 launcher with the same variables) torch's store is wrapped. A single process is a world of one rank.
 
+In an elastic run the launcher says who takes part, epoch by epoch (`next_epoch`): each epoch has a
+transport and a context of its own, so nothing of an earlier one can come in.
+
 A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
 ends by an exception or by `sys.exit` with a code other than 0 has *failed*: the launcher learns it
 before the interpreter shuts down, which may take long.
@@ -14,20 +17,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import select
 import sys
 import traceback
 from types import TracebackType
 from typing import NamedTuple
 
-from braid.errors import CommTimeout, encodable, message_of
+from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, encodable, message_of
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.diagnose.tracebacks import parse_error
 from braid.runtime.events import Recorder
 from braid.runtime.rendezvous.control import (
     ControlClient,
     Exiting,
+    NewEpoch,
+    PauseTraining,
     RankFailed,
     RankLost,
+    Ready,
     Stop,
 )
 from braid.runtime.rendezvous.environment import JobEnvironment
@@ -44,6 +51,8 @@ from braid.runtime.wire import Connection, Secret
 __all__ = ["Membership", "join_job"]
 
 DEBUGGING_S = 7 * 86400.0  # a person at a prompt comes back within a week
+LOOK_S = 1.0  # between two looks at a launcher that may be gone
+NO_EPOCH = NewEpoch(-1, (), ())
 
 
 class _Parts(NamedTuple):
@@ -59,27 +68,64 @@ class _Parts(NamedTuple):
 
 
 class _Launcher:
-    """Reports the losses of ranks that the launcher has noticed, and its request to stop.
+    """Reports the losses of ranks that the launcher has noticed, and its requests.
+
+    Args:
+        control: Connection to the launcher.
 
     Attributes:
         stop_reason: Reason of the launcher's request to stop; empty if there is none.
+        pauses: Whether the launcher has asked the members of this epoch to get ready for another.
+        epoch: The last epoch of an elastic run that has begun.
+        lost: Losses by the numbers that ranks have at the launcher.
     """
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
         self.stop_reason = ""
+        self.pauses = False
+        self.epoch = NO_EPOCH
+        self.lost: dict[int, Loss] = {}
+        self._news: list[int] = []  # numbers of ranks whose loss has not been returned
 
     def fileno(self) -> int:
         return self._control.fileno()
 
     def losses(self) -> list[Loss]:
-        losses = []
+        self.poll()
+        news, self._news = self._news, []
+        if not self.epoch.members:
+            return [self.lost[number] for number in news]
+        places = {number: place for place, number in enumerate(self.epoch.members)}
+        return [
+            self.lost[number]._replace(rank=places[number]) for number in news if number in places
+        ]
+
+    def poll(self) -> None:
         for message in self._control.poll():
             if isinstance(message, RankLost):
-                losses.append(Loss(message.rank, message.reason, message.left))
+                self.lost[message.rank] = Loss(message.rank, message.reason, message.left)
+                self._news.append(message.rank)
             elif isinstance(message, Stop):
                 self.stop_reason = message.reason
-        return losses
+            elif isinstance(message, NewEpoch):
+                self.epoch, self.pauses = message, False
+                self._news = list(self.lost)  # of members that died meanwhile
+            elif isinstance(message, PauseTraining):
+                self.pauses = True
+
+    def ready(self, epoch: int, num_steps: int) -> NewEpoch:
+        """Tell the launcher that this process waits for the epoch after `epoch`, and return it."""
+        self._control.send(Ready(epoch, num_steps))
+        while True:
+            self.poll()
+            if self.epoch.epoch > epoch:
+                return self.epoch
+            if self.stop_reason or not self._control.connected:
+                reason = self.stop_reason or "the launcher is gone"
+                msg = f"no epoch follows epoch {epoch} of this run: {reason}"
+                raise CommError(msg)
+            select.select([self._control.fileno()], [], [], LOOK_S)
 
 
 class Membership:
@@ -87,8 +133,8 @@ class Membership:
 
     Attributes:
         environment: Settings from the launcher.
-        context: Context for all objects that communicate.
-        transport: Transport between the ranks of the job.
+        context: Context for all objects that communicate; of the present epoch.
+        transport: Transport between the ranks of the job; of the present epoch.
         control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
         failure: The exception that is ending this process, as `type: message`, or its exit code;
@@ -100,9 +146,12 @@ class Membership:
         environment: JobEnvironment,
         joined: JoinedRank,
         parts: _Parts,
+        epoch: int,
     ) -> None:
         self.environment = environment
         self.context, self.transport = joined
+        self._parts = parts
+        self._epoch = epoch
         self._link = parts.link
         self.control = parts.link.control if parts.link is not None else None
         self._launcher = parts.launcher
@@ -124,6 +173,47 @@ class Membership:
             return ""
         self.context.health.collect()
         return self._launcher.stop_reason
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process is alone until the others take it in."""
+        return self.environment.elastic == "newcomer" and self._epoch < 0
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the launcher has asked for `next_epoch` after the step under way."""
+        if self._launcher is None:
+            return False
+        self.context.health.collect()
+        return self._launcher.pauses
+
+    def next_epoch(self, num_steps: int, timeout_s: float = 600.0) -> NewEpoch:
+        """Leave this epoch of an elastic run, and join the next one; every member calls it.
+
+        The context and the transport are new ones then; close all groups of the old ones before.
+
+        Args:
+            num_steps: Number of steps that the state of this process has seen; -1 without state.
+            timeout_s: Seconds to wait for the members of the next epoch.
+
+        Returns:
+            The epoch; this process is one of its members.
+
+        Raises:
+            ConfigError: The run is not elastic.
+            CommError: The launcher ends the run, or is gone.
+        """
+        if self._launcher is None or not self.environment.elastic:
+            msg = "the members of this run are fixed: start it with `braid run --min-ranks N`"
+            raise ConfigError(msg)
+        clock = self.context.clock
+        self.transport.announce_end(0.0)
+        self.transport.close()
+        entrance = _JobEntrance(self.environment, self._parts, clock, timeout_s)
+        epoch, joined = entrance.join_epoch(self._epoch, num_steps)
+        self._epoch = epoch.epoch
+        self.context, self.transport = joined
+        return epoch
 
     def close(self) -> None:
         """Leave the job and release all resources. Idempotent."""
@@ -256,30 +346,61 @@ def join_job(
     clock = clock or MonotonicClock()
     timeout_s = DEBUGGING_S if environment.debugged else timeout_s
     parts = _parts(environment, timeout_s)
+    rank, epoch = environment.rank, NO_EPOCH
     with contextlib.ExitStack() as undo:
         undo.callback(parts.closers.close)
-        rank = environment.rank
-        health = Health(rank, clock, debugged=environment.debugged)
+        prefix = f"join-{claim(parts.store, rank)}"
+        entrance = _JobEntrance(environment, parts, clock, timeout_s)
+        if environment.elastic == "founder":
+            epoch, joined = entrance.join_epoch(epoch.epoch, -1)
+        elif environment.elastic:  # alone until the others take it in
+            joined = entrance.join(f"alone-{rank}", 0, 1)
+        else:
+            joined = entrance.join(prefix, rank, environment.world_size)
+        if parts.link is not None:
+            parts.link.arrive()
+        undo.pop_all()
+    return Membership(environment, joined, parts, epoch.epoch)
+
+
+class _JobEntrance(NamedTuple):
+    """Settings and resources with which a process becomes a rank."""
+
+    environment: JobEnvironment
+    parts: _Parts
+    clock: Clock
+    timeout_s: float
+
+    def join(self, prefix: str, rank: int, size: int) -> JoinedRank:
+        """Reach the other ranks, which meet under a prefix of the store."""
+        environment, parts = self.environment, self.parts
+        health = Health(rank, self.clock, debugged=environment.debugged)
         if parts.launcher is not None:
             health.register(parts.launcher)
         secret, network = network_of(environment, parts.secret)
         joined = join(
-            PrefixStore(f"join-{claim(parts.store, rank)}", parts.store),
+            PrefixStore(prefix, parts.store),
             rank,
-            environment.world_size,
-            clock=clock,
+            size,
+            clock=self.clock,
             health=health,
             recorder=parts.recorder,
-            timeout_s=timeout_s,
+            timeout_s=self.timeout_s,
             portable=environment.portable,
             secret=secret,
             network=network,
         )
         joined.transport.keep_from_children(parts.sockets)
-        if parts.link is not None:
-            parts.link.arrive()
-        undo.pop_all()
-    return Membership(environment, joined, parts)
+        return joined
+
+    def join_epoch(self, epoch: int, num_steps: int) -> tuple[NewEpoch, JoinedRank]:
+        """Join the epoch after `epoch`, or after one of which a member died on its way."""
+        assert self.parts.launcher is not None
+        while True:
+            new = self.parts.launcher.ready(epoch, num_steps)
+            rank, epoch = new.members.index(self.environment.rank), new.epoch
+            with contextlib.suppress(PeerLostError):
+                return new, self.join(f"epoch-{epoch}", rank, len(new.members))
 
 
 def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:

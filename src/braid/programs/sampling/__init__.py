@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braid.train.sampling.order import OrderedSampler, SampleOrder, SamplerState, share_of
-from braid.train.sampling.permutation import Permutation
+from braid.programs.sampling.order import OrderedSampler, SampleOrder, SamplerState, share_of
+from braid.programs.sampling.permutation import Permutation
 
 __all__ = ["OrderedSampler", "Permutation", "SampleOrder", "SamplerState", "share_of"]

@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from braid.errors import CheckpointError, ConfigError
-from braid.train.sampling.permutation import Permutation
+from braid.programs.sampling.permutation import Permutation
 
 __all__ = ["OrderedSampler", "SampleOrder", "SamplerState", "share_of"]
 
@@ -45,11 +45,13 @@ class SampleOrder:
         num_samples: Number of samples of the data set.
         batch_size: Number of samples of a global batch.
         seed: Number that chooses the order.
+        shuffles: Whether the order is random; else that of the data set.
     """
 
     num_samples: int
     batch_size: int
     seed: int = 0
+    shuffles: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.batch_size <= self.num_samples:
@@ -73,9 +75,12 @@ class SampleOrder:
         if at.epoch < 0 or not 0 <= at.step < self.steps_per_epoch:
             msg = f"the order has steps 0..{self.steps_per_epoch - 1} of epochs from 0, got {at}"
             raise ConfigError(msg)
-        permutation = _permutation(self.num_samples, self.seed, at.epoch)
         start = at.step * self.batch_size
-        return [permutation[i] for i in range(start, start + self.batch_size)]
+        places = range(start, start + self.batch_size)
+        if not self.shuffles:
+            return list(places)
+        permutation = _permutation(self.num_samples, self.seed, at.epoch)
+        return [permutation[i] for i in places]
 
     def after(self, at: SamplerState) -> SamplerState:
         """Return the state of the following step."""

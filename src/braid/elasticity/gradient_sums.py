@@ -1,0 +1,157 @@
+"""Sums the gradients of a step's micro-batches in their order, on any number of ranks.
+
+Problem: floating-point sums depend on the order of their terms. If the ranks that are left share
+the micro-batches of a lost one, and each adds up its own first, the weights differ from those of
+the undisturbed run.
+
+Idea: a step has a fixed number of micro-batches, and ranks take them in turn, in rounds. After each
+round the ranks' gradients are added in the order of ranks. Rank 0 goes into the next round with the
+sum so far in place of zero:
+
+    micro-batch    0    1    2    3    4         3 ranks, 5 micro-batches
+    round 0       r0   r1   r2                   ((g0 + g1) + g2) = s
+    round 1                      r0   r1         (((s + g3) + g4) + -0.0)
+
+So the terms are added in the order of micro-batches, whatever the number of ranks; also on one. A
+rank without a micro-batch adds -0.0, which changes no number. The sum is multiplied by 1 /
+micro-batches once, at the end. Gradients of 16 bits are added in float32, and rounded at the end.
+
+Cost: one all-reduce of the gradients per round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.parallel.gradients import FlatBuffer, ParamRecord
+
+__all__ = ["GradientSums", "num_rounds", "shard_of"]
+
+BUCKET_BYTES = 25 << 20
+NEUTRAL = -0.0  # x + -0.0 has the bits of x, also for x = -0.0
+
+
+def num_rounds(num_shards: int, num_ranks: int) -> int:
+    """Return the number of rounds of a step.
+
+    >>> num_rounds(5, 3), num_rounds(3, 3)
+    (2, 1)
+    """
+    return -(-num_shards // num_ranks)
+
+
+def shard_of(number: int, rank: int, num_ranks: int, num_shards: int) -> int | None:
+    """Return the micro-batch of a rank in round `number`; None if it has none.
+
+    >>> [shard_of(1, rank, 3, 5) for rank in range(3)]
+    [3, 4, None]
+    """
+    shard = number * num_ranks + rank
+    return shard if shard < num_shards else None
+
+
+class GradientSums:
+    """Memory and operations for the sums; see the module.
+
+    Args:
+        group: Ranks that train together.
+        records: Parameters of the model, the same on all ranks.
+        num_shards: Number of micro-batches of a step.
+    """
+
+    def __init__(self, group: Group, records: Sequence[ParamRecord], num_shards: int) -> None:
+        self._group = group
+        self._num_shards = num_shards
+        self._records = [record for record in records if record.spec.requires_grad]
+        self._buffers: list[FlatBuffer] = []
+        self._views: list[torch.Tensor] = []
+        for part in _parts(self._records):
+            params = [record.param for record in part]
+            is_short = params[0].dtype in {torch.bfloat16, torch.float16}
+            dtype = torch.float32 if is_short else params[0].dtype
+            buffer = FlatBuffer.for_params(params, group, dtype)
+            self._buffers.append(buffer)
+            self._views += buffer.views
+        self._records = [record for part in _parts(self._records) for record in part]
+        self._requests = [group.persistent("all_reduce", b.tensor) for b in self._buffers]
+        self._status = torch.zeros(len(self._records) + 1, dtype=torch.int64)
+        self._is_present = torch.zeros_like(self._status)
+        self._status_request = group.persistent("all_reduce", self._status, op="max")
+
+    def add(self, number: int, *, has_shard: bool) -> None:
+        """Add the gradients of this rank's micro-batch, and leave the parameters without any.
+
+        Args:
+            number: Number of the round.
+            has_shard: Whether this rank has a micro-batch in this round.
+
+        Raises:
+            ConfigError: A gradient is sparse.
+        """
+        holds_sum = number > 0 and self._group.rank == 0
+        present = []
+        for record, view in zip(self._records, self._views, strict=True):
+            grad = record.param.grad if has_shard else None
+            present.append(grad is not None)
+            if grad is None:
+                if not holds_sum:
+                    view.fill_(NEUTRAL)
+                continue
+            if grad.is_sparse:
+                msg = f"the gradient of {record.name!r} is sparse: use sparse=False"
+                raise ConfigError(msg)
+            if holds_sum:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+            record.param.grad = None
+        self._status[:-1] = torch.tensor(present)
+
+    def reduce(self, number: int, *, flag: bool) -> bool:
+        """Add up the ranks' gradients of a round; a collective.
+
+        Args:
+            number: Number of the round.
+            flag: Whether this rank raises a flag.
+
+        Returns:
+            Whether any rank has raised it.
+        """
+        is_last = number + 1 == num_rounds(self._num_shards, self._group.size)
+        scale = 1.0 / self._num_shards if is_last else None
+        self._status[-1] = flag
+        works = [self._status_request.start()]
+        works += [request.start(scale) for request in self._requests]
+        for work in works:
+            work.wait()
+        if not number:
+            self._is_present.zero_()
+        self._is_present |= self._status
+        return bool(self._status[-1])
+
+    def give(self) -> None:
+        """Let `.grad` be the means, of all parameters of which any micro-batch had a gradient."""
+        for record, view, present in zip(
+            self._records, self._views, self._is_present.tolist()[:-1], strict=True
+        ):
+            record.param.grad = view.to(record.param.dtype) if present else None
+
+    def clear(self) -> None:
+        """Leave the parameters without gradients."""
+        for record in self._records:
+            record.param.grad = None
+
+
+def _parts(records: Sequence[ParamRecord]) -> list[list[ParamRecord]]:
+    """Divide parameters into buckets of one device and dtype, the last ones first."""
+    parts: dict[tuple[torch.device, torch.dtype], list[list[ParamRecord]]] = {}
+    for record in reversed(records):
+        of_kind = parts.setdefault((record.param.device, record.param.dtype), [[]])
+        if sum(other.param.nbytes for other in of_kind[-1]) >= BUCKET_BYTES:
+            of_kind.append([])
+        of_kind[-1].append(record)
+    return [part for of_kind in parts.values() for part in of_kind]

@@ -1,0 +1,105 @@
+"""The micro-batches of one rank, in the order of a data set that does not depend on ranks.
+
+The user's DataLoader says how samples are read; which ones, the order of samples says. It is the
+same for any number of ranks, so each sample comes once per epoch whatever happens to ranks. Random
+numbers that a data set draws for a sample are seeded by the sample, not by the process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from braid.elasticity.gradient_sums import num_rounds, shard_of
+from braid.errors import ConfigError
+from braid.programs.sampling import SampleOrder, SamplerState
+
+__all__ = ["MicroBatches", "seed_all"]
+
+
+class MicroBatches:
+    """Micro-batches of a data set.
+
+    Args:
+        loader: Says how samples are read. Its batch size is that of a micro-batch; its order counts
+            only as far as it is shuffled or not.
+        num_shards: Number of micro-batches of a step.
+        seed: Number that chooses the order.
+
+    Attributes:
+        order: Order of samples; its batches are those of whole steps.
+
+    Raises:
+        ConfigError: The loader has an order of its own, or too few samples.
+    """
+
+    def __init__(self, loader: DataLoader[Any], num_shards: int, seed: int) -> None:
+        if isinstance(loader.dataset, IterableDataset):
+            msg = "an IterableDataset has no samples by number: use a data set with __getitem__"
+            raise ConfigError(msg)
+        sampler = loader.sampler
+        if loader.batch_size is None or not isinstance(sampler, RandomSampler | SequentialSampler):
+            msg = (
+                f"the order of samples is that of {type(sampler).__name__}: give the DataLoader "
+                "batch_size and shuffle only, as the order may not depend on ranks"
+            )
+            raise ConfigError(msg)
+        self.order = SampleOrder(
+            num_samples=len(loader.dataset),  # type: ignore[arg-type]  # torch has no type for it
+            batch_size=loader.batch_size * num_shards,
+            seed=seed,
+            shuffles=isinstance(sampler, RandomSampler),
+        )
+        self._loader = loader
+        self._num_shards = num_shards
+        self._size = loader.batch_size
+        self._samples = _SeededSamples(loader.dataset, seed)
+
+    def after(self, at: SamplerState, rank: int, num_ranks: int) -> Iterator[Any]:
+        """Yield the micro-batches of a rank from step `at` to the end of its epoch."""
+        loader = self._loader
+        parts = {
+            name: getattr(loader, name)
+            for name in (
+                "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+                "multiprocessing_context", "prefetch_factor",
+            )
+        }  # fmt: skip
+        indices = list(self._indices(at, rank, num_ranks))
+        return iter(DataLoader(self._samples, batch_sampler=indices, **parts))
+
+    def _indices(
+        self, at: SamplerState, rank: int, num_ranks: int
+    ) -> Iterator[list[tuple[int, int]]]:
+        for step in range(at.step, self.order.steps_per_epoch):
+            batch = self.order.batch(SamplerState(at.epoch, step))
+            for number in range(num_rounds(self._num_shards, num_ranks)):
+                shard = shard_of(number, rank, num_ranks, self._num_shards)
+                if shard is not None:
+                    part = batch[shard * self._size : (shard + 1) * self._size]
+                    yield [(at.epoch, index) for index in part]
+
+
+class _SeededSamples(Dataset[Any]):
+    """Samples by (epoch, index), with random numbers of their own."""
+
+    def __init__(self, samples: Dataset[Any], seed: int) -> None:
+        self._samples = samples
+        self._seed = seed
+
+    def __getitem__(self, at: tuple[int, int]) -> Any:
+        seed_all(self._seed, *at)
+        return self._samples[at[1]]
+
+
+def seed_all(*key: int) -> None:
+    """Seed the generators of torch, numpy and `random` by a key."""
+    seed = hash(key) & 0xFFFFFFFF  # of numbers only, so the same in all processes
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)

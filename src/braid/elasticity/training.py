@@ -1,0 +1,369 @@
+"""`braid.elastic`: a loop that goes on when ranks die or come, with the bits of an undisturbed run.
+
+    with braid.elastic(model, optimizer) as training:
+        for epoch in training.epochs(3):
+            for x, y in training.batches(loader):
+                with training.step():
+                    loss_of(model(x), y).backward()
+
+A step has as many micro-batches as the run had ranks at first (`shards`), each with the batch size
+of the loader. Ranks take them in turn and add up gradients in their order (`gradient_sums`), so
+weights do not depend on the number of ranks. When a rank is lost, its peers leave the step that it
+has broken. The launcher says who goes on (`launch.supervise.membership_state`), members that lack
+the newest state get it (`state_transfer`), and the step is done again with the micro-batches dealt
+anew. Processes that come are taken in after a step.
+
+    step      | forward  backward | sum of gradients | update | pause?
+    a loss    any wait in it raises PeerLostError  ->  next epoch, state, the same step again
+
+Random numbers are keyed by step and micro-batch, and by sample where a data set draws them. Buffers
+of the model, such as running means, are after a step what the first micro-batch made of them, as in
+data parallel training, where rank 0 gives its own to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from braid import context
+from braid.comm import Group
+from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
+from braid.elasticity.micro_batches import MicroBatches, seed_all
+from braid.elasticity.state_transfer import Stateful, TrainingState, transfer
+from braid.errors import CommError, ConfigError, PeerLostError
+from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
+from braid.parallel.gradients import ParamTable
+from braid.programs.sampling import SamplerState
+
+__all__ = ["ElasticTraining", "Members", "elastic"]
+
+
+class Members(Protocol):
+    """The ranks of a training, epoch by epoch."""
+
+    @property
+    def group(self) -> Group:
+        """Group of the members of the present epoch."""
+        ...
+
+    @property
+    def may_change(self) -> bool:
+        """Whether another epoch can follow."""
+        ...
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process is alone until the others take it in."""
+        ...
+
+    @property
+    def pauses(self) -> bool:
+        """Whether members have been asked to call `next_epoch` after their step."""
+        ...
+
+    def next_epoch(self, num_steps: int) -> list[int]:
+        """Join the next epoch; every member calls it.
+
+        Args:
+            num_steps: Number of steps that the state of this process has seen; -1 without state.
+
+        Returns:
+            The same number of each member of the next epoch.
+        """
+        ...
+
+
+class _JobMembers:
+    """The ranks of the job of `braid.init()`."""
+
+    @property
+    def group(self) -> Group:
+        return context.world()
+
+    @property
+    def may_change(self) -> bool:
+        return bool(context.membership().environment.elastic)
+
+    @property
+    def is_newcomer(self) -> bool:
+        return context.membership().is_newcomer
+
+    @property
+    def pauses(self) -> bool:
+        return context.membership().pauses
+
+    def next_epoch(self, num_steps: int) -> list[int]:
+        _, epoch = context.next_epoch(num_steps)
+        return list(epoch.num_steps)
+
+
+class ElasticTraining(AbstractContextManager["ElasticTraining"]):
+    """A training whose ranks may change; made by `elastic`.
+
+    Args:
+        members: The ranks.
+        state: Objects that make up the state.
+        num_shards: Number of micro-batches of a step; that of the first members when None.
+        seed: Number that chooses the order of samples, and random numbers.
+        update: Called when `.grad` holds the mean; the optimizer's step when None.
+
+    Attributes:
+        num_shards: Number of micro-batches of a step.
+        num_steps: Number of steps so far.
+        at: Epoch over the data, and step in it, of the next step.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        state: TrainingState,
+        *,
+        num_shards: int | None,
+        seed: int,
+        update: Callable[[], object] | None,
+    ) -> None:
+        self._members = members
+        self.num_shards = num_shards or 0
+        self.num_steps = 0
+        self.at = SamplerState()
+        self._state = state
+        self._seed = seed
+        self._update = update or state.optimizer.step
+        self._table = ParamTable.of(state.model)
+        self._loader: tuple[object, MicroBatches] | None = None
+        self._version = 0  # of the members; batches are dealt anew when it changes
+        self._buffers_before: list[torch.Tensor] = []
+        self._buffers_after: list[torch.Tensor] = []
+        self._round = 0
+        self._is_updating = False
+        self._has_begun = False
+        self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
+
+    def __enter__(self) -> ElasticTraining:
+        if self._members.is_newcomer:
+            self._join_next_epoch(-1)
+        else:
+            self._enter_epoch([-1] * self._members.group.size)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._guard.remove()
+        while kind is None:
+            try:
+                self._members.group.barrier()
+            except CommError as error:  # others may lack the last step
+                self._require_change(error)
+                self._join_next_epoch(self.num_steps)
+            else:
+                break
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the passes over the data that are left of `count`."""
+        while self.at.epoch < count:
+            epoch = self.at.epoch
+            yield epoch
+            if self.at.epoch == epoch:
+                msg = f"epoch {epoch} has not been trained: loop over training.batches(loader)"
+                raise ConfigError(msg)
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the micro-batches of this rank for the rest of the epoch, one for each `step()`.
+
+        Args:
+            loader: Says how samples are read, in batches of what size, and whether they are
+                shuffled; all ranks get other samples of the same data set from it.
+
+        Raises:
+            ConfigError: The loader's order cannot be kept, or `step()` was left out.
+        """
+        data = self._micro_batches(loader)
+        epoch = self.at.epoch
+        while self.at.epoch == epoch:
+            version, group = self._version, self._members.group
+            for batch in data.after(self.at, group.rank, group.size):
+                before = (self.num_steps, self._round, version)
+                yield batch
+                if self._version != version or self.at.epoch != epoch:
+                    break
+                if before == (self.num_steps, self._round, version):
+                    msg = "a batch was not used: put `with training.step():` around its backward"
+                    raise ConfigError(msg)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Compute the gradients of one micro-batch inside; the last one of a step updates weights.
+
+        `.grad` then holds the mean over all micro-batches, and the optimizer (or `update`) is
+        called; gradients are dropped afterwards. If a rank is lost inside, nothing is raised, and
+        the step is done again.
+        """
+        try:
+            self._begin_micro_batch()
+            yield
+            self._end_micro_batch()
+        except CommError as error:
+            self._require_change(error)
+            self._sums.clear()
+            if self._buffers_before:
+                self._restore_buffers(self._buffers_before)
+            self._join_next_epoch(self.num_steps)
+
+    def _begin_micro_batch(self) -> None:
+        group = self._members.group
+        shard = shard_of(self._round, group.rank, group.size, self.num_shards)
+        assert shard is not None
+        seed_all(self._seed, self.num_steps, shard)
+        self._sums.clear()
+        if self._buffers.any():
+            if not self._round:
+                self._buffers_before = [b.clone() for b in self._buffers.tensors()]
+            elif shard:
+                self._restore_buffers(self._buffers_before)
+
+    def _end_micro_batch(self) -> None:
+        """Add the micro-batch to the step, and end the step after the last round."""
+        group = self._members.group
+        if self._buffers.any() and not self._round and not group.rank:
+            self._buffers_after = [b.clone() for b in self._buffers.tensors()]
+        last = num_rounds(self.num_shards, group.size) - 1
+        while True:
+            shard = shard_of(self._round, group.rank, group.size, self.num_shards)
+            self._sums.add(self._round, has_shard=shard is not None)
+            pauses = self._sums.reduce(self._round, flag=self._members.pauses)
+            if self._round == last:
+                break
+            self._round += 1
+            if shard_of(self._round, group.rank, group.size, self.num_shards) is not None:
+                return
+        self._end_step()
+        if pauses:
+            self._join_next_epoch(self.num_steps)
+
+    def _end_step(self) -> None:
+        if self._buffers.any():
+            if not self._members.group.rank:
+                self._restore_buffers(self._buffers_after)
+            self._buffers.broadcast(0)
+        seed_all(self._seed, self.num_steps, self.num_shards)
+        self._sums.give()
+        self._is_updating = True
+        try:
+            self._update()
+        finally:
+            self._is_updating = False
+        self._sums.clear()
+        assert self._loader is not None
+        self.at = self._loader[1].order.after(self.at)
+        self.num_steps += 1
+        self._round = 0
+
+    def _join_next_epoch(self, num_steps: int) -> None:
+        """Go on with the members of the next epoch, from the state that has seen most steps."""
+        self._enter_epoch(self._members.next_epoch(num_steps))
+
+    def _enter_epoch(self, num_steps: list[int]) -> None:
+        """Begin an epoch, or the first one after it of which no member dies meanwhile."""
+        while True:
+            try:
+                self._begin_epoch(num_steps)
+            except CommError as error:
+                self._require_change(error)
+                own = self.num_steps if self._has_begun else -1
+                num_steps = self._members.next_epoch(own)
+            else:
+                return
+
+    def _begin_epoch(self, num_steps: list[int]) -> None:
+        """Take over the newest state, and get ready to train with these members; a collective."""
+        group = self._members.group
+        self.num_shards = self.num_shards or group.size
+        progress = transfer(
+            group,
+            num_steps,
+            self._state,
+            {"num_steps": self.num_steps, "at": list(self.at), "num_shards": self.num_shards},
+        )
+        self.num_steps = progress["num_steps"]
+        self.at = SamplerState(*progress["at"])
+        self.num_shards = progress["num_shards"]
+        self._has_begun = True
+        if group.size > self.num_shards:
+            msg = (
+                f"{group.size} ranks cannot share {self.num_shards} micro-batches: pass "
+                f"shards={group.size} or more to braid.elastic, or lower --max-ranks"
+            )
+            raise ConfigError(msg)
+        self._sums = GradientSums(group, self._table.records, self.num_shards)
+        self._buffers = ModuleBuffers(group, self._state.model)
+        self._buffers_before, self._buffers_after = [], []
+        self._round = 0
+        self._version += 1
+
+    def _require_change(self, error: CommError) -> None:
+        """Raise an error after which other members cannot help."""
+        has_lost = isinstance(error, PeerLostError) or type(error) is CommError  # it left the group
+        if not (has_lost and self._members.may_change):
+            raise error
+
+    def _restore_buffers(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self._buffers.tensors(), values, strict=True):
+            buffer.data.copy_(value)
+
+    def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
+        if self._loader is None or self._loader[0] is not loader:
+            self._loader = loader, MicroBatches(loader, self.num_shards, self._seed)
+        return self._loader[1]
+
+    def _refuse_step(self, *_: object) -> None:
+        if not self._is_updating:
+            msg = (
+                "optimizer.step() was called by the loop: training.step() calls it after the last "
+                "micro-batch of a step; what else belongs to an update goes into update="
+            )
+            raise ConfigError(msg)
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    shards: int | None = None,
+    seed: int = 0,
+    update: Callable[[], object] | None = None,
+    **others: Stateful,
+) -> ElasticTraining:
+    """Return a training that goes on when ranks die or come; see `braid.elasticity.training`.
+
+    Args:
+        model: The model, not wrapped. Ranks begin with the weights of rank 0.
+        optimizer: Optimizer of its parameters.
+        shards: Number of micro-batches of a step; the number of ranks at first when None. The most
+            ranks that can take part.
+        seed: Number that chooses the order of samples, and random numbers.
+        update: Called in the place of `optimizer.step()` when `.grad` holds the mean over all
+            micro-batches, such as a function that clips gradients before.
+        others: Further objects whose states belong to the training, by any names, such as a
+            learning rate scheduler.
+
+    Raises:
+        ConfigError: The model is wrapped, or an object has no state.
+        StaleError: `braid.init()` has not been called.
+
+    Cost of a step: that of data parallel training, with one all-reduce of the gradients for each
+    round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
+    """
+    if hasattr(model, "no_sync"):
+        msg = f"{type(model).__name__} averages gradients itself: pass the model inside of it"
+        raise ConfigError(msg)
+    for name, other in others.items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            msg = f"{name} has no state_dict() and load_state_dict(): its state would be lost"
+            raise ConfigError(msg)
+    state = TrainingState(model, optimizer, others)
+    return ElasticTraining(_JobMembers(), state, num_shards=shards, seed=seed, update=update)

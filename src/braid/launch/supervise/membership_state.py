@@ -1,0 +1,198 @@
+"""State machine of the members of an elastic run: events in, orders out.
+
+Problem: when a rank dies or comes, all others must go on with the same members from the same step.
+If each decided for itself, there would be two groups that wait for each other, or two histories.
+
+Idea: training is a sequence of *epochs*, each with fixed members. The launcher alone begins an
+epoch: it knows of each death from the kernel, so no vote is needed. It does so when all members of
+the last epoch that live have said that they are *ready*: at the end of a step, or out of a step
+that a loss has broken. Processes that came meanwhile are ready, too, and are taken in then.
+
+    event           while                             orders
+    Ready           not all that live are ready       -
+    Ready           all that live are ready           Begin: epoch + 1, the ready ones as members
+    Ready           it is a newcomer, and there is    Pause: members get ready after their step
+                    room for it
+    Lost            restarts are left                 Replace: start another process
+    Lost            the others are ready              Begin
+    Finished        it was the last member            Dismiss: processes that wait may end
+
+Safety, whatever the order of events, also when they are delayed or doubled:
+
+* One history: an epoch begins once, with one list of members, and after every member of the epoch
+  before it is ready, lost or finished. So a minority never goes on by itself.
+* No step is lost: some member of an epoch has the state of the most steps that any member of an
+  earlier epoch has reported. Otherwise the run is over.
+* A process is a member of consecutive epochs only, and never after it was lost.
+* There are between `min_ranks` and `max_ranks` members, unless some have finished.
+
+Source: membership by epochs as in Birman and Joseph, "Exploiting virtual synchrony in distributed
+systems" (1987), with a central manager; the launcher is the manager.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+from braid.launch.process.job import ElasticLimits
+
+__all__ = ["Begin", "Dismiss", "MembershipState", "Order", "Pause", "Replace"]
+
+NO_EPOCH = -1
+
+
+class Begin(NamedTuple):
+    """Begin an epoch.
+
+    Attributes:
+        epoch: Its number, from 0.
+        members: Ranks, in the order of the group.
+        num_steps: Number of steps that the state of each has seen; -1 without state.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    num_steps: tuple[int, ...]
+
+
+class Pause(NamedTuple):
+    """Ask members to get ready at the end of their step."""
+
+    members: tuple[int, ...]
+
+
+class Replace(NamedTuple):
+    """Start another process."""
+
+
+class Dismiss(NamedTuple):
+    """Tell processes that wait that the run has ended."""
+
+    ranks: tuple[int, ...]
+
+
+Order: TypeAlias = Begin | Pause | Replace | Dismiss
+
+
+class MembershipState:
+    """Decides who the members are; see the module.
+
+    Args:
+        limits: Numbers of ranks, and of restarts.
+        num_ranks: Number of members to begin with.
+
+    Attributes:
+        epoch: Number of the present epoch; -1 before the first one.
+        members: Its members, without those that were lost or have finished.
+    """
+
+    def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
+        self.epoch = NO_EPOCH
+        self.members: tuple[int, ...] = ()
+        self._limits = limits
+        self._num_ranks = num_ranks
+        self._alive: set[int] = set()
+        self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
+        self._is_ending = False
+        self._has_finished = False
+        self._restarts_left = limits.restarts
+        self._num_to_start = num_ranks + limits.spares
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all members have finished, so that no more are needed."""
+        return self._has_finished and not self.members
+
+    def can_lose(self, rank: int) -> bool:
+        """Whether the run can go on without a rank that is about to be lost."""
+        if self._has_finished and self.members != (rank,):
+            return True
+        others = self._alive - {rank}
+        if not others:
+            return False
+        if self.epoch != NO_EPOCH and not others.intersection(self.members):
+            return False  # nobody has the state
+        to_come = self._num_to_start + self._restarts_left
+        return len(others) + to_come >= self._limits.min_ranks
+
+    def started(self, rank: int) -> list[Order]:
+        """Note a new process."""
+        self._alive.add(rank)
+        self._num_to_start -= 1
+        return [Dismiss((rank,))] if self.is_over else []
+
+    def ready(self, rank: int, epoch: int, num_steps: int) -> list[Order]:
+        """Note that a process waits for the next epoch.
+
+        Args:
+            rank: The process.
+            epoch: Epoch of which it is a member; -1 if of none.
+            num_steps: Number of steps that its state has seen; -1 without state.
+        """
+        expected = self.epoch if rank in self.members else NO_EPOCH
+        if rank not in self._alive or epoch != expected:
+            return []  # said before this epoch began, or by a process that is gone
+        self._ready[rank] = num_steps
+        return self._next()
+
+    def lost(self, rank: int) -> list[Order]:
+        """Note that a process has died, and the run goes on."""
+        if rank not in self._alive:
+            return []
+        self._is_ending |= rank in self.members  # they get ready by themselves
+        self._remove(rank)
+        orders: list[Order] = []
+        needed = len(self._alive) < self._num_ranks + self._limits.spares
+        if needed and self._restarts_left and not self._has_finished:
+            self._restarts_left -= 1
+            self._num_to_start += 1
+            orders.append(Replace())
+        return orders + self._next()
+
+    def finished(self, rank: int) -> list[Order]:
+        """Note that a process has ended well: a member that has done its work."""
+        was_member = rank in self.members
+        self._remove(rank)
+        self._has_finished |= was_member
+        if self.is_over and was_member:
+            return [Dismiss(tuple(sorted(self._alive)))]
+        return self._next()
+
+    def _remove(self, rank: int) -> None:
+        self._alive.discard(rank)
+        self._ready.pop(rank, None)
+        self.members = tuple(member for member in self.members if member != rank)
+
+    def _next(self) -> list[Order]:
+        waiting = [member for member in self.members if member not in self._ready]
+        newcomers = sorted(self._ready.keys() - set(self.members))
+        room = max(0, self._limits.max_ranks - len(self.members))
+        if self.epoch == NO_EPOCH:
+            return self._first(newcomers)
+        if waiting:
+            if self._is_ending or not newcomers or not room or self._has_finished:
+                return []
+            self._is_ending = True
+            return [Pause(self.members)]
+        if not self.members:
+            return []
+        members = (*self.members, *newcomers[: 0 if self._has_finished else room])
+        if len(members) < self._limits.min_ranks and not self._has_finished:
+            return []  # until a newcomer is ready
+        return [self._begin(members)]
+
+    def _first(self, ready: list[int]) -> list[Order]:
+        """Begin the first epoch with all ranks; with fewer when no more will come."""
+        founders = {rank for rank in self._alive if rank < self._num_ranks}
+        if self._num_to_start or not founders.issubset(ready):
+            return []
+        members = tuple(ready[: self._num_ranks])
+        is_complete = len(members) == self._num_ranks or len(ready) == len(self._alive)
+        is_enough = len(members) >= self._limits.min_ranks
+        return [self._begin(members)] if is_complete and is_enough else []
+
+    def _begin(self, members: tuple[int, ...]) -> Begin:
+        self.epoch += 1
+        self.members = members
+        self._is_ending = False
+        return Begin(self.epoch, members, tuple(self._ready.pop(member) for member in members))

@@ -1,0 +1,263 @@
+"""An elastic training on threads: a launcher's membership, and deaths at chosen points."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from braid.comm import Group
+from braid.elasticity import gradient_sums, training
+from braid.elasticity.state_transfer import TrainingState
+from braid.elasticity.training import ElasticTraining
+from braid.launch.process.job import ElasticLimits
+from braid.launch.supervise.membership_state import Begin, MembershipState, Order, Pause, Replace
+from braid.runtime.clock import MonotonicClock
+from braid.runtime.events import Recorder
+from braid.runtime.store import HashStore
+from braid.runtime.transport import Fabric, RankContext
+
+POINTS = ("forward", "sum", "summed", "update", "state", "join")
+TIMEOUT_S = 60.0
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank."""
+
+
+class Cluster:
+    """Ranks on threads.
+
+    Args:
+        num_ranks: Number of members at first.
+        faults: (rank, point) -> number of the visit at which the rank dies there.
+        limits: Limits of the membership.
+    """
+
+    def __init__(
+        self, num_ranks: int, faults: Mapping[tuple[int, str], int], **limits: int
+    ) -> None:
+        values = {"min_ranks": 1, "max_ranks": num_ranks, "restarts": 8} | limits
+        self.state = MembershipState(ElasticLimits(**values), num_ranks)
+        self.faults = faults
+        self.results: dict[int, dict[str, torch.Tensor]] = {}
+        self.errors: list[BaseException] = []
+        self.deaths: list[tuple[int, str]] = []
+        self.changed = threading.Condition()
+        self.begun: list[Begin] = []
+        self.pauses = False
+        self.num_started = 0
+        self._num_ranks = num_ranks
+        self._fabrics: list[Fabric] = []
+        self._stores: list[HashStore] = []
+        self._threads: list[threading.Thread] = []
+
+    def run(self, main: Callable[[ThreadMembers], dict[str, torch.Tensor]]) -> None:
+        """Run `main` on all ranks, and on those that take their places."""
+        self._main = main
+        with self.changed:
+            for _ in range(self._num_ranks):
+                self._start()
+        for thread in self._threads:  # the list grows
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), f"{thread.name} is stuck"
+        for fabric in self._fabrics:
+            fabric.close()
+        if self.errors:
+            raise self.errors[0]
+
+    def execute(self, orders: list[Order]) -> None:
+        """Execute what the membership has decided; the caller holds the lock."""
+        for order in orders:
+            if isinstance(order, Begin):
+                self._fabrics.append(Fabric(len(order.members), MonotonicClock()))
+                self._stores.append(HashStore())
+                self.begun.append(order)
+                self.pauses = False
+            elif isinstance(order, Pause):
+                self.pauses = True
+            elif isinstance(order, Replace):
+                self._start()
+        self.changed.notify_all()
+
+    def group_of(self, rank: int, epoch: int) -> Group:
+        """Return the group of an epoch on one of its members."""
+        begun = self.begun[epoch]
+        place = begun.members.index(rank)
+        transport = self._fabrics[epoch].transports[place]
+        context = RankContext(
+            place,
+            len(begun.members),
+            MonotonicClock(),
+            Recorder(),
+            transport.health,
+            self._stores[epoch],
+        )
+        return Group.world(context, transport)
+
+    def lose(self, rank: int, *, left: bool) -> None:
+        """Tell the members of the present epoch that a rank has ended."""
+        if self.begun and rank in self.begun[-1].members:
+            place = self.begun[-1].members.index(rank)
+            self._fabrics[-1].lose(place, "has already left" if left else "died", left=left)
+
+    def _start(self) -> None:
+        rank = self.num_started
+        self.num_started += 1
+        self.execute(self.state.started(rank))
+        thread = threading.Thread(target=self._target, args=(rank,), name=f"rank-{rank}")
+        thread.daemon = True
+        self._threads.append(thread)
+        thread.start()
+
+    def _target(self, rank: int) -> None:
+        try:
+            self.results[rank] = self._main(ThreadMembers(self, rank))
+        except Killed as death:
+            with self.changed:
+                self.deaths.append((rank, str(death)))
+                self.execute(self.state.lost(rank))
+                self.lose(rank, left=False)
+        except Dismissed:
+            return
+        except BaseException as exc:  # noqa: BLE001 - raised by `run`
+            with self.changed:
+                self.errors.append(exc)
+                self.execute(self.state.finished(rank))
+                self.lose(rank, left=False)
+        else:
+            with self.changed:
+                self.execute(self.state.finished(rank))
+                self.lose(rank, left=True)
+
+
+class Dismissed(BaseException):
+    """Ends a thread that the run no longer needs."""
+
+
+class ThreadMembers:
+    """The members, as one rank sees them."""
+
+    may_change = True
+
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self.cluster = cluster
+        self.rank = rank
+        self._epoch = -1
+        self._visits: dict[str, int] = {}
+        self._group: Group | None = None
+        HERE.members = self
+        if not cluster.begun:
+            self.next_epoch(-1)
+
+    @property
+    def group(self) -> Group:
+        assert self._group is not None
+        return self._group
+
+    @property
+    def is_newcomer(self) -> bool:
+        return self._epoch < 0
+
+    @property
+    def pauses(self) -> bool:
+        return self.cluster.pauses
+
+    def next_epoch(self, num_steps: int) -> list[int]:
+        cluster = self.cluster
+        if self._group is not None:
+            cluster._fabrics[self._epoch].lose(self.group.rank, "has already left", left=True)
+            self._group.close()
+        with cluster.changed:
+            cluster.execute(cluster.state.ready(self.rank, self._epoch, num_steps))
+            ended = cluster.changed.wait_for(
+                lambda: cluster.state.is_over or self.rank in self._members(), TIMEOUT_S
+            )
+            assert ended, f"rank {self.rank} waits for an epoch after {self._epoch}"
+            if self.rank not in self._members():
+                raise Dismissed
+            self._epoch = len(cluster.begun) - 1
+        self._group = cluster.group_of(self.rank, self._epoch)
+        self.visit("join")
+        return list(cluster.begun[self._epoch].num_steps)
+
+    def visit(self, point: str) -> None:
+        """Die if it is time."""
+        number = self._visits[point] = self._visits.get(point, 0) + 1
+        if self.cluster.faults.get((self.rank, point)) == number and self.cluster.state.can_lose(
+            self.rank
+        ):
+            raise Killed(point)
+
+    def _members(self) -> tuple[int, ...]:
+        begun = self.cluster.begun
+        return begun[-1].members if len(begun) - 1 > self._epoch else ()
+
+
+HERE = threading.local()
+
+
+@contextmanager
+def points_of_death(monkeypatch: Any) -> Iterator[None]:
+    """Let ranks die before and after a sum, and in the transfer of the state."""
+    reduce, transfer = gradient_sums.GradientSums.reduce, training.transfer
+
+    def dying_reduce(self: Any, number: int, *, flag: bool) -> bool:
+        HERE.members.visit("sum")
+        result = reduce(self, number, flag=flag)
+        HERE.members.visit("summed")
+        return result
+
+    def dying_transfer(*args: Any) -> Any:
+        HERE.members.visit("state")
+        return transfer(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gradient_sums.GradientSums, "reduce", dying_reduce)
+        patch.setattr(training, "transfer", dying_transfer)
+        yield
+
+
+def train(members: ThreadMembers, shards: int = 3, epochs: int = 2) -> dict[str, torch.Tensor]:
+    """Train a small model, and return its state."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    with torch.no_grad():
+        for position, param in enumerate(model.parameters()):
+            param.copy_(torch.linspace(-1.0, 1.0, param.numel()).view_as(param) + position + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    x = torch.linspace(-2.0, 2.0, 144).sin().view(36, 4)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, shuffle=True)
+
+    def update() -> None:
+        members.visit("update")
+        optimizer.step()
+        scheduler.step()
+
+    state = TrainingState(model, optimizer, {"scheduler": scheduler})
+    run = ElasticTraining(members, state, num_shards=shards, seed=3, update=update)
+    with run:
+        for _ in run.epochs(epochs):
+            for inputs, target in run.batches(loader):
+                with run.step():
+                    members.visit("forward")
+                    functional.mse_loss(model(inputs), target).backward()
+    assert run.num_steps == epochs * (36 // (3 * shards))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def random_faults(seed: int, num_ranks: int) -> dict[tuple[int, str], int]:
+    """Return the death of rank 1 at one of the points, and of others at random ones."""
+    rng = random.Random(seed)
+    others = {
+        (rng.randrange(num_ranks + 2), rng.choice(POINTS)): rng.randint(1, 5)
+        for _ in range(seed % 4)
+    }
+    return others | {(1, POINTS[seed % len(POINTS)]): rng.randint(1, 2)}

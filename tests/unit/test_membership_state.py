@@ -1,0 +1,263 @@
+"""Members of an elastic run go on together, whatever dies, comes, is late or said twice."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.errors import ConfigError
+from braid.launch.process.job import ElasticLimits
+from braid.launch.supervise.membership_state import (
+    Begin,
+    Dismiss,
+    MembershipState,
+    Order,
+    Pause,
+    Replace,
+)
+
+
+def _begun(num_ranks: int = 3, **limits: int) -> MembershipState:
+    state = MembershipState(
+        ElasticLimits(**{"min_ranks": 1, "max_ranks": num_ranks, **limits}), num_ranks
+    )
+    for rank in range(num_ranks + limits.get("spares", 0)):
+        assert state.started(rank) == []
+    for rank in range(num_ranks - 1):
+        assert state.ready(rank, -1, -1) == []
+    every = tuple(range(num_ranks))
+    assert state.ready(num_ranks - 1, -1, -1) == [Begin(0, every, (-1,) * num_ranks)]
+    return state
+
+
+def test_the_others_go_on_and_a_new_process_is_taken_in_after_a_step():
+    state = _begun()
+    assert state.can_lose(1)
+    assert state.lost(1) == [Replace()]
+    assert state.ready(0, 0, 7) == []
+    assert state.ready(2, 0, 8) == [Begin(1, (0, 2), (7, 8))]
+    assert state.started(3) == []
+    assert state.ready(3, -1, -1) == [Pause((0, 2))]
+    assert state.ready(2, 1, 9) == []
+    assert state.ready(0, 1, 9) == [Begin(2, (0, 2, 3), (9, 9, -1))]
+
+
+def test_a_spare_that_waits_is_taken_in_at_once():
+    state = _begun(spares=1)
+    assert state.ready(3, -1, -1) == [], "there is no room"
+    assert state.lost(0) == [Replace()]
+    assert state.ready(1, 0, 4) == []
+    assert state.ready(2, 0, 4) == [Begin(1, (1, 2, 3), (4, 4, -1))]
+
+
+def test_too_few_members_wait_for_a_new_process():
+    state = _begun(2, min_ranks=2)
+    assert state.lost(0) == [Replace()]
+    assert state.ready(1, 0, 3) == []
+    state.started(2)
+    assert state.ready(2, -1, -1) == [Begin(1, (1, 2), (3, -1))]
+
+
+def test_what_was_said_twice_or_late_changes_nothing():
+    state = _begun(2)
+    assert state.ready(0, -1, -1) == [], "before epoch 0"
+    state.lost(1)
+    assert state.ready(0, 0, 5) == [Begin(1, (0,), (5,))]
+    assert state.ready(0, 0, 5) == []
+    assert state.ready(1, 0, 5) == [], "it is gone"
+    assert state.lost(1) == []
+
+
+def test_the_last_one_with_the_state_cannot_be_lost():
+    state = _begun(2, spares=1)
+    assert state.can_lose(0)
+    state.lost(0)
+    assert not state.can_lose(1), "a spare has no state"
+
+
+def test_no_more_than_the_restarts_are_started_and_fewer_than_min_end_the_run():
+    state = _begun(3, min_ranks=2, restarts=1)
+    assert state.lost(2) == [Replace()]
+    assert state.can_lose(1), "a new process is on its way"
+    state.started(3)
+    assert state.lost(3) == []
+    assert not state.can_lose(1)
+
+
+def test_who_waits_is_dismissed_when_all_members_have_finished():
+    state = _begun(2, spares=1)
+    state.ready(2, -1, -1)
+    assert state.finished(0) == []
+    assert state.can_lose(2)
+    assert state.ready(1, 0, 9) == [Begin(1, (1,), (9,))], "no newcomer at the end"
+    assert state.finished(1) == [Dismiss((2,))]
+    assert state.is_over
+    assert state.started(3) == [Dismiss((3,))]
+
+
+def test_a_rank_that_dies_before_the_first_epoch_is_replaced():
+    state = MembershipState(ElasticLimits(min_ranks=2, max_ranks=2), 2)
+    state.started(0)
+    state.started(1)
+    state.ready(0, -1, -1)
+    assert state.lost(1) == [Replace()]
+    state.started(2)
+    assert state.ready(2, -1, -1) == [Begin(0, (0, 2), (-1, -1))]
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        ({"min_ranks": 0, "max_ranks": 2}, "min_ranks must be at least 1, got 0"),
+        ({"min_ranks": 3, "max_ranks": 2}, "max_ranks 2 is below min_ranks 3"),
+        ({"min_ranks": 1, "max_ranks": 2, "restarts": -1}, "restarts must be at least 0, got -1"),
+    ],
+)
+def test_limits_that_make_no_sense(limits, problem):
+    with pytest.raises(ConfigError, match=problem):
+        ElasticLimits(**limits)
+
+
+@dataclass
+class _Process:
+    epoch: int = -1
+    num_steps: int = -1
+    says_ready: bool = False
+
+
+@dataclass
+class _Run:
+    """Processes, messages under way, and what the launcher has ordered."""
+
+    rng: random.Random
+    limits: ElasticLimits
+    num_ranks: int
+    processes: dict[int, _Process] = field(default_factory=dict)
+    mail: list[tuple[str, int, int, int]] = field(default_factory=list)
+    epochs: list[Begin] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    num_to_start: int = 0
+    most_steps: int = -1
+
+    def __post_init__(self) -> None:
+        self.state = MembershipState(self.limits, self.num_ranks)
+        self.num_to_start = self.num_ranks + self.limits.spares
+
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in self.processes if rank not in self.lost]
+
+    def execute(self, orders: list[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Begin):
+                self.check(order)
+                self.epochs.append(order)
+                self.mail += [("begin", rank, order.epoch, 0) for rank in order.members]
+            elif isinstance(order, Pause):
+                self.mail += [("pause", rank, self.state.epoch, 0) for rank in order.members]
+            elif isinstance(order, Replace):
+                self.num_to_start += 1
+
+    def check(self, new: Begin) -> None:
+        before = self.epochs[-1] if self.epochs else None
+        assert new.epoch == len(self.epochs), "one history"
+        assert not self.lost.intersection(new.members)
+        assert self.limits.min_ranks <= len(new.members) <= self.limits.max_ranks
+        if before is not None:
+            alive = [rank for rank in before.members if rank not in self.lost]
+            assert set(alive) <= set(new.members), "nobody is left behind"
+            assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
+            assert max(new.num_steps) == max(self.processes[r].num_steps for r in alive)
+
+    def say_ready(self, rank: int) -> None:
+        process = self.processes[rank]
+        process.says_ready = True
+        message = ("ready", rank, process.epoch, process.num_steps)
+        self.mail += [message] * self.rng.choice([1, 1, 2])
+
+    def deliver(self) -> None:
+        """Deliver a message; those of one process to the launcher stay in order, or come twice."""
+        index = self.rng.randrange(len(self.mail))
+        kind, rank, epoch, num_steps = message = self.mail[index]
+        index = next(
+            i for i, other in enumerate(self.mail) if other[:2] == message[:2]
+        )  # the oldest of its kind
+        kind, rank, epoch, num_steps = self.mail.pop(index)
+        if kind == "ready":
+            self.execute(self.state.ready(rank, epoch, num_steps))
+        elif rank in self.lost:
+            return
+        elif kind == "begin":
+            begun = self.epochs[epoch]
+            process = self.processes[rank]
+            process.epoch, process.says_ready = epoch, False
+            if not self.lost.intersection(begun.members):
+                process.num_steps = max(0, *begun.num_steps)
+        elif not self.processes[rank].says_ready and self.processes[rank].epoch == epoch:
+            self.say_ready(rank)
+
+    def kill(self) -> bool:
+        rank = self.rng.choice(self.alive)
+        if not self.state.can_lose(rank):
+            return False
+        self.lost.add(rank)
+        self.execute(self.state.lost(rank))
+        return True
+
+    def train(self) -> None:
+        """Let the members of an epoch notice losses, or some of them end a step."""
+        if not self.epochs:
+            return
+        begun = self.epochs[-1]
+        members = [rank for rank in begun.members if rank not in self.lost]
+        training = [
+            rank
+            for rank in members
+            if self.processes[rank].epoch == begun.epoch and not self.processes[rank].says_ready
+        ]
+        if len(members) < len(begun.members):
+            for rank in training:
+                self.say_ready(rank)
+        elif len(training) == len(members):
+            least = min(self.processes[rank].num_steps for rank in members)
+            behind = [rank for rank in members if self.processes[rank].num_steps == least]
+            for rank in behind[: self.rng.randint(1, len(behind))]:
+                self.processes[rank].num_steps += 1
+
+    def step(self, *, kills: bool) -> None:
+        if self.num_to_start and self.rng.random() < 0.5:
+            self.num_to_start -= 1
+            rank = len(self.processes)
+            self.processes[rank] = _Process()
+            self.execute(self.state.started(rank))
+            self.say_ready(rank)
+        if self.mail and self.rng.random() < 0.7:
+            self.deliver()
+        if kills and self.alive and self.rng.random() < 0.05:
+            self.kill()
+        self.train()
+
+
+@given(seed=st.integers(0, 2**32))
+def test_members_keep_one_history_and_the_newest_state(seed):
+    for number in range(40):
+        rng = random.Random(seed + number)
+        num_ranks = rng.randint(1, 5)
+        limits = ElasticLimits(
+            min_ranks=rng.randint(1, num_ranks),
+            max_ranks=num_ranks + rng.randint(0, 2),
+            spares=rng.randint(0, 2),
+            restarts=rng.randint(0, 6),
+        )
+        run = _Run(rng, limits, num_ranks)
+        for _ in range(120):
+            run.step(kills=True)
+        for _ in range(200):
+            run.step(kills=False)
+        members = run.epochs[-1].members
+        assert not run.lost.intersection(members), "the run goes on"
+        assert {run.processes[rank].epoch for rank in members} == {len(run.epochs) - 1}

@@ -1,0 +1,61 @@
+"""A training for tests: prints a digest of its state, and kills itself where it is told to.
+
+Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in its first forward
+of that step, or `RANK:STEP:update` in its update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import braid
+
+
+class Noise(torch.utils.data.Dataset):
+    """Samples with random numbers that are drawn when they are read."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), index / 48.0) + torch.rand(8) * 0.1
+
+
+def main() -> None:
+    number = int(os.environ["RANK"])
+    deaths = {tuple(text.split(":")) for text in sys.argv[1:]}
+    braid.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def die_at(*point: str) -> None:
+        if point in deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def update() -> None:
+        die_at(str(number), str(training.num_steps), "update")
+        optimizer.step()
+
+    loader = DataLoader(Noise(), batch_size=4, shuffle=True)
+    with braid.elastic(model, optimizer, update=update, shards=3) as training:
+        for _ in training.epochs(2):
+            for x in training.batches(loader):
+                with training.step():
+                    die_at(str(number), str(training.num_steps))
+                    functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+    state = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    print(f"{training.num_steps} {hashlib.sha256(state).hexdigest()}", flush=True)
+
+
+main()

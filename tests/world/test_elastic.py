@@ -1,0 +1,277 @@
+"""A training whose ranks die and come ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import braid
+from braid.comm import Group
+from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
+from braid.elasticity.micro_batches import MicroBatches
+from braid.elasticity.state_transfer import TrainingState
+from braid.elasticity.training import ElasticTraining
+from braid.errors import ConfigError, MismatchError
+from braid.parallel.gradients import ParamTable
+from braid.programs.sampling import SamplerState
+from elastic_cluster import Cluster, points_of_death, random_faults, train
+from support.worlds import run_threads
+
+
+class Branching(nn.Module):
+    """A parameter that only some micro-batches use, one that nobody uses, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Parameter(torch.randn(6, 4, generator=generator))
+        self.rare = nn.Parameter(torch.randn(4, generator=generator))
+        self.never = nn.Parameter(torch.randn(3, generator=generator))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.short = nn.Parameter(torch.randn(4, generator=generator).bfloat16())
+
+    def forward(self, shard: int) -> torch.Tensor:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(shard))
+        hidden = (x @ self.first) * self.frozen * self.short.float()
+        if shard % 3 == 1:
+            hidden = hidden * self.rare
+        return (hidden.tanh() * 0.0 if shard == 2 else hidden.tanh()).square().sum()
+
+
+def _sums(group: Group, num_shards: int) -> list[torch.Tensor | None]:
+    model = Branching()
+    sums = GradientSums(group, ParamTable.of(model).records, num_shards)
+    for number in range(num_rounds(num_shards, group.size)):
+        shard = shard_of(number, group.rank, group.size, num_shards)
+        if shard is not None:
+            model(shard).backward()
+        sums.add(number, has_shard=shard is not None)
+        sums.reduce(number, flag=False)
+    sums.give()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("num_shards", "num_ranks"), [(1, 1), (4, 3), (5, 2), (5, 5), (7, 3)])
+def test_sums_have_the_bits_of_one_process_on_any_number_of_ranks(num_shards, num_ranks):
+    model, totals = Branching(), {}
+    for shard in range(num_shards):
+        model.zero_grad()
+        model(shard).backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                grad = param.grad.float()  # also those of 16 bits
+                totals[param] = totals[param] + grad if param in totals else grad
+    expected = [
+        (totals[p] * (1 / num_shards)).to(p.dtype) if p in totals else None
+        for p in model.parameters()
+    ]
+    for grads in run_threads(num_ranks, _sums, num_shards):
+        for grad, reference in zip(grads, expected, strict=True):
+            assert (grad is None) == (reference is None)
+            if grad is not None:
+                assert grad.view(torch.uint8).tolist() == reference.view(torch.uint8).tolist()
+
+
+def test_a_rank_without_a_micro_batch_changes_no_sign_of_zero():
+    def main(group: Group) -> torch.Tensor:
+        param = nn.Parameter(torch.zeros(3))
+        records = ParamTable.of(nn.ParameterDict({"w": param})).records
+        sums = GradientSums(group, records, 1)
+        if group.rank == 0:
+            param.grad = torch.tensor([-0.0, 0.0, 1.0])
+        sums.add(0, has_shard=group.rank == 0)
+        sums.reduce(0, flag=False)
+        sums.give()
+        return param.grad.clone()
+
+    for grad in run_threads(2, main):
+        assert grad.signbit().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_each_sample_comes_once_from_any_step_on(shuffle, num_ranks):
+    samples = torch.arange(40)
+    loader = DataLoader(TensorDataset(samples), batch_size=2, shuffle=shuffle)
+    data = MicroBatches(loader, 3, seed=7)
+    seen = []
+    for rank in range(num_ranks):
+        seen += [
+            int(x) for (batch,) in data.after(SamplerState(1, 2), rank, num_ranks) for x in batch
+        ]
+    expected = [i for step in range(2, 6) for i in data.order.batch(SamplerState(1, step))]
+    assert sorted(seen) == sorted(expected)
+    assert len(set(seen)) == 24
+    if not shuffle:
+        assert sorted(seen) == list(range(12, 36))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, torch.Tensor]:
+    cluster = Cluster(1, {})
+    cluster.run(train)
+    return cluster.results[0]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=pytest.mark.proof) for n in range(12, 500))]
+)
+def test_deaths_at_any_point_leave_the_bits_of_an_undisturbed_run(monkeypatch, undisturbed, seed):
+    num_ranks = 2 + seed // 6 % 2
+    cluster = Cluster(num_ranks, random_faults(seed, num_ranks))
+    with points_of_death(monkeypatch):
+        cluster.run(train)
+    assert cluster.deaths
+    assert cluster.results
+    for rank, state in cluster.results.items():
+        for name, tensor in state.items():
+            assert torch.equal(tensor, undisturbed[name]), (rank, name, cluster.deaths)
+
+
+def _training(group: Group, model: nn.Module, shards: int | None = None) -> ElasticTraining:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState(model, optimizer, {})
+    return ElasticTraining(FixedMembers(group), state, num_shards=shards, seed=0, update=None)
+
+
+class FixedMembers:
+    """Members of a run that are the same from beginning to end."""
+
+    may_change = is_newcomer = pauses = False
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def next_epoch(self, num_steps: int) -> list[int]:
+        raise AssertionError(num_steps)
+
+
+def _loader(**options: object) -> DataLoader:
+    x = torch.arange(24.0).view(12, 2)
+    return DataLoader(TensorDataset(x), **({"batch_size": 2} | options))
+
+
+def _refusal(run) -> str:
+    def main(group: Group) -> str:
+        with pytest.raises(ConfigError) as caught:
+            run(group)
+        return str(caught.value)
+
+    return run_in_process(main)
+
+
+def run_in_process(main):
+    """Run one rank, with torch's default generator left as it is."""
+    state = torch.random.get_rng_state()
+
+    def restored(group: Group):
+        try:
+            return main(group)
+        finally:
+            torch.random.set_rng_state(state)
+
+    return run_threads(1, restored)[0]
+
+
+def test_a_step_of_the_optimizer_in_the_loop_is_refused():
+    def run(group: Group) -> None:
+        model = nn.Linear(2, 1)
+        with _training(group, model) as training:
+            for (x,) in training.batches(_loader()):
+                with training.step():
+                    model(x).sum().backward()
+                    training._state.optimizer.step()
+
+    assert "optimizer.step() was called by the loop: training.step() calls it" in _refusal(run)
+
+
+def test_a_batch_outside_of_a_step_is_refused():
+    def run(group: Group) -> None:
+        with _training(group, nn.Linear(2, 1)) as training:
+            for _ in training.batches(_loader()):
+                pass
+
+    assert "a batch was not used: put `with training.step():` around" in _refusal(run)
+
+
+def test_an_epoch_without_batches_is_refused():
+    def run(group: Group) -> None:
+        with _training(group, nn.Linear(2, 1)) as training:
+            for _ in training.epochs(2):
+                pass
+
+    assert "epoch 0 has not been trained: loop over training.batches(loader)" in _refusal(run)
+
+
+def _zeros() -> nn.Module:
+    """A layer whose making draws no random numbers, which threads share."""
+    layer = nn.utils.skip_init(nn.Linear, 2, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Stream(IterableDataset):
+    """Samples without numbers."""
+
+    def __iter__(self):
+        return itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("loader", "problem"),
+    [
+        (lambda: _loader(sampler=WeightedRandomSampler([1.0] * 12, 12)), "WeightedRandomSampler"),
+        (lambda: _loader(batch_size=None), "give the DataLoader batch_size and shuffle only"),
+        (lambda: DataLoader(Stream(), batch_size=2), "an IterableDataset has no samples by number"),
+        (lambda: _loader(batch_size=13), "batch_size must be 1 to 12"),
+    ],
+)
+def test_loaders_whose_order_cannot_be_kept_are_refused(loader, problem):
+    def run(group: Group) -> None:
+        with _training(group, nn.Linear(2, 1)) as training:
+            next(training.batches(loader()))
+
+    assert problem in _refusal(run)
+
+
+def test_models_and_objects_that_cannot_take_part_are_refused():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = copy.deepcopy(model)
+    wrapped.no_sync = None
+    with pytest.raises(ConfigError, match="Linear averages gradients itself: pass the model insid"):
+        braid.elastic(wrapped, optimizer)
+    with pytest.raises(ConfigError, match=r"counter has no state_dict\(\) and load_state_dict\(\)"):
+        braid.elastic(model, optimizer, counter=3)
+
+
+def test_more_ranks_than_micro_batches_are_refused():
+    def main(group: Group) -> str:
+        with pytest.raises(ConfigError) as caught, _training(group, _zeros(), shards=1):
+            pass
+        return str(caught.value)
+
+    for text in run_threads(2, main):
+        assert "2 ranks cannot share 1 micro-batches: pass shards=2 or more" in text
+
+
+def test_members_that_have_diverged_are_named():
+    def main(group: Group) -> str:
+        model = _zeros()
+        training = _training(group, model, shards=2)
+        training.__enter__()
+        if group.rank:
+            with torch.no_grad():
+                model.weight[0, 1] += 1.0
+        with pytest.raises(MismatchError) as caught:
+            training._begin_epoch([3, 3])
+        return str(caught.value)
+
+    for text in run_threads(2, main):
+        assert "after 3 steps rank 1 has other values of 'weight' than rank 0" in text

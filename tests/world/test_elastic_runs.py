@@ -1,0 +1,64 @@
+"""`braid run --min-ranks`: processes that are killed cost no step and no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from braid.launch import JobSpec, QuietConsole, Supervisor
+from braid.launch.process.job import ElasticLimits
+
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+JOB = str(Path(__file__).with_name("elastic_job.py"))
+
+
+def _run(tmp_path: Path, deaths: str, num_ranks: int = 3, **limits: int):
+    console = QuietConsole()
+    values = {"min_ranks": 1, "max_ranks": num_ranks} | limits
+    job = JobSpec(
+        command=(JOB, *deaths.split()),
+        num_ranks=num_ranks,
+        elastic=ElasticLimits(**values),
+        log_dir=str(tmp_path / "run"),
+        threads=1,
+        timeout_s=90.0,
+    )
+    outcome = Supervisor(console).run(job)
+    ends = {rank: text.decode() for rank, stream, text in console.lines if stream == 1}
+    return outcome, ends, console.notices
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> str:
+    outcome, ends, _ = _run(tmp_path_factory.mktemp("alone"), "", 1)
+    assert outcome.ok, str(outcome)
+    assert ends[0].startswith("16 ")
+    return ends[0]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "limits", "lost"),
+    [
+        ("1:3", {"restarts": 0}, {1}),
+        ("0:2:update", {"restarts": 0}, {0}),
+        ("0:4 2:4", {"restarts": 0}, {0, 2}),
+        ("1:2 3:5", {"spares": 1, "restarts": 0}, {1, 3}),
+        ("2:0", {"min_ranks": 3}, {2}),
+        ("1:15:update", {"restarts": 0}, {1}),
+    ],
+)
+def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, limits, lost):
+    outcome, ends, notices = _run(tmp_path, deaths, **limits)
+    assert outcome.ok, str(outcome)
+    assert {end.rank for end in outcome.verdict.survived} == lost
+    assert set(ends.values()) == {undisturbed}
+    for rank in lost:
+        assert any(f"rank {rank} (pid " in text and "without it" in text for text in notices)
+    assert any(text.startswith("epoch 1: ranks ") for text in notices)
+
+
+def test_a_run_ends_when_too_few_are_left(tmp_path):
+    outcome, _, _ = _run(tmp_path, "1:3", min_ranks=3, restarts=0)
+    assert outcome.exit_code == 137
+    assert [end.rank for end in outcome.cause] == [1]
