@@ -113,13 +113,14 @@ def test_a_rank_that_dies_before_the_first_epoch_is_replaced():
     ("limits", "problem"),
     [
         ({"min_ranks": 0, "max_ranks": 2}, "min_ranks must be at least 1, got 0"),
-        ({"min_ranks": 3, "max_ranks": 2}, "max_ranks 2 is below min_ranks 3"),
+        ({"min_ranks": 3}, r"must be 3 \(--min-ranks\) to 2 \(--max-ranks\), got 2"),
+        ({"min_ranks": 1, "max_ranks": 1}, r"must be 1 \(--min-ranks\) to 1 \(--max-ranks\), got 2"),
         ({"min_ranks": 1, "max_ranks": 2, "restarts": -1}, "restarts must be at least 0, got -1"),
     ],
 )
 def test_limits_that_make_no_sense(limits, problem):
     with pytest.raises(ConfigError, match=problem):
-        ElasticLimits(**limits)
+        MembershipState(ElasticLimits(**limits), 2)
 
 
 @dataclass

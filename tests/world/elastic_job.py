@@ -1,7 +1,7 @@
 """A training for tests: prints a digest of its state, and kills itself where it is told to.
 
 Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in its first forward
-of that step, or `RANK:STEP:update` in its update.
+of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ def main() -> None:
             for x in training.batches(loader):
                 with training.step():
                     die_at(str(number), str(training.num_steps))
+                    if (str(number), str(training.num_steps), "parent") in deaths:
+                        os.kill(os.getppid(), signal.SIGKILL)
+                        signal.pause()
                     functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
     state = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
     print(f"{training.num_steps} {hashlib.sha256(state).hexdigest()}", flush=True)

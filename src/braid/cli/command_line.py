@@ -233,7 +233,7 @@ def run(
         environ=roles.environ() | ({NO_FRAME_MAC: "1"} if on.no_frame_mac else {}),
         expendable=roles.expendable,
         needed=roles.needed,
-        elastic=roles.elastic(1 if n is None else n),
+        elastic=roles.elastic,
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:

@@ -112,13 +112,14 @@ class Roles:
             own[ROLES] = ",".join(self.role)
         return own
 
-    def elastic(self, num_ranks: int) -> ElasticLimits | None:
-        """Return the limits of an elastic run; None where members are fixed."""
+    @property
+    def elastic(self) -> ElasticLimits | None:
+        """Limits of an elastic run; None where members are fixed."""
         if not self.min_ranks:
             return None
         return ElasticLimits(
             min_ranks=self.min_ranks,
-            max_ranks=self.max_ranks or num_ranks,
+            max_ranks=self.max_ranks,
             spares=self.spares,
             restarts=self.restarts,
         )

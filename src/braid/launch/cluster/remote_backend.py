@@ -159,22 +159,29 @@ class RemoteBackend:
             self._hosts_ready.starter.unregister()
 
     def placement(self, rank: int) -> RankPlacement:
-        """Return the placement of a rank."""
-        place = self._hosts_ready.places[rank]
-        addresses = self._hosts_ready.addresses
+        """Return the placement of a rank; beside others, if it is a spare or its host is lost."""
+        places, addresses = self._hosts_ready.places, self._hosts_ready.addresses
+        is_lost = [not self._agents[place.node].alive for place in places]
+        if rank < len(places) and not is_lost[rank]:
+            place = places[rank]
+            local_rank = place.local_rank
+        else:
+            usable = [p for p, lost in zip(places, is_lost, strict=True) if not lost] or places
+            place = usable[rank % len(usable)]
+            local_rank = place.local_world_size + sum(is_lost[:rank]) + max(0, rank - len(places))
         return RankPlacement(
-            local_rank=place.local_rank,
-            local_world_size=place.local_world_size,
+            local_rank=local_rank,
+            local_world_size=max(place.local_world_size, local_rank + 1),
             node_rank=place.node,
-            num_nodes=len({p.node for p in self._hosts_ready.places}),
-            master_addr=addresses[self._hosts_ready.places[0].node],
+            num_nodes=len({p.node for p in places}),
+            master_addr=addresses[places[0].node],
             master_port=self._hosts_ready.master_port,
             listen=addresses[place.node],
         )
 
     def start(self, spec: RankSpec) -> Rank:
         """Let the agent of the rank's host start the rank."""
-        agent = self._agents[self._hosts_ready.places[spec.environment.rank].node]
+        agent = self._agents[spec.environment.node_rank]
         rank = self._ranks[spec.environment.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
         agent.send(Start(spec.environment))

@@ -12,7 +12,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from shutil import which
@@ -51,22 +51,37 @@ class ElasticLimits:
 
     Attributes:
         min_ranks: Number of ranks with which the run still goes on.
-        max_ranks: Number of ranks that take part at most.
+        max_ranks: Number of ranks that take part at most; 0 for as many as at first.
         spares: Number of ranks that are started beside, and wait until one is lost.
         restarts: Number of processes that are started in the place of lost ones.
     """
 
     min_ranks: int
-    max_ranks: int
+    max_ranks: int = 0
     spares: int = 0
     restarts: int = 3
 
     def __post_init__(self) -> None:
         problems = below(1, min_ranks=self.min_ranks)
-        problems += below(0, spares=self.spares, restarts=self.restarts)
-        if self.max_ranks < self.min_ranks:
-            problems.append(f"max_ranks {self.max_ranks} is below min_ranks {self.min_ranks}")
+        problems += below(
+            0, max_ranks=self.max_ranks, spares=self.spares, restarts=self.restarts
+        )
         raise_all(problems)
+
+    def with_ranks(self, num_ranks: int) -> ElasticLimits:
+        """Return the limits of a run that begins with so many ranks.
+
+        Raises:
+            ConfigError: The number is outside of the limits.
+        """
+        max_ranks = self.max_ranks or num_ranks
+        if not self.min_ranks <= num_ranks <= max_ranks:
+            msg = (
+                f"the number of ranks must be {self.min_ranks} (--min-ranks) to {max_ranks} "
+                f"(--max-ranks), got {num_ranks}"
+            )
+            raise ConfigError(msg)
+        return replace(self, max_ranks=max_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,11 +149,6 @@ class JobSpec:
         if self.stdin_rank is not None and not 0 <= self.stdin_rank < self.num_ranks:
             problems.append(
                 f"the rank of --stdin must be 0 to {self.num_ranks - 1}, got {self.stdin_rank}"
-            )
-        if self.elastic and not self.elastic.min_ranks <= self.num_ranks <= self.elastic.max_ranks:
-            problems.append(
-                f"the number of ranks must be {self.elastic.min_ranks} (min_ranks) to "
-                f"{self.elastic.max_ranks} (max_ranks), got {self.num_ranks}"
             )
         limits = ("stopped_limit_s", "hang_report_s", "grace_s", "interrupt_limit_s")
         problems += [

@@ -81,6 +81,9 @@ class MembershipState:
         limits: Numbers of ranks, and of restarts.
         num_ranks: Number of members to begin with.
 
+    Raises:
+        ConfigError: The number is outside of the limits.
+
     Attributes:
         epoch: Number of the present epoch; -1 before the first one.
         members: Its members, without those that were lost or have finished.
@@ -89,7 +92,7 @@ class MembershipState:
     def __init__(self, limits: ElasticLimits, num_ranks: int) -> None:
         self.epoch = NO_EPOCH
         self.members: tuple[int, ...] = ()
-        self._limits = limits
+        self._limits = limits.with_ranks(num_ranks)
         self._num_ranks = num_ranks
         self._alive: set[int] = set()
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
