@@ -6,7 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Fabric, RankContext
 
-POINTS = ("forward", "sum", "summed", "update", "state", "join")
+POINTS = ("forward", "sum", "summed", "update", "state", "join", "leave forward", "leave sum")
 TIMEOUT_S = 60.0
 
 
@@ -50,6 +50,7 @@ class Cluster:
         self.results: dict[int, dict[str, torch.Tensor]] = {}
         self.errors: list[BaseException] = []
         self.deaths: list[tuple[int, str]] = []
+        self.left: list[int] = []
         self.changed = threading.Condition()
         self.begun: list[Begin] = []
         self.pauses = False
@@ -151,6 +152,7 @@ class ThreadMembers:
         self.cluster = cluster
         self.rank = rank
         self._epoch = -1
+        self.leaves = False
         self._visits: dict[str, int] = {}
         self._group: Group | None = None
         HERE.members = self
@@ -188,13 +190,21 @@ class ThreadMembers:
         self.visit("join")
         return list(cluster.begun[self._epoch].num_steps)
 
+    def leave(self, num_steps: int) -> NoReturn:  # noqa: ARG002 - the launcher knows the others'
+        cluster = self.cluster
+        with cluster.changed:
+            cluster.left.append(self.rank)
+            cluster.execute(cluster.state.lost(self.rank))
+        raise Dismissed
+
     def visit(self, point: str) -> None:
         """Die if it is time."""
         number = self._visits[point] = self._visits.get(point, 0) + 1
-        if self.cluster.faults.get((self.rank, point)) == number and self.cluster.state.can_lose(
-            self.rank
-        ):
+        can_go = self.cluster.state.can_lose(self.rank)
+        if self.cluster.faults.get((self.rank, point)) == number and can_go:
             raise Killed(point)
+        if self.cluster.faults.get((self.rank, f"leave {point}")) == number and can_go:
+            self.leaves = True
 
     def _members(self) -> tuple[int, ...]:
         begun = self.cluster.begun
@@ -260,4 +270,5 @@ def random_faults(seed: int, num_ranks: int) -> dict[tuple[int, str], int]:
         (rng.randrange(num_ranks + 2), rng.choice(POINTS)): rng.randint(1, 5)
         for _ in range(seed % 4)
     }
-    return others | {(1, POINTS[seed % len(POINTS)]): rng.randint(1, 2)}
+    point = POINTS[seed % len(POINTS)]
+    return others | {(1, point): 1 if point in {"state", "join"} else rng.randint(1, 3)}

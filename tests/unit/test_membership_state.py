@@ -114,7 +114,10 @@ def test_a_rank_that_dies_before_the_first_epoch_is_replaced():
     [
         ({"min_ranks": 0, "max_ranks": 2}, "min_ranks must be at least 1, got 0"),
         ({"min_ranks": 3}, r"must be 3 \(--min-ranks\) to 2 \(--max-ranks\), got 2"),
-        ({"min_ranks": 1, "max_ranks": 1}, r"must be 1 \(--min-ranks\) to 1 \(--max-ranks\), got 2"),
+        (
+            {"min_ranks": 1, "max_ranks": 1},
+            r"must be 1 \(--min-ranks\) to 1 \(--max-ranks\), got 2",
+        ),
         ({"min_ranks": 1, "max_ranks": 2, "restarts": -1}, "restarts must be at least 0, got -1"),
     ],
 )

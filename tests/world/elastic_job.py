@@ -1,7 +1,8 @@
 """A training for tests: prints a digest of its state, and kills itself where it is told to.
 
 Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in its first forward
-of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it.
+of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it,
+and `RANK:STEP:notice` is a notice that it will be ended.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def main() -> None:
             for x in training.batches(loader):
                 with training.step():
                     die_at(str(number), str(training.num_steps))
+                    if (str(number), str(training.num_steps), "notice") in deaths:
+                        os.kill(os.getpid(), signal.SIGTERM)
                     if (str(number), str(training.num_steps), "parent") in deaths:
                         os.kill(os.getppid(), signal.SIGKILL)
                         signal.pause()

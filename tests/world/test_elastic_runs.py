@@ -58,6 +58,17 @@ def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, lim
     assert any(text.startswith("epoch 1: ranks ") for text in notices)
 
 
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_told_to_end_leaves_after_its_step(tmp_path, undisturbed, victim):
+    outcome, ends, notices = _run(tmp_path, f"{victim}:5:notice")
+    assert outcome.ok, str(outcome)
+    assert outcome.verdict.survived == ()
+    assert victim not in ends
+    assert set(ends.values()) == {undisturbed}
+    assert any("was asked to end, and leaves after its step" in text for text in notices)
+    assert any(text.startswith("epoch 1: ranks ") and "at step 6" in text for text in notices)
+
+
 def test_a_run_ends_when_too_few_are_left(tmp_path):
     outcome, _, _ = _run(tmp_path, "1:3", min_ranks=3, restarts=0)
     assert outcome.exit_code == 137

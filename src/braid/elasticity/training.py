@@ -16,6 +16,9 @@ anew. Processes that come are taken in after a step.
     step      | forward  backward | sum of gradients | update | pause?
     a loss    any wait in it raises PeerLostError  ->  next epoch, state, the same step again
 
+SIGTERM, with which schedulers announce that a host goes away, lets a rank leave after its step: its
+program ends by SystemExit inside of `step()`, with code 0, and the others go on.
+
 Random numbers are keyed by step and micro-batch, and by sample where a data set draws them. Buffers
 of the model, such as running means, are after a step what the first micro-batch made of them, as in
 data parallel training, where rank 0 gives its own to all.
@@ -23,9 +26,11 @@ data parallel training, where rank 0 gives its own to all.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -45,7 +50,13 @@ __all__ = ["ElasticTraining", "Members", "elastic"]
 
 
 class Members(Protocol):
-    """The ranks of a training, epoch by epoch."""
+    """The ranks of a training, epoch by epoch.
+
+    Attributes:
+        leaves: Whether this process has been asked to end after its step.
+    """
+
+    leaves: bool
 
     @property
     def group(self) -> Group:
@@ -67,6 +78,14 @@ class Members(Protocol):
         """Whether members have been asked to call `next_epoch` after their step."""
         ...
 
+    def leave(self, num_steps: int) -> NoReturn:
+        """End this process, so that the others go on in the next epoch without it.
+
+        Raises:
+            SystemExit: Always.
+        """
+        ...
+
     def next_epoch(self, num_steps: int) -> list[int]:
         """Join the next epoch; every member calls it.
 
@@ -81,6 +100,8 @@ class Members(Protocol):
 
 class _JobMembers:
     """The ranks of the job of `braid.init()`."""
+
+    leaves = False
 
     @property
     def group(self) -> Group:
@@ -97,6 +118,13 @@ class _JobMembers:
     @property
     def pauses(self) -> bool:
         return context.membership().pauses
+
+    def leave(self, num_steps: int) -> NoReturn:
+        member = context.membership()
+        if member.stop_reason:  # the whole run ends
+            raise SystemExit(128 + signal.SIGTERM)
+        member.leave_epochs(num_steps)
+        raise SystemExit(0)
 
     def next_epoch(self, num_steps: int) -> list[int]:
         _, epoch = context.next_epoch(num_steps)
@@ -143,6 +171,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._round = 0
         self._is_updating = False
         self._has_begun = False
+        self._handler: Any = None
         self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
 
     def __enter__(self) -> ElasticTraining:
@@ -150,10 +179,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._join_next_epoch(-1)
         else:
             self._enter_epoch([-1] * self._members.group.size)
+        if self._members.may_change and threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._guard.remove()
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
         while kind is None:
             try:
                 self._members.group.barrier()
@@ -235,13 +268,16 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         while True:
             shard = shard_of(self._round, group.rank, group.size, self.num_shards)
             self._sums.add(self._round, has_shard=shard is not None)
-            pauses = self._sums.reduce(self._round, flag=self._members.pauses)
+            wants_pause = self._members.pauses or self._members.leaves
+            pauses = self._sums.reduce(self._round, flag=wants_pause)
             if self._round == last:
                 break
             self._round += 1
             if shard_of(self._round, group.rank, group.size, self.num_shards) is not None:
                 return
         self._end_step()
+        if pauses and self._members.leaves:
+            self._members.leave(self.num_steps)
         if pauses:
             self._join_next_epoch(self.num_steps)
 
@@ -304,6 +340,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._buffers_before, self._buffers_after = [], []
         self._round = 0
         self._version += 1
+
+    def _on_signal(self, *_: object) -> None:
+        self._members.leaves = True
 
     def _require_change(self, error: CommError) -> None:
         """Raise an error after which other members cannot help."""

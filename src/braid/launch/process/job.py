@@ -63,9 +63,7 @@ class ElasticLimits:
 
     def __post_init__(self) -> None:
         problems = below(1, min_ranks=self.min_ranks)
-        problems += below(
-            0, max_ranks=self.max_ranks, spares=self.spares, restarts=self.restarts
-        )
+        problems += below(0, max_ranks=self.max_ranks, spares=self.spares, restarts=self.restarts)
         raise_all(problems)
 
     def with_ranks(self, num_ranks: int) -> ElasticLimits:

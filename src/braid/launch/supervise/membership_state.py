@@ -139,7 +139,7 @@ class MembershipState:
         return self._next()
 
     def lost(self, rank: int) -> list[Order]:
-        """Note that a process has died, and the run goes on."""
+        """Note that a process has died, or will end as it was asked to, and the run goes on."""
         if rank not in self._alive:
             return []
         self._is_ending |= rank in self.members  # they get ready by themselves

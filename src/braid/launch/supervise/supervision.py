@@ -347,6 +347,12 @@ class _Run(AbstractContextManager["_Run"]):
 
     def _on_signal(self, signum: int, host: str) -> None:
         """End the run after a signal on this host or on `host`."""
+        if self._members is not None and host and signum == SIGTERM:
+            self._console.notice(f"SIGTERM received on host {host}: its ranks leave the run")
+            for rank in self.ranks.values():
+                if rank.host == host:
+                    rank.signal(SIGTERM)
+            return
         first = self._state.phase is RunPhase.RUNNING
         if signum == SIGTERM and self._state.signum == SIGTERM and self._backend.is_on_engine:
             return  # the engine repeats it while ranks save
@@ -370,7 +376,7 @@ class _Run(AbstractContextManager["_Run"]):
                 change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
-            heapq.heappush(self._places, self._place_of[process.rank])
+            self._free_place(process.rank)
             if facts.survived:
                 process.end = replace(end, survived=True)
             else:
@@ -405,9 +411,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._saved = SavedCheckpoint(message.step, message.path, True, is_earlier=True)
             self._resume = message.resume
         elif isinstance(message, Ready) and self._members is not None:
-            self._execute_orders(
-                self._members.ready(process.rank, message.epoch, message.num_steps)
-            )
+            self._on_ready(process, message, self._members)
         elif isinstance(message, Logged):
             self._keep(partial(self._metrics.append, process.rank, message.row))
         elif isinstance(message, RankFailed):
@@ -417,6 +421,21 @@ class _Run(AbstractContextManager["_Run"]):
             process.exiting = message
             self._backend.reap()  # a rank that died before this one exited is the first to fail
             self._on_failure(process, exit_code=message.code)
+
+    def _on_ready(self, process: Rank, message: Ready, members: MembershipState) -> None:
+        if message.leaves:
+            self._console.notice(f"{process.name} was asked to end, and leaves after its step")
+            self._free_place(process.rank)
+            self._execute_orders(members.lost(process.rank))
+        else:
+            orders = members.ready(process.rank, message.epoch, message.num_steps)
+            self._execute_orders(orders)
+
+    def _free_place(self, rank: int) -> None:
+        """Let another process have the host and the local rank of a rank that has ended, or will."""
+        place = self._place_of.pop(rank, None)
+        if place is not None:
+            heapq.heappush(self._places, place)
 
     def _on_failure(self, process: Rank, *, exit_code: int) -> None:
         """React to the report of a rank that it is about to end."""
