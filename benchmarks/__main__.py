@@ -15,6 +15,7 @@ import tyro
 
 from benchmarks import (
     coordinator,
+    elastic,
     hooks,
     horovod,
     launch,
@@ -38,6 +39,7 @@ __all__ = ["BENCHMARKS", "main"]
 
 BENCHMARKS: dict[str, Benchmark[Any, Any]] = {
     "coordinator": coordinator.BENCH,
+    "elastic": elastic.BENCH,
     "hooks": hooks.BENCH,
     "horovod": horovod.BENCH,
     "launch": launch.BENCH,

@@ -145,6 +145,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_shards: Number of micro-batches of a step.
         num_steps: Number of steps so far.
         at: Epoch over the data, and step in it, of the next step.
+        num_changes: Number of times that members have changed since this process is one.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._update = update or state.optimizer.step
         self._table = ParamTable.of(state.model)
         self._loader: tuple[object, MicroBatches] | None = None
-        self._version = 0  # of the members; batches are dealt anew when it changes
+        self.num_changes = -1
         self._buffers_before: list[torch.Tensor] = []
         self._buffers_after: list[torch.Tensor] = []
         self._round = 0
@@ -218,11 +219,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         data = self._micro_batches(loader)
         epoch = self.at.epoch
         while self.at.epoch == epoch:
-            version, group = self._version, self._members.group
+            version, group = self.num_changes, self._members.group
             for batch in data.after(self.at, group.rank, group.size):
                 before = (self.num_steps, self._round, version)
                 yield batch
-                if self._version != version or self.at.epoch != epoch:
+                if self.num_changes != version or self.at.epoch != epoch:
                     break
                 if before == (self.num_steps, self._round, version):
                     msg = "a batch was not used: put `with training.step():` around its backward"
@@ -339,7 +340,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._buffers = ModuleBuffers(group, self._state.model)
         self._buffers_before, self._buffers_after = [], []
         self._round = 0
-        self._version += 1
+        self.num_changes += 1
 
     def _on_signal(self, *_: object) -> None:
         self._members.leaves = True

@@ -432,7 +432,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._execute_orders(orders)
 
     def _free_place(self, rank: int) -> None:
-        """Let another process have the host and the local rank of a rank that has ended, or will."""
+        """Let another process have the host and the local rank of a rank that ends."""
         place = self._place_of.pop(rank, None)
         if place is not None:
             heapq.heappush(self._places, place)

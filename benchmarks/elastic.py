@@ -1,0 +1,189 @@
+"""Measure an elastic training while its ranks are killed: seconds of a recovery, and what is lost.
+
+A recovery lasts from a kill to the end of the next step that survivors take without the rank. The
+rate of samples is compared with an undisturbed run, in turns. On a host with fewer cores than ranks
+the ones that are left may use all of it; so the rate counts what recoveries and newcomers cost.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.workers import elastic as worker
+from braid.cli.bench.harness.report import (
+    Benchmark,
+    BenchVerdict,
+    Report,
+    check_minimums,
+    measured_on,
+)
+from braid.runtime.terminal_table import new_table
+
+__all__ = ["BENCH", "ElasticBench", "ElasticReport"]
+
+MOST_MEDIAN_S, MOST_P95_S = 0.5, 1.5
+LEAST_SHARE = 0.98
+
+
+class _Run(msgspec.Struct):
+    """One run.
+
+    Attributes:
+        seconds: Seconds from the first to the last step.
+        recoveries_s: Seconds of each recovery.
+        digests: Digests of the weights of the ranks at the end.
+    """
+
+    seconds: float
+    recoveries_s: list[float]
+    digests: list[str]
+
+
+class ElasticReport(Report, kw_only=True):
+    """Runs without and with kills, in turns.
+
+    Attributes:
+        steps: Number of steps of each run.
+        undisturbed: Runs without kills.
+        killed: Runs with kills.
+    """
+
+    steps: int = 0
+    undisturbed: list[_Run] = msgspec.field(default_factory=list)
+    killed: list[_Run] = msgspec.field(default_factory=list)
+
+    @property
+    def recoveries_s(self) -> list[float]:
+        """Seconds of all recoveries."""
+        return [seconds for run in self.killed for seconds in run.recoveries_s]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticBench:
+    """Measure an elastic training of 25 million parameters while its ranks are killed.
+
+    Attributes:
+        ranks: Number of ranks.
+        steps: Number of steps of a run.
+        rounds: Number of pairs of runs.
+        every_s: Seconds between two kills.
+        spares: Ranks that wait for a loss.
+        out: Directory for `elastic.json`.
+    """
+
+    ranks: int = 3
+    steps: int = 150
+    rounds: int = 2
+    every_s: float = 5.0
+    spares: int = 0
+    out: Path = Path("runs/bench-elastic")
+
+    def __post_init__(self) -> None:
+        check_minimums([("ranks", self.ranks, 2), ("steps", self.steps, 10)])
+        check_minimums([("rounds", self.rounds, 1)])
+
+
+def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
+    """Run the training once, and kill a member every few seconds."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory(prefix="braid-bench-") as directory:
+        out = Path(directory)
+        limits = ["--min-ranks", "1", "--restarts", "1000", "--spares", str(bench.spares)]
+        command = [
+            sys.executable, "-m", "braid", "run", "-n", str(bench.ranks), *limits, "--threads", "1",
+            "--log-dir", str(out / "run"), str(worker.__file__), str(out), str(bench.steps),
+            str(bench.ranks),
+        ]  # fmt: skip
+        kills_ns: list[int] = []
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            while kills and process.poll() is None:
+                time.sleep(bench.every_s)
+                members = _members(out)
+                if len(members) > 1 and process.poll() is None:
+                    kills_ns.append(time.monotonic_ns())
+                    os.kill(rng.choice(members), signal.SIGKILL)
+        steps = [_steps(path) for path in out.glob("*.steps")]
+        ends_ns = [ns for rows in steps for _, ns, _ in rows]
+        return _Run(
+            seconds=(max(ends_ns) - min(ends_ns)) / 1e9,
+            recoveries_s=[_recovery_s(ns, steps) for ns in kills_ns if ns < max(ends_ns)],
+            digests=[path.read_text() for path in out.glob("*.digest")],
+        )
+
+
+def _members(out: Path) -> list[int]:
+    """Return the processes that train now."""
+    pids = [int(path.read_text().split()[0]) for path in out.glob("*.steps") if path.stat().st_size]
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def _steps(path: Path) -> list[tuple[int, int, int]]:
+    """Return the changes of members, the end and the number of each step of a rank."""
+    rows = [tuple(map(int, line.split())) for line in path.read_text().splitlines()[1:]]
+    return [(row[0], row[1], row[2]) for row in rows]
+
+
+def _recovery_s(kill_ns: int, steps: list[list[tuple[int, int, int]]]) -> float:
+    """Return the seconds from a kill to the end of a step with other members."""
+    ends = []
+    for rows in steps:
+        before = [changes for changes, ns, _ in rows if ns <= kill_ns]
+        if before:
+            ends += [ns for changes, ns, _ in rows if ns > kill_ns and changes > before[-1]][:1]
+    return (min(ends) - kill_ns) / 1e9 if ends else float("nan")
+
+
+def _measure(bench: ElasticBench, console: Console) -> ElasticReport:
+    report = ElasticReport(**measured_on(), steps=bench.steps)
+    for number in range(bench.rounds):
+        with console.status(f"round {number + 1} of {bench.rounds}"):
+            report.undisturbed.append(_run(bench, kills=False, seed=number))
+            report.killed.append(_run(bench, kills=True, seed=number))
+    return report
+
+
+def _share(report: ElasticReport) -> float:
+    """Return the part of the undisturbed rate that is left."""
+    pairs = zip(report.undisturbed, report.killed, strict=True)
+    return median(alone.seconds / killed.seconds for alone, killed in pairs)
+
+
+def _table(report: ElasticReport) -> Table:
+    title = f"{report.machine}, torch {report.torch}, load before {report.load:.1f} a core"
+    grid = new_table(title, ("run",), ("seconds", "kills", "median recovery", "longest"))
+    for number, (alone, killed) in enumerate(zip(report.undisturbed, report.killed, strict=True)):
+        grid.add_row(f"undisturbed {number + 1}", f"{alone.seconds:.1f}", "0", "", "")
+        times = killed.recoveries_s or [float("nan")]
+        row = (f"{killed.seconds:.1f}", str(len(killed.recoveries_s)))
+        grid.add_row(f"killed {number + 1}", *row, f"{median(times):.2f} s", f"{max(times):.2f} s")
+    return grid
+
+
+def _verdicts(report: ElasticReport) -> Iterator[BenchVerdict]:
+    times = report.recoveries_s
+    middle, p95 = median(times), quantiles(times, n=20)[-1] if len(times) > 1 else max(times)
+    claim = f"median from a kill to the next step at most {MOST_MEDIAN_S:g} s"
+    yield BenchVerdict(claim, f"measured {middle:.2f} s of {len(times)}", middle <= MOST_MEDIAN_S)
+    claim = f"95 % of them at most {MOST_P95_S:g} s"
+    yield BenchVerdict(claim, f"measured {p95:.2f} s", p95 <= MOST_P95_S)
+    claim = f"at least {LEAST_SHARE:.0%} of the undisturbed rate is left"
+    yield BenchVerdict(claim, f"measured {_share(report):.0%}", _share(report) >= LEAST_SHARE)
+    digests = {digest for run in report.undisturbed + report.killed for digest in run.digests}
+    yield BenchVerdict("all runs end with the same bits", f"{len(digests)}", len(digests) == 1)
+
+
+BENCH = Benchmark("elastic", ElasticBench, _measure, _table, _verdicts)
