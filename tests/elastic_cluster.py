@@ -50,7 +50,7 @@ class Cluster:
         self.results: dict[int, dict[str, torch.Tensor]] = {}
         self.errors: list[BaseException] = []
         self.deaths: list[tuple[int, str]] = []
-        self.left: list[int] = []
+        self.left: list[tuple[int, str]] = []
         self.changed = threading.Condition()
         self.begun: list[Begin] = []
         self.pauses = False
@@ -190,10 +190,10 @@ class ThreadMembers:
         self.visit("join")
         return list(cluster.begun[self._epoch].num_steps)
 
-    def leave(self, num_steps: int) -> NoReturn:  # noqa: ARG002 - the launcher knows the others'
+    def leave(self, num_steps: int, reason: str) -> NoReturn:  # noqa: ARG002 - the others know
         cluster = self.cluster
         with cluster.changed:
-            cluster.left.append(self.rank)
+            cluster.left.append((self.rank, reason))
             cluster.execute(cluster.state.lost(self.rank))
         raise Dismissed
 
@@ -235,7 +235,13 @@ def points_of_death(monkeypatch: Any) -> Iterator[None]:
         yield
 
 
-def train(members: ThreadMembers, shards: int = 3, epochs: int = 2) -> dict[str, torch.Tensor]:
+def train(
+    members: ThreadMembers,
+    shards: int = 3,
+    epochs: int = 2,
+    after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
+    **options: float,
+) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
     with torch.no_grad():
@@ -252,13 +258,14 @@ def train(members: ThreadMembers, shards: int = 3, epochs: int = 2) -> dict[str,
         scheduler.step()
 
     state = TrainingState(model, optimizer, {"scheduler": scheduler})
-    run = ElasticTraining(members, state, num_shards=shards, seed=3, update=update)
+    run = ElasticTraining(members, state, num_shards=shards, seed=3, update=update, **options)
     with run:
         for _ in run.epochs(epochs):
             for inputs, target in run.batches(loader):
                 with run.step():
                     members.visit("forward")
                     functional.mse_loss(model(inputs), target).backward()
+                    after_backward(run, model)
     assert run.num_steps == epochs * (36 // (3 * shards))
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 

@@ -44,7 +44,8 @@ def main() -> None:
             for (batch,) in training.batches(loader):
                 before = training.num_steps
                 with training.step():
-                    functional.mse_loss(model(batch), batch).backward()
+                    loss = functional.mse_loss(model(batch), batch)
+                    loss.backward()  # type: ignore[no-untyped-call]  # torch's is untyped
                 if training.num_steps > before:
                     file.write(f"{training.num_changes} {time.monotonic_ns()} {before + 1}\n")
     digest = hashlib.sha256()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import braid
 from braid.comm import Group
+from braid.elasticity import training
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.micro_batches import MicroBatches
 from braid.elasticity.state_transfer import TrainingState
@@ -19,7 +23,7 @@ from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
 from braid.programs.sampling import SamplerState
-from elastic_cluster import POINTS, Cluster, points_of_death, random_faults, train
+from elastic_cluster import HERE, POINTS, Cluster, points_of_death, random_faults, train
 from support.worlds import run_threads
 
 
@@ -133,6 +137,60 @@ def test_deaths_at_any_point_leave_the_bits_of_an_undisturbed_run(monkeypatch, u
             assert torch.equal(tensor, undisturbed[name]), (rank, name, cluster.deaths)
 
 
+def _flipping(rank: int, most: int):
+    """Return a training whose rank has a wrong gradient in step 3, at most so often."""
+    count = itertools.count()
+
+    def main(members):
+        def flip(run: ElasticTraining, model: nn.Module) -> None:
+            if members.rank == rank and run.num_steps == 2 and next(count) < most:
+                model[0].weight.grad[0, 0] += 1.0
+
+        return train(members, after_backward=flip, verify=2)
+
+    return main
+
+
+def test_a_rank_that_computes_wrongly_leaves_before_its_result_is_used(undisturbed):
+    cluster = Cluster(3, {})
+    cluster.run(_flipping(1, 1000))
+    assert cluster.left == [(1, "has computed other gradients than its peers in step 3")]
+    assert len(cluster.results) == 3, "another one has taken its place"
+    for state in cluster.results.values():
+        assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
+
+
+def test_a_bit_that_flips_once_is_computed_again(undisturbed):
+    cluster = Cluster(2, {})
+    cluster.run(_flipping(1, 1))
+    assert cluster.left == []
+    for state in cluster.results.values():
+        assert all(torch.equal(tensor, undisturbed[name]) for name, tensor in state.items())
+
+
+def test_of_two_ranks_that_differ_again_and_again_both_are_named():
+    cluster = Cluster(2, {})
+    with pytest.raises(MismatchError) as caught:
+        cluster.run(_flipping(1, 1000))
+    assert "ranks 0 and 1 compute different gradients for the same micro-batch of step 3" in str(
+        caught.value
+    )
+
+
+def test_a_rank_that_stays_slow_leaves(monkeypatch):
+    now = threading.local()
+
+    def monotonic_ns() -> int:
+        now.ns = getattr(now, "ns", 0) + (9000 if HERE.members.rank == 2 else 1000)
+        return now.ns
+
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic_ns=monotonic_ns))
+    cluster = Cluster(3, {})
+    cluster.run(partial(train, epochs=10, replace_slow=2.0))
+    assert cluster.left == [(2, "has taken 9.0 times as long as its peers for its steps")]
+    assert len(cluster.begun) > 1
+
+
 def _training(group: Group, model: nn.Module, shards: int | None = None) -> ElasticTraining:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, {})
@@ -150,7 +208,8 @@ class FixedMembers:
     def next_epoch(self, num_steps: int) -> list[int]:
         raise AssertionError(num_steps)
 
-    leave = next_epoch
+    def leave(self, num_steps: int, reason: str) -> None:
+        raise AssertionError(num_steps, reason)
 
 
 def _loader(**options: object) -> DataLoader:

@@ -65,7 +65,7 @@ def test_a_rank_that_is_told_to_end_leaves_after_its_step(tmp_path, undisturbed,
     assert outcome.verdict.survived == ()
     assert victim not in ends
     assert set(ends.values()) == {undisturbed}
-    assert any("was asked to end, and leaves after its step" in text for text in notices)
+    assert any("was asked to end, and leaves the run" in text for text in notices)
     assert any(text.startswith("epoch 1: ranks ") and "at step 6" in text for text in notices)
 
 

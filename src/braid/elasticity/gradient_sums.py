@@ -22,12 +22,14 @@ Cost: one all-reduce of the gradients per round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients import FlatBuffer, ParamRecord
+from braid.parallel.gradients.hashing import checksum
 
 __all__ = ["GradientSums", "num_rounds", "shard_of"]
 
@@ -132,6 +134,11 @@ class GradientSums:
             self._is_present.zero_()
         self._is_present |= self._status
         return bool(self._status[-1])
+
+    def checksum(self) -> int:
+        """Return a checksum of the gradients that the parameters have now."""
+        sums = [0 if r.param.grad is None else checksum(r.param.grad) for r in self._records]
+        return crc32(repr(sums).encode())
 
     def give(self) -> None:
         """Let `.grad` be the means, of all parameters of which any micro-batch had a gradient."""

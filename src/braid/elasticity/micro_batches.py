@@ -30,6 +30,8 @@ class MicroBatches:
             only as far as it is shuffled or not.
         num_shards: Number of micro-batches of a step.
         seed: Number that chooses the order.
+        verify: Number of steps after which each rank has the first micro-batch of the next one
+            before its own; 0 for never.
 
     Attributes:
         order: Order of samples; its batches are those of whole steps.
@@ -38,7 +40,9 @@ class MicroBatches:
         ConfigError: The loader has an order of its own, or too few samples.
     """
 
-    def __init__(self, loader: DataLoader[Any], num_shards: int, seed: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], num_shards: int, seed: int, *, verify: int = 0
+    ) -> None:
         if isinstance(loader.dataset, IterableDataset):
             msg = "an IterableDataset has no samples by number: use a data set with __getitem__"
             raise ConfigError(msg)
@@ -58,6 +62,7 @@ class MicroBatches:
         self._loader = loader
         self._num_shards = num_shards
         self._size = loader.batch_size
+        self._verify = verify
         self._samples = _SeededSamples(loader.dataset, seed)
 
     def after(self, at: SamplerState, rank: int, num_ranks: int) -> Iterator[Any]:
@@ -78,11 +83,16 @@ class MicroBatches:
     ) -> Iterator[list[tuple[int, int]]]:
         for step in range(at.step, self.order.steps_per_epoch):
             batch = self.order.batch(SamplerState(at.epoch, step))
+            num_steps = at.epoch * self.order.steps_per_epoch + step
+            if self._verify and num_ranks > 1 and num_steps % self._verify == 0:
+                yield self._part(batch, (rank + 1) % num_ranks, at.epoch)
             for number in range(num_rounds(self._num_shards, num_ranks)):
                 shard = shard_of(number, rank, num_ranks, self._num_shards)
                 if shard is not None:
-                    part = batch[shard * self._size : (shard + 1) * self._size]
-                    yield [(at.epoch, index) for index in part]
+                    yield self._part(batch, shard, at.epoch)
+
+    def _part(self, batch: list[int], shard: int, epoch: int) -> list[tuple[int, int]]:
+        return [(epoch, index) for index in batch[shard * self._size : (shard + 1) * self._size]]
 
 
 class _SeededSamples(Dataset[Any]):

@@ -28,107 +28,37 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from braid import context
-from braid.comm import Group
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
+from braid.elasticity.members import JobMembers, Members
 from braid.elasticity.micro_batches import MicroBatches, seed_all
 from braid.elasticity.state_transfer import Stateful, TrainingState, transfer
-from braid.errors import CommError, ConfigError, PeerLostError
+from braid.elasticity.suspects import slow_rank, wrong_ranks
+from braid.errors import (
+    CommError,
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    below,
+    raise_all,
+)
 from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
 from braid.parallel.gradients import ParamTable
 from braid.programs.sampling import SamplerState
 
-__all__ = ["ElasticTraining", "Members", "elastic"]
+__all__ = ["ElasticTraining", "elastic"]
 
-
-class Members(Protocol):
-    """The ranks of a training, epoch by epoch.
-
-    Attributes:
-        leaves: Whether this process has been asked to end after its step.
-    """
-
-    leaves: bool
-
-    @property
-    def group(self) -> Group:
-        """Group of the members of the present epoch."""
-        ...
-
-    @property
-    def may_change(self) -> bool:
-        """Whether another epoch can follow."""
-        ...
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this process is alone until the others take it in."""
-        ...
-
-    @property
-    def pauses(self) -> bool:
-        """Whether members have been asked to call `next_epoch` after their step."""
-        ...
-
-    def leave(self, num_steps: int) -> NoReturn:
-        """End this process, so that the others go on in the next epoch without it.
-
-        Raises:
-            SystemExit: Always.
-        """
-        ...
-
-    def next_epoch(self, num_steps: int) -> list[int]:
-        """Join the next epoch; every member calls it.
-
-        Args:
-            num_steps: Number of steps that the state of this process has seen; -1 without state.
-
-        Returns:
-            The same number of each member of the next epoch.
-        """
-        ...
-
-
-class _JobMembers:
-    """The ranks of the job of `braid.init()`."""
-
-    leaves = False
-
-    @property
-    def group(self) -> Group:
-        return context.world()
-
-    @property
-    def may_change(self) -> bool:
-        return bool(context.membership().environment.elastic)
-
-    @property
-    def is_newcomer(self) -> bool:
-        return context.membership().is_newcomer
-
-    @property
-    def pauses(self) -> bool:
-        return context.membership().pauses
-
-    def leave(self, num_steps: int) -> NoReturn:
-        member = context.membership()
-        if member.stop_reason:  # the whole run ends
-            raise SystemExit(128 + signal.SIGTERM)
-        member.leave_epochs(num_steps)
-        raise SystemExit(0)
-
-    def next_epoch(self, num_steps: int) -> list[int]:
-        _, epoch = context.next_epoch(num_steps)
-        return list(epoch.num_steps)
+MOST_FAILED_CHECKS = 2  # in a row of which it is not known which rank is wrong
+LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in as many looks, each over some steps
 
 
 class ElasticTraining(AbstractContextManager["ElasticTraining"]):
@@ -140,6 +70,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_shards: Number of micro-batches of a step; that of the first members when None.
         seed: Number that chooses the order of samples, and random numbers.
         update: Called when `.grad` holds the mean; the optimizer's step when None.
+        verify: Number of steps between two checks of gradients; 0 for none.
+        replace_slow: Factor by which a rank that is to be replaced is slower; 0 for none.
 
     Attributes:
         num_shards: Number of micro-batches of a step.
@@ -156,8 +88,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_shards: int | None,
         seed: int,
         update: Callable[[], object] | None,
+        verify: int = 0,
+        replace_slow: float = 0.0,
     ) -> None:
         self._members = members
+        self._verify = verify
+        self._replace_slow = replace_slow
         self.num_shards = num_shards or 0
         self.num_steps = 0
         self.at = SamplerState()
@@ -167,6 +103,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._table = ParamTable.of(state.model)
         self._loader: tuple[object, MicroBatches] | None = None
         self.num_changes = -1
+        self._version = 0  # batches are dealt anew when it changes
+        self._checked: int | None = None  # checksum for the next rank's micro-batch, in a check
+        self._failed_checks = 0  # of this step
+        self._busy_ns = 0  # of this rank in the steps since the last look
+        self._began_ns = 0
+        self._slow: list[int | None] = []
         self._buffers_before: list[torch.Tensor] = []
         self._buffers_after: list[torch.Tensor] = []
         self._round = 0
@@ -219,13 +161,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         data = self._micro_batches(loader)
         epoch = self.at.epoch
         while self.at.epoch == epoch:
-            version, group = self.num_changes, self._members.group
+            version, group = self._version, self._members.group
+            self._began_ns = time.monotonic_ns()
             for batch in data.after(self.at, group.rank, group.size):
-                before = (self.num_steps, self._round, version)
+                before = (self.num_steps, self._round, self._checked)
                 yield batch
-                if self.num_changes != version or self.at.epoch != epoch:
+                if self._version != version or self.at.epoch != epoch:
                     break
-                if before == (self.num_steps, self._round, version):
+                if before == (self.num_steps, self._round, self._checked):
                     msg = "a batch was not used: put `with training.step():` around its backward"
                     raise ConfigError(msg)
 
@@ -243,44 +186,116 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._end_micro_batch()
         except CommError as error:
             self._require_change(error)
-            self._sums.clear()
-            if self._buffers_before:
-                self._restore_buffers(self._buffers_before)
+            self._restart_step()
             self._join_next_epoch(self.num_steps)
+
+    @property
+    def _checks_now(self) -> bool:
+        """Whether this micro-batch is that of the next rank, to compare gradients."""
+        is_due = self._verify and self.num_steps % self._verify == 0
+        return bool(is_due and self._members.group.size > 1 and self._checked is None)
 
     def _begin_micro_batch(self) -> None:
         group = self._members.group
         shard = shard_of(self._round, group.rank, group.size, self.num_shards)
+        if self._checks_now:
+            shard = (group.rank + 1) % group.size
         assert shard is not None
         seed_all(self._seed, self.num_steps, shard)
         self._sums.clear()
         if self._buffers.any():
-            if not self._round:
+            if self._checks_now or (not self._round and self._checked is None):
                 self._buffers_before = [b.clone() for b in self._buffers.tensors()]
-            elif shard:
+            else:
                 self._restore_buffers(self._buffers_before)
 
     def _end_micro_batch(self) -> None:
         """Add the micro-batch to the step, and end the step after the last round."""
         group = self._members.group
+        if self._checks_now:
+            self._checked = self._sums.checksum()
+            return
         if self._buffers.any() and not self._round and not group.rank:
             self._buffers_after = [b.clone() for b in self._buffers.tensors()]
         last = num_rounds(self.num_shards, group.size) - 1
+        if self._checked is not None and not self._round and not self._are_right():
+            return
         while True:
             shard = shard_of(self._round, group.rank, group.size, self.num_shards)
             self._sums.add(self._round, has_shard=shard is not None)
             wants_pause = self._members.pauses or self._members.leaves
+            self._busy_ns += time.monotonic_ns() - self._began_ns
             pauses = self._sums.reduce(self._round, flag=wants_pause)
+            self._began_ns = time.monotonic_ns()
             if self._round == last:
                 break
             self._round += 1
             if shard_of(self._round, group.rank, group.size, self.num_shards) is not None:
                 return
         self._end_step()
+        slow = self._find_slow() if self._replace_slow else ""
         if pauses and self._members.leaves:
-            self._members.leave(self.num_steps)
-        if pauses:
+            self._members.leave(self.num_steps, "was asked to end")
+        if pauses or slow:
             self._join_next_epoch(self.num_steps)
+
+    def _are_right(self) -> bool:
+        """Compare gradients that two ranks have computed; a collective.
+
+        A rank that is wrong leaves. If it cannot be told which one is, the step is done again.
+        """
+        group = self._members.group
+        mine = torch.tensor([[self._sums.checksum(), self._checked or 0]])
+        own, checked = group.all_gather(mine).t().tolist()
+        wrong = wrong_ranks(own, checked)
+        if not wrong:
+            return True
+        self._restart_step()
+        if len(wrong) == 1 and self._members.may_change:
+            if group.rank == wrong[0]:
+                reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
+                self._members.leave(self.num_steps, reason)
+            self._join_next_epoch(self.num_steps)
+            return False
+        self._failed_checks += 1
+        if self._failed_checks > MOST_FAILED_CHECKS:
+            ranks = " and ".join(str(group.ranks[rank]) for rank in wrong)
+            msg = (
+                f"ranks {ranks} compute different gradients for the same micro-batch of step "
+                f"{self.num_steps + 1}, {self._failed_checks} times: one of their hosts computes "
+                "wrongly, or the model draws random numbers that are not torch's"
+            )
+            raise MismatchError(msg)
+        return False
+
+    def _restart_step(self) -> None:
+        """Deal the micro-batches of the step anew."""
+        self._sums.clear()
+        if self._buffers_before:
+            self._restore_buffers(self._buffers_before)
+        self._round, self._checked = 0, None
+        self._version += 1
+
+    def _find_slow(self) -> bool:
+        """Let a rank leave that has been slow in several looks; a collective in some steps.
+
+        Returns:
+            Whether a rank leaves.
+        """
+        group = self._members.group
+        if self.num_steps % LOOK_STEPS or group.size == 1:
+            return False
+        seconds = group.all_gather(torch.tensor([self._busy_ns / 1e9])).tolist()
+        self._busy_ns = 0
+        self._slow = [*self._slow, slow_rank(seconds, self._replace_slow)][-NUM_LOOKS:]
+        slow = self._slow[-1]
+        if slow is None or self._slow != [slow] * NUM_LOOKS:
+            return False
+        if group.rank == slow:
+            times = seconds[slow] / median(s for rank, s in enumerate(seconds) if rank != slow)
+            reason = f"has taken {times:.1f} times as long as its peers for its steps"
+            self._members.leave(self.num_steps, reason)
+        return True
 
     def _end_step(self) -> None:
         if self._buffers.any():
@@ -298,7 +313,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         assert self._loader is not None
         self.at = self._loader[1].order.after(self.at)
         self.num_steps += 1
-        self._round = 0
+        self._round, self._checked, self._failed_checks = 0, None, 0
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""
@@ -339,8 +354,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._sums = GradientSums(group, self._table.records, self.num_shards)
         self._buffers = ModuleBuffers(group, self._state.model)
         self._buffers_before, self._buffers_after = [], []
-        self._round = 0
+        self._round, self._checked, self._failed_checks = 0, None, 0
+        self._busy_ns, self._slow = 0, []
         self.num_changes += 1
+        self._version += 1
 
     def _on_signal(self, *_: object) -> None:
         self._members.leaves = True
@@ -357,7 +374,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._loader is None or self._loader[0] is not loader:
-            self._loader = loader, MicroBatches(loader, self.num_shards, self._seed)
+            data = MicroBatches(loader, self.num_shards, self._seed, verify=self._verify)
+            self._loader = loader, data
         return self._loader[1]
 
     def _refuse_step(self, *_: object) -> None:
@@ -376,6 +394,8 @@ def elastic(
     shards: int | None = None,
     seed: int = 0,
     update: Callable[[], object] | None = None,
+    verify: int = 0,
+    replace_slow: float = 0.0,
     **others: Stateful,
 ) -> ElasticTraining:
     """Return a training that goes on when ranks die or come; see `braid.elasticity.training`.
@@ -388,6 +408,11 @@ def elastic(
         seed: Number that chooses the order of samples, and random numbers.
         update: Called in the place of `optimizer.step()` when `.grad` holds the mean over all
             micro-batches, such as a function that clips gradients before.
+        verify: Number of steps after which each rank also computes the micro-batch of the next one,
+            to compare the gradients bit by bit; 0 for never. A rank that computes wrongly leaves
+            before its result is used, and is replaced. For ranks on hosts of one kind.
+        replace_slow: Let a rank leave, and be replaced, whose steps take so many times as long as
+            those of its peers for 30 steps, such as 2.0; 0 for never.
         others: Further objects whose states belong to the training, by any names, such as a
             learning rate scheduler.
 
@@ -398,6 +423,7 @@ def elastic(
     Cost of a step: that of data parallel training, with one all-reduce of the gradients for each
     round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
     """
+    raise_all(below(0, verify=verify, replace_slow=replace_slow))
     if hasattr(model, "no_sync"):
         msg = f"{type(model).__name__} averages gradients itself: pass the model inside of it"
         raise ConfigError(msg)
@@ -406,4 +432,12 @@ def elastic(
             msg = f"{name} has no state_dict() and load_state_dict(): its state would be lost"
             raise ConfigError(msg)
     state = TrainingState(model, optimizer, others)
-    return ElasticTraining(_JobMembers(), state, num_shards=shards, seed=seed, update=update)
+    return ElasticTraining(
+        JobMembers(),
+        state,
+        num_shards=shards,
+        seed=seed,
+        update=update,
+        verify=verify,
+        replace_slow=replace_slow,
+    )

@@ -424,7 +424,7 @@ class _Run(AbstractContextManager["_Run"]):
 
     def _on_ready(self, process: Rank, message: Ready, members: MembershipState) -> None:
         if message.leaves:
-            self._console.notice(f"{process.name} was asked to end, and leaves after its step")
+            self._console.notice(f"{process.name} {message.leaves}, and leaves the run")
             self._free_place(process.rank)
             self._execute_orders(members.lost(process.rank))
         else:

@@ -142,12 +142,12 @@ class Ready(msgspec.Struct, tag_field="kind", tag="ready", frozen=True):
     Attributes:
         epoch: Epoch of which it is a member; -1 if of none.
         num_steps: Number of steps that its state has seen; -1 without state.
-        leaves: Whether it will end in place of that, since it has been asked to.
+        leaves: Why it ends instead, and others shall take its place; empty if it does not.
     """
 
     epoch: int
     num_steps: int
-    leaves: bool = False
+    leaves: str = ""
 
 
 class PauseTraining(msgspec.Struct, tag_field="kind", tag="pause", frozen=True):

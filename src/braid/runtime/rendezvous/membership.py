@@ -114,9 +114,9 @@ class _Launcher:
             elif isinstance(message, PauseTraining):
                 self.pauses = True
 
-    def leave(self, epoch: int, num_steps: int) -> None:
+    def leave(self, epoch: int, num_steps: int, reason: str) -> None:
         """Tell the launcher that this process ends, and others shall take its place."""
-        self._control.send(Ready(epoch, num_steps, leaves=True))
+        self._control.send(Ready(epoch, num_steps, reason))
 
     def ready(self, epoch: int, num_steps: int) -> NewEpoch:
         """Tell the launcher that this process waits for the epoch after `epoch`, and return it."""
@@ -219,14 +219,15 @@ class Membership:
         self.context, self.transport = joined
         return epoch
 
-    def leave_epochs(self, num_steps: int) -> None:
+    def leave_epochs(self, num_steps: int, reason: str) -> None:
         """Let the others go on in the next epoch without this process, which then ends.
 
         Args:
             num_steps: Number of steps that the state of this process has seen.
+            reason: Clause for the user: "was asked to end".
         """
         assert self._launcher is not None
-        self._launcher.leave(self._epoch, num_steps)
+        self._launcher.leave(self._epoch, num_steps, reason)
 
     def close(self) -> None:
         """Leave the job and release all resources. Idempotent."""

@@ -1,0 +1,106 @@
+"""The ranks of an elastic training, epoch by epoch.
+
+The training knows its launcher by this face only; tests have another one, on threads.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import NoReturn, Protocol
+
+from braid import context
+from braid.comm import Group
+
+__all__ = ["JobMembers", "Members"]
+
+
+class Members(Protocol):
+    """The ranks of a training, epoch by epoch.
+
+    Attributes:
+        leaves: Whether this process has been asked to end after its step.
+    """
+
+    leaves: bool
+
+    @property
+    def group(self) -> Group:
+        """Group of the members of the present epoch."""
+        ...
+
+    @property
+    def may_change(self) -> bool:
+        """Whether another epoch can follow."""
+        ...
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process is alone until the others take it in."""
+        ...
+
+    @property
+    def pauses(self) -> bool:
+        """Whether members have been asked to call `next_epoch` after their step."""
+        ...
+
+    def leave(self, num_steps: int, reason: str) -> NoReturn:
+        """End this process, so that the others go on in the next epoch without it.
+
+        Args:
+            num_steps: See `next_epoch`.
+            reason: Clause for the user: "was asked to end".
+
+        Raises:
+            SystemExit: Always.
+        """
+        ...
+
+    def next_epoch(self, num_steps: int) -> list[int]:
+        """Join the next epoch; every member calls it.
+
+        Args:
+            num_steps: Number of steps that the state of this process has seen; -1 without state.
+
+        Returns:
+            The same number of each member of the next epoch.
+        """
+        ...
+
+
+class JobMembers:
+    """The ranks of the job of `braid.init()`."""
+
+    leaves = False
+
+    @property
+    def group(self) -> Group:
+        """See `Members`."""
+        return context.world()
+
+    @property
+    def may_change(self) -> bool:
+        """See `Members`."""
+        return bool(context.membership().environment.elastic)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """See `Members`."""
+        return context.membership().is_newcomer
+
+    @property
+    def pauses(self) -> bool:
+        """See `Members`."""
+        return context.membership().pauses
+
+    def leave(self, num_steps: int, reason: str) -> NoReturn:
+        """See `Members`."""
+        member = context.membership()
+        if member.stop_reason:  # the whole run ends
+            raise SystemExit(128 + signal.SIGTERM)
+        member.leave_epochs(num_steps, reason)
+        raise SystemExit(0)
+
+    def next_epoch(self, num_steps: int) -> list[int]:
+        """See `Members`."""
+        _, epoch = context.next_epoch(num_steps)
+        return list(epoch.num_steps)
