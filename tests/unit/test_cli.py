@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from braid.cli import COMMANDS, main
 from braid.cli.command_line import Lazy
 from braid.cli.commands.overview import GROUPS
+from braid.launch import JobSpec, Supervisor
 
 
 def exit_and_output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -153,3 +155,28 @@ def test_an_asynchronous_pipeline_has_a_stage_on_each_rank(monkeypatch, words, m
     monkeypatch.setattr(command, "train", train)
     assert main(["train", "--versions", "stash", *words]) == 0
     assert started == [(mesh, num_ranks)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-n", "3", "--spares=1", "--min-ranks=2", "--restarts=5"],
+        ["-n", "5", "--servers=2", "--workers=2", "--replicas=1", "--on-worker-loss=shrink"],
+        ["-n", "3", "--role=ps:1", "--role=actor:2", "--expendable-role=actor"],
+    ],
+)
+def test_the_line_that_resumes_repeats_what_ranks_are(monkeypatch, words):
+    jobs = []
+
+    class Started(BaseException):
+        """Ends the command where it would start ranks."""
+
+    def run(_: object, job: JobSpec) -> None:
+        jobs.append(job)
+        raise Started
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    with pytest.raises(Started):
+        main(["run", *words, "train.py"])
+    line = shlex.split(jobs[0].resume_line("auto"))
+    assert line == ["braid", "run", "--resume", "auto", *words, "train.py"]

@@ -216,6 +216,8 @@ def run(
         raise ConfigError(msg)
     n = roles.num_ranks(n)
     where, options = choose_where(on, n)
+    if roles.words:
+        options = (*(options or ("-n", str(1 if n is None else n))), *roles.words)
     job = JobSpec(
         command=command,
         kind="module" if module else "program" if no_python else "script",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import tyro
@@ -111,6 +111,17 @@ class Roles:
         if self.role:
             own[ROLES] = ",".join(self.role)
         return own
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options that repeat the choice, without those at their default value."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                values = value if isinstance(value, tuple) else (str(value),)
+                words += [f"--{field.name.replace('_', '-')}={text}" for text in values]
+        return tuple(words)
 
     @property
     def elastic(self) -> ElasticLimits | None:
