@@ -120,7 +120,7 @@ def next_epoch(num_steps: int, timeout_s: float = 600.0) -> tuple[Group, NewEpoc
 
     Raises:
         ConfigError: The run is not elastic.
-        CommError: The launcher ends the run, or is gone.
+        PeerLostError: The launcher ends the run, or is gone.
     """
     member = membership()
     torch_backend.share(None)

@@ -2,7 +2,7 @@
 
 Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in its first forward
 of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it,
-and `RANK:STEP:notice` is a notice that it will be ended.
+`RANK:STEP:notice` is a notice that it will be ended, and `RANK:STEP:error` an exception.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def main() -> None:
             for x in training.batches(loader):
                 with training.step():
                     die_at(str(number), str(training.num_steps))
+                    if (str(number), str(training.num_steps), "error") in deaths:
+                        raise ValueError("shard 7 is missing")
                     if (str(number), str(training.num_steps), "notice") in deaths:
                         os.kill(os.getpid(), signal.SIGTERM)
                     if (str(number), str(training.num_steps), "parent") in deaths:

@@ -69,6 +69,15 @@ def test_a_rank_that_is_told_to_end_leaves_after_its_step(tmp_path, undisturbed,
     assert any(text.startswith("epoch 1: ranks ") and "at step 6" in text for text in notices)
 
 
+def test_an_exception_ends_the_run_and_is_its_cause(tmp_path):
+    outcome, ends, notices = _run(tmp_path, "1:3:error")
+    assert outcome.exit_code == 1
+    assert [end.rank for end in outcome.cause] == [1]
+    assert "ValueError: shard 7 is missing" in str(outcome)
+    assert not ends
+    assert not any(text.startswith("epoch 1") for text in notices)
+
+
 def test_a_run_ends_when_too_few_are_left(tmp_path):
     outcome, _, _ = _run(tmp_path, "1:3", min_ranks=3, restarts=0)
     assert outcome.exit_code == 137

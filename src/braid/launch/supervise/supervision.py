@@ -83,6 +83,7 @@ from braid.runtime.rendezvous import (
     RankHello,
     Ready,
     Saved,
+    Stop,
 )
 from braid.runtime.rendezvous.control import CONTROL_ROLE
 from braid.runtime.store import STORE_LIMITS, STORE_ROLE, StoreServer
@@ -423,7 +424,9 @@ class _Run(AbstractContextManager["_Run"]):
             self._on_failure(process, exit_code=message.code)
 
     def _on_ready(self, process: Rank, message: Ready, members: MembershipState) -> None:
-        if message.leaves:
+        if self._state.phase is not RunPhase.RUNNING:
+            process.send(Stop("a rank has failed, or the run was stopped"))
+        elif message.leaves:
             self._console.notice(f"{process.name} {message.leaves}, and leaves the run")
             self._free_place(process.rank)
             self._execute_orders(members.lost(process.rank))

@@ -23,7 +23,7 @@ import traceback
 from types import TracebackType
 from typing import NamedTuple
 
-from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, encodable, message_of
+from braid.errors import CommTimeout, ConfigError, PeerLostError, encodable, message_of
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.diagnose.tracebacks import parse_error
 from braid.runtime.events import Recorder
@@ -128,7 +128,7 @@ class _Launcher:
             if self.stop_reason or not self._control.connected:
                 reason = self.stop_reason or "the launcher is gone"
                 msg = f"no epoch follows epoch {epoch} of this run: {reason}"
-                raise CommError(msg)
+                raise PeerLostError(msg, rank=min(self.lost, default=-1))
             select.select([self._control.fileno()], [], [], LOOK_S)
 
 
@@ -205,7 +205,7 @@ class Membership:
 
         Raises:
             ConfigError: The run is not elastic.
-            CommError: The launcher ends the run, or is gone.
+            PeerLostError: The launcher ends the run, or is gone.
         """
         if self._launcher is None or not self.environment.elastic:
             msg = "the members of this run are fixed: start it with `braid run --min-ranks N`"
