@@ -38,7 +38,9 @@ def test_the_others_go_on_and_a_new_process_is_taken_in_after_a_step():
     state = _begun()
     assert state.can_lose(1)
     assert state.lost(1) == [Replace()]
+    assert state.missing == ()
     assert state.ready(0, 0, 7) == []
+    assert state.missing == (2,)
     assert state.ready(2, 0, 8) == [Begin(1, (0, 2), (7, 8))]
     assert state.started(3) == []
     assert state.ready(3, -1, -1) == [Pause((0, 2))]

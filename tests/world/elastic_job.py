@@ -2,7 +2,8 @@
 
 Arguments: deaths as RANK:STEP, numbers of ranks at the launcher. A rank dies in its first forward
 of that step, or `RANK:STEP:update` in its update; `RANK:STEP:parent` kills what has started it,
-`RANK:STEP:notice` is a notice that it will be ended, and `RANK:STEP:error` an exception.
+`RANK:STEP:notice` is a notice that it will be ended, `RANK:STEP:error` an exception, and
+`RANK:STEP:wait` waits until the launcher has named it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Noise(torch.utils.data.Dataset):
 def main() -> None:
     number = int(os.environ["RANK"])
     deaths = {tuple(text.split(":")) for text in sys.argv[1:]}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
     braid.init()
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -54,6 +56,9 @@ def main() -> None:
             for x in training.batches(loader):
                 with training.step():
                     die_at(str(number), str(training.num_steps))
+                    if (str(number), str(training.num_steps), "wait") in deaths:
+                        deaths.clear()  # the step is done again
+                        signal.sigwait({signal.SIGUSR2})
                     if (str(number), str(training.num_steps), "error") in deaths:
                         raise ValueError("shard 7 is missing")
                     if (str(number), str(training.num_steps), "notice") in deaths:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,17 @@ pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOB = str(Path(__file__).with_name("elastic_job.py"))
 
 
+class WakingConsole(QuietConsole):
+    """Console that wakes a rank which the launcher names."""
+
+    def notice(self, text: str) -> None:
+        super().notice(text)
+        if "is not ready for the next epoch" in text:
+            os.kill(int(re.search(r"pid (\d+)", text)[1]), signal.SIGUSR2)
+
+
 def _run(tmp_path: Path, deaths: str, num_ranks: int = 3, **limits: int):
-    console = QuietConsole()
+    console = WakingConsole()
     values = {"min_ranks": 1, "max_ranks": num_ranks} | limits
     job = JobSpec(
         command=(JOB, *deaths.split()),
@@ -23,6 +35,7 @@ def _run(tmp_path: Path, deaths: str, num_ranks: int = 3, **limits: int):
         log_dir=str(tmp_path / "run"),
         threads=1,
         timeout_s=90.0,
+        hang_report_s=1.0,
     )
     outcome = Supervisor(console).run(job)
     ends = {rank: text.decode() for rank, stream, text in console.lines if stream == 1}
@@ -67,6 +80,15 @@ def test_a_rank_that_is_told_to_end_leaves_after_its_step(tmp_path, undisturbed,
     assert set(ends.values()) == {undisturbed}
     assert any("was asked to end, and leaves the run" in text for text in notices)
     assert any(text.startswith("epoch 1: ranks ") and "at step 6" in text for text in notices)
+
+
+def test_a_member_for_which_others_wait_is_named(tmp_path, undisturbed):
+    outcome, ends, notices = _run(tmp_path, "1:5 2:5:wait", restarts=0)
+    assert outcome.ok, str(outcome)
+    assert set(ends.values()) == {undisturbed}
+    named = [text for text in notices if "is not ready for the next epoch after 1 s" in text]
+    assert named
+    assert all(text.startswith("rank 2 (pid ") for text in named)
 
 
 def test_an_exception_ends_the_run_and_is_its_cause(tmp_path):

@@ -106,6 +106,13 @@ class MembershipState:
         """Whether all members have finished, so that no more are needed."""
         return self._has_finished and not self.members
 
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Members for which others wait: these are ready for the next epoch."""
+        if not self._ready.keys() & set(self.members):
+            return ()
+        return tuple(member for member in self.members if member not in self._ready)
+
     def can_lose(self, rank: int) -> bool:
         """Whether the run can go on without a rank that is about to be lost."""
         if self._has_finished and self.members != (rank,):
@@ -167,12 +174,11 @@ class MembershipState:
         self.members = tuple(member for member in self.members if member != rank)
 
     def _next(self) -> list[Order]:
-        waiting = [member for member in self.members if member not in self._ready]
         newcomers = sorted(self._ready.keys() - set(self.members))
         room = max(0, self._limits.max_ranks - len(self.members))
         if self.epoch == NO_EPOCH:
             return self._first(newcomers)
-        if waiting:
+        if any(member not in self._ready for member in self.members):
             if self._is_ending or not newcomers or not room or self._has_finished:
                 return []
             self._is_ending = True

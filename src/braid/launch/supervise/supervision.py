@@ -134,6 +134,8 @@ class _Run(AbstractContextManager["_Run"]):
         self._start_ns = clock.now_ns()
         spares = job.elastic.spares if job.elastic else 0
         self._members = MembershipState(job.elastic, job.num_ranks) if job.elastic else None
+        self._missing: tuple[int, ...] = ()  # members for which others wait
+        self._missing_ns: int | None = None  # since then; None if they have been named
         self._places = list(range(job.num_ranks + spares))  # that no process has
         self._place_of: dict[int, int] = {}
         self._state = SupervisorState(
@@ -217,6 +219,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._backend.poll()
             if self._state.phase is RunPhase.RUNNING:
                 self._keep(self._hangs.poll)
+                self._name_missing_members()
             self._handle(Tick())
 
     def finish(self) -> None:
@@ -337,6 +340,7 @@ class _Run(AbstractContextManager["_Run"]):
         ]
         if self._state.phase is RunPhase.RUNNING:
             due.append(self._hangs.deadline_ns)
+            due.append(self._missing_deadline_ns)
         next_ns = min((ns for ns in due if ns is not None), default=None)
         return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
 
@@ -433,6 +437,30 @@ class _Run(AbstractContextManager["_Run"]):
         else:
             orders = members.ready(process.rank, message.epoch, message.num_steps)
             self._execute_orders(orders)
+
+    @property
+    def _missing_deadline_ns(self) -> int | None:
+        limit_s = self._job.hang_report_s
+        if self._missing_ns is None or not limit_s:
+            return None
+        return self._missing_ns + round(limit_s * 1e9)
+
+    def _name_missing_members(self) -> None:
+        """Name members, once, that let others wait long with their next epoch."""
+        missing = self._members.missing if self._members is not None else ()
+        if missing != self._missing:
+            self._missing = missing
+            self._missing_ns = self._clock.now_ns() if missing else None
+        deadline_ns = self._missing_deadline_ns
+        if deadline_ns is not None and self._clock.now_ns() >= deadline_ns:
+            self._missing_ns = None
+            for rank in missing:
+                inside = self.ranks[rank].last_events()
+                self._console.notice(
+                    f"{self.ranks[rank].name} is not ready for the next epoch after "
+                    f"{self._job.hang_report_s:g} s, and the other members wait for it"
+                    f"{': it was last seen ' * bool(inside)}{inside}"
+                )
 
     def _free_place(self, rank: int) -> None:
         """Let another process have the host and the local rank of a rank that ends."""
