@@ -244,6 +244,28 @@ def test_results_data_sets_and_results_as_arguments(coordinated):
     assert coordinator.done()
 
 
+def test_short_closures_and_their_results_share_messages(coordinated):
+    coordinator = coordinated(workers=1)
+    values = [coordinator.schedule(added, (torch.tensor(number), 1)) for number in range(600)]
+    coordinator.join()
+    assert coordinator.fetch(values) == list(range(1, 601))
+    van = coordinator.strategy.node.postoffice.van
+    assert van.statistics("worker:0").received < 300
+    assert van.statistics("worker:0").sent < 300
+
+
+def test_a_result_does_not_wait_for_a_long_closure_behind_it(coordinated):
+    coordinator = coordinated(workers=1)
+    RELEASE.clear()
+    for _ in range(200):
+        coordinator.schedule(added, (1, 1))
+    value = coordinator.schedule(added, (1, 2))
+    coordinator.schedule(waits_for_release)
+    assert value.fetch(timeout_s=20) == 3
+    RELEASE.set()
+    coordinator.join()
+
+
 def test_an_argument_may_change_after_schedule(coordinated):
     coordinator = coordinated(workers=1)
     coordinator.schedule(sleeps, (0.05,))

@@ -33,6 +33,7 @@ __all__ = [
     "NextData",
     "NoMoreTasks",
     "NodeJoin",
+    "PackedTask",
     "Pull",
     "Pulled",
     "Push",
@@ -40,12 +41,13 @@ __all__ = [
     "Released",
     "Repeat",
     "RequestRefused",
-    "RunTask",
+    "RunTasks",
     "ShardSnapshot",
     "StopAt",
     "TableChange",
     "TakesTasks",
-    "TaskDone",
+    "TaskEnd",
+    "TasksDone",
     "Update",
     "ValuesAnswer",
     "check_type",
@@ -291,21 +293,45 @@ class Failure(msgspec.Struct, tag="failure", frozen=True):
     is_removed: bool = False
 
 
-class RunTask(msgspec.Struct, tag="run-task", frozen=True):
-    """A task for a worker, as packed values; tasks before `oldest` are over."""
+class PackedTask(msgspec.Struct, frozen=True, array_like=True):
+    """A task for a worker, as packed values, with the number of its buffers."""
 
     number: int
+    packed: bytes
+    num_buffers: int
+
+
+class RunTasks(msgspec.Struct, tag="run-tasks", frozen=True):
+    """Tasks for a worker, first things first; tasks before `oldest` are over."""
+
+    tasks: tuple[PackedTask, ...]
     oldest: int
-    packed: bytes
 
 
-class TaskDone(msgspec.Struct, tag="task-done", frozen=True):
-    """The packed result of a task, or its error, and how often it has pushed."""
+class TaskEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a task.
+
+    Attributes:
+        number: Number of the task.
+        packed: Its packed result, or its error.
+        num_buffers: Number of buffers of the result.
+        duration_s: Seconds that it took.
+        num_pushes: Number of steps that it has pushed.
+        failed: Whether it has raised.
+    """
 
     number: int
     packed: bytes
-    num_pushes: int = 0
+    num_buffers: int
+    duration_s: float
+    num_pushes: int
     failed: bool = False
+
+
+class TasksDone(msgspec.Struct, tag="tasks-done", frozen=True):
+    """The ends of a worker's tasks, in order."""
+
+    ends: tuple[TaskEnd, ...]
 
 
 class TakesTasks(msgspec.Struct, tag="takes-tasks", frozen=True):
@@ -319,7 +345,7 @@ class NoMoreTasks(msgspec.Struct, tag="no-more-tasks", frozen=True):
 SCHEMA = Schema(
     *(Push, Pull, TableChange, Accepted, Pulled, Elsewhere, RequestRefused, Explain, Explained),
     *(Update, RecordsConfirmed, ShardSnapshot),
-    *(RunTask, TaskDone, TakesTasks, NoMoreTasks),
+    *(RunTasks, TasksDone, TakesTasks, NoMoreTasks),
     *(
         NodeJoin,
         Called,

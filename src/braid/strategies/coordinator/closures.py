@@ -1,26 +1,34 @@
 """Closures at a worker: functions that the coordinator sends by name, with arguments.
 
-    coordinator ── RunTask(number, packed function and arguments) ──> worker
-                <── TaskDone(number, packed result or error) ───────
+    coordinator ── RunTasks(number, packed function and arguments; ...) ──> worker
+                <── TasksDone(number, packed result or error; ...) ───────
 
 A worker runs one closure after the other, in its main thread. Before each one it pulls the
 variables; pushes of the closure carry its number, so that servers add those of a closure that runs
 again elsewhere once. The result is sent when all pushes have been accepted: a closure whose result
 has arrived is in the variables.
+
+A message costs more than a short closure. So while further closures wait at a worker, it collects
+results, and sends 8 in one message. A second thread sends a result that has waited for 5 ms, since
+the closure that runs meanwhile may take long.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import msgspec
 
 from braid.errors import ConfigError
-from braid.ps.messages import NoMoreTasks, RunTask, TakesTasks, TaskDone
+from braid.ps.messages import NoMoreTasks, PackedTask, RunTasks, TakesTasks, TaskEnd, TasksDone
 from braid.ps.protocol.directory import SCHEDULER
 from braid.ps.protocol.shard_state import TaskKey
 from braid.rpc.codec import Codec, tensors_of
@@ -33,17 +41,24 @@ if TYPE_CHECKING:
     from braid.strategies.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = [
+    "MAX_BATCH",
     "VARIABLES",
     "ClosureCodec",
     "ClosureMode",
+    "TaskBatch",
     "WorkerResource",
+    "buffers_of",
     "map_tree",
     "serve_closures",
 ]
 
 
 ClosureMode = Literal["closure", "resource", "question"]
+AnyTask = TypeVar("AnyTask", PackedTask, TaskEnd)
 VARIABLES = 0  # number of the resource that each worker has from the beginning
+MAX_BATCH = 8  # tasks in one message: twice as many are hardly quicker, and results come later
+MAX_BATCH_BYTES = 64 << 10  # more bytes cost more than their message
+LATE_S = 0.005  # longest wait of a result for others
 
 
 @register
@@ -98,6 +113,44 @@ class ClosureCodec:
         return error_like(self._names.exception_of(name) or RuntimeError, text)
 
 
+class TaskBatch(Generic[AnyTask]):
+    """Tasks, or their ends, that leave in one message.
+
+    Attributes:
+        tasks: The tasks, first things first.
+        buffers: Buffers of all tasks.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: list[AnyTask] = []
+        self.buffers: list[bytes | memoryview] = []
+        self._nbytes = 0
+
+    def add(self, task: AnyTask, buffers: Sequence[bytes | memoryview]) -> None:
+        """Add a task and its buffers."""
+        self.tasks.append(task)
+        self.buffers += buffers
+        self._nbytes += len(task.packed) + sum(map(len, buffers))
+
+    def copy_buffers(self) -> None:
+        """Copy buffers that are views of memory, which may change before the message leaves."""
+        self.buffers = [bytes(buffer) for buffer in self.buffers]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the message should leave."""
+        return len(self.tasks) >= MAX_BATCH or self._nbytes >= MAX_BATCH_BYTES
+
+
+def buffers_of(
+    tasks: Sequence[AnyTask], buffers: Sequence[memoryview]
+) -> Iterator[tuple[AnyTask, list[memoryview]]]:
+    """Yield each task of a message with its buffers."""
+    rest = iter(buffers)
+    for task in tasks:
+        yield task, list(islice(rest, task.num_buffers))
+
+
 def map_tree(value: Any, change: Any) -> Any:
     """Return tuples, lists and dicts with each other value in them changed by a function."""
     if type(value) in (tuple, list):
@@ -115,10 +168,12 @@ class _ClosureWorker:
         self._strategy, self._node, self._variables = strategy, node, variables
         self._codec = ClosureCodec()
         self._resources: dict[int, Any] = {VARIABLES: variables}
-        self._tasks: deque[Delivery] = deque()
+        self._tasks: deque[tuple[PackedTask, int, list[memoryview]]] = deque()
+        self._ends: TaskBatch[TaskEnd] = TaskBatch()
+        self._has_ends = threading.Event()
         self._is_over = self._was_busy = False  # whether the next closure waited already
         node.postoffice.register(
-            {RunTask: self._tasks.append, NoMoreTasks: self._end}, on_linked=self._linked
+            {RunTasks: self._take, NoMoreTasks: self._end}, on_linked=self._linked
         )
 
     def serve(self) -> None:
@@ -127,27 +182,31 @@ class _ClosureWorker:
         office.ensure_joined()
         self._variables.resume()
         office.send(SCHEDULER, TakesTasks())
-        while True:
-            office.wait_until(
-                lambda: self._tasks or self._is_over or bool(office.failure), math.inf
-            )
-            if self._is_over:
-                self._node.abort()  # in order, as far as others know
-                return
-            office.raise_failure()
-            self._run(self._tasks.popleft())
+        with self._late_ends_sent():
+            while True:
+                office.wait_until(
+                    lambda: self._tasks or self._is_over or bool(office.failure), math.inf
+                )
+                if self._is_over:
+                    break
+                office.raise_failure()
+                self._run(*self._tasks.popleft())
+        self._node.abort()  # in order, as far as others know
 
-    def _run(self, delivery: Delivery) -> None:
-        task = delivery.message
-        assert isinstance(task, RunTask), "this queue is for closures"
+    def _take(self, delivery: Delivery) -> None:
+        message = delivery.message
+        assert isinstance(message, RunTasks), "this handler is for closures"
+        for task, buffers in buffers_of(message.tasks, delivery.buffers):
+            self._tasks.append((task, message.oldest, buffers))
+
+    def _run(self, task: PackedTask, oldest: int, received: Sequence[memoryview]) -> None:
         office, steps = self._node.postoffice, self._variables.num_steps
+        begin_s, buffers, failed = time.perf_counter(), list[memoryview](), False
         try:
-            function, args, kwargs, mode = self._codec.unpack(
-                task.packed, delivery.buffers, SCHEDULER
-            )
+            function, args, kwargs, mode = self._codec.unpack(task.packed, received, SCHEDULER)
             args, kwargs = map_tree([args, kwargs], self._resource_of)
             if mode == "closure":
-                with self._variables.task(TaskKey(task.number, 0, task.oldest)):
+                with self._variables.task(TaskKey(task.number, 0, oldest)):
                     if not (self._variables.is_fresh and self._was_busy):
                         self._variables.pull()
                     result = self._strategy.run(function, tuple(args), kwargs)
@@ -158,19 +217,51 @@ class _ClosureWorker:
             packed, buffers = self._codec.pack(
                 result, f"the result of {getattr(function, '__qualname__', function)}"
             )
-            answer = TaskDone(task.number, packed, self._variables.num_steps - steps)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as exc:  # noqa: BLE001 - whatever it is, the coordinator must learn it
             if self._is_over:
                 return
             office.raise_failure()  # the run has failed: nobody waits for an answer
-            error = self._codec.pack_error(self._node.name, exc)
-            steps = self._variables.num_steps - steps
-            answer, buffers = TaskDone(task.number, error, steps, failed=True), []
+            packed, failed = self._codec.pack_error(self._node.name, exc), True
+        steps, duration_s = self._variables.num_steps - steps, time.perf_counter() - begin_s
+        end = TaskEnd(task.number, packed, len(buffers), duration_s, steps, failed)
         with office.lock:
-            office.send(SCHEDULER, answer, buffers)
+            self._ends.add(end, buffers)
             self._was_busy = bool(self._tasks)
+            if failed or not self._tasks or self._ends.is_full:
+                self._send_ends()
+            else:
+                self._ends.copy_buffers()
+                self._has_ends.set()
+
+    def _send_ends(self) -> None:
+        """Send the results that are here; with the office's lock."""
+        if self._ends.tasks:
+            message, buffers = TasksDone(tuple(self._ends.tasks)), self._ends.buffers
+            self._ends = TaskBatch()
+            self._node.postoffice.send(SCHEDULER, message, buffers)
+
+    @contextmanager
+    def _late_ends_sent(self) -> Iterator[None]:
+        """Send results that wait for long, in a thread while the block runs."""
+        ended = threading.Event()
+
+        def send() -> None:
+            while self._has_ends.wait() and not ended.is_set():
+                self._has_ends.clear()
+                ended.wait(LATE_S)
+                with self._node.postoffice.lock:
+                    self._send_ends()
+
+        thread = threading.Thread(target=send, name=f"braid-closures-{self._node.number}")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            self._has_ends.set()
+            thread.join()
 
     def _resource_of(self, value: Any) -> Any:
         if not isinstance(value, WorkerResource):
@@ -192,6 +283,7 @@ class _ClosureWorker:
     def _linked(self, node: str) -> None:
         """Offer itself again to a coordinator that believed this worker lost, or was restarted."""
         if node == SCHEDULER:
+            self._send_ends()
             self._tasks.clear()
             self._node.postoffice.send(SCHEDULER, TakesTasks())
 

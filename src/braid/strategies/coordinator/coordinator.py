@@ -23,20 +23,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
-from braid.ps.messages import NoMoreTasks, RunTask, TakesTasks, TaskDone
+from braid.ps.messages import NoMoreTasks, PackedTask, RunTasks, TakesTasks, TaskEnd, TasksDone
 from braid.ps.storage import State
 from braid.rpc.names import register
 from braid.runtime.message import Delivery
 from braid.strategies.coordinator.closures import (
+    MAX_BATCH,
     VARIABLES,
     ClosureCodec,
     ClosureMode,
+    TaskBatch,
     WorkerResource,
+    buffers_of,
     map_tree,
 )
 from braid.strategies.coordinator.queue_state import (
@@ -52,12 +55,20 @@ __all__ = ["ClosureCancelledError", "ClusterCoordinator", "RemoteValue"]
 
 MAX_WAITING = 256
 TIMEOUT_S = 300.0  # without any closure that ends
-SHORT_S = 0.002  # closures that are shorter on average are sent ahead
-AHEAD = 8
+AHEAD_S = 0.016  # closures of this time altogether are sent ahead to a worker
+MAX_AHEAD = 4 * MAX_BATCH
 
 
 class ClosureCancelledError(RuntimeError):
     """The closure has not run, or its result is void, since another closure has failed."""
+
+
+class _PackedResult(NamedTuple):
+    """The result of a closure as it has arrived."""
+
+    packed: bytes
+    buffers: Sequence[memoryview]
+    worker: str
 
 
 class RemoteValue:
@@ -74,7 +85,7 @@ class RemoteValue:
     def __init__(self, coordinator: ClusterCoordinator, name: str) -> None:
         self._coordinator = coordinator
         self.name = name
-        self._done: Delivery | None = None  # until its value is unpacked
+        self._result: _PackedResult | None = None  # until it is unpacked
         self._error: BaseException | None = None
         self._value: Any = None
         self.is_over = False
@@ -94,15 +105,15 @@ class RemoteValue:
         self._coordinator.wait_for(self, timeout_s)
         if self._error is not None:
             raise self._error
-        if self._done is not None:
-            self._value, self._done = self._coordinator.unpack(self._done), None
+        if self._result is not None:
+            self._value, self._result = self._coordinator.unpack(*self._result), None
         return self._value
 
     get = fetch
 
-    def end(self, done: Delivery | None, error: BaseException | None = None) -> None:
+    def end(self, result: _PackedResult | None, error: BaseException | None = None) -> None:
         """Take the result; called by the coordinator."""
-        self._done, self._error, self.is_over = done, error, True
+        self._result, self._error, self.is_over = result, error, True
 
 
 class _Closure:
@@ -112,12 +123,10 @@ class _Closure:
         packed: Function, arguments, and whether the worker keeps the result.
         buffers: Memory of its tensors.
         value: Place of its result.
-        sent_ns: Time at which it was sent last.
     """
 
     def __init__(self, packed: bytes, buffers: list[bytes], value: RemoteValue) -> None:
         self.packed, self.buffers, self.value = packed, buffers, value
-        self.sent_ns = 0
 
 
 class ClusterCoordinator:
@@ -160,13 +169,14 @@ class ClusterCoordinator:
         self._closures: dict[int, _Closure] = {}
         self._errors: dict[int, BaseException] = {}
         self._waiters: list[tuple[Callable[[], object], threading.Event]] = []
-        self._mean_s = SHORT_S
+        self._mean_s = AHEAD_S  # of a closure in its worker
+        self._batches: dict[str, TaskBatch[PackedTask]] = {}  # by worker
         self._progress_ns = 0
         self._failure: BaseException | None = None
         self._is_closed = False
         self._must_resume = strategy.node.postoffice.directory is not None  # of a journal
         self._office = strategy.node.postoffice
-        self._office.register({TakesTasks: self._ready, TaskDone: self._over}, on_lost=self._lost)
+        self._office.register({TakesTasks: self._ready, TasksDone: self._over}, on_lost=self._lost)
         self._server = threading.Thread(target=self._serve, name="coordinator", daemon=True)
         self._server.start()
 
@@ -380,11 +390,9 @@ class ClusterCoordinator:
         packed, buffers = self._codec.pack((fn, *arguments, mode), f"the closure {name}")
         return _Closure(packed, [bytes(view) for view in buffers], RemoteValue(self, name))
 
-    def unpack(self, done: Delivery) -> Any:
+    def unpack(self, packed: bytes, buffers: Sequence[memoryview], worker: str) -> Any:
         """Return the result of a closure."""
-        message = done.message
-        assert isinstance(message, TaskDone), "a closure ends with its result"
-        return self._codec.unpack(message.packed, done.buffers, done.sender)
+        return self._codec.unpack(packed, buffers, worker)
 
     def wait_for(self, value: RemoteValue, timeout_s: float | None) -> None:
         """Wait until a closure is over."""
@@ -395,10 +403,10 @@ class ClusterCoordinator:
     ) -> None:
         """Wait for a condition that the ends of closures change."""
         seconds = TIMEOUT_S if timeout_s is None else timeout_s
-        done = threading.Event()
         with self._office.lock:
             if is_over() or self._failure is not None:
                 return
+            done = threading.Event()
             self._waiters.append((is_over, done))
             self._progress_ns = time.monotonic_ns()
         try:
@@ -468,49 +476,77 @@ class ClusterCoordinator:
     # with the office's lock
 
     def _ready(self, delivery: Delivery) -> None:
+        self._batches.pop(delivery.sender, None)
         self._act(self._queue.ready(delivery.sender))
 
     def _lost(self, node: str) -> None:
+        self._batches.pop(node, None)
         self._act(self._queue.lost(node))
         self._wake()
 
     def _over(self, delivery: Delivery) -> None:
-        message = delivery.message
-        assert isinstance(message, TaskDone), "this handler is for ends of closures"
-        number, worker = message.number, delivery.sender
-        closure = self._closures.get(number)
-        if closure is None:
-            return  # its end has come before, or it is another coordinator's
-        now_ns = time.monotonic_ns()
-        self._progress_ns = now_ns
-        seconds = (now_ns - closure.sent_ns) / 1e9
-        self._mean_s += 0.1 * (seconds - self._mean_s)
-        is_short = self._mean_s < SHORT_S * AHEAD and not self.strategy.is_synchronous
-        self._queue.window = AHEAD if is_short else 1
-        if message.failed:
-            self._errors[number] = self._codec.unpack_error(message.packed)
-        ended = self._queue.over(
-            number, worker, failed=message.failed, num_pushes=message.num_pushes
-        )
-        self._act(ended, delivery)
+        message, worker = delivery.message, delivery.sender
+        assert isinstance(message, TasksDone), "this handler is for ends of closures"
+        self._progress_ns = time.monotonic_ns()
+        for end, buffers in buffers_of(message.ends, delivery.buffers):
+            if end.number in self._closures:  # else it has come before, or is another coordinator's
+                self._end(end, _PackedResult(end.packed, buffers, worker))
+        self._send_batches()
         self._wake()
 
-    def _act(self, instructions: Sequence[QueueInstruction], done: Delivery | None = None) -> None:
+    def _end(self, end: TaskEnd, result: _PackedResult) -> None:
+        """Take in the end of a closure."""
+        if end.number >= 0:
+            self._mean_s += 0.1 * (end.duration_s - self._mean_s)
+        if not self.strategy.is_synchronous:
+            self._queue.window = max(1, min(MAX_AHEAD, int(AHEAD_S / self._mean_s)))
+        if end.failed:
+            self._errors[end.number] = self._codec.unpack_error(end.packed)
+        instructions = self._queue.over(
+            end.number, result.worker, failed=end.failed, num_pushes=end.num_pushes
+        )
+        self._decide(instructions, result)
+
+    def _act(self, instructions: Sequence[QueueInstruction]) -> None:
+        self._decide(instructions)
+        self._send_batches()
+
+    def _decide(
+        self, instructions: Sequence[QueueInstruction], result: _PackedResult | None = None
+    ) -> None:
+        """Carry out instructions; tasks leave with `_send_batches`."""
         for each in instructions:
             number = each.number
             match each:
                 case Assign(_, worker):
                     closure = self._closures[number]
-                    closure.sent_ns = time.monotonic_ns()
-                    oldest = self._queue.oldest
-                    task = RunTask(number, max(0, oldest or 0), closure.packed)
-                    self._office.send(worker, task, closure.buffers)
+                    batch = self._batches.setdefault(worker, TaskBatch())
+                    task = PackedTask(number, closure.packed, len(closure.buffers))
+                    batch.add(task, closure.buffers)
+                    if batch.is_full:
+                        self._send_batches()
                 case EndClosure():
                     error = self._errors.get(number)
-                    self._closures_over(number).end(done, error)
+                    self._closures_over(number).end(result, error)
                 case _:
                     text = "the closure was cancelled, since another one has failed"
                     self._closures_over(number).end(None, ClosureCancelledError(text))
+
+    def _send_batches(self) -> None:
+        """Send assigned tasks, in one message to each worker.
+
+        Short tasks wait for a full message while their worker has others, as small segments do in
+        TCP (J. Nagle, RFC 896, 1984). Without that, messages of one task stay single: the end of
+        one task makes room for one. The worker has enough to do meanwhile, since two messages fit
+        into its window.
+        """
+        are_long = self._queue.window < 2 * MAX_BATCH
+        for worker, batch in list(self._batches.items()):
+            is_idle = self._queue.num_running(worker) <= len(batch.tasks)
+            if batch.is_full or is_idle or are_long:
+                del self._batches[worker]
+                oldest = max(0, self._queue.oldest or 0)
+                self._office.send(worker, RunTasks(tuple(batch.tasks), oldest), batch.buffers)
 
     def _closures_over(self, number: int) -> RemoteValue:
         """Return the place of a closure's result; forget the closure unless workers keep it."""

@@ -117,6 +117,10 @@ class ClosureQueue:
         """Closures that each worker has."""
         return {worker: list(numbers) for worker, numbers in self._running.items() if numbers}
 
+    def num_running(self, worker: str) -> int:
+        """Return the number of closures that a worker has."""
+        return len(self._running.get(worker, ()))
+
     @property
     def oldest(self) -> int | None:
         """The first closure that is not over; None if all are."""
