@@ -339,7 +339,7 @@ def test_a_merge_that_one_replica_never_reaches_ends(mirrored):
 
 
 def test_parameters_that_are_not_the_replicas_own_are_refused(mirrored):
-    outside = nn.Linear(2, 1)
+    outside = nn.Sequential(nn.Linear(2, 1))
     with mirrored.scope():
         model = nn.Linear(2, 1)
     kept = list(model.parameters())
@@ -351,10 +351,23 @@ def test_parameters_that_are_not_the_replicas_own_are_refused(mirrored):
 
     with pytest.raises(ConfigError, match="replica 1 uses replica 0's weight"):
         mirrored.run(uses_kept)
-    with pytest.raises(ConfigError, match=r"shape \[1, 2\] that was not made in this strategy's"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainable parameter 0.weight of Sequential \(shape \[1, 2\]\), which was not made",
+    ):
         mirrored.run(lambda: outside(torch.ones(1, 2)))
+
+
+def test_frozen_parameters_and_buffers_from_outside_are_constants(mirrored):
+    teacher = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval().requires_grad_(False)
     with mirrored.scope():
-        torch.optim.SGD(outside.parameters(), lr=0.1)
+        model = nn.Linear(2, 2)
+
+    def distill() -> torch.Tensor:
+        x = torch.ones(3, 2)
+        return (model(x) - teacher(x)).square().mean()
+
+    assert torch.equal(mirrored.reduce("mean", mirrored.run(distill)), distill())
 
 
 def test_an_optimizer_of_parameters_outside_of_the_scope_is_refused(mirrored):

@@ -167,7 +167,7 @@ def test_a_function_of_the_same_source_with_another_model_is_checked(mirrored):
         return lambda: model(torch.ones(1, WIDTH)).sum().backward()
 
     mirrored.run(step_of(inside))
-    with pytest.raises(ConfigError, match="that was not made in this strategy's scope"):
+    with pytest.raises(ConfigError, match="which was not made in this strategy's scope"):
         mirrored.run(step_of(outside))
 
 

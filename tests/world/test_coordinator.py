@@ -479,6 +479,19 @@ def trains_another_model() -> None:
     model(torch.ones(1, 5)).sum().backward()
 
 
+TEACHER = net().requires_grad_(False)
+
+
+@rpc.register
+def learns_from_a_teacher() -> float:
+    x = torch.ones(1, 5)
+    return functional.mse_loss(LOCAL.model(x), TEACHER(x)).item()
+
+
+def test_a_closure_may_use_a_frozen_model(coordinated):
+    assert coordinated(workers=1).schedule(learns_from_a_teacher).fetch() == 0.0
+
+
 @rpc.register
 def loads_weights() -> None:
     LOCAL.model.load_state_dict(LOCAL.model.state_dict())

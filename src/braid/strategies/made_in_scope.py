@@ -18,6 +18,7 @@ replica's parameters in another one is refused by the check of the first step.
 from __future__ import annotations
 
 import copyreg
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -301,6 +302,9 @@ def _special(kind: type, name: str) -> Callable[..., Any]:
 class ParameterCheck(TorchFunctionMode):
     """Refuses parameters and buffers of other replicas in a replica; for the first step.
 
+    Parameters of no replica are refused if they are trainable: nothing would average their
+    gradients. Frozen ones and buffers are constants of the step.
+
     Args:
         names: Names of the replica's parameters and buffers by identity.
         others: Names of the first replica's parameters and buffers.
@@ -321,8 +325,10 @@ class ParameterCheck(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         for tensor in tensors_in([list(args), list(kwargs.values())]):
+            if id(tensor) in self._names:
+                continue
             is_param = issubclass(type(tensor), nn.Parameter)  # a fake one of torch.compile is not
-            if (is_param or id(tensor) in self._others) and id(tensor) not in self._names:
+            if id(tensor) in self._others or (is_param and tensor.requires_grad):
                 self._refuse(tensor)
         return func(*args, **kwargs)
 
@@ -330,8 +336,9 @@ class ParameterCheck(TorchFunctionMode):
         name = self._others.get(id(param))
         if name is None:
             msg = (
-                f"replica {self._index} uses a parameter of shape {list(param.shape)} that was not "
-                "made in this strategy's scope: make the model inside of strategy.scope()"
+                f"replica {self._index} uses the trainable parameter {_described(param)}, which "
+                "was not made in this strategy's scope: make the model inside of strategy.scope(), "
+                "or freeze the parameter with requires_grad_(False) if it is a constant"
             )
         else:
             msg = (
@@ -340,6 +347,21 @@ class ParameterCheck(TorchFunctionMode):
                 "model.layer.weight), not from a list or a layer that was kept from before"
             )
         raise ConfigError(msg)
+
+
+def _described(param: torch.Tensor) -> str:
+    """Return the name of a parameter in the largest module that has it, and its shape."""
+    modules = [
+        x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in vars(x)
+    ]
+    names = [
+        f"{name} of {type(module).__name__}"
+        for module in modules
+        for name, each in module.named_parameters()
+        if each is param
+    ]
+    name = max(names, key=lambda name: name.count("."), default="without a module")
+    return f"{name} (shape {list(param.shape)})"
 
 
 def source_of(fn: Callable[..., Any]) -> tuple[object, ...]:
