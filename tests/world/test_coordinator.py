@@ -99,7 +99,11 @@ class Cluster:
         return thread
 
     def serve(self, task: Task) -> None:
-        make(task, **self.settings).serve()
+        strategy = make(task, **self.settings)
+        try:
+            strategy.serve()
+        finally:
+            strategy.node.postoffice.close(0.0)
 
     def end(self) -> None:
         for thread in self.threads:
@@ -743,6 +747,47 @@ def test_a_backup_worker_that_is_late_goes_on_at_the_current_step():
     cluster.end()
     assert time.monotonic() - begun < 20
     assert len(results) == 2
+
+
+def make_unseeded() -> tuple[nn.Module, Any]:
+    model = nn.Linear(3, 2)
+    return model, sgd(model.parameters())
+
+
+@pytest.mark.parametrize("connects", ["late", "early"])
+def test_a_worker_ends_at_once_with_the_error_of_servers_without_a_seed(connects):
+    cluster = Cluster(2, 1, build=make_unseeded)
+    is_made, has_failed = threading.Event(), threading.Event()
+
+    def works(task: Task) -> None:
+        if connects == "late":
+            is_made.set()
+            has_failed.wait(30)
+        strategy = make(task, build=make_unseeded)
+        is_made.set()
+        has_failed.wait(30)
+        try:
+            strategy.serve()
+        finally:
+            strategy.node.postoffice.close(0.0)
+
+    worker = cluster.start("worker", 0, works)
+    chief = make(Task(cluster.jobs, "chief", 0), build=make_unseeded)
+    assert is_made.wait(30)
+    coordinator = ClusterCoordinator(chief)
+    for thread in cluster.threads:
+        thread.join(30)
+    if connects == "early":
+        coordinator.close()
+    begun = time.monotonic()
+    has_failed.set()
+    worker.join(30)
+    assert not worker.is_alive()
+    assert time.monotonic() - begun < 8, "not the deadline to reach the scheduler"
+    coordinator.close()
+    assert len(cluster.errors) == 3
+    for error in cluster.errors:
+        assert "set the same seed on all nodes" in str(error)
 
 
 def test_a_cluster_without_servers_is_refused():

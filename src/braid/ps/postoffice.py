@@ -184,11 +184,16 @@ class Postoffice:
     def begin(self, timeout_s: float | None = None) -> None:
         """Connect to the scheduler and announce this node, without waiting for others.
 
+        It does nothing if the scheduler has sent the run's error already, and perhaps ended.
+
         Raises:
             RendezvousError: The scheduler cannot be reached.
         """
-        self.van.connect(SCHEDULER, self.scheduler, timeout_s=timeout_s)
-        self.announce()
+        self.poll()
+        if not self.failure:
+            self.van.connect(SCHEDULER, self.scheduler, timeout_s=timeout_s)
+            self._broken.pop(SCHEDULER, None)
+            self.announce()
 
     def join(self, timeout_s: float | None = None) -> None:
         """Join the run, and wait for the first directory.

@@ -50,6 +50,7 @@ __all__ = ["Options", "Scheduler", "read_journal"]
 
 LOG = logging.getLogger(__name__)
 
+LATE_S = 30.0  # time in which late nodes hear why the run has failed before they came
 RETURN_S = 5.0  # time in which nodes must find a scheduler that was started again
 
 
@@ -128,14 +129,23 @@ class Scheduler:
             waiting=state.waiting,
         )
         self._restarted_ns: int | None = None  # when it began to receive
+        self._failed_ns = 0  # when it had failed; 0 if it has not
+        self._informed: set[str] = set()  # nodes that know of the failure
 
     @property
     def is_over(self) -> bool:
-        """Whether all workers have left, or the run has failed."""
+        """Whether all workers have left, or the run has failed and all nodes know."""
         directory = self._state.directory
-        return bool(self._state.failure) or (
-            self._had_workers and directory is not None and not directory.workers
-        )
+        if self._state.failure:
+            return directory is not None or self._all_know_failure()
+        return self._had_workers and directory is not None and not directory.workers
+
+    def _all_know_failure(self) -> bool:
+        """Whether nodes of a run that has failed before its begin know why, or come too late."""
+        now_ns = self._postoffice.van.clock.now_ns()
+        self._failed_ns = self._failed_ns or now_ns
+        unaware = {*self._state.absent} - self._informed - self._postoffice.losses.keys()
+        return not unaware or now_ns - self._failed_ns > LATE_S * 1e9
 
     @property
     def failure(self) -> str:
@@ -168,6 +178,7 @@ class Scheduler:
         try:
             self._act(self._decide(delivery))
             if self._state.failure:
+                self._informed.add(delivery.sender)
                 self._postoffice.send(delivery.sender, Failure(self._state.failure))
             if isinstance(delivery.message, NodeJoin) and self._state.directory is not None:
                 here = Here(self._state.directory)
@@ -232,6 +243,7 @@ class Scheduler:
                     dealt = Dealt((0,), -1 if shard is None else shard)
                     self._postoffice.send(node, dealt, answers=request)
                 case FailRun(text):
+                    self._informed.update(self._postoffice.van.peers)
                     for node in self._postoffice.van.peers:
                         self._postoffice.send(node, Failure(text))
 

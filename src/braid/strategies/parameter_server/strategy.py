@@ -27,7 +27,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from braid.comm import Group
-from braid.errors import ConfigError
+from braid.errors import ConfigError, PeerLostError
 from braid.ps import Consistency, Node, Options
 from braid.ps.dense import MAX_SHARDS
 from braid.strategies.cluster import (
@@ -282,15 +282,25 @@ class ParameterServerStrategy(Strategy):
             PeerLostError: The run cannot go on.
         """
         _ = self.variables  # declares the tables
-        if self._beside is not None:
-            threading.Thread(target=self._beside.serve, name="scheduler", daemon=True).start()
-        if self._node.is_worker:
-            from braid.strategies.coordinator.closures import serve_closures  # noqa: PLC0415
+        beside = threading.Thread(target=self._schedule_beside, name="scheduler", daemon=True)
+        beside.start()
+        try:
+            if self._node.is_worker:
+                from braid.strategies.coordinator.closures import serve_closures  # noqa: PLC0415
 
-            serve_closures(self)
-        else:
-            self._node.serve()
+                serve_closures(self)
+            else:
+                self._node.serve()
+        except PeerLostError:
+            beside.join()  # it informs the nodes that come late
+            raise
         self.close()
+
+    def _schedule_beside(self) -> None:
+        """Run the scheduler of this process, if it has one beside its node."""
+        if self._beside is not None:
+            with suppress(PeerLostError):  # the node raises it, too
+                self._beside.serve()
 
     def close(self) -> None:
         """Leave the cluster: what was pushed is accepted first. Idempotent."""
