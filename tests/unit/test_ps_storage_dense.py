@@ -171,7 +171,7 @@ class Unknown(torch.optim.SGD):
     [
         (torch.optim.LBFGS, "not LBFGS: it takes inner products of all parameters"),
         (torch.optim.Adafactor, "not Adafactor: it looks at the shape or the norm"),
-        (Unknown, "not Unknown: it is not known to do so; if it does, pass by_elements=True"),
+        (Unknown, "not Unknown: it is not known to do so. Use a class of torch.optim, such as SGD"),
         (RowWiseAdagrad(0.1), "RowWiseAdagrad needs whole rows"),
         (len, "which returned a int"),
         (
@@ -183,10 +183,6 @@ class Unknown(torch.optim.SGD):
 def test_optimizers_that_do_not_change_each_element_by_itself_are_refused(make, text):
     with pytest.raises(ConfigError, match=f"table 'w': .*{text}"):
         DenseStorage(torch.zeros(4), make, table="w")
-
-
-def test_an_unknown_optimizer_is_taken_at_its_word():
-    DenseStorage(torch.zeros(4), Unknown, table="w", by_elements=True).apply((torch.ones(4),))
 
 
 @pytest.mark.parametrize(

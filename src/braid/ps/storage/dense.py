@@ -109,8 +109,6 @@ class DenseStorage(_Vector):
         rule: A rule whose update changes each element by itself, or a function that makes such an
             optimizer of torch, such as `partial(torch.optim.SGD, lr=0.1)`.
         table: Name of the table, for messages.
-        by_elements: Whether an optimizer whose class is not known may be taken to change each
-            element by itself.
 
     Shape:
         values: [n], of any floating dtype. Rules step half precision in float32; optimizers of
@@ -126,10 +124,9 @@ class DenseStorage(_Vector):
         rule: Rule | MakeOptimizer,
         *,
         table: str,
-        by_elements: bool = False,
     ) -> None:
         super().__init__(values, table)
-        self._stepper = stepper_of(table, self._values, rule, by_elements=by_elements)
+        self._stepper = stepper_of(table, self._values, rule)
         self._lent = False
 
     @torch.no_grad()

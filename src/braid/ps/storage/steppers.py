@@ -80,9 +80,7 @@ class Stepper(ABC):
         """Check a learning rate before anybody counts on it; see `set_lr`."""
 
 
-def stepper_of(
-    table: str, values: torch.Tensor, rule: Rule | MakeOptimizer, *, by_elements: bool
-) -> Stepper:
+def stepper_of(table: str, values: torch.Tensor, rule: Rule | MakeOptimizer) -> Stepper:
     """Return the stepper for a rule, or for a function that makes an optimizer of torch.
 
     Raises:
@@ -90,7 +88,7 @@ def stepper_of(
     """
     if isinstance(rule, Rule):
         return RuleStepper(table, values, rule)
-    return TorchStepper(table, values, rule, by_elements=by_elements)
+    return TorchStepper(table, values, rule)
 
 
 def allocate(rule: Rule, shape: tuple[int, int], dtype: torch.dtype) -> State:
@@ -195,21 +193,17 @@ class TorchStepper(Stepper):
         table: Name of the table, for messages.
         values: Vector, whose length and dtype count.
         make: Makes the optimizer of a list of one parameter.
-        by_elements: Whether an optimizer of an unknown name is taken to change each element by
-            itself.
 
     Raises:
         ConfigError: The optimizer is not known to, or has several parameter groups.
     """
 
-    def __init__(
-        self, table: str, values: torch.Tensor, make: MakeOptimizer, *, by_elements: bool
-    ) -> None:
+    def __init__(self, table: str, values: torch.Tensor, make: MakeOptimizer) -> None:
         self._table = table
         self._param = nn.Parameter(values.detach())
-        self._optimizer = self._checked(make([self._param]), by_elements=by_elements)
+        self._optimizer = self._checked(make([self._param]))
 
-    def _checked(self, optimizer: object, *, by_elements: bool) -> Optimizer:
+    def _checked(self, optimizer: object) -> Optimizer:
         if not isinstance(optimizer, Optimizer):
             kind = type(optimizer).__name__
             msg = (
@@ -221,13 +215,13 @@ class TorchStepper(Stepper):
         reason = refusal_of_optimizer(optimizer)
         if reason is None and kind == "whole":
             reason = "it looks at the shape or the norm of a whole parameter"
-        if reason is None and kind == "unknown" and not by_elements:
-            reason = "it is not known to do so; if it does, pass by_elements=True"
+        if reason is None and kind == "unknown":
+            reason = "it is not known to do so"
         if reason is not None:
             msg = (
                 f"table {self._table!r}: a table is cut over servers, so its optimizer must change "
-                f"each element by itself, and not {name}: {reason}. Use an optimizer such as "
-                "torch.optim.SGD or AdamW"
+                f"each element by itself, and not {name}: {reason}. Use a class of torch.optim, "
+                "such as SGD or AdamW, and change it by its options and hooks"
             )
             raise ConfigError(msg)
         groups = [len(group["params"]) for group in optimizer.param_groups]
