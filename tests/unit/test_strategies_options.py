@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from braid.strategies import (
     Strategy,
     get_replica_context,
 )
+from braid.strategies.parameter_server import ParameterServerStrategy
 from braid.strategies.replicas import ThreadReplicas
 
 
@@ -175,6 +177,19 @@ def test_resolvers_refuse_other_engines():
 def test_what_a_replica_cannot_enclose_is_refused(mirrored, inside, problem):
     with pytest.raises(ConfigError, match=problem):
         mirrored.run(lambda: inside(mirrored))
+
+
+def test_a_second_strategy_of_the_same_server_ranks_is_refused(monkeypatch):
+    node = SimpleNamespace(close=lambda: None)
+    module = "braid.strategies.parameter_server.strategy.join_cluster"
+    monkeypatch.setattr(module, lambda _, __: (node, None))
+    first = ParameterServerStrategy()
+    with pytest.raises(
+        ConfigError, match=r"Strategy of test_\w+\.py:\d+ has .*one of test_\w+\.py"
+    ):
+        ParameterServerStrategy()
+    first.close()
+    ParameterServerStrategy().close()
 
 
 def test_two_strategies_train_in_turns_and_not_each_others_models(mirrored):

@@ -26,10 +26,13 @@ from __future__ import annotations
 import math
 import os
 import threading
+import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +62,7 @@ from braid.strategies.strategy import Strategy
 __all__ = ["ParameterServerStrategy", "SyncReplicas"]
 
 ASYNCHRONOUS = Consistency(staleness=math.inf, aggregate="sum")
+_OF_RANKS: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()  # that are not closed
 
 
 def SyncReplicas(replicas_to_aggregate: int) -> Consistency:  # noqa: N802 - TensorFlow's name
@@ -71,8 +75,23 @@ def SyncReplicas(replicas_to_aggregate: int) -> Consistency:  # noqa: N802 - Ten
     return Consistency(quorum=replicas_to_aggregate, late="drop")
 
 
+def _refuse_second(made_at: str) -> None:
+    """Raise ConfigError if the ranks of `braid run` have a strategy already."""
+    for other in _OF_RANKS:
+        msg = (
+            f"the ParameterServerStrategy of {made_at} has the same ranks as servers as the one of "
+            f"{other.made_at}, and a rank serves one strategy at a time: make all models in the "
+            "scope of one strategy, or close the first one in all ranks before"
+        )
+        raise ConfigError(msg)
+
+
 class ParameterServerStrategy(Strategy):
     """Variables on servers; joins the cluster when it is made.
+
+    Attributes:
+        has_coordinator: Whether it has a coordinator.
+        made_at: File and line of the program that made it.
 
     Args:
         cluster_resolver: Names the tasks; TF_CONFIG if it is set, else the ranks of `braid run
@@ -82,7 +101,8 @@ class ParameterServerStrategy(Strategy):
         options: Choices of the parameter server: copies of shards, lost workers, snapshots.
 
     Raises:
-        ConfigError: There is no server or no worker, or TF_CONFIG makes no sense.
+        ConfigError: There is no server or no worker, TF_CONFIG makes no sense, or the ranks of
+            `braid run` have a strategy already, which is not closed.
         RendezvousError: The task that schedules does not come.
 
     On failure: a lost server costs no update with `Options(replicas=1)`; else the run ends with
@@ -106,6 +126,10 @@ class ParameterServerStrategy(Strategy):
         self._sharded: list[ShardedVariable] = []
         self._replica: ReplicaContext | None = None  # once a function has run
         self.has_coordinator = False
+        caller = traceback.extract_stack(limit=2)[0]
+        self.made_at = f"{Path(caller.filename).name}:{caller.lineno}"
+        if cluster_resolver is None:
+            _refuse_second(self.made_at)
         self._restore = None if options is None else options.restore
         if options is not None:
             options = replace(options, restore=None)  # snapshots are of variables, not of tables
@@ -113,6 +137,8 @@ class ParameterServerStrategy(Strategy):
         super().__init__(
             ThreadReplicas([torch.device("cpu")]), cluster_resolver or LaunchedClusterResolver()
         )
+        if cluster_resolver is None:
+            _OF_RANKS.add(self)
 
     @property
     def node(self) -> Node:
@@ -306,5 +332,6 @@ class ParameterServerStrategy(Strategy):
         """Leave the cluster: what was pushed is accepted first. Idempotent."""
         super().close()
         self._node.close()
+        _OF_RANKS.discard(self)
         if self._beside is not None:
             self._beside.close()
