@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +30,7 @@ from braid.strategies import (
     Strategy,
     get_replica_context,
 )
+from braid.strategies.nccl_average import sum_by_nccl
 from braid.strategies.parameter_server import ParameterServerStrategy
 from braid.strategies.replicas import ThreadReplicas
 
@@ -92,8 +93,46 @@ def test_names_of_reductions_change_buckets_and_no_bit(ops, num_buckets):
     assert count == num_buckets
 
 
+def trained_by_nccl(monkeypatch, all_reduce: Callable[..., None]) -> list[torch.Tensor]:
+    """Return the parameters after two steps on the CPU, with a stand-in for NCCL."""
+    monkeypatch.setattr(NcclAllReduce, "check", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", str)
+    monkeypatch.setattr(torch.cuda.nccl, "is_available", lambda copies: not copies[0].is_sparse)
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", all_reduce)
+    strategy = MirroredStrategy(["cpu", "cpu"], cross_device_ops=NcclAllReduce())
+    model, step = model_of(strategy)
+    for _ in range(2):
+        strategy.run(step, args=(PerReplica([torch.ones(1, 2), -torch.ones(1, 2)]),))
+    params = [param.detach().clone() for param in model.parameters()]
+    strategy.close()
+    return params
+
+
+def test_nccl_sums_the_gradients_of_all_replicas_on_their_streams(monkeypatch):
+    calls: list[Sequence[str]] = []
+
+    def all_reduce(copies: Sequence[torch.Tensor], *, streams: Sequence[str]) -> None:
+        calls.append(streams)
+        total = sum(copies[1:], copies[0].clone())
+        for copy in copies:
+            copy.copy_(total)
+
+    found, (expected, _) = trained_by_nccl(monkeypatch, all_reduce), trained(None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert calls == [["cpu", "cpu"]] * 2 * len(expected)
+
+
+def test_nccl_refuses_gradients_that_it_cannot_sum(monkeypatch):
+    monkeypatch.setattr(torch.cuda.nccl, "is_available", lambda _: False)
+    grads = ({"w": torch.ones(1)}, "stream"), ({"w": None}, "stream")
+    with pytest.raises(ConfigError, match=r"gradient of w in each .* \(they are on cpu, none\)"):
+        sum_by_nccl(grads)
+    with pytest.raises(ConfigError, match=r"they are on cpu, cpu\)"):
+        sum_by_nccl([grads[0], grads[0]])
+
+
 def test_reductions_that_do_not_exist_are_refused():
-    with pytest.raises(ConfigError, match="NcclAllReduce needs a process for each GPU"):
+    with pytest.raises(ConfigError, match="NcclAllReduce needs a GPU for each replica, got cpu, c"):
         MirroredStrategy(["cpu", "cpu"], cross_device_ops=NcclAllReduce())
     with pytest.raises(ConfigError, match="num_packs must be at least 0, got -1"):
         HierarchicalCopyAllReduce(num_packs=-1)

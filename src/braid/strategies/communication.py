@@ -4,14 +4,15 @@
     MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(bytes_per_pack=1 << 20))
 
 braid averages gradients in buckets while backward goes on, in the order of replicas, whatever the
-name. So the names choose the sizes of buckets and which engine is asked for; weights end with the
-same bits.
+name, except NCCL. So the names choose the sizes of buckets and which engine is asked for; weights
+end with the same bits.
 
 Source: TensorFlow 2.21, `tf.distribute.CrossDeviceOps` and `tf.distribute.experimental`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +52,8 @@ class CrossDeviceOps:
             msg = f"num_packs must be at least 0, got {self.num_packs}"
             raise ConfigError(msg)
 
-    def check(self) -> None:
-        """Raise ConfigError where there is no such way."""
+    def check(self, devices: Sequence[torch.device]) -> None:
+        """Raise ConfigError if replicas on these devices cannot combine gradients in this way."""
 
     def bucket_cap_mb(self, num_bytes: int) -> float | None:
         """Return the size of buckets in MiB, for parameters of so many bytes."""
@@ -78,19 +79,17 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 @dataclass(frozen=True, slots=True)
 class NcclAllReduce(CrossDeviceOps):
-    """All-reduce of NCCL, which braid has for processes with a GPU each, and not for threads."""
+    """All-reduce of NCCL for each gradient at the end of backward; each replica has its own GPU."""
 
-    num_packs: int | None = 1
-
-    def check(self) -> None:
+    def check(self, devices: Sequence[torch.device]) -> None:
         """See `CrossDeviceOps`."""
-        count = torch.cuda.device_count()
-        msg = (
-            f"NcclAllReduce needs a process for each GPU, and MirroredStrategy runs threads (there "
-            f"are {count} GPUs): use MultiWorkerMirroredStrategy with `braid run -n {count or 2}`, "
-            "or leave cross_device_ops out"
-        )
-        raise ConfigError(msg)
+        if len(set(devices)) < len(devices) or any(each.type != "cuda" for each in devices):
+            names = ", ".join(map(str, devices))
+            msg = (
+                f"NcclAllReduce needs a GPU for each replica, got {names}: pass devices that are "
+                "different GPUs, or leave cross_device_ops out"
+            )
+            raise ConfigError(msg)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

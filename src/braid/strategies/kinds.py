@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,12 @@ from braid.strategies.cluster import (
     LaunchedClusterResolver,
     resolver_of_tf_config,
 )
-from braid.strategies.communication import CommunicationOptions, CrossDeviceOps
+from braid.strategies.communication import (
+    CommunicationOptions,
+    CrossDeviceOps,
+    NcclAllReduce,
+)
+from braid.strategies.nccl_average import NcclAverage
 from braid.strategies.replicas import OneRank, ThreadReplicas
 from braid.strategies.strategy import Strategy
 
@@ -49,8 +55,8 @@ class MirroredStrategy(Strategy):
     Args:
         devices: Devices; one may occur several times, such as the CPU. All GPUs when None, or the
             CPU if there are none.
-        cross_device_ops: Sizes of the buckets of gradients, by TensorFlow's names; braid's sizes
-            when None.
+        cross_device_ops: Sizes of the buckets of gradients, by TensorFlow's names, or NCCL; braid's
+            sizes when None.
 
     Raises:
         ConfigError: There are no such devices, or no such way to combine gradients.
@@ -66,8 +72,17 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         ops = CrossDeviceOps() if cross_device_ops is None else cross_device_ops
-        ops.check()
-        super().__init__(ThreadReplicas(_devices(devices)), bucket_cap_mb=ops.bucket_cap_mb)
+        replicas = ThreadReplicas(_devices(devices))
+        ops.check(replicas.devices)
+        self._has_nccl = isinstance(ops, NcclAllReduce)
+        super().__init__(replicas, bucket_cap_mb=ops.bucket_cap_mb)
+
+    def _average(self, index: int, group: Group, optimizer: Any, named: list[Any]) -> None:
+        if self._has_nccl:
+            merge = partial(self._replicas.merge, index)
+            self._hooks += NcclAverage(dict(named), merge, group.size).hooks
+        else:
+            super()._average(index, group, optimizer, named)
 
 
 class CentralStorageStrategy(Strategy):

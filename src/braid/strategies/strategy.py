@@ -396,15 +396,17 @@ class Strategy:
         for optimizer in own.optimizers:
             params = {id(p) for g in optimizer.param_groups for p in g["params"]}
             of_optimizer = [(name, p) for name, p in named if id(p) in params]
-            DistributedOptimizer(
-                optimizer,
-                of_optimizer,
-                process_group=group,
-                bucket_cap_mb=self._bucket_cap_mb(sum(p.nbytes for _, p in of_optimizer)),
-                sparse_parameters=own.sparse(),
-            )
+            self._average(index, group, optimizer, of_optimizer)
             average = optimizer.register_step_pre_hook(partial(average_closure, group))
             self._hooks.append(average)
+
+    def _average(self, index: int, group: Group, optimizer: Any, named: list[Any]) -> None:
+        """Average the gradients of an optimizer's parameters over replicas from now on."""
+        cap_mb = self._bucket_cap_mb(sum(param.nbytes for _, param in named))
+        sparse = self._objects[index].sparse()
+        DistributedOptimizer(
+            optimizer, named, process_group=group, bucket_cap_mb=cap_mb, sparse_parameters=sparse
+        )
 
     @contextmanager
     def _in_replica(self, index: int, group: Group, part: float, *, is_new: bool) -> Iterator[None]:
