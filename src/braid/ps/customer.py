@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError
+from braid.ps.explained import explained
 from braid.ps.messages import (
     Answer,
     Dealt,
@@ -120,7 +121,7 @@ class Customer:
                         asked = {node for node in request.asked.values() if node} if request else {}
                         if request is not None and not request.is_write:
                             self.cancel(timestamp)
-                    raise self.postoffice.explained(exc, sorted(asked)) from None
+                    raise explained(self.postoffice, exc, sorted(asked)) from None
         if timestamp in self._errors:
             raise self._errors.pop(timestamp)
         if timestamp in self._requests:

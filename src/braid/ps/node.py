@@ -27,14 +27,7 @@ from braid.ps.scheduler import Options, Scheduler, read_journal
 from braid.ps.server import Server
 from braid.ps.snapshots import read_table, write_tables
 from braid.ps.sparse import SparseTable, sparse_spec
-from braid.ps.storage import (
-    Admission,
-    Eviction,
-    Init,
-    Rule,
-    State,
-    split_state,
-)
+from braid.ps.storage import Admission, Eviction, Init, Rule, State, split_state
 from braid.ps.storage.steppers import MakeOptimizer
 from braid.ps.table import Table, TableSpec
 from braid.runtime.events import Recorder
@@ -364,12 +357,7 @@ class Node(BaseNode):
             raise PeerLostError("; ".join(lines))
         if self._server is None or self._server.alone_s < ALONE_S:
             return
-        loss = self.postoffice.losses.get(SCHEDULER)
-        msg = (
-            f"server {self.number} has had no link to any other node for {ALONE_S:g} s (the "
-            f"scheduler: {loss.reason if loss else 'unknown'}): its host was cut off, or the run "
-            "has ended meanwhile"
-        )
+        msg = self._server.alone_text(ALONE_S)
         if not self._options.replicas:
             raise PeerLostError(msg)
         LOG.warning("braid: %s; the others go on with its copies", msg)  # an error would end them

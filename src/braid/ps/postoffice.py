@@ -26,6 +26,7 @@ from braid.errors import (
     RendezvousError,
     StaleError,
 )
+from braid.ps.explained import explained
 from braid.ps.messages import (
     Explain,
     Explained,
@@ -48,7 +49,6 @@ __all__ = ["Handler", "Postoffice"]
 TICK_S = 0.25  # longest sleep
 AGAIN_S = 1.0  # after which a broken link is tried again: a dead node has left the directory then
 JOIN_S = 10.0  # to reach the scheduler, which listens before others know its address
-EXPLAIN_S = 1.0  # for nodes to say who waits for whom, after a deadline has passed
 CONNECT_S = 1.0  # how long that may take
 Handler: TypeAlias = Callable[[Delivery], None]
 Views: TypeAlias = list[memoryview]
@@ -211,7 +211,7 @@ class Postoffice:
                     lambda: "not all servers and workers have joined the scheduler",
                 )
         except CommTimeout as exc:
-            raise self.explained(exc, [SCHEDULER]) from None
+            raise explained(self, exc, [SCHEDULER]) from None
         if self.directory is None and not self.failure:
             self.failure = "lost the scheduler before all had joined: look for its first error"
 
@@ -339,29 +339,6 @@ class Postoffice:
                 else:
                     self._receive(min(left_s, TICK_S, self.resend_s or TICK_S))
             self._run_callbacks()
-
-    def explained(self, error: CommTimeout, nodes: Iterable[str]) -> CommTimeout:
-        """Return the error with what some nodes say: for whom who waits there."""
-        answers: dict[str, list[str]] = {node: [] for node in nodes}
-        asked: dict[int, str] = {self.new_id(): node for node in answers}
-        silent = set(answers)
-
-        def note(delivery: Delivery) -> None:
-            silent.discard(delivery.sender)
-            if isinstance(delivery.message, Explained):
-                answers[delivery.sender] = delivery.message.lines
-
-        with self.lock:
-            for number, node in asked.items():
-                self.expect(number, note)
-                self.send(node, Explain(), message_id=number)
-        with contextlib.suppress(CommTimeout):
-            self.wait_until(lambda: not silent, EXPLAIN_S)
-        with self.lock:
-            self.expect_no_more(asked)
-        lines = [f"{node}: {line}" for node in answers for line in answers[node]]
-        lines += [f"{node} does not answer: it is busy, stopped or gone" for node in sorted(silent)]
-        return CommTimeout("; ".join([str(error), *lines]))
 
     def poll(self, delivery: Delivery | None = None) -> None:
         """Handle what has arrived, after `delivery` if one was received already; never waits."""

@@ -10,9 +10,10 @@ Messages of a later epoch than this server's wait until it has that directory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from braid.errors import BraidError, CommError
+from braid.ps.asked_shards import AskedShards
 from braid.ps.messages import (
     Accepted,
     Drain,
@@ -62,31 +63,6 @@ __all__ = ["Server"]
 Asker = tuple[str, int]  # node, and number of its message
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A request of which shards are unanswered.
-
-    Attributes:
-        queries: Tensors with which it asks each shard.
-        begun_ns: Time at which it came.
-        whole: Whether it asks for the whole state.
-        number: Number that it asks for instead of values, as in `Pull`.
-        names: Names of that state's tensors.
-        was_parked: Whether it could not be answered when it came.
-        ready: Shards that can be answered now, by the kind of answer.
-    """
-
-    queries: dict[int, Tensors]
-    begun_ns: int
-    whole: bool = False
-    number: str = ""
-    names: list[list[str]] = field(default_factory=list)
-    was_parked: bool = False
-    accepted: list[int] = field(default_factory=list)
-    elsewhere: list[int] = field(default_factory=list)
-    values: dict[int, tuple[Tensors, int]] = field(default_factory=dict)
-
-
 class Server:
     """The shards of one server.
 
@@ -106,7 +82,7 @@ class Server:
         self._number = number
         self._tables: dict[str, TableSpec] = {}
         self._shards: dict[tuple[str, int], TableShard] = {}
-        self._asked: dict[Asker, _Asked] = {}
+        self._asked: dict[Asker, AskedShards] = {}
         self._ready: set[Asker] = set()
         self._deferred: list[Delivery] = []
         self._reported: set[tuple[int, int]] = set()  # virtual shards installed, and since when
@@ -155,6 +131,15 @@ class Server:
         if self._alone_ns is None:
             return 0.0
         return (self._postoffice.van.clock.now_ns() - self._alone_ns) / 1e9
+
+    def alone_text(self, seconds: float) -> str:
+        """Return the error of a server that has had no link for so many seconds."""
+        loss = self._postoffice.losses.get(SCHEDULER)
+        return (
+            f"server {self._number} has had no link to any other node for {seconds:g} s (the "
+            f"scheduler: {loss.reason if loss else 'unknown'}): its host was cut off, or the run "
+            "has ended meanwhile"
+        )
 
     def drain(self) -> None:
         """Ask the scheduler, now and until it is done, to move all shards to other servers."""
@@ -285,7 +270,7 @@ class Server:
 
     def _note(self, delivery: Delivery, queries: dict[int, Tensors]) -> Asker:
         asker = delivery.sender, delivery.id
-        self._asked[asker] = _Asked(queries, self._postoffice.events.now_ns())
+        self._asked[asker] = AskedShards(queries, self._postoffice.events.now_ns())
         return asker
 
     def _configure(self, directory: Directory) -> None:

@@ -12,6 +12,7 @@ they have added by the closure's number, so each update is added once.
 
     queue_state.py     who gets which closure, as a state machine
     closures.py        what a worker does
+    remote_value.py    the result of a closure
 
 Source: TensorFlow 2.21, `tf.distribute.coordinator.ClusterCoordinator`, which promises at least
 once.
@@ -22,16 +23,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.ps.messages import NoMoreTasks, PackedTask, RunTasks, TakesTasks, TaskEnd, TasksDone
-from braid.ps.storage import State
-from braid.rpc.names import register
+from braid.ps.snapshots import write_tables
 from braid.runtime.message import Delivery
+from braid.strategies.coordinator import questions
 from braid.strategies.coordinator.closures import (
     MAX_BATCH,
     VARIABLES,
@@ -48,6 +47,11 @@ from braid.strategies.coordinator.queue_state import (
     EndClosure,
     QueueInstruction,
 )
+from braid.strategies.coordinator.remote_value import (
+    ClosureCancelledError,
+    PackedResult,
+    RemoteValue,
+)
 from braid.strategies.parameter_server.strategy import ParameterServerStrategy
 from braid.strategies.parameter_server.variables import ServerVariables
 
@@ -57,63 +61,6 @@ MAX_WAITING = 256
 TIMEOUT_S = 300.0  # without any closure that ends
 AHEAD_S = 0.016  # closures of this time altogether are sent ahead to a worker
 MAX_AHEAD = 4 * MAX_BATCH
-
-
-class ClosureCancelledError(RuntimeError):
-    """The closure has not run, or its result is void, since another closure has failed."""
-
-
-class _PackedResult(NamedTuple):
-    """The result of a closure as it has arrived."""
-
-    packed: bytes
-    buffers: Sequence[memoryview]
-    worker: str
-
-
-class RemoteValue:
-    """The result of a closure, which may not have run yet.
-
-    Args:
-        coordinator: Coordinator of the closure.
-        name: Name of the closure's function, for messages.
-
-    Attributes:
-        is_over: Whether the closure has ended, or was cancelled.
-    """
-
-    def __init__(self, coordinator: ClusterCoordinator, name: str) -> None:
-        self._coordinator = coordinator
-        self.name = name
-        self._result: _PackedResult | None = None  # until it is unpacked
-        self._error: BaseException | None = None
-        self._value: Any = None
-        self.is_over = False
-
-    def __repr__(self) -> str:
-        state = "failed" if self._error else "done" if self.is_over else "waits"
-        return f"RemoteValue({self.name}, {state})"
-
-    def fetch(self, timeout_s: float | None = None) -> Any:
-        """Wait for the closure and return its result.
-
-        Raises:
-            Exception: What the closure raised, with the worker's traceback in its text.
-            ClosureCancelledError: Another closure has failed before.
-            CommTimeout: No closure has ended for `timeout_s` (300 s when None).
-        """
-        self._coordinator.wait_for(self, timeout_s)
-        if self._error is not None:
-            raise self._error
-        if self._result is not None:
-            self._value, self._result = self._coordinator.unpack(*self._result), None
-        return self._value
-
-    get = fetch
-
-    def end(self, result: _PackedResult | None, error: BaseException | None = None) -> None:
-        """Take the result; called by the coordinator."""
-        self._result, self._error, self.is_over = result, error, True
 
 
 class _Closure:
@@ -258,8 +205,9 @@ class ClusterCoordinator:
         Raises:
             Exception: What a closure has raised, once.
         """
-        if self._queue.failed is not None and self._queue.has_doomed:
-            return False  # closures that ran beside the failed one are not over
+        with self._office.lock:
+            if self._queue.has_doomed:
+                return False  # closures that ran beside the failed one are not over
         self._raise_failure()
         return self._queue.is_done
 
@@ -300,7 +248,7 @@ class ClusterCoordinator:
         Args:
             dataset_fn: Function without arguments that returns batches.
         """
-        return self.create_per_worker_resource(_iterator_of, (dataset_fn,))
+        return self.create_per_worker_resource(questions.iterator_of, (dataset_fn,))
 
     def resume(self) -> int:
         """Go on with the closures of an earlier coordinator, whose servers still live.
@@ -314,7 +262,7 @@ class ClusterCoordinator:
         Raises:
             CommTimeout: No worker comes.
         """
-        self._next = self._ask(_oldest_task)
+        self._next = self._ask(questions.oldest_task)
         self._must_resume = False
         return self._next
 
@@ -324,7 +272,7 @@ class ClusterCoordinator:
         Raises:
             CommTimeout: No worker comes.
         """
-        self._variables.set_values(self._ask(_values))
+        self._variables.set_values(self._ask(questions.values))
 
     def save(
         self,
@@ -341,8 +289,9 @@ class ClusterCoordinator:
             Exception: What a closure has raised, once.
         """
         self.join()
-        states = self._ask(_export)
-        self._variables.write(states, directory, step, state=state, keep=keep)
+        states = self._ask(questions.export)
+        extra = self._variables.model_tensors(states)
+        write_tables(directory, states, step, extra=extra, state=state, keep=keep)
 
     def close(self) -> None:
         """End the run: workers and servers leave. Idempotent."""
@@ -424,10 +373,9 @@ class ClusterCoordinator:
 
     def _late(self, missing: str, seconds: float) -> str:
         with self._office.lock:
-            running = self._queue.running
             lines = [
                 f"{worker} runs {', '.join(self._closures[n].value.name for n in numbers)}"
-                for worker, numbers in running.items()
+                for worker, numbers in self._queue.running.items()
             ]
             here = self._queue.workers
         where = "; ".join(lines) or f"the workers {', '.join(here) or '(none)'} are idle"
@@ -490,11 +438,11 @@ class ClusterCoordinator:
         self._progress_ns = time.monotonic_ns()
         for end, buffers in buffers_of(message.ends, delivery.buffers):
             if end.number in self._closures:  # else it has come before, or is another coordinator's
-                self._end(end, _PackedResult(end.packed, buffers, worker))
+                self._end(end, PackedResult(end.packed, buffers, worker))
         self._send_batches()
         self._wake()
 
-    def _end(self, end: TaskEnd, result: _PackedResult) -> None:
+    def _end(self, end: TaskEnd, result: PackedResult) -> None:
         """Take in the end of a closure."""
         if end.number >= 0:
             self._mean_s += 0.1 * (end.duration_s - self._mean_s)
@@ -512,7 +460,7 @@ class ClusterCoordinator:
         self._send_batches()
 
     def _decide(
-        self, instructions: Sequence[QueueInstruction], result: _PackedResult | None = None
+        self, instructions: Sequence[QueueInstruction], result: PackedResult | None = None
     ) -> None:
         """Carry out instructions; tasks leave with `_send_batches`."""
         for each in instructions:
@@ -535,10 +483,8 @@ class ClusterCoordinator:
     def _send_batches(self) -> None:
         """Send assigned tasks, in one message to each worker.
 
-        Short tasks wait for a full message while their worker has others, as small segments do in
-        TCP (J. Nagle, RFC 896, 1984). Without that, messages of one task stay single: the end of
-        one task makes room for one. The worker has enough to do meanwhile, since two messages fit
-        into its window.
+        Short tasks wait for a full message while their worker has others (J. Nagle, RFC 896, 1984).
+        Else messages of one task stay single: the end of one task makes room for one.
         """
         are_long = self._queue.window < 2 * MAX_BATCH
         for worker, batch in list(self._batches.items()):
@@ -552,24 +498,3 @@ class ClusterCoordinator:
         """Return the place of a closure's result; forget the closure unless workers keep it."""
         closure = self._closures[number] if number < 0 else self._closures.pop(number)
         return closure.value
-
-
-def _oldest_task(variables: ServerVariables) -> int:
-    return variables.oldest_task()
-
-
-def _export(variables: ServerVariables) -> dict[str, State]:
-    return variables.export()
-
-
-def _values(variables: ServerVariables) -> dict[str, torch.Tensor]:
-    variables.pull_all()
-    return variables.values()
-
-
-def _iterator_of(dataset_fn: Callable[..., Iterable[Any]]) -> Iterator[Any]:
-    return iter(dataset_fn())
-
-
-for _function in (_oldest_task, _export, _values, _iterator_of):
-    register(_function)

@@ -41,6 +41,7 @@ from braid.comm import Group
 from braid.errors import ConfigError, PeerLostError
 from braid.ps import Consistency, Node, Options
 from braid.ps.dense import MAX_SHARDS
+from braid.ps.snapshots import write_tables
 from braid.strategies.cluster import (
     ClusterResolver,
     LaunchedClusterResolver,
@@ -298,7 +299,8 @@ class ParameterServerStrategy(Strategy):
         self._node.barrier(f"before snapshot {step}")
         if self._node.number == min(self._node.workers):
             states = self.variables.export()
-            self.variables.write(states, directory, step, state=state, keep=keep)
+            extra = self.variables.model_tensors(states)
+            write_tables(directory, states, step, extra=extra, state=state, keep=keep)
         self._node.barrier(f"after snapshot {step}")
 
     def serve(self) -> None:

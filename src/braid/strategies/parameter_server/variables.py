@@ -18,15 +18,13 @@ Source: TensorFlow 2.21, `ParameterServerStrategyV2` (variables round-robin, sha
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from operator import itemgetter
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -35,134 +33,17 @@ from braid.errors import ConfigError
 from braid.ps import Consistency, Node
 from braid.ps.dense import MAX_SHARDS
 from braid.ps.protocol.shard_state import TaskKey
-from braid.ps.snapshots import read_table, write_tables
-from braid.ps.storage import State, join_shards, split_state
+from braid.ps.storage import State
 from braid.ps.table import Table
 from braid.strategies.parameter_server.partitioners import Partitioner, rows_of_shards
 from braid.strategies.parameter_server.rows import EmbeddingRows
 from braid.strategies.parameter_server.sharded_variable import ShardedVariable
+from braid.strategies.parameter_server.variable_table import VariablePiece, VariableTable
 
 __all__ = ["ServerVariables"]
 
 
-class _VariablePiece(NamedTuple):
-    """Rows of a parameter that lie on one server.
-
-    Attributes:
-        name: Name of the parameter.
-        param: The parameter.
-        begin: First element, as the parameter is flat.
-        end: Element after the last.
-    """
-
-    name: str
-    param: torch.Tensor
-    begin: int
-    end: int
-
-    def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a tensor of the parameter's shape."""
-        return values.detach().reshape(-1)[self.begin : self.end]
-
-
-class _VariableTable:
-    """The table of some parameters: of one group of an optimizer, or without one.
-
-    Attributes:
-        table: The table.
-        pieces: Its pieces, in its order.
-        params: Its parameters.
-        group: Options of the optimizer, as they are now; None if servers do not step.
-    """
-
-    def __init__(
-        self,
-        node: Node,
-        name: str,
-        pieces: Sequence[list[_VariablePiece]],
-        make: Callable[..., torch.optim.Optimizer] | None,
-        group: Mapping[str, Any] | None,
-        *,
-        consistency: Consistency,
-        restore: Path | None,
-    ) -> None:
-        self.pieces = [piece for on_server in pieces for piece in on_server]
-        self.params = {piece.name: piece.param for piece in self.pieces}
-        self.group = group
-        self._sizes = sizes = [piece.end - piece.begin for piece in self.pieces]
-        self._flat = torch.cat([piece.of(piece.param).cpu() for piece in self.pieces])
-        self._parts = list(torch.split(self._flat, sizes))
-        lengths = [sum(each.end - each.begin for each in on_server) for on_server in pieces]
-        self.table = node.dense(
-            name,
-            self._flat,
-            make,
-            consistency,
-            sizes=sizes if make is not None else (),
-            lengths=lengths,
-            place=0,
-            state=self._restored(restore) if restore is not None and node.is_server else None,
-        )
-
-    def export(self) -> dict[str, State]:
-        """Return the state of each parameter, which does not depend on shards and servers."""
-        parts = split_state(self.table.export(), len(self.pieces), self._sizes)
-        by_name: dict[str, list[tuple[int, State]]] = {}
-        for piece, part in zip(self.pieces, parts, strict=True):
-            by_name.setdefault(piece.name, []).append((piece.begin, part))
-        states = {
-            name: join_shards([part for _, part in sorted(numbered, key=itemgetter(0))])
-            for name, numbered in by_name.items()
-        }
-        if self.group is None:  # nobody pushes these: workers' own statistics are newer
-            for name, param in self.params.items():
-                states[name]["values"] = param.detach().cpu().reshape(-1).clone()
-        return states
-
-    def _restored(self, directory: Path) -> State:
-        """Return the state of the table from a snapshot of parameters."""
-        parts: dict[tuple[str, int], State] = {}
-        for name in dict.fromkeys(piece.name for piece in self.pieces):
-            pieces = [piece for piece in self.pieces if piece.name == name]
-            pieces.sort(key=lambda piece: piece.begin)
-            sizes = [piece.end - piece.begin for piece in pieces]
-            states = read_table(directory, name, len(pieces), sizes)
-            parts |= {(name, p.begin): state for p, state in zip(pieces, states, strict=True)}
-        return join_shards([parts[piece.name, piece.begin] for piece in self.pieces])
-
-    def pull(self) -> int:
-        """Begin to receive the values; return the timestamp."""
-        return self.table.pull_async(self._flat)
-
-    @torch.no_grad()
-    def arrive(self, timestamp: int) -> None:
-        """Wait for the values, and copy them into the parameters."""
-        self.table.wait(timestamp)
-        for piece, part in zip(self.pieces, self._parts, strict=True):
-            flat = piece.param.detach()
-            if flat.is_contiguous():
-                flat.view(-1)[piece.begin : piece.end].copy_(part)
-            else:  # `piece.of` would be a copy
-                whole = flat.contiguous().view(-1)
-                whole[piece.begin : piece.end].copy_(part)
-                flat.copy_(whole.view(flat.shape))
-
-    @torch.no_grad()
-    def push(self) -> int:
-        """Push the gradients; return the timestamp."""
-        assert self.group is not None, "only parameters with an optimizer have gradients"
-        grads, has = [], []
-        for piece, part in zip(self.pieces, self._parts, strict=True):
-            grad = piece.param.grad
-            if grad is not None and grad.layout is not torch.strided:
-                grad = grad.to_dense()
-            has.append(grad is not None)
-            grads.append(torch.zeros_like(part) if grad is None else piece.of(grad).cpu())
-        pushed = torch.cat(grads).to(self._flat.dtype)
-        return self.table.push_async(pushed, has=has, lr=float(self.group["lr"]))
-
-
-_Pushed: TypeAlias = "_VariableTable | EmbeddingRows"
+_Pushed: TypeAlias = "VariableTable | EmbeddingRows"
 
 
 class ServerVariables:
@@ -209,7 +90,7 @@ class ServerVariables:
         params, buffers = _named(modules)
         names = {id(param): name for name, param in params.items()}
         by_rows = _sparse_embeddings(modules)
-        self._trained: dict[torch.optim.Optimizer, list[_VariableTable]] = {}
+        self._trained: dict[torch.optim.Optimizer, list[VariableTable]] = {}
         self._rows: dict[torch.optim.Optimizer, list[EmbeddingRows]] = {}
         for number, optimizer in enumerate(optimizers):
             self._trained[optimizer], self._rows[optimizer] = [], []
@@ -307,30 +188,17 @@ class ServerVariables:
         states |= {rows.name: rows.table.export() for rows in self._all_rows()}
         return states | {variable.name: variable.export() for variable in self._sharded}
 
-    def write(
-        self,
-        states: Mapping[str, State],
-        directory: str | os.PathLike[str],
-        step: int,
-        *,
-        state: Mapping[str, Any] | None = None,
-        keep: int | None = None,
-    ) -> None:
-        """Write exported variables as a checkpoint, of which `model/` is a model's for `braid`.
-
-        Raises:
-            CheckpointError: It cannot be written; earlier ones are untouched.
-        """
+    def model_tensors(self, states: Mapping[str, State]) -> dict[str, torch.Tensor]:
+        """Return exported variables by the names of a model's parameters in a checkpoint."""
         shapes = {name: values.shape for name, values in self.values().items()}
         rows = {each.name: each for each in self._all_rows()}
-        model = {
+        return {
             f"model/{name}": rows[name].whole(one)
             if name in rows
             else one["values"].view(shapes[name])
             for name, one in states.items()
             if name in shapes
         }
-        write_tables(directory, states, step, extra=model, state=state, keep=keep)
 
     def servers_of(self, name: str) -> list[int]:
         """Return the server with which each shard of a variable has begun."""
@@ -370,7 +238,7 @@ class ServerVariables:
             for table in tables:
                 table.task = None
 
-    def _all_trained(self) -> list[_VariableTable]:
+    def _all_trained(self) -> list[VariableTable]:
         return [each for tables in self._trained.values() for each in tables]
 
     def _all_pushed(self) -> list[_Pushed]:
@@ -383,7 +251,7 @@ class ServerVariables:
         tables: list[Table] = [each.table for each in self._all()]
         return [*tables, *(each.table for each in self._all_rows()), *self._sharded]
 
-    def _all(self) -> list[_VariableTable]:
+    def _all(self) -> list[VariableTable]:
         return [*self._all_trained(), *self._constants]
 
     def _tables(
@@ -392,20 +260,20 @@ class ServerVariables:
         params: Mapping[str, torch.Tensor],
         make: Callable[..., torch.optim.Optimizer] | None,
         group: Mapping[str, Any] | None,
-    ) -> list[_VariableTable]:
+    ) -> list[VariableTable]:
         """Return a table of parameters for each of their dtypes."""
         count = self._node.num_servers
-        by_dtype: dict[torch.dtype, list[list[_VariablePiece]]] = {}
+        by_dtype: dict[torch.dtype, list[list[VariablePiece]]] = {}
         for param_name, param in params.items():
             on_servers = by_dtype.setdefault(param.dtype, [[] for _ in range(count)])
             rows = rows_of_shards(self._partitioner, param.shape, param.dtype, MAX_SHARDS)
             row, begin = param.numel() // max(1, sum(rows)), 0
             for num_rows in rows:
                 end = begin + num_rows * row
-                on_servers[self._next % count].append(_VariablePiece(param_name, param, begin, end))
+                on_servers[self._next % count].append(VariablePiece(param_name, param, begin, end))
                 self._next, begin = self._next + 1, end
         return [
-            _VariableTable(
+            VariableTable(
                 self._node,
                 f"{name}.{str(dtype).removeprefix('torch.')}",
                 on_servers,

@@ -1,0 +1,42 @@
+"""Errors of waits that were too long, with what other nodes report about their waits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from braid.errors import CommTimeout
+from braid.ps.messages import Explain, Explained
+from braid.runtime.message import Delivery
+
+if TYPE_CHECKING:
+    from braid.ps.postoffice import Postoffice
+
+__all__ = ["explained"]
+
+EXPLAIN_S = 1.0  # for nodes to report their waits, after a deadline has passed
+
+
+def explained(office: Postoffice, error: CommTimeout, nodes: Iterable[str]) -> CommTimeout:
+    """Return the error with the waits that some nodes report."""
+    answers: dict[str, list[str]] = {node: [] for node in nodes}
+    asked: dict[int, str] = {office.new_id(): node for node in answers}
+    silent = set(answers)
+
+    def note(delivery: Delivery) -> None:
+        silent.discard(delivery.sender)
+        if isinstance(delivery.message, Explained):
+            answers[delivery.sender] = delivery.message.lines
+
+    with office.lock:
+        for number, node in asked.items():
+            office.expect(number, note)
+            office.send(node, Explain(), message_id=number)
+    with contextlib.suppress(CommTimeout):
+        office.wait_until(lambda: not silent, EXPLAIN_S)
+    with office.lock:
+        office.expect_no_more(asked)
+    lines = [f"{node}: {line}" for node in answers for line in answers[node]]
+    lines += [f"{node} does not answer: it is busy, stopped or gone" for node in sorted(silent)]
+    return CommTimeout("; ".join([str(error), *lines]))

@@ -1,0 +1,39 @@
+"""Functions of braid that a coordinator asks workers to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from braid.ps.storage import State
+from braid.rpc.names import register
+from braid.strategies.parameter_server.variables import ServerVariables
+
+__all__ = ["export", "iterator_of", "oldest_task", "values"]
+
+
+@register
+def oldest_task(variables: ServerVariables) -> int:
+    """Return the number below which all tasks are over, as far as servers know."""
+    return variables.oldest_task()
+
+
+@register
+def export(variables: ServerVariables) -> dict[str, State]:
+    """Return values and optimizer state of each variable, by name."""
+    return variables.export()
+
+
+@register
+def values(variables: ServerVariables) -> dict[str, torch.Tensor]:
+    """Return the current values of all variables, by name."""
+    variables.pull_all()
+    return variables.values()
+
+
+@register
+def iterator_of(dataset_fn: Callable[..., Iterable[Any]]) -> Iterator[Any]:
+    """Return an iterator over a new data set."""
+    return iter(dataset_fn())
