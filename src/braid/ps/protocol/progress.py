@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -114,6 +115,17 @@ class ShardProgress:
         """Whether a task's push has been added before, by whichever worker."""
         task, number = update
         return task < self.oldest_task or number < self.tasks.get(task, 0)
+
+    def clocks_of(self, members: Mapping[int, int]) -> dict[int, int]:
+        """Return the next clock of each worker, from its first clock."""
+        return {worker: self.clocks.get(worker, start) for worker, start in members.items()}
+
+    def slowest(self, members: Mapping[int, int], pushes: Sequence[Push] = ()) -> int:
+        """Return the least clock of the members after some pushes, up to where rules change."""
+        clocks = self.clocks_of(members)
+        clocks.update({worker: clock + 1 for worker, clock in pushes if worker in clocks})
+        slowest = min(clocks.values(), default=self.completed)
+        return min([slowest, *(b for b in self.rules.begins if b > self.completed)])
 
     def advance(self, record: ShardRecord) -> None:
         """Let a record, the next one, have happened."""

@@ -28,8 +28,6 @@ aggregation); R. van Renesse, F. Schneider, Chain Replication, OSDI 2004; Q. Ho 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from braid.errors import CommError
 from braid.ps.consistency import Consistency
 from braid.ps.protocol.instructions import (
@@ -47,23 +45,10 @@ from braid.ps.protocol.instructions import (
     SendOn,
     View,
 )
+from braid.ps.protocol.kept_pushes import KeptPushes, TaskKey
 from braid.ps.protocol.progress import ConsistencySchedule, Push, ShardProgress, ShardRecord
 
 __all__ = ["ShardState", "TaskKey"]
-
-
-class TaskKey(NamedTuple):
-    """Identity of a push that several workers may send; servers add it once.
-
-    Attributes:
-        task: Number of the task, which is run again elsewhere if its worker is lost.
-        number: Number of the push among those of the task to this table.
-        oldest: First task that is not over: servers remember no task before it.
-    """
-
-    task: int
-    number: int
-    oldest: int = 0
 
 
 class ShardState:
@@ -90,10 +75,7 @@ class ShardState:
         self.log: dict[int, ShardRecord] = {}
         self.is_installed = False
         self._early: dict[int, ShardRecord] = {}  # records that came before their predecessor
-        self._pushes: dict[Push, Request] = {}  # kept, with who waits for the answer
-        self._keys: dict[Push, TaskKey] = {}  # of kept pushes
-        self._lrs: dict[Push, float] = {}  # that kept pushes name
-        self._eligible: list[Push] = []  # those without a gap before them, as they came
+        self._kept = KeptPushes()
         self._accepts: list[tuple[int, Request]] = []  # number of a record, who waits for it
         self._parked: dict[Request, tuple[int, int]] = {}  # worker and clock of pulls
         self._since = -1  # epoch since which this server joins, or has joined
@@ -152,8 +134,7 @@ class ShardState:
         else:
             done += [SendOn(number) for number in self.log]
         if not self.is_head:
-            done += self._redirect()
-            return done
+            return [*done, *self._redirect()]
         return [*done, *self._decide(), *self._freed()]
 
     def push(
@@ -181,14 +162,8 @@ class ShardState:
                 f"{self.decided.completed}, so a worker that joins must begin later"
             )
             raise CommError(msg)
-        is_new = (worker, clock) not in self._pushes
-        self._pushes[worker, clock] = request  # the last one that asks is answered
-        if not is_new:
+        if not self._kept.add((worker, clock), request, key, lr):
             return []
-        if key is not None:
-            self._keys[worker, clock] = key
-        if lr is not None:
-            self._lrs[worker, clock] = lr
         self._admit(worker)
         return [Keep(worker, clock), *self._decide(), *self._freed()]
 
@@ -229,7 +204,7 @@ class ShardState:
             lr = None
         if consistency is None and lr is None:  # another worker has said so
             return self._accept_from(self.decided.number, request)
-        latest = max([self.decided.completed, *(c for _, c in self._pushes)], default=0)
+        latest = max([self.decided.completed, *(c for _, c in self._kept.requests)], default=0)
         if clock < latest:
             msg = (
                 f"settings cannot change at clock {clock}: clock {latest} has begun; choose a "
@@ -297,8 +272,7 @@ class ShardState:
 
     def waiting(self) -> list[str]:
         """Return who waits for whom, as text."""
-        lines = []
-        pushed = self._pushed()
+        lines, pushed = [], self._pushed()
         for worker, clock in self._parked.values():
             reached = clock - self.applied.rules.at(clock).staleness
             missing = [
@@ -319,18 +293,14 @@ class ShardState:
         ]
         completed = self.decided.completed
         if self.decided.rules.at(completed).by_clock:
-            needed += [clock + 1 for _, clock in self._eligible if clock == completed]
+            needed += [clock + 1 for _, clock in self._kept.eligible if clock == completed]
         return {worker for worker, clock in pushed.items() if clock < max(needed, default=0)}
 
     # -- inside
 
     def _pushed(self) -> dict[int, int]:
         """Return the clock of each worker after its pushes that are kept."""
-        pushed = self._clocks()
-        for worker in pushed:
-            while (worker, pushed[worker]) in self._pushes:  # kept for a clock of all workers
-                pushed[worker] += 1
-        return pushed
+        return self._kept.clocks_after(self.applied.clocks_of(self.view.members))
 
     def _install_successor(self) -> list[Instruction]:
         """Send the state to a successor that joins, once."""
@@ -352,26 +322,22 @@ class ShardState:
 
     def _redirect(self) -> list[Instruction]:
         """Send all who wait here to the head."""
-        requests = [*self._pushes.values(), *self._parked]
+        kept, self._kept = self._kept.requests, KeptPushes()
+        requests = [*kept.values(), *self._parked]
         requests += [request for _, request in self._accepts]
-        kept = tuple(self._pushes)
-        self._pushes.clear()
-        self._keys.clear()
-        self._lrs.clear()
-        self._eligible.clear()
         self._parked.clear()
         self._accepts.clear()
         done: list[Instruction] = [Moved(request) for request in requests]
-        return [*done, DropPushes(kept)] if kept else done
+        return [*done, DropPushes(tuple(kept))] if kept else done
 
     def _admit(self, worker: int) -> None:
         """Let the worker's next pushes count, as far as there is no gap."""
         clock = self.decided.clocks.get(worker, self.view.members.get(worker, 0))
-        known = {c for w, c in self._eligible if w == worker}
+        known = {c for w, c in self._kept.eligible if w == worker}
         clock = max([clock, *(c + 1 for c in known)])
-        while (worker, clock) in self._pushes or self._is_over(clock):
-            if (worker, clock) in self._pushes:
-                self._eligible.append((worker, clock))
+        while (worker, clock) in self._kept.requests or self._is_over(clock):
+            if (worker, clock) in self._kept.requests:
+                self._kept.eligible.append((worker, clock))
             clock += 1
 
     def _is_over(self, clock: int) -> bool:
@@ -389,10 +355,10 @@ class ShardState:
     def _next_record(self) -> ShardRecord | None:
         completed = self.decided.completed
         rules = self.decided.rules
-        for worker, clock in self._eligible:
+        for worker, clock in self._kept.eligible:
             rule = rules.at(clock)
             is_alone = not rule.by_clock or clock < completed
-            if is_alone and self._repeated([(worker, clock)]):
+            if is_alone and self._kept.repeated([(worker, clock)], self.decided):
                 return self._record(dropped=((worker, clock),))
             if clock < completed and rule.by_clock:
                 if rule.late == "drop":
@@ -404,34 +370,21 @@ class ShardState:
                 return self._record(pushes=((worker, clock),), scale=scale)
         rule = rules.at(completed)
         if rule.by_clock:
-            workers = sorted(worker for worker, clock in self._eligible if clock == completed)
+            workers = sorted(worker for worker, clock in self._kept.eligible if clock == completed)
             needed = self._needed(rule, completed)
             if not needed and self.view.members:  # all who are here began later
                 return self._record(completed=min(self.view.members.values()))
             if len(set(workers) & self.view.members.keys()) >= needed > 0:
                 arrived = [(worker, completed) for worker in workers]
-                dropped = self._repeated(arrived)
+                dropped = self._kept.repeated(arrived, self.decided)
                 pushes = tuple(push for push in arrived if push not in dropped)
                 scale = _scale(rule, max(1, len(pushes)))
                 return self._record(
                     pushes=pushes, dropped=dropped, scale=scale, completed=completed + 1
                 )
-        elif self._slowest(()) > completed:
+        elif self.decided.slowest(self.view.members) > completed:
             return self._record()
         return None
-
-    def _repeated(self, pushes: list[Push]) -> tuple[Push, ...]:
-        """Return pushes of tasks that are added already, or twice among these."""
-        repeated, seen = [], set()
-        for push in pushes:
-            key = self._keys.get(push)
-            if key is None:
-                continue
-            update = key.task, key.number
-            if update in seen or self.decided.has(update):
-                repeated.append(push)
-            seen.add(update)
-        return tuple(repeated)
 
     def _record(
         self,
@@ -448,8 +401,8 @@ class ShardState:
         if completed is None:
             completed = self.decided.completed
             if not self.decided.rules.at(completed).by_clock:
-                completed = max(completed, self._slowest(pushes))
-        keys = [self._keys[push] for push in pushes if push in self._keys]
+                completed = max(completed, self.decided.slowest(self.view.members, pushes))
+        keys = self._kept.keys(pushes)
         return ShardRecord(
             number=self.decided.number + 1,
             pushes=pushes,
@@ -462,34 +415,15 @@ class ShardState:
             lr_before=lr_before,
             updates=tuple((key.task, key.number) for key in keys),
             oldest_task=max((key.oldest for key in keys), default=0),
-            step_lr=next((self._lrs[push] for push in pushes if push in self._lrs), None),
+            step_lr=self._kept.lr(pushes),
         )
-
-    def _slowest(self, pushes: tuple[Push, ...]) -> int:
-        """Return the least clock of the members after some pushes, up to where rules change."""
-        clocks = self._clocks(self.decided)
-        clocks.update({w: c + 1 for w, c in pushes if w in clocks})
-        slowest = min(clocks.values(), default=self.decided.completed)
-        later = [b for b in self.decided.rules.begins if b > self.decided.completed]
-        return min([slowest, *later])
-
-    def _clocks(self, progress: ShardProgress | None = None) -> dict[int, int]:
-        progress = progress or self.applied
-        return {
-            worker: progress.clocks.get(worker, start)
-            for worker, start in self.view.members.items()
-        }
 
     def _begin(self, record: ShardRecord) -> list[Instruction]:
         """Decide on a record: it happens once the chain has it."""
         self.decided.advance(record)
         self.log[record.number] = record
-        gone = {*record.pushes, *record.dropped}
-        self._eligible = [push for push in self._eligible if push not in gone]
-        for push in (*record.pushes, *record.dropped):
-            self._accepts.append((record.number, self._pushes.pop(push)))
-            self._keys.pop(push, None)
-            self._lrs.pop(push, None)
+        requests = self._kept.take((*record.pushes, *record.dropped))
+        self._accepts += [(record.number, request) for request in requests]
         done: list[Instruction] = [Merge(record)]
         if record.dropped:
             done.append(DropPushes(record.dropped))
@@ -547,10 +481,11 @@ class ShardState:
         rule = self.applied.rules.at(clock)
         if self.applied.completed < clock - rule.staleness:
             return False
-        return rule.by_clock or self._clocks().get(worker, clock) >= clock
+        clocks = self.applied.clocks_of(self.view.members)
+        return rule.by_clock or clocks.get(worker, clock) >= clock
 
     def _needed(self, rule: Consistency, clock: int) -> int:
-        """Return of how many of the workers that are here a clock needs pushes."""
+        """Return the number of live workers whose push completes a clock."""
         count = sum(start <= clock for start in self.view.members.values())
         return count if rule.quorum is None else min(rule.quorum, count)
 

@@ -1,0 +1,88 @@
+"""The pushes that the head of a shard keeps until a record has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+from braid.ps.protocol.instructions import Request
+from braid.ps.protocol.progress import Push, ShardProgress
+
+__all__ = ["KeptPushes", "TaskKey"]
+
+
+class TaskKey(NamedTuple):
+    """Identity of a push that several workers may send; servers add it once.
+
+    Attributes:
+        task: Number of the task, which is run again elsewhere if its worker is lost.
+        number: Number of the push among those of the task to this table.
+        oldest: First task that is not over: servers remember no task before it.
+    """
+
+    task: int
+    number: int
+    oldest: int = 0
+
+
+class KeptPushes:
+    """Pushes by worker and clock, with the requests that wait for their answers.
+
+    Attributes:
+        requests: Request of each push.
+        eligible: Pushes without a gap before them, as they came.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[Push, Request] = {}
+        self.eligible: list[Push] = []
+        self._keys: dict[Push, TaskKey] = {}
+        self._lrs: dict[Push, float] = {}  # learning rates that pushes name
+
+    def add(self, push: Push, request: Request, key: TaskKey | None, lr: float | None) -> bool:
+        """Keep a push; return whether it is new. The last request for it is answered."""
+        is_new = push not in self.requests
+        self.requests[push] = request
+        if is_new and key is not None:
+            self._keys[push] = key
+        if is_new and lr is not None:
+            self._lrs[push] = lr
+        return is_new
+
+    def keys(self, pushes: Sequence[Push]) -> list[TaskKey]:
+        """Return the keys of those pushes that have one."""
+        return [self._keys[push] for push in pushes if push in self._keys]
+
+    def lr(self, pushes: Sequence[Push]) -> float | None:
+        """Return the learning rate of the first push that names one."""
+        return next((self._lrs[push] for push in pushes if push in self._lrs), None)
+
+    def repeated(self, pushes: Sequence[Push], progress: ShardProgress) -> tuple[Push, ...]:
+        """Return pushes of tasks that are in the progress already, or twice among these."""
+        repeated, seen = [], set()
+        for push in pushes:
+            key = self._keys.get(push)
+            if key is None:
+                continue
+            update = key.task, key.number
+            if update in seen or progress.has(update):
+                repeated.append(push)
+            seen.add(update)
+        return tuple(repeated)
+
+    def clocks_after(self, clocks: dict[int, int]) -> dict[int, int]:
+        """Return the clock of each worker after the pushes that are kept for it."""
+        return {
+            worker: next(c for c in count(clock) if (worker, c) not in self.requests)
+            for worker, clock in clocks.items()
+        }
+
+    def take(self, pushes: Sequence[Push]) -> list[Request]:
+        """Remove pushes that a record has; return their requests."""
+        taken = set(pushes)
+        self.eligible = [push for push in self.eligible if push not in taken]
+        for push in pushes:
+            self._keys.pop(push, None)
+            self._lrs.pop(push, None)
+        return [self.requests.pop(push) for push in pushes]
