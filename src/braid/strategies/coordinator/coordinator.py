@@ -59,7 +59,7 @@ __all__ = ["ClosureCancelledError", "ClusterCoordinator", "RemoteValue"]
 
 MAX_WAITING = 256
 TIMEOUT_S = 300.0  # without any closure that ends
-AHEAD_S = 0.016  # closures of this time altogether are sent ahead to a worker
+AHEAD_S = 0.032  # closures of this time in total are sent ahead, behind the one that runs
 MAX_AHEAD = 4 * MAX_BATCH
 
 
@@ -447,7 +447,7 @@ class ClusterCoordinator:
         if end.number >= 0:
             self._mean_s += 0.1 * (end.duration_s - self._mean_s)
         if not self.strategy.is_synchronous:
-            self._queue.window = max(1, min(MAX_AHEAD, int(AHEAD_S / self._mean_s)))
+            self._queue.window = min(MAX_AHEAD, 1 + int(AHEAD_S / self._mean_s))
         if end.failed:
             self._errors[end.number] = self._codec.unpack_error(end.packed)
         instructions = self._queue.over(
