@@ -41,6 +41,7 @@ class _Default:
         self.group: Group | None = None
         self.metrics: RunMetrics | None = None
         self.sum_order = "any"
+        self.costs = ""  # of collectives, as measured in an earlier epoch
 
 
 _DEFAULT = _Default()
@@ -91,7 +92,12 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
 def _share_world(member: Membership, timeout_s: float) -> Group:
     """Make the group of all ranks, the default from now on."""
     group = Group.world(member.context, member.transport, sum_order=_DEFAULT.sum_order)
-    _tune(group, member.transport.hosts, timeout_s)
+    costs = group.objects.broadcast(_DEFAULT.costs) if member.epoch > 0 else ""
+    if costs:  # nothing is measured again while others wait to go on
+        group.engine.use_costs(costs)
+    else:
+        _tune(group, member.transport.hosts, timeout_s)
+    _DEFAULT.costs = group.engine.costs or _DEFAULT.costs
     if _have_own_gpus(group, member.transport.hosts):
         LOG.info("CUDA tensors go to NCCL: every rank has a GPU of its own")
         group.attach(

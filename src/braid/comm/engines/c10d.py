@@ -125,6 +125,11 @@ class C10dEngine:
     def tune(self, timeout_s: float) -> None:
         """Do nothing: the backend chooses its algorithms itself."""
 
+    costs = ""
+
+    def use_costs(self, costs: str) -> None:
+        """Do nothing; see `tune`."""
+
     def explain(self) -> str:
         """Say that the backend chooses its algorithms."""
         return f"{self.size} ranks, {self._group.name()} chooses its algorithms itself"

@@ -128,6 +128,15 @@ class Engine(Protocol):
         """Measure what the choice of algorithms depends on; all members call it."""
         ...
 
+    @property
+    def costs(self) -> str:
+        """Measured costs, for `use_costs`; empty without."""
+        ...
+
+    def use_costs(self, costs: str) -> None:
+        """Choose algorithms by what another engine has measured; the same on all members."""
+        ...
+
     def explain(self) -> str:
         """Say which algorithm is chosen for which size, and why."""
         ...

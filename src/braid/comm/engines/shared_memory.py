@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
+import msgspec
 import torch
 
 from braid.comm.algorithms import broadcast_gather as move
@@ -135,6 +136,18 @@ class SharedMemoryEngine:
         self.selection = self._select()
         if LOG.isEnabledFor(logging.DEBUG):
             LOG.debug("%s", self.explain())
+
+    @property
+    def costs(self) -> str:
+        """Measured costs, for `use_costs`; empty without."""
+        by_name = {str(int(shares)): costs for shares, costs in self._costs.items()}
+        return msgspec.json.encode(by_name).decode() if by_name else ""
+
+    def use_costs(self, costs: str) -> None:
+        """Choose algorithms by what another engine has measured; the same on all members."""
+        by_name = msgspec.json.decode(costs, type=dict[str, PrimitiveCosts])
+        self._costs.update({name == "1": own for name, own in by_name.items()})
+        self.selection = self._select()
 
     def _call_s(self, barrier: Collective, sync_s: float) -> float:
         """Return the seconds that a call takes besides its steps, of which a barrier has one.

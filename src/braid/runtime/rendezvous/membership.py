@@ -139,6 +139,7 @@ class Membership:
         environment: Settings from the launcher.
         context: Context for all objects that communicate; of the present epoch.
         transport: Transport between the ranks of the job; of the present epoch.
+        epoch: Number of the present epoch of an elastic run; -1 without one.
         control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
         failure: The exception that is ending this process, as `type: message`, or its exit code;
@@ -155,7 +156,7 @@ class Membership:
         self.environment = environment
         self.context, self.transport = joined
         self._parts = parts
-        self._epoch = epoch
+        self.epoch = epoch
         self._link = parts.link
         self.control = parts.link.control if parts.link is not None else None
         self._launcher = parts.launcher
@@ -181,7 +182,7 @@ class Membership:
     @property
     def is_newcomer(self) -> bool:
         """Whether this process is alone until the others take it in."""
-        return self.environment.elastic == "newcomer" and self._epoch < 0
+        return self.environment.elastic == "newcomer" and self.epoch < 0
 
     @property
     def pauses(self) -> bool:
@@ -214,8 +215,8 @@ class Membership:
         self.transport.announce_end(0.0)
         self.transport.close()
         entrance = _JobEntrance(self.environment, self._parts, clock, timeout_s)
-        epoch, joined = entrance.join_epoch(self._epoch, num_steps)
-        self._epoch = epoch.epoch
+        epoch, joined = entrance.join_epoch(self.epoch, num_steps)
+        self.epoch = epoch.epoch
         self.context, self.transport = joined
         return epoch
 
@@ -227,7 +228,7 @@ class Membership:
             reason: Clause for the user: "was asked to end".
         """
         assert self._launcher is not None
-        self._launcher.leave(self._epoch, num_steps, reason)
+        self._launcher.leave(self.epoch, num_steps, reason)
 
     def close(self) -> None:
         """Leave the job and release all resources. Idempotent."""
