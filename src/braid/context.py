@@ -115,7 +115,9 @@ def _share_world(member: Membership, timeout_s: float) -> Group:
     return group
 
 
-def next_epoch(num_steps: int, timeout_s: float = 600.0) -> tuple[Group, NewEpoch]:
+def next_epoch(
+    num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
+) -> tuple[Group, NewEpoch]:
     """Leave this epoch of an elastic run, and return the group of all ranks of the next one.
 
     Tensors of the old group stay readable; its operations and requests have ended.
@@ -123,22 +125,24 @@ def next_epoch(num_steps: int, timeout_s: float = 600.0) -> tuple[Group, NewEpoc
     Args:
         num_steps: Number of steps that the state of this process has seen; -1 without state.
         timeout_s: Seconds to wait for the members of the next epoch.
+        limit_s: Seconds to wait for its beginning; None for no limit.
 
     Raises:
         ConfigError: The run is not elastic.
         PeerLostError: The launcher ends the run, or is gone.
+        CommTimeout: No epoch has begun in time.
     """
     member = membership()
     torch_backend.share(None)
     world().close()
-    return _share_next_world(member, num_steps, timeout_s)
+    return _share_next_world(member, num_steps, timeout_s, limit_s)
 
 
 def _share_next_world(
-    member: Membership, num_steps: int, timeout_s: float
+    member: Membership, num_steps: int, timeout_s: float, limit_s: float | None = None
 ) -> tuple[Group, NewEpoch]:
     while True:
-        epoch = member.next_epoch(num_steps, timeout_s)
+        epoch = member.next_epoch(num_steps, timeout_s, limit_s=limit_s)
         try:
             return _share_world(member, timeout_s), epoch
         except PeerLostError:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import select
 import sys
 import traceback
@@ -118,9 +119,12 @@ class _Launcher:
         """Tell the launcher that this process ends, and others shall take its place."""
         self._control.send(Ready(epoch, num_steps, reason))
 
-    def ready(self, epoch: int, num_steps: int) -> NewEpoch:
+    def ready(
+        self, epoch: int, num_steps: int, clock: Clock, limit_s: float | None = None
+    ) -> NewEpoch:
         """Tell the launcher that this process waits for the epoch after `epoch`, and return it."""
         self._control.send(Ready(epoch, num_steps))
+        end_ns = math.inf if limit_s is None else clock.after_ns(limit_s)
         while True:
             self.poll()
             if self.epoch.epoch > epoch:
@@ -129,6 +133,9 @@ class _Launcher:
                 reason = self.stop_reason or "the launcher is gone"
                 msg = f"no epoch follows epoch {epoch} of this run: {reason}"
                 raise PeerLostError(msg, rank=min(self.lost, default=-1))
+            if clock.now_ns() >= end_ns:
+                msg = f"no epoch has followed epoch {epoch} of this run within {limit_s:g} s"
+                raise CommTimeout(msg)
             select.select([self._control.fileno()], [], [], LOOK_S)
 
 
@@ -192,7 +199,9 @@ class Membership:
         self.context.health.collect()
         return self._launcher.pauses
 
-    def next_epoch(self, num_steps: int, timeout_s: float = 600.0) -> NewEpoch:
+    def next_epoch(
+        self, num_steps: int, timeout_s: float = 600.0, *, limit_s: float | None = None
+    ) -> NewEpoch:
         """Leave this epoch of an elastic run, and join the next one; every member calls it.
 
         The context and the transport are new ones then; close all groups of the old ones before.
@@ -200,6 +209,7 @@ class Membership:
         Args:
             num_steps: Number of steps that the state of this process has seen; -1 without state.
             timeout_s: Seconds to wait for the members of the next epoch.
+            limit_s: Seconds to wait for its beginning; None for no limit.
 
         Returns:
             The epoch; this process is one of its members.
@@ -207,6 +217,7 @@ class Membership:
         Raises:
             ConfigError: The run is not elastic.
             PeerLostError: The launcher ends the run, or is gone.
+            CommTimeout: No epoch has begun in time.
         """
         if self._launcher is None or not self.environment.elastic:
             msg = "the members of this run are fixed: start it with `braid run --min-ranks N`"
@@ -215,7 +226,7 @@ class Membership:
         self.transport.announce_end(0.0)
         self.transport.close()
         entrance = _JobEntrance(self.environment, self._parts, clock, timeout_s)
-        epoch, joined = entrance.join_epoch(self.epoch, num_steps)
+        epoch, joined = entrance.join_epoch(self.epoch, num_steps, limit_s)
         self.epoch = epoch.epoch
         self.context, self.transport = joined
         return epoch
@@ -408,11 +419,13 @@ class _JobEntrance(NamedTuple):
         joined.transport.keep_from_children(parts.sockets)
         return joined
 
-    def join_epoch(self, epoch: int, num_steps: int) -> tuple[NewEpoch, JoinedRank]:
+    def join_epoch(
+        self, epoch: int, num_steps: int, limit_s: float | None = None
+    ) -> tuple[NewEpoch, JoinedRank]:
         """Join the epoch after `epoch`, or after one of which a member died on its way."""
         assert self.parts.launcher is not None
         while True:
-            new = self.parts.launcher.ready(epoch, num_steps)
+            new = self.parts.launcher.ready(epoch, num_steps, self.clock, limit_s)
             rank, epoch = new.members.index(self.environment.rank), new.epoch
             with contextlib.suppress(PeerLostError):
                 return new, self.join(f"epoch-{epoch}", rank, len(new.members))
