@@ -106,7 +106,7 @@ def local_rank() -> int:
 
 def local_size() -> int:
     """Return the number of ranks of this host."""
-    return session().job.local_world_size
+    return session().local_size
 
 
 def cross_rank() -> int:

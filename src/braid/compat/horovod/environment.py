@@ -40,6 +40,9 @@ class HorovodEnvironment:
         stall_check: Whether operations are reported that wait for ranks.
         stall_check_s: Seconds until they are reported.
         stall_shutdown_s: Seconds until everything ends for that; 0 for never.
+        elastic_timeout_s: Seconds that members of an elastic run wait for enough others.
+        reset_limit: Number of changes of the members after which a lost one ends the run; None for
+            no limit.
         hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured
             costs.
         hierarchical_allgather: Whether allgather does; braid's does so on several hosts in any
@@ -67,6 +70,8 @@ class HorovodEnvironment:
     stall_check: bool = True
     stall_check_s: float = 60.0
     stall_shutdown_s: float = 0.0
+    elastic_timeout_s: float = 600.0
+    reset_limit: int | None = None
     hierarchical_allreduce: bool | None = None
     hierarchical_allgather: bool | None = None
     autotune: bool = False

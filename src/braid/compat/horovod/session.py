@@ -22,15 +22,15 @@ import torch
 
 from braid import context
 from braid.comm import Group
-from braid.compat.horovod.common.exceptions import NotInitializedError
+from braid.compat.horovod.common.exceptions import NotInitializedError, translated
 from braid.compat.horovod.environment import HorovodEnvironment, write_search
 from braid.compat.horovod.fusion import Autotuner, Fusion, Request, Stall
 from braid.compat.horovod.fusion.batching import FusedBatch
 from braid.compat.horovod.fusion.entry import Result, TensorTableEntry
 from braid.errors import CommError, ConfigError
-from braid.runtime.rendezvous import JobEnvironment
+from braid.runtime.rendezvous import JobEnvironment, NewEpoch
 
-__all__ = ["Session", "SessionMember", "session", "start", "stop"]
+__all__ = ["Session", "SessionMember", "renew", "session", "start", "started", "stop"]
 
 GLOBAL = 0  # number of the set of all ranks
 NEW_SET = "new process set"
@@ -112,6 +112,8 @@ class Session:
         mine = (self.job.local_rank, self.job.node_rank)
         places = group.objects.all_gather(mine)
         alike = sorted(node for local, node in places if local == mine[0])
+        here = sum(node == mine[1] for _, node in places)
+        self.local_size = here if self.job.elastic else self.job.local_world_size
         self.cross = alike.index(mine[1]), len(alike)
         self.spans_hosts = len({node for _, node in places}) > 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -120,6 +122,7 @@ class Session:
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
         self.collected: set[Callable[[], None]] = set()  # each submits what has been collected
         self._members: dict[int, SessionMember] = {}
+        self.added_sets: list[Any] = []  # by the program, in order; see `process_sets`
         self._next_number = GLOBAL
         direct = group.split(0)
         assert direct is not None  # this rank is one of all
@@ -129,6 +132,11 @@ class Session:
         if environment.timeline:
             whole.engine.timeline.start(mark_cycles=environment.timeline_mark_cycles)
             whole.engine.timeline.path_at_end = Path(environment.timeline)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process is alone until the members of an elastic run take it in."""
+        return self.job.elastic == "newcomer" and context.membership().is_newcomer
 
     @property
     def whole(self) -> SessionMember:
@@ -306,6 +314,25 @@ def start(group: Group | None = None, environment: HorovodEnvironment | None = N
         _HOLDER.session = Session(group, environment or HorovodEnvironment.from_os())
         atexit.register(stop)
     return _HOLDER.session
+
+
+def renew(num_commits: int, timeout_s: float, limit_s: float | None) -> NewEpoch:
+    """Join the next epoch of an elastic run, with a session of its members; all of them call this.
+
+    Args:
+        num_commits: Number of commits that the state of this process has seen; -1 without state.
+        timeout_s: Seconds to wait for the members of the epoch.
+        limit_s: Seconds to wait for its beginning; None for no limit.
+
+    Raises:
+        HorovodInternalError: A member of that epoch was lost: join the one after it.
+        CommError: No epoch follows.
+    """
+    stop()
+    group, epoch = context.next_epoch(num_commits, timeout_s, limit_s=limit_s)
+    with translated():
+        start(group)
+    return epoch
 
 
 def stop() -> None:

@@ -29,10 +29,10 @@ class UnsupportedArgumentError(ConfigError, NotImplementedError):
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Hosts of an elastic job have changed; never raised, as there is no elastic training.
+    """Members of an elastic run are about to change; the state of this rank stays as it is.
 
     Args:
-        skip_sync: As in Horovod.
+        skip_sync: Whether this rank needs no other state; members that disagree synchronize.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

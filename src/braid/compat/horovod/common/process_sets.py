@@ -16,6 +16,7 @@ __all__ = [
     "global_process_set",
     "process_set_by_id",
     "remove_process_set",
+    "renew_process_sets",
 ]
 
 
@@ -105,12 +106,17 @@ global_process_set = _Global()
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable; all ranks call this, in the same order.
 
+    A newcomer of an elastic run can use the set from the time when the others take it in.
+
     Raises:
         ConfigError: The set has ranks that do not exist, or there is one of these ranks already.
         HorovodInternalError: Ranks pass different sets.
     """
     try:
         added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if session().is_newcomer:
+            session().added_sets.append(added)
+            return added
         _check_new(added, session().group.size)
     except ConfigError as error:
         session().refuse_set(str(error))
@@ -118,7 +124,32 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     with translated():
         member = session().add(added.ranks)
     added.process_set_id = member.number
+    session().added_sets.append(added)
     return added
+
+
+def renew_process_sets(sets: Sequence[ProcessSet]) -> None:
+    """Add the process sets of rank 0 to the session of a new epoch; all members call this.
+
+    A set with ranks that do not exist now is added when there are as many members again.
+
+    Args:
+        sets: Sets that the program of this rank has added before.
+
+    Raises:
+        HorovodInternalError: A member was lost.
+    """
+    current = session()
+    with translated():
+        wanted = current.group.objects.broadcast([added.ranks for added in sets])
+    known = {tuple(added.ranks): added for added in sets}
+    for added in sets:
+        added.process_set_id = None
+    current.added_sets = [known.get(tuple(ranks)) or ProcessSet(ranks) for ranks in wanted]
+    for added in current.added_sets:
+        if added.ranks[-1] < current.group.size:
+            with translated():
+                added.process_set_id = current.add(added.ranks).number
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -127,6 +158,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == GLOBAL or number not in session().numbers():
         return False
     session().remove(number)
+    kept = [added for added in session().added_sets if added != process_set]
+    session().added_sets = kept
     process_set.process_set_id = None
     return True
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.compat.horovod.common.exceptions import translated
+from braid.compat.horovod.common.exceptions import HorovodInternalError, translated
 from braid.compat.horovod.common.process_sets import ProcessSet
 from braid.compat.horovod.fusion import Fusion, Request
 from braid.compat.horovod.fusion.entry import mark, wait_for_points
@@ -27,7 +27,7 @@ from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
 from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
-from braid.errors import CommError, below, raise_all
+from braid.errors import CommError, StaleError, below, raise_all
 from braid.parallel.gradients import GradientHooks, ParamTable
 from braid.parallel.gradients.gradient_hooks import GradientListener
 
@@ -99,6 +99,7 @@ class GradientReduction(GradientListener):
         self.is_synchronized = False
         self.synchronizes = True
         self._shared: SharedGrads | None = None
+        self._engine: Fusion | None = None  # of the gradients that are under way
         self._requests: dict[nn.Parameter, tuple[object, Request]] = {}
         self._lock = threading.RLock()  # a compression may wait for operations of its own
         self._collected: Points = {}
@@ -117,10 +118,28 @@ class GradientReduction(GradientListener):
 
     def _use_engine(self, engine: Fusion) -> None:
         """Allocate gradients for this engine: hvd.init() after hvd.shutdown() makes another one."""
+        self._engine = engine
         if self._compression is NoneCompressor and (
             self._shared is None or self._shared.engine is not engine
         ):
-            self._shared = SharedGrads(engine, self._required())
+            try:
+                self._shared = SharedGrads(engine, self._required())
+            except StaleError as error:  # the engine has ended meanwhile
+                raise HorovodInternalError(str(error)) from error
+
+    def _drop_lost(self) -> None:
+        """Drop gradients of an engine that has ended: a backward may have been interrupted."""
+        if self._engine is not None and not self._engine.running:
+            self._engine = None
+            self._forget()
+
+    def _forget(self) -> None:
+        """Begin with no gradients under way."""
+        self.under_way.clear()
+        self._collected.clear()
+        self._ready.clear()
+        self._guessed.clear()
+        self._left = dict.fromkeys(self.names, self.passes)
 
     def set_passes(self, passes: int) -> None:
         """Reduce in every so many backwards."""
@@ -132,6 +151,7 @@ class GradientReduction(GradientListener):
         """Count a gradient that a backward has accumulated, in any of autograd's threads."""
         param = self._records[position].param
         with self._lock:
+            self._drop_lost()
             if self._left[param] <= 0:
                 msg = (
                     f"{self.names[param]!r} got a gradient in more than {self.passes} backward "
@@ -276,6 +296,7 @@ class GradientReduction(GradientListener):
     @property
     def has_begun(self) -> bool:
         """Whether gradients are under way, or about to be."""
+        self._drop_lost()
         return bool(self.under_way or self._collected or self._ready)
 
     @torch.no_grad()
@@ -295,11 +316,7 @@ class GradientReduction(GradientListener):
                 self.flush()
             self._wait()
         finally:
-            self.under_way.clear()
-            self._collected.clear()
-            self._ready.clear()
-            self._guessed.clear()
-            self._left = dict.fromkeys(self.names, self.passes)
+            self._forget()
         self.is_synchronized = True
 
     def _wait(self) -> None:

@@ -1,0 +1,7 @@
+"""Elastic training with Horovod's names: `hvd.elastic.run` and the states that it keeps."""
+
+from braid.compat.horovod.torch.elastic.loop import run
+from braid.compat.horovod.torch.elastic.sampler import ElasticSampler
+from braid.compat.horovod.torch.elastic.state import ObjectState, State, TorchState
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]

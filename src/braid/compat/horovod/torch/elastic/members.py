@@ -1,0 +1,120 @@
+"""Members of an elastic run, as `loop` and `state` see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from braid import context
+from braid.compat.horovod.common.exceptions import translated
+from braid.compat.horovod.common.process_sets import ProcessSet, renew_process_sets
+from braid.compat.horovod.session import renew, session, started
+from braid.compat.horovod.torch.differentiable import allreduce_
+from braid.compat.horovod.torch.reductions import Max
+from braid.errors import CommError
+
+__all__ = ["NEVER", "ElasticMembers", "MemberReport", "SessionMembers"]
+
+NEVER = -1  # number of a commit that has not been made
+UPDATE = "braid.elastic.update"
+JOINING_S = 600.0  # until all members of an epoch have met
+
+
+class MemberReport(NamedTuple):
+    """State of one member, for the others.
+
+    Attributes:
+        num_commits: Number of commits that its saved state has seen; -1 without one.
+        candidate: Number of the commit that its present state is, if all members have reached it;
+            -1 without one.
+        is_live: Whether its present state is valid, since no operation has failed.
+        skips_sync: Whether it needs no other state.
+    """
+
+    num_commits: int
+    candidate: int = NEVER
+    is_live: bool = False
+    skips_sync: bool = False
+
+
+class ElasticMembers(Protocol):
+    """The ranks of an elastic training, epoch by epoch."""
+
+    @property
+    def may_change(self) -> bool:
+        """Whether another epoch can follow."""
+        ...
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process is alone until the others take it in."""
+        ...
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Number of each member at the launcher, in the order of ranks."""
+        ...
+
+    def agree_on_update(self) -> bool:
+        """Return whether members are about to change; a collective with one answer for all.
+
+        Raises:
+            HorovodInternalError: A member was lost.
+        """
+        ...
+
+    def join_next(self, report: MemberReport) -> list[MemberReport]:
+        """Join the next epoch, and return the report of each of its members.
+
+        Raises:
+            HorovodInternalError: A member of that epoch was lost: join the one after it.
+            CommError: No epoch follows.
+        """
+        ...
+
+
+class SessionMembers:
+    """The ranks of the job of `hvd.init()`; see `ElasticMembers`."""
+
+    def __init__(self) -> None:
+        current = session()
+        self.may_change = bool(current.job.elastic)
+        self.numbers = tuple(range(current.group.size))
+        self._environment = current.environment
+        self._sets: list[ProcessSet] = []
+        self._num_resets = 0
+
+    @property
+    def is_newcomer(self) -> bool:
+        """See `ElasticMembers`."""
+        return self.may_change and context.membership().is_newcomer
+
+    @property
+    def _is_exhausted(self) -> bool:
+        limit = self._environment.reset_limit
+        return limit is not None and self._num_resets >= limit and not self.is_newcomer
+
+    def agree_on_update(self) -> bool:
+        """See `ElasticMembers`; always False where members are fixed."""
+        if not self.may_change:
+            return False
+        # at the limit a newcomer waits: a run in which nothing is wrong does not end for it
+        pauses = context.membership().pauses and not self._is_exhausted
+        return bool(allreduce_(torch.tensor([int(pauses)]), name=UPDATE, op=Max).item())
+
+    def join_next(self, report: MemberReport) -> list[MemberReport]:
+        """See `ElasticMembers`."""
+        if self._is_exhausted:
+            limit = self._environment.reset_limit
+            msg = f"the members have changed {self._num_resets} times, and may {limit} times"
+            raise CommError(msg)
+        if started():  # else the last epoch has ended before it had begun
+            self._sets = session().added_sets
+        limit_s = None if self.is_newcomer else self._environment.elastic_timeout_s
+        epoch = renew(report.num_commits, JOINING_S, limit_s)
+        self.numbers, self._num_resets = epoch.members, epoch.epoch
+        renew_process_sets(self._sets)
+        with translated():
+            gathered = session().group.objects.all_gather(tuple(report))
+        return [MemberReport(*values) for values in gathered]
