@@ -101,6 +101,38 @@ def test_who_waits_is_dismissed_when_all_members_have_finished():
     assert state.started(3) == [Dismiss((3,))]
 
 
+def test_new_slots_start_ranks_and_lost_slots_end_the_newest():
+    state = _begun(2, max_ranks=4)
+    assert state.slots(9) == [Replace(), Replace()]
+    assert state.started(2) == state.started(3) == []
+    assert state.ready(2, -1, -1) == [Pause((0, 1))]
+    assert state.ready(0, 0, 5) == []
+    assert state.ready(3, -1, -1) == []
+    assert state.ready(1, 0, 5) == [Begin(1, (0, 1, 2, 3), (5, 5, -1, -1))]
+    assert state.slots(1) == [Pause((0, 1, 2, 3))]
+    for rank in (3, 2, 1):
+        assert state.ready(rank, 1, 6) == []
+    assert state.ready(0, 1, 6) == [Begin(2, (0,), (6,)), Dismiss((1, 2, 3))]
+    assert state.lost(3) == []
+    assert state.slots(2) == [Replace()]
+
+
+def test_lost_slots_leave_the_least_number_of_ranks():
+    state = _begun(3, min_ranks=2, max_ranks=0)
+    assert state.slots(0) == [Pause((0, 1, 2))]
+    assert state.ready(0, 0, 1) == state.ready(1, 0, 1) == []
+    assert state.ready(2, 0, 1) == [Begin(1, (0, 1), (1, 1)), Dismiss((2,))]
+
+
+def test_a_slot_in_which_a_rank_has_died_is_used_when_it_comes_back():
+    state = _begun(2, min_ranks=2, restarts=0, gains_slots=True)
+    assert state.can_lose(1)
+    assert state.lost(1) == state.slots(1) == state.ready(0, 0, 3) == []
+    assert state.slots(2) == [Replace()]
+    assert state.started(2) == []
+    assert state.ready(2, -1, -1) == [Begin(1, (0, 2), (3, -1))]
+
+
 def test_a_rank_that_dies_before_the_first_epoch_is_replaced():
     state = MembershipState(ElasticLimits(min_ranks=2, max_ranks=2), 2)
     state.started(0)
@@ -147,7 +179,7 @@ class _Run:
     epochs: list[Begin] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     num_to_start: int = 0
-    most_steps: int = -1
+    changes_slots: bool = False
 
     def __post_init__(self) -> None:
         self.state = MembershipState(self.limits, self.num_ranks)
@@ -167,6 +199,9 @@ class _Run:
                 self.mail += [("pause", rank, self.state.epoch, 0) for rank in order.members]
             elif isinstance(order, Replace):
                 self.num_to_start += 1
+            else:
+                assert self.changes_slots, "nobody has finished"
+                self.lost.update(order.ranks)
 
     def check(self, new: Begin) -> None:
         before = self.epochs[-1] if self.epochs else None
@@ -175,9 +210,11 @@ class _Run:
         assert self.limits.min_ranks <= len(new.members) <= self.limits.max_ranks
         if before is not None:
             alive = [rank for rank in before.members if rank not in self.lost]
-            assert set(alive) <= set(new.members), "nobody is left behind"
+            kept = [rank for rank in alive if rank in new.members]
+            assert kept == alive[: len(kept)], "the newest have to go"
+            assert self.changes_slots or kept == alive, "nobody is left behind"
             assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
-            assert max(new.num_steps) == max(self.processes[r].num_steps for r in alive)
+            assert max(new.num_steps) == max(self.processes[r].num_steps for r in kept)
 
     def say_ready(self, rank: int) -> None:
         process = self.processes[rank]
@@ -245,11 +282,13 @@ class _Run:
             self.deliver()
         if kills and self.alive and self.rng.random() < 0.05:
             self.kill()
+        if kills and self.changes_slots and self.rng.random() < 0.05:
+            self.execute(self.state.slots(self.rng.randint(0, 8)))
         self.train()
 
 
-@given(seed=st.integers(0, 2**32))
-def test_members_keep_one_history_and_the_newest_state(seed):
+@given(seed=st.integers(0, 2**32), changes_slots=st.booleans())
+def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
     for number in range(40):
         rng = random.Random(seed + number)
         num_ranks = rng.randint(1, 5)
@@ -259,7 +298,7 @@ def test_members_keep_one_history_and_the_newest_state(seed):
             spares=rng.randint(0, 2),
             restarts=rng.randint(0, 6),
         )
-        run = _Run(rng, limits, num_ranks)
+        run = _Run(rng, limits, num_ranks, changes_slots=changes_slots)
         for _ in range(120):
             run.step(kills=True)
         for _ in range(200):

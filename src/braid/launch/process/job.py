@@ -54,12 +54,14 @@ class ElasticLimits:
         max_ranks: Number of ranks that take part at most; 0 for as many as at first.
         spares: Number of ranks that are started beside, and wait until one is lost.
         restarts: Number of processes that are started in the place of lost ones.
+        gains_slots: Whether more ranks may come for other reasons; see `supervise.slots`.
     """
 
     min_ranks: int
     max_ranks: int = 0
     spares: int = 0
     restarts: int = 3
+    gains_slots: bool = False
 
     def __post_init__(self) -> None:
         problems = below(1, min_ranks=self.min_ranks)

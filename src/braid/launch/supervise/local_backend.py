@@ -39,6 +39,7 @@ from braid.launch.process.processes import SignalInbox, changes_of, end_descenda
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.rank_process import RankProcess
+from braid.launch.supervise.slots import SlotSource
 from braid.launch.supervise.supervision import carry_out
 from braid.runtime.clock import Clock, MonotonicClock
 from braid.runtime.diagnose.run_record import RunHost
@@ -71,11 +72,12 @@ class Supervisor:
         self._clock = clock or MonotonicClock()
         self._owns_process = owns_process
 
-    def run(self, job: JobSpec) -> Outcome:
+    def run(self, job: JobSpec, slots: SlotSource | None = None) -> Outcome:
         """Run a job to its end; signals of this process are forwarded to the ranks.
 
         Args:
             job: Job to run.
+            slots: Source of the number of ranks of an elastic run; None if it stays.
 
         Returns:
             Outcome of the run; failures of ranks are outcomes, not exceptions.
@@ -85,7 +87,7 @@ class Supervisor:
         """
         check_command(job)
         with SignalInbox() as inbox, LocalBackend(job, owns_process=self._owns_process) as backend:
-            return carry_out(job, self._console, self._clock, inbox, backend)
+            return carry_out(job, self._console, self._clock, inbox, backend, slots)
 
 
 class LocalBackend(AbstractContextManager["LocalBackend"]):

@@ -16,6 +16,8 @@ that a loss has broken. Processes that came meanwhile are ready, too, and are ta
     Lost            restarts are left                 Replace: start another process
     Lost            the others are ready              Begin
     Finished        it was the last member            Dismiss: processes that wait may end
+    Slots           there are more than processes     Replace
+    Slots           there are fewer than members      Pause, then Dismiss: the newest ones
 
 Safety, whatever the order of events, also when they are delayed or doubled:
 
@@ -24,7 +26,8 @@ Safety, whatever the order of events, also when they are delayed or doubled:
 * No step is lost: some member of an epoch has the state of the most steps that any member of an
   earlier epoch has reported. Otherwise the run is over.
 * A process is a member of consecutive epochs only, and never after it was lost.
-* There are between `min_ranks` and `max_ranks` members, unless some have finished.
+* There are between `min_ranks` and `max_ranks` members, unless some have finished. Slots that a
+  run loses do not make it smaller than `min_ranks`.
 
 Source: membership by epochs as in Birman and Joseph, "Exploiting virtual synchrony in distributed
 systems" (1987), with a central manager; the launcher is the manager.
@@ -32,6 +35,7 @@ systems" (1987), with a central manager; the launcher is the manager.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from braid.launch.process.job import ElasticLimits
@@ -100,6 +104,8 @@ class MembershipState:
         self._has_finished = False
         self._restarts_left = limits.restarts
         self._num_to_start = num_ranks + limits.spares
+        self._num_wanted = self._num_to_start  # processes
+        self._num_places = self._limits.max_ranks  # of members
 
     @property
     def is_over(self) -> bool:
@@ -123,7 +129,8 @@ class MembershipState:
         if self.epoch != NO_EPOCH and not others.intersection(self.members):
             return False  # nobody has the state
         to_come = self._num_to_start + self._restarts_left
-        return len(others) + to_come >= self._limits.min_ranks
+        is_enough = len(others) + to_come >= self._limits.min_ranks
+        return is_enough or self._limits.gains_slots
 
     def started(self, rank: int) -> list[Order]:
         """Note a new process."""
@@ -152,12 +159,25 @@ class MembershipState:
         self._is_ending |= rank in self.members  # they get ready by themselves
         self._remove(rank)
         orders: list[Order] = []
-        needed = len(self._alive) < self._num_ranks + self._limits.spares
+        num_wanted = max(self._num_wanted, self._limits.min_ranks)
+        needed = len(self._alive) + self._num_to_start < num_wanted
         if needed and self._restarts_left and not self._has_finished:
             self._restarts_left -= 1
             self._num_to_start += 1
             orders.append(Replace())
         return orders + self._next()
+
+    def slots(self, num_slots: int) -> list[Order]:
+        """Note the number of members for which there is room from now on, beside spares."""
+        limits = self._limits
+        num_slots = min(num_slots, limits.max_ranks)
+        self._num_wanted = num_slots + limits.spares
+        self._num_places = max(num_slots, limits.min_ranks)
+        if self._has_finished:
+            return []
+        missing = max(0, self._num_wanted - len(self._alive) - self._num_to_start)
+        self._num_to_start += missing
+        return [Replace()] * missing + self._next()
 
     def finished(self, rank: int) -> list[Order]:
         """Note that a process has ended well: a member that has done its work."""
@@ -175,20 +195,33 @@ class MembershipState:
 
     def _next(self) -> list[Order]:
         newcomers = sorted(self._ready.keys() - set(self.members))
-        room = max(0, self._limits.max_ranks - len(self.members))
+        room = self._num_places - len(self.members)
         if self.epoch == NO_EPOCH:
             return self._first(newcomers)
         if any(member not in self._ready for member in self.members):
-            if self._is_ending or not newcomers or not room or self._has_finished:
+            changes = (newcomers and room > 0) or room < 0
+            if self._is_ending or not changes or self._has_finished:
                 return []
             self._is_ending = True
             return [Pause(self.members)]
         if not self.members:
             return []
-        members = (*self.members, *newcomers[: 0 if self._has_finished else room])
-        if len(members) < self._limits.min_ranks and not self._has_finished:
+        if self._has_finished:
+            return [self._begin(self.members)]
+        ready = (*self.members, *newcomers)
+        members, others = ready[: self._num_places], ready[self._num_places :]
+        if len(members) < self._limits.min_ranks:
             return []  # until a newcomer is ready
-        return [self._begin(members)]
+        return [self._begin(members), *self._dismiss(others)]
+
+    def _dismiss(self, waiting: Sequence[int]) -> list[Order]:
+        """Dismiss the newest processes that wait and have no slot."""
+        num_wanted = max(self._num_wanted, self._num_places)
+        excess = min(len(waiting), max(0, len(self._alive) - num_wanted))
+        ranks = tuple(waiting[len(waiting) - excess :])
+        for rank in ranks:
+            self._remove(rank)
+        return [Dismiss(ranks)] if ranks else []
 
     def _first(self, ready: list[int]) -> list[Order]:
         """Begin the first epoch with all ranks; with fewer when no more will come."""
@@ -197,8 +230,9 @@ class MembershipState:
             return []
         members = tuple(ready[: self._num_ranks])
         is_complete = len(members) == self._num_ranks or len(ready) == len(self._alive)
-        is_enough = len(members) >= self._limits.min_ranks
-        return [self._begin(members)] if is_complete and is_enough else []
+        if not is_complete or len(members) < self._limits.min_ranks:
+            return []
+        return [self._begin(members), *self._next()]
 
     def _begin(self, members: tuple[int, ...]) -> Begin:
         self.epoch += 1

@@ -39,6 +39,7 @@ from braid.launch.supervise.run_record import (
     package_versions,
     write_record,
 )
+from braid.launch.supervise.slots import SlotSource
 from braid.launch.supervise.supervisor_state import (
     Continued,
     Dismissed,
@@ -95,7 +96,12 @@ NOTICE_NS = 2_000_000  # a surviving rank may notice a death this long before th
 
 
 def carry_out(
-    job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, backend: RankBackend
+    job: JobSpec,
+    console: Console,
+    clock: Clock,
+    inbox: SignalInbox,
+    backend: RankBackend,
+    slots: SlotSource | None = None,
 ) -> Outcome:
     """Run a job to its end.
 
@@ -105,11 +111,12 @@ def carry_out(
         clock: Time source.
         inbox: Signals of this process.
         backend: Backend that starts the ranks; the caller closes it.
+        slots: Source of the number of ranks of an elastic run; None if it stays.
 
     Raises:
         ConfigError: A rank cannot be started; no process is left running.
     """
-    with _Run(job, console, clock, inbox, backend) as run:
+    with _Run(job, console, clock, inbox, backend, slots) as run:
         try:
             run.poll()
         finally:
@@ -123,7 +130,13 @@ class _Run(AbstractContextManager["_Run"]):
     """One run in progress; closing it ends all of its processes."""
 
     def __init__(
-        self, job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, backend: RankBackend
+        self,
+        job: JobSpec,
+        console: Console,
+        clock: Clock,
+        inbox: SignalInbox,
+        backend: RankBackend,
+        slots: SlotSource | None,
     ) -> None:
         self.ranks: dict[int, Rank] = {}
         self._job = job
@@ -131,6 +144,7 @@ class _Run(AbstractContextManager["_Run"]):
         self._clock = clock
         self._inbox = inbox
         self._backend = backend
+        self._slots = slots
         self._start_ns = clock.now_ns()
         spares = job.elastic.spares if job.elastic else 0
         self._members = MembershipState(job.elastic, job.num_ranks) if job.elastic else None
@@ -220,6 +234,7 @@ class _Run(AbstractContextManager["_Run"]):
             if self._state.phase is RunPhase.RUNNING:
                 self._keep(self._hangs.poll)
                 self._name_missing_members()
+                self._poll_slots()
             self._handle(Tick())
 
     def finish(self) -> None:
@@ -311,6 +326,8 @@ class _Run(AbstractContextManager["_Run"]):
         In an elastic run, a rank that takes the place of another has a number of its own, but its
         host and its local rank.
         """
+        if not self._places:  # there are more slots than at first
+            self._places.append(len(self._place_of))
         place = self._place_of[rank] = heapq.heappop(self._places)
         members, elastic = self._members, ""
         if members is not None:
@@ -341,6 +358,7 @@ class _Run(AbstractContextManager["_Run"]):
         if self._state.phase is RunPhase.RUNNING:
             due.append(self._hangs.deadline_ns)
             due.append(self._missing_deadline_ns)
+            due.append(self._slots.deadline_ns if self._slots is not None else None)
         next_ns = min((ns for ns in due if ns is not None), default=None)
         return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
 
@@ -388,6 +406,8 @@ class _Run(AbstractContextManager["_Run"]):
                 self._announce(end)
             if self._members is not None:
                 has_finished = end.exit_code == 0
+                if self._slots is not None and not has_finished and not facts.dismissed:
+                    self._slots.lost()
                 change_of = self._members.finished if has_finished else self._members.lost
                 self._execute_orders(change_of(process.rank))
 
@@ -535,6 +555,15 @@ class _Run(AbstractContextManager["_Run"]):
             f"{stopped}; it is killed after {self._job.stopped_limit_s:g} s unless "
             f"`kill -CONT {process.pid}` lets it go on"
         )
+
+    def _poll_slots(self) -> None:
+        if self._slots is None or self._members is None:
+            return
+        num_slots, notice = self._slots.poll()
+        if notice:
+            self._console.notice(notice)
+        if num_slots is not None:
+            self._execute_orders(self._members.slots(num_slots))
 
     def _execute_orders(self, orders: Sequence[Order]) -> None:
         """Execute orders on the members of an elastic run."""
