@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from braid.compat.horovod.launcher.check_build import build_table
 from braid.compat.horovod.launcher.config_file import with_config
+from braid.compat.horovod.launcher.elastic_plan import hosts_of_script
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import Launch, plan, program, rsh_command
 from braid.compat.horovod.launcher.options import BY_NAME, GROUPS
 from braid.compat.horovod.variables import VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
 from braid.launch import Host, Hosts, JobSpec
+from braid.launch.process.job import ElasticLimits
 
 TRAIN = ("python", "train.py", "--lr", "0.1")
 
@@ -32,6 +34,61 @@ def test_a_line_on_one_host_is_a_job_of_that_many_ranks():
         variables={},
         notes=(),
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "slots", "num_ranks", "least", "most"),
+    [
+        ("-np 3 --min-np 2", 0, 3, 2, 3),
+        ("--min-np 2 --max-np 4", 0, 2, 2, 4),
+        ("-np 3 --min-np 2 --max-np 4 --host-discovery-script d", 8, 4, 2, 4),
+        ("-np 3 --min-np 2 --max-np 4 --host-discovery-script d", 2, 2, 2, 4),
+        ("-np 3 --host-discovery-script d", 3, 3, 3, 4096),
+        ("-np 3 --min-np 1", 2, 2, 1, 2),
+    ],
+)
+def test_elastic_options_are_limits_of_a_run_on_this_host(words, slots, num_ranks, least, most):
+    hosts = (Host("localhost", slots),) if slots else ()
+    found = planned(*words.split(), "train.py", hosts=hosts)
+    assert (found.hosts, found.job.num_ranks) == (None, num_ranks)
+    is_open = "script" in words
+    limits = ElasticLimits(min_ranks=least, max_ranks=most, restarts=0, gains_slots=is_open)
+    assert found.job.elastic == limits
+    again = f"-n {num_ranks} --min-ranks {least} --max-ranks {most} --restarts 0 train.py"
+    assert str(found) == f"braid run {again}"
+
+
+def test_elastic_limits_of_ranks_are_their_variables():
+    found = planned(
+        "-np", "2", "--min-np", "1", "--reset-limit", "5", "--elastic-timeout", "9", "x"
+    )
+    assert found.variables == {"HOROVOD_RESET_LIMIT": "5", "HOROVOD_ELASTIC_TIMEOUT": "9"}
+    rests = planned("--min-np", "1", "--blacklist-cooldown-range", "1", "2.5", "x").elastic
+    assert rests is not None
+    assert (rests.cooldown_s, rests.limits.gains_slots) == ((1.0, 2.5), True)
+
+
+@pytest.mark.parametrize(
+    ("text", "per_host", "found"),
+    [
+        ("localhost:2\n", 0, [("localhost", 2)]),
+        (" localhost \n\n[::1]:3\n", 4, [("localhost", 4), ("[::1]", 3)]),
+        ("\n", 0, "has listed no host"),
+        ("localhost:0", 0, [("localhost", 0)]),
+        ("localhost", 0, "(or NAME, with --slots-per-host), each host once, got 'localhost'"),
+        ("a:2\na:3\nb: 2", 1, "NAME:SLOTS, each host once, got 'a:3' and 1 more"),
+        ("Traceback (most recent call last):", 1, "got 'Traceback (most recent call last):'"),
+        ("a:-1", 1, "got 'a:-1'"),
+        ("a:99999", 1, "got 'a:99999'"),
+    ],
+)
+def test_lines_of_a_discovery_script(text, per_host, found):
+    if isinstance(found, list):
+        assert hosts_of_script(text, per_host) == tuple(Host(*each) for each in found)
+        return
+    with pytest.raises(ConfigError) as caught:
+        hosts_of_script(text, per_host)
+    assert found in str(caught.value)
 
 
 def test_a_line_on_several_hosts_takes_its_variables_there():
@@ -193,8 +250,21 @@ def test_all_values_that_are_wrong_are_said_at_once():
         (["-np", "", "x.py"], "--num-proc needs a value, N"),
         (["--xyzzy"], "--xyzzy (see --help)"),
         (["-np", "2", "-H", "a:1", "x.py"], "-n 2 does not fit a:1, with slots for 1 to 1 ranks"),
-        (["-np", "2", "--min-np", "1", "x.py"], "--min-np: elastic training is not there yet"),
-        (["--blacklist-cooldown-range", "1", "2", "x"], "--blacklist-cooldown-range: elastic"),
+        (["-np", "2", "--slots", "1", "x.py"], "--slots: for elastic runs only, give --min-np or"),
+        (["-np", "2", "--min-np", "3", "x.py"], "gives 2 slots on this host, and --min-np asks"),
+        (["-np", "2", "--min-np", "x", "x.py"], "--min-np must be a whole number, 1 to 4096"),
+        (
+            ["--min-np", "2", "--blacklist-cooldown-range", "5", "2", "x.py"],
+            "must be two numbers of seconds above 0, the smaller one first, got '5 2'",
+        ),
+        (
+            ["--min-np", "2", "-H", "localhost:2,far:2", "x.py"],
+            "members of an elastic run are on the launcher's host so far: leave out far",
+        ),
+        (
+            ["-H", "localhost:2", "--host-discovery-script", "./d.sh", "x.py"],
+            "--hosts and --host-discovery-script both name the hosts",
+        ),
     ],
 )
 def test_a_line_that_cannot_work_says_why(arguments, message):

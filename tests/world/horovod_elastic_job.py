@@ -2,7 +2,8 @@
 
 Arguments: a file for the results, then deaths as NUMBER:BATCH, numbers of ranks at the launcher and
 of batches over all epochs. A rank dies before its backward of that batch, or with NUMBER:reset when
-members have changed. `wait:BATCH` waits for another member there.
+members have changed. `wait` waits for three members at batch 8, and `grow:FILE` adds a slot then.
+`pair` adds a process set of ranks 0 and 1.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -33,10 +35,20 @@ class Numbered(torch.utils.data.Dataset):
         return index, torch.full((8,), index / 48.0)
 
 
+def wait_for_members(state: hvd.elastic.TorchState) -> None:
+    """Add a slot if a file is named for it, and wait until there are three members."""
+    for word in sys.argv[2:]:
+        if word.startswith("grow:") and hvd.rank() == 0:
+            Path(word.removeprefix("grow:")).write_text("localhost:3\n")
+    while hvd.size() < 3:
+        time.sleep(0.1)
+        state.check_host_updates()
+
+
 def main() -> None:
     path, deaths = sys.argv[1], set(sys.argv[2:])
     pair = hvd.ProcessSet([0, 1])
-    hvd.init(process_sets=[pair])
+    hvd.init(process_sets=[pair] if "pair" in deaths else None)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = hvd.DistributedOptimizer(
@@ -55,21 +67,20 @@ def main() -> None:
     def train(state) -> None:
         while state.epoch < NUM_EPOCHS:
             for number, (indices, x) in enumerate(loader):
+                if "wait" in deaths and state.total >= 8:
+                    wait_for_members(state)
                 optimizer.zero_grad()
                 loss = functional.mse_loss(model(x), x.sum(1, keepdim=True))
                 die_at(NUMBER, state.total)
                 loss.backward()
                 optimizer.step()
-                if hvd.size() > 1 and pair.included():
+                if "pair" in deaths and hvd.size() > 1 and pair.included():
                     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair) == 2
                 state.total += 1
                 state.seen += hvd.allgather_object([state.epoch, *indices.tolist()])
                 sampler.record_batch(number, BATCH)
                 if state.total % BATCHES_PER_COMMIT == 0:
                     state.commit()
-                while f"wait:{state.total}" in deaths and hvd.size() < 3:
-                    time.sleep(0.1)
-                    state.check_host_updates()
             state.epoch += 1
             sampler.set_epoch(state.epoch)
             state.commit()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,8 +22,12 @@ def found_in(tmp_path: Path) -> dict[int, dict]:
     return {int(path.suffix[1:]): torch.load(path) for path in tmp_path.glob("out.*")}
 
 
-def check(found: dict[int, dict], members: list[int]) -> None:
-    """Check the results of the members at the end, in the order of their ranks."""
+def check(found: dict[int, dict], members: list[int], num_repeats: int = 0) -> None:
+    """Check the results of the members at the end, in the order of their ranks.
+
+    Of all that is kept, each sample comes once in an epoch, but for at most `num_repeats` at the end
+    of an epoch whose samples the members could not share equally.
+    """
     assert sorted(found, key=lambda number: found[number]["place"]) == members
     for number, result in found.items():
         assert result["place"] == (members.index(number), len(members))
@@ -29,7 +35,7 @@ def check(found: dict[int, dict], members: list[int]) -> None:
         assert result["same"], "all have the same weights"
         times = Counter((epoch, n) for epoch, *indices in result["seen"] for n in indices)
         assert len(times) == NUM_EPOCHS * NUM_SAMPLES
-        assert set(times.values()) == {1}, "of what is kept, each sample comes once in an epoch"
+        assert sum(times.values()) <= len(times) + num_repeats
 
 
 def run_job(tmp_path: Path, words: str, **limits: int):
@@ -47,7 +53,7 @@ def run_job(tmp_path: Path, words: str, **limits: int):
 
 
 def test_a_lost_rank_brings_back_the_last_commit_and_a_newcomer_is_taken_in(tmp_path):
-    outcome, found, notices = run_job(tmp_path, "1:5", spares=1)
+    outcome, found, notices = run_job(tmp_path, "1:5 pair", spares=1)
     assert outcome.ok, str(outcome)
     check(found, [0, 2, 3])
     assert {number: result["sizes"] for number, result in found.items()} == {0: [3], 2: [3], 3: []}
@@ -55,10 +61,56 @@ def test_a_lost_rank_brings_back_the_last_commit_and_a_newcomer_is_taken_in(tmp_
 
 
 def test_rank_0_dies_and_the_oldest_rank_takes_its_place(tmp_path):
-    outcome, found, _ = run_job(tmp_path, "0:3 2:reset")
+    outcome, found, _ = run_job(tmp_path, "0:3 2:reset pair")
     assert outcome.ok, str(outcome)
     check(found, [1])
     assert found[1]["sizes"][-1] == 1
+
+
+def horovodrun(tmp_path: Path, options: str, words: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "braid.compat.horovod.run", *options.split()]
+    return subprocess.run(
+        [
+            *run,
+            "--output-filename",
+            tmp_path / "run",
+            "python",
+            JOB,
+            tmp_path / "out",
+            *words.split(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_horovodrun_takes_a_rank_in_when_a_slot_has_rested_or_is_discovered(tmp_path):
+    slots = tmp_path / "slots"
+    slots.write_text("localhost:2\n")
+    script = discovery(tmp_path, slots)
+    options = f"-np 2 --min-np 1 --max-np 3 --host-discovery-script {script}"
+    words = f"1:3 wait grow:{slots}"
+    ended = horovodrun(tmp_path, f"{options} --blacklist-cooldown-range 1 2", words)
+    assert ended.returncode == 0, ended.stderr
+    found = found_in(tmp_path)
+    assert len(found) == 3
+    check(found, [0, *sorted(found)[1:]], num_repeats=2)
+
+
+def discovery(tmp_path: Path, slots: Path) -> Path:
+    script = tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\ncat {slots}\n")
+    script.chmod(0o755)
+    return script
+
+
+def test_horovodrun_says_at_the_start_what_is_wrong_with_a_script(tmp_path):
+    script = discovery(tmp_path, tmp_path / "missing")
+    ended = horovodrun(tmp_path, f"-np 2 --host-discovery-script {script}", "")
+    assert ended.returncode == 2
+    assert "exited with code 1: cat: " in ended.stderr
 
 
 def test_too_many_resets_end_the_run(tmp_path, monkeypatch):
@@ -74,7 +126,7 @@ def test_a_lost_rank_ends_a_run_whose_members_are_fixed(tmp_path):
         num_ranks=3,
         log_dir=str(tmp_path / "run"),
         threads=1,
-        timeout_s=90.0,
+        timeout_s=150.0,
     )
     outcome = Supervisor(QuietConsole()).run(job)
     assert outcome.exit_code == 137

@@ -14,8 +14,10 @@ from braid.compat.horovod.launcher.check_build import check_build
 from braid.compat.horovod.launcher.config_file import with_config
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import Launch, plan, with_rank_variables
+from braid.compat.horovod.launcher.slots import HostSlots, discovered
 from braid.errors import ConfigError
 from braid.launch import Console, Outcome, Supervisor, TerminalConsole, parse_hostfile
+from braid.launch.cluster.remote_shell import is_here
 from braid.launch.cluster.several_hosts import HostsSupervisor
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 
@@ -62,14 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def job_of(
     flags: Flags, environ: Mapping[str, str], is_own_python: Callable[[str], bool]
 ) -> Launch:
-    """Return the job of options, whose file of hosts is read here; see `plan`.
+    """Return the job of options, whose file of hosts or discovery script is read here; see `plan`.
 
     Raises:
-        ConfigError: As for `plan`; or the file of hosts cannot be read, or names none.
+        ConfigError: As for `plan`; or the file of hosts cannot be read, or names none; or the
+            discovery script fails.
     """
-    name = flags["hostfile"]
+    name, script = flags["hostfile"], flags["host-discovery-script"]
     hosts = parse_hostfile(_read(name, "file of hosts"), name) if name else ()
-    return plan(flags, environ, hosts=hosts, is_own_python=is_own_python)
+    if script:
+        per_host = flags["slots"]
+        hosts = discovered(script, int(per_host) if per_host.isdecimal() else 0)
+    return plan(flags, environ, hosts=hosts, is_own_python=is_own_python, is_here=is_here)
 
 
 def launch(
@@ -94,6 +100,9 @@ def launch(
         for note in wanted.notes:
             console.notice(note)
         wanted = with_rank_variables(wanted)
+        if wanted.elastic is not None:
+            with HostSlots(wanted.elastic) as slots:
+                return Supervisor(console, owns_process=owns_process).run(wanted.job, slots)
         if wanted.hosts is None:
             return Supervisor(console, owns_process=owns_process).run(wanted.job)
         return HostsSupervisor(console).run(wanted.job, wanted.hosts)

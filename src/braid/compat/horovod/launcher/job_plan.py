@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
+from braid.compat.horovod.launcher.elastic_plan import ElasticPlan, elastic_plan, wants_elastic
 from braid.compat.horovod.launcher.flags import Flags
 from braid.compat.horovod.launcher.options import BY_NAME
 from braid.compat.horovod.variables import PREFIX, VARIABLES, read_variables
@@ -24,7 +25,7 @@ from braid.errors import ConfigError, raise_all
 from braid.launch import RANK_VARIABLES, Host, Hosts, JobSpec, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 
-__all__ = ["ELASTIC", "OF_RANKS", "Launch", "plan", "program", "rsh_command", "with_rank_variables"]
+__all__ = ["OF_RANKS", "Launch", "plan", "program", "rsh_command", "with_rank_variables"]
 
 Kind = Literal["script", "module", "program"]
 PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
@@ -38,12 +39,8 @@ OF_RANKS = {  # scripts read the former; the launcher sets the latter
     "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
     "HOROVOD_HOSTNAME": "HOSTNAME",
 }
+SOURCES = ("hosts", "hostfile", "host-discovery-script")
 START_TIMEOUT = "HOROVOD_START_TIMEOUT"
-ELASTIC = (
-    "elastic training is not there yet: start a fixed number of ranks with -np, save checkpoints, "
-    "and start again from the last "
-    "one after a failure"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,12 +52,14 @@ class Launch:
         hosts: Hosts where it runs; this host alone when None.
         variables: HOROVOD_* that options have set.
         notes: Sentences for the user.
+        elastic: Elastic part of the job; None if its ranks are fixed.
     """
 
     job: JobSpec
     hosts: Hosts | None
     variables: Mapping[str, str]
     notes: tuple[str, ...]
+    elastic: ElasticPlan | None = None
 
     def __str__(self) -> str:
         """Return the equivalent command of `braid run`."""
@@ -76,28 +75,32 @@ def plan(
     *,
     hosts: tuple[Host, ...] = (),
     is_own_python: Callable[[str], bool] = lambda _word: True,
+    is_here: Callable[[str], bool] = lambda word: word == "localhost",
 ) -> Launch:
     """Make a job of options.
 
     Args:
         flags: Options and command.
         environ: Environment that ranks inherit, except for variables that options set.
-        hosts: Hosts of --hostfile.
+        hosts: Hosts of --hostfile, or of --host-discovery-script.
         is_own_python: Function that returns whether a word such as `python` is the interpreter that
             runs this.
+        is_here: Function that returns whether a name is a name of this host.
 
     Raises:
-        ConfigError: Elastic options, values that cannot be read (all of them), or nothing to run.
+        ConfigError: Values that cannot be read (all of them), options that cannot work, or nothing
+            to run.
     """
-    _refuse_elastic(flags)
+    is_elastic = wants_elastic(flags)
     problems = _empty(flags)
     variables = _variables(flags, problems)
     num_ranks = _number(flags, "num-proc", "a whole number, 1 or more", problems)
     port = _number(flags, "ssh-port", "a port, 1 to 65535", problems, highest=65535)
     limit_s = _start_limit(flags, environ, problems)
-    if flags["hosts"] and flags["hostfile"]:
-        problems.append("--hosts and --hostfile both name the hosts")
-    if not flags.values.keys() & {"num-proc", "hosts", "hostfile"}:
+    sources = [f"--{name}" for name in SOURCES if flags[name]]
+    if len(sources) > 1:
+        problems.append(f"{' and '.join(sources)} both name the hosts")
+    if not flags.values.keys() & {"num-proc", *SOURCES, "min-np"}:
         problems.append("number of ranks is missing: give -np")
     if not flags.command:
         problems.append("command is missing: end with one such as `python train.py`")
@@ -106,17 +109,20 @@ def plan(
     environment = {**environ, **variables}
     variables_read = read_variables(environment)
     named = parse_hosts(flags["hosts"]) if flags["hosts"] else hosts
-    where = _where(flags, named, num_ranks, port, limit_s, environment) if named else None
+    elastic = elastic_plan(flags, named, is_here) if is_elastic else None
+    spans_hosts = bool(named) and elastic is None
+    where = _where(flags, named, num_ranks, port, limit_s, environment) if spans_hosts else None
     job = JobSpec(
         command=command,
         kind=kind,
-        num_ranks=num_ranks or sum(host.slots for host in named),
+        num_ranks=elastic.num_ranks if elastic else num_ranks or sum(host.slots for host in named),
         log_dir=flags["output-filename"] or None,
-        where=_again(flags, where, num_ranks),
+        where=elastic.where if elastic else _again(flags, where, num_ranks),
         environ=environment,
+        elastic=elastic.limits if elastic else None,
     )
     notes = (*_notes(flags, where is not None), *_other_python(flags, kind), *variables_read.notes)
-    return Launch(job=job, hosts=where, variables=variables, notes=notes)
+    return Launch(job=job, hosts=where, variables=variables, notes=notes, elastic=elastic)
 
 
 def with_rank_variables(launch: Launch) -> Launch:
@@ -169,13 +175,6 @@ def rsh_command(port: int | None, identity_file: str) -> str:
     return (
         DEFAULT_RSH.replace("{host}", f"{shlex.join(options)} {{host}}") if options else DEFAULT_RSH
     )
-
-
-def _refuse_elastic(flags: Flags) -> None:
-    named = [f"--{name}" for name in flags.values if BY_NAME[name].use == "elastic"]
-    if named:
-        msg = f"{', '.join(named)}: {ELASTIC}"
-        raise ConfigError(msg)
 
 
 def _empty(flags: Flags) -> list[str]:

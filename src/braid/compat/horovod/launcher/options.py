@@ -31,8 +31,8 @@ class Option(NamedTuple):
         key: Key in the section; the option's name when empty.
         negated: Whether it is a switch with a `--no-` form.
         convert: Function from its value, or `1` and `0` of a switch, to that of the variable.
-        use: Use of the option: `here`; `none` for one without meaning here; `elastic` for one that
-            is not there yet; `ask` for one that is answered at once.
+        use: Use of the option: `here`; `none` for one without meaning here; `ask` for one that is
+            answered at once.
         num_values: Number of values that it takes.
     """
 
@@ -44,7 +44,7 @@ class Option(NamedTuple):
     key: str = ""
     negated: bool = False
     convert: Callable[[str], str] = str
-    use: Literal["here", "none", "elastic", "ask"] = "here"
+    use: Literal["here", "none", "ask"] = "here"
     num_values: int = 1
 
     @property
@@ -220,17 +220,26 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             ("--ccl-bgt-affinity",), "of oneCCL", "CORES", section="library-options", use="none",
         ),
     ),
-    "elastic training, which is not there yet": (
-        Option(("--min-np", "--min-num-proc"), "fewest ranks to go on with", "N", use="elastic"),
-        Option(("--max-np", "--max-num-proc"), "most ranks to grow to", "N", use="elastic"),
-        Option(("--slots", "--slots-per-host"), "slots of a host that is "
-                                                "found", "N", use="elastic"),
-        Option(("--elastic-timeout",), "how long to wait for slots", "SECONDS", use="elastic"),
-        Option(("--reset-limit",), "number of changes", "N", use="elastic"),
-        Option(("--host-discovery-script",), "program that lists hosts", "FILE", use="elastic"),
+    "elastic runs: ranks may die and come, on this host": (
+        Option(("--min-np", "--min-num-proc"), "fewest ranks to go on with (default: -np)", "N"),
+        Option(("--max-np", "--max-num-proc"), "most ranks (default: all slots)", "N"),
+        Option(("--host-discovery-script",), "program that prints lines `localhost:SLOTS`; it runs "
+                                             "every second", "FILE"),
+        Option(("--slots", "--slots-per-host"), "slots of a host without a number", "N"),
         Option(
-            ("--blacklist-cooldown-range",), "for how long failed hosts are left out",
-            "SECONDS", use="elastic", num_values=2,
+            ("--elastic-timeout",), "how long to wait for --min-np ranks (default: 600)",
+            "SECONDS", "HOROVOD_ELASTIC_TIMEOUT",
+        ),
+        Option(
+            ("--reset-limit",), "changes of the ranks after which a dead one ends the run "
+                                "(default: none)",
+            "N", "HOROVOD_RESET_LIMIT",
+        ),
+        Option(
+            ("--blacklist-cooldown-range",), "seconds until another rank is started for a dead "
+                                             "one, doubled each time, and the most (default: "
+                                             "never)",
+            "SECONDS", num_values=2,
         ),
     ),
 }  # fmt: skip

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from braid.compat.horovod.launcher.elastic_plan import FURTHER, OPENING
 from braid.compat.horovod.launcher.flags import Flags
 from braid.compat.horovod.launcher.function_rank import (
     FUNCTION,
@@ -112,7 +113,7 @@ def run(
         kwargs: Keyword arguments of the function.
         np: Number of ranks (default: all slots of the hosts, or 1).
         num_proc: Another name of `np`.
-        min_np: Elastic training, which is not there yet; so are the next six.
+        min_np: Refused, as the next six: members of an elastic run have no fixed results.
         max_np: See `min_np`.
         min_num_proc: See `min_np`.
         max_num_proc: See `min_np`.
@@ -145,6 +146,13 @@ def run(
         RunError: The function failed on a rank.
     """
     values = _values(locals())
+    elastic = sorted(f"--{name}" for name in values.keys() & {*OPENING, *FURTHER})
+    if elastic:
+        msg = (
+            f"{', '.join(elastic)}: a function has one result for each of a fixed number of ranks; "
+            "start a script with horovodrun"
+        )
+        raise ConfigError(msg)
     packed = _packed(func, args, kwargs or {})
     with _directory(shared_directory) as folder:
         wanted = _plan(values, folder, executable)

@@ -1,0 +1,193 @@
+"""From horovodrun's elastic options to the limits of an elastic run on this host. Pure.
+
+    --min-np 2 --max-np 4 --host-discovery-script ./discover.sh      at least 2 ranks, at most 4
+    --blacklist-cooldown-range 10 100                                a slot rests 10 s, 20 s, ...
+
+Horovod leaves out a whole host in which a rank has died. All ranks are on one host here, so its
+place is taken by a slot: for good, or for the seconds of the cool-down range.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from braid.compat.horovod.launcher.flags import Flags
+from braid.errors import ConfigError, raise_all
+from braid.launch import Host
+from braid.launch.process.job import MAX_RANKS, ElasticLimits
+
+__all__ = [
+    "FURTHER",
+    "OPENING",
+    "ElasticPlan",
+    "elastic_plan",
+    "hosts_of_script",
+    "local_slots",
+    "wants_elastic",
+]
+
+OPENING = ("min-np", "max-np", "host-discovery-script")
+FURTHER = ("slots", "elastic-timeout", "reset-limit", "blacklist-cooldown-range")
+LINE = re.compile(r"([^\s:]+|\[[^\s\]]+\])(?::([0-9]{1,4}))?")
+SCRIPT = "--host-discovery-script"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticPlan:
+    """Elastic part of a job.
+
+    Attributes:
+        num_ranks: Number of ranks to begin with.
+        limits: Limits of the run.
+        script: Program that lists hosts; empty where the slots stay.
+        slots_per_host: Slots of a host without a number; 0 to refuse such a line.
+        cooldown_s: Seconds for which a slot is left out after the first death of a rank, and at
+            most; None to leave it out for good.
+    """
+
+    num_ranks: int
+    limits: ElasticLimits
+    script: str = ""
+    slots_per_host: int = 0
+    cooldown_s: tuple[float, float] | None = None
+
+    @property
+    def where(self) -> tuple[str, ...]:
+        """Options of `braid run` with these limits."""
+        values = {
+            "-n": self.num_ranks,
+            "--min-ranks": self.limits.min_ranks,
+            "--max-ranks": self.limits.max_ranks,
+            "--restarts": self.limits.restarts,
+        }
+        return tuple(word for name, value in values.items() for word in (name, str(value)))
+
+
+def wants_elastic(flags: Flags) -> bool:
+    """Return whether options ask for an elastic run.
+
+    Raises:
+        ConfigError: Some of them make sense in an elastic run only.
+    """
+    if any(name in flags.values for name in OPENING):
+        return True
+    further = [f"--{name}" for name in FURTHER if name in flags.values]
+    if further:
+        msg = f"{', '.join(further)}: for elastic runs only, give --min-np or {SCRIPT}"
+        raise ConfigError(msg)
+    return False
+
+
+def elastic_plan(
+    flags: Flags, hosts: Sequence[Host], is_here: Callable[[str], bool]
+) -> ElasticPlan:
+    """Return the elastic part of a job.
+
+    Args:
+        flags: Options and command.
+        hosts: Hosts that are named, or that the script has listed.
+        is_here: Function that returns whether a name is a name of this host.
+
+    Raises:
+        ConfigError: Options cannot work (all of them), hosts are elsewhere, or there are too few
+            slots.
+    """
+    problems: list[str] = []
+    num_ranks, least, most, per_host = (
+        _count(flags, name, problems) for name in ("num-proc", "min-np", "max-np", "slots")
+    )
+    cooldown_s = _cooldown(flags, problems)
+    script = flags["host-discovery-script"]
+    raise_all(problems)
+    num_slots = local_slots(hosts, is_here) if hosts else num_ranks or least or most
+    is_open = bool(script or cooldown_s)
+    least = least or num_ranks or 1
+    most = most or (MAX_RANKS if script else num_slots)
+    if num_slots < least:
+        source = SCRIPT if script else "the list of hosts"
+        msg = f"{source} gives {num_slots} slots on this host, and --min-np asks for {least}"
+        raise ConfigError(msg)
+    limits = ElasticLimits(min_ranks=least, max_ranks=most, restarts=0, gains_slots=is_open)
+    begin_with = min(num_slots, most) if hosts else num_ranks or least
+    return ElasticPlan(
+        num_ranks=begin_with,
+        limits=limits,
+        script=script,
+        slots_per_host=per_host,
+        cooldown_s=cooldown_s,
+    )
+
+
+def hosts_of_script(text: str, slots_per_host: int) -> tuple[Host, ...]:
+    """Parse the lines of a discovery script: `name:slots`, or `name`.
+
+    Args:
+        text: Output of the script.
+        slots_per_host: Slots of a host without a number; 0 to refuse such a line.
+
+    Raises:
+        ConfigError: Some lines are none of these; the message lists them. Or there is none, as
+            while a file is written that the script prints.
+    """
+    hosts: dict[str, Host] = {}
+    wrong = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        match = LINE.fullmatch(line)
+        if match is None or (match[2] is None and not slots_per_host) or match[1] in hosts:
+            wrong.append(repr(line[:60]))
+            continue
+        hosts[match[1]] = Host(match[1], int(match[2] or slots_per_host))
+    if wrong:
+        hint = "" if slots_per_host else " (or NAME, with --slots-per-host)"
+        msg = f"{SCRIPT} must print lines NAME:SLOTS{hint}, each host once, got {wrong[0]}"
+        if len(wrong) > 1:
+            msg += f" and {len(wrong) - 1} more"
+        raise ConfigError(msg)
+    if not hosts:
+        msg = f"{SCRIPT} has listed no host"
+        raise ConfigError(msg)
+    return tuple(hosts.values())
+
+
+def local_slots(hosts: Sequence[Host], is_here: Callable[[str], bool]) -> int:
+    """Return the number of slots on this host.
+
+    Raises:
+        ConfigError: Some hosts are elsewhere.
+    """
+    elsewhere = [host.name for host in hosts if host.slots and not is_here(host.name)]
+    if elsewhere:
+        msg = (
+            "members of an elastic run are on the launcher's host so far: leave out "
+            f"{', '.join(elsewhere[:5])}, or start the script with `braid run -H --min-ranks`"
+        )
+        raise ConfigError(msg)
+    return sum(host.slots for host in hosts)
+
+
+def _count(flags: Flags, name: str, problems: list[str]) -> int:
+    text = flags[name]
+    if not text:
+        return 0
+    if re.fullmatch(r"[0-9]{1,4}", text) and 1 <= int(text) <= MAX_RANKS:
+        return int(text)
+    problems.append(f"--{name} must be a whole number, 1 to {MAX_RANKS}, got {text!r}")
+    return 0
+
+
+def _cooldown(flags: Flags, problems: list[str]) -> tuple[float, float] | None:
+    text = flags["blacklist-cooldown-range"]
+    if not text:
+        return None
+    try:
+        low, high = map(float, text.replace(",", " ").split())
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not 0 < low <= high < float("inf"):
+        problems.append(
+            f"--blacklist-cooldown-range must be two numbers of seconds above 0, the smaller one "
+            f"first, got {text!r}"
+        )
+    return low, high

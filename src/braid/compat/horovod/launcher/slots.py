@@ -1,0 +1,186 @@
+"""Slots of an elastic run of horovodrun: what a discovery script lists, less slots that rest.
+
+The script runs every second in the background of the launcher. What it does wrong before the ranks
+start is an error; later it is a notice, once, and the slots stay as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from contextlib import AbstractContextManager
+from typing import IO
+
+from braid.compat.horovod.launcher.elastic_plan import (
+    SCRIPT,
+    ElasticPlan,
+    hosts_of_script,
+    local_slots,
+)
+from braid.errors import ConfigError
+from braid.launch import Host
+from braid.launch.cluster.remote_shell import is_here
+from braid.runtime.clock import Clock, MonotonicClock
+
+__all__ = ["HostSlots", "ScriptRun", "discovered"]
+
+PERIOD_S = 1.0
+LOOK_S = 0.05  # while a script runs
+SCRIPT_LIMIT_S = 30.0  # Horovod's
+MAX_OUTPUT_BYTES = 1 << 20
+
+
+class ScriptRun(AbstractContextManager["ScriptRun"]):
+    """One run of a discovery script, without its input; closing it ends all of its processes.
+
+    Args:
+        script: Command, as for a shell.
+        clock: Time source.
+        limit_s: Seconds that it may take.
+    """
+
+    def __init__(self, script: str, clock: Clock, limit_s: float = SCRIPT_LIMIT_S) -> None:
+        self._script = script
+        self._clock = clock
+        self._limit_s = limit_s
+        self._end_ns = clock.after_ns(limit_s)
+        with contextlib.ExitStack() as stack:
+            self._output = stack.enter_context(tempfile.TemporaryFile())
+            self._errors = stack.enter_context(tempfile.TemporaryFile())
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", script],  # it may be a command with arguments, as in Horovod
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._errors,
+                start_new_session=True,  # so that its children can be ended, too
+            )
+            self._stack = stack.pop_all()
+
+    def poll(self) -> str | None:
+        """Return the output when the script has ended; None while it runs.
+
+        Raises:
+            ConfigError: It has failed, or takes too long.
+        """
+        code = self._process.poll()
+        if code is None and self._clock.now_ns() < self._end_ns:
+            return None
+        if code is None:
+            msg = f"{SCRIPT} {self._script} has not ended within {self._limit_s:g} s"
+            raise ConfigError(msg)
+        if code:
+            last = _text(self._errors).strip().rpartition("\n")[2]
+            ended = f"exited with code {code}" if code > 0 else f"was killed by signal {-code}"
+            msg = f"{SCRIPT} {self._script} {ended}{': ' * bool(last)}{last[:200]}"
+            raise ConfigError(msg)
+        return _text(self._output)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._stack.close()
+
+
+def discovered(
+    script: str, slots_per_host: int, limit_s: float = SCRIPT_LIMIT_S
+) -> tuple[Host, ...]:
+    """Run a discovery script, and return the hosts that it lists.
+
+    Raises:
+        ConfigError: The script fails, takes too long or prints other lines.
+    """
+    clock = MonotonicClock()
+    with ScriptRun(script, clock, limit_s) as run:
+        while (text := run.poll()) is None:
+            clock.sleep(LOOK_S)
+    return hosts_of_script(text, slots_per_host)
+
+
+class HostSlots(AbstractContextManager["HostSlots"]):
+    """Slots of this host, a `braid.launch.supervise.slots.SlotSource`; a context manager.
+
+    Args:
+        plan: Elastic part of the job.
+        clock: Time source; the clock of this host when None.
+    """
+
+    def __init__(self, plan: ElasticPlan, clock: Clock | None = None) -> None:
+        self._plan = plan
+        self._clock = clock or MonotonicClock()
+        self._num_listed = plan.num_ranks
+        self._num_given = plan.num_ranks
+        self._resting_ns: list[float] = []  # when slots can be used again
+        self._num_losses = 0
+        self._run: ScriptRun | None = None
+        self._next_ns = self._clock.after_ns(PERIOD_S)
+        self._problem = ""
+
+    @property
+    def deadline_ns(self) -> int:
+        """Time at which `poll` is due."""
+        return self._clock.after_ns(LOOK_S) if self._run is not None else self._next_ns
+
+    def lost(self) -> None:
+        """Leave a slot out, for twice as long as the one before."""
+        rests_ns = float("inf")
+        if self._plan.cooldown_s is not None:
+            low, high = self._plan.cooldown_s
+            rest_s = min(high, low * 2.0 ** min(self._num_losses, 60))
+            rests_ns = self._clock.after_ns(rest_s)
+        self._num_losses += 1
+        self._resting_ns.append(rests_ns)
+
+    def poll(self) -> tuple[int | None, str]:
+        """Return the number of slots if it has changed, and a notice; never block."""
+        notice = self._look()
+        now_ns = self._clock.now_ns()
+        self._resting_ns = [end_ns for end_ns in self._resting_ns if end_ns > now_ns]
+        number = max(0, self._num_listed - len(self._resting_ns))
+        if number == self._num_given:
+            return None, notice
+        self._num_given = number
+        least = self._plan.limits.min_ranks
+        if number < least and not notice:
+            notice = f"{number} slots are left, fewer than --min-np {least}"
+        return number, notice
+
+    def _look(self) -> str:
+        """Start the script when it is due, or read what it has printed; return a new problem."""
+        now_ns = self._clock.now_ns()
+        if self._run is None and now_ns < self._next_ns:
+            return ""
+        self._next_ns = self._clock.after_ns(PERIOD_S)
+        if not self._plan.script:
+            return ""
+        try:
+            if self._run is None:
+                self._run = ScriptRun(self._plan.script, self._clock)
+            text = self._run.poll()
+            if text is not None:
+                hosts = hosts_of_script(text, self._plan.slots_per_host)
+                self._num_listed = local_slots(hosts, is_here)
+                self._close_run()
+                self._problem = ""
+        except ConfigError as error:
+            self._close_run()
+            is_new, self._problem = str(error) != self._problem, str(error)
+            return f"{error}; the slots stay as they were" if is_new else ""
+        return ""
+
+    def _close_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.__exit__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._close_run()
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(MAX_OUTPUT_BYTES).decode(errors="replace")

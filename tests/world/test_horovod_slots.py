@@ -1,0 +1,98 @@
+"""Slots of horovodrun's elastic runs: discovery scripts that work, fail, hang or lie."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from braid.compat.horovod.launcher.elastic_plan import ElasticPlan
+from braid.compat.horovod.launcher.slots import HostSlots, discovered
+from braid.errors import ConfigError
+from braid.launch import Host
+from braid.launch.process.job import ElasticLimits
+from braid.runtime.clock import VirtualClock
+
+pytestmark = pytest.mark.procs
+
+
+def script(tmp_path: Path, *lines: str) -> str:
+    path = tmp_path / "discover.sh"
+    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def plan(**values) -> ElasticPlan:
+    limits = ElasticLimits(min_ranks=2, max_ranks=4, restarts=0, gains_slots=True)
+    return ElasticPlan(**{"num_ranks": 3, "limits": limits} | values)
+
+
+def test_a_script_lists_hosts(tmp_path):
+    path = script(tmp_path, "echo localhost", "echo other:$1")
+    assert discovered(f"{path} 3", 2) == (Host("localhost", 2), Host("other", 3))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("echo no hosts today >&2; exit 3", "exited with code 3: no hosts today"),
+        ("kill -9 $$", "code 137|signal 9"),
+        ("sleep 60 & wait", "has not ended within 0.5 s"),
+        ("echo localhost:two", "must print lines NAME:SLOTS"),
+    ],
+)
+def test_a_script_that_does_not_work_is_an_error(tmp_path, line, message):
+    with pytest.raises(ConfigError, match=message):
+        discovered(script(tmp_path, line), 0, limit_s=0.5)
+
+
+def test_a_script_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="exited with code 127"):
+        discovered(str(tmp_path / "missing.sh"), 0)
+
+
+def until(slots: HostSlots, wanted: tuple[int | None, str]) -> None:
+    """Poll until an answer comes, and no other one before."""
+    limit_s = time.monotonic() + 30
+    while (answer := slots.poll()) == (None, "") and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    number, notice = answer
+    assert (number, wanted[1] in notice) == (wanted[0], True), answer
+
+
+def test_a_script_is_asked_again_and_its_mistakes_are_notices(tmp_path):
+    names = tmp_path / "names"
+    names.write_text("localhost:4\n")
+    with HostSlots(plan(script=script(tmp_path, f"cat {names}"))) as slots:
+        until(slots, (4, ""))
+        names.write_text("localhost:4\nfar.invalid:2\n")
+        until(slots, (None, "leave out far.invalid"))
+        names.write_text("")  # somebody writes it anew
+        until(slots, (None, "has listed no host"))
+        names.write_text("localhost:1\n")
+        until(slots, (1, "1 slots are left, fewer than --min-np 2"))
+        names.unlink()
+        until(slots, (None, "exited with code 1"))
+
+
+def test_the_slot_of_a_dead_rank_rests_for_longer_each_time():
+    clock = VirtualClock()
+    with HostSlots(plan(cooldown_s=(10.0, 30.0)), clock) as slots:
+        for rest_s in (10, 20, 30, 30):
+            slots.lost()
+            assert slots.poll() == (2, "")
+            clock.sleep(rest_s - 0.5)
+            assert slots.poll() == (None, "")
+            clock.sleep(1)
+            assert slots.poll() == (3, "")
+
+
+def test_without_a_range_the_slot_of_a_dead_rank_stays_out():
+    clock = VirtualClock()
+    with HostSlots(plan(), clock) as slots:
+        slots.lost()
+        assert slots.poll() == (2, "")
+        clock.sleep(1e6)
+        assert slots.poll() == (None, "")
