@@ -14,6 +14,7 @@ from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.membership_state import (
     Begin,
     Dismiss,
+    GiveUp,
     MembershipState,
     Order,
     Pause,
@@ -79,6 +80,16 @@ def test_the_last_one_with_the_state_cannot_be_lost():
     assert state.can_lose(0)
     state.lost(0)
     assert not state.can_lose(1), "a spare has no state"
+
+
+def test_a_run_ends_when_nobody_has_received_the_state():
+    state = _begun(2, spares=1, restarts=0)
+    state.ready(2, -1, -1)
+    state.lost(1)
+    assert state.ready(0, 0, 10) == [Begin(1, (0, 2), (10, -1))]
+    state.lost(0)
+    reason = "rank 0 was lost, the last one with the state of the training"
+    assert state.ready(2, 1, -1) == [GiveUp((2,), reason)]
 
 
 def test_no_more_than_the_restarts_are_started_and_fewer_than_min_end_the_run():
@@ -179,6 +190,7 @@ class _Run:
     epochs: list[Begin] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     num_to_start: int = 0
+    is_over: bool = False
     changes_slots: bool = False
 
     def __post_init__(self) -> None:
@@ -199,6 +211,9 @@ class _Run:
                 self.mail += [("pause", rank, self.state.epoch, 0) for rank in order.members]
             elif isinstance(order, Replace):
                 self.num_to_start += 1
+            elif isinstance(order, GiveUp):
+                assert all(self.processes[rank].num_steps < 0 for rank in order.members)
+                self.is_over = True
             else:
                 assert self.changes_slots, "nobody has finished"
                 self.lost.update(order.ranks)
@@ -303,6 +318,8 @@ def test_members_keep_one_history_and_the_newest_state(seed, changes_slots):
             run.step(kills=True)
         for _ in range(200):
             run.step(kills=False)
+        if run.is_over:
+            continue
         members = run.epochs[-1].members
         assert not run.lost.intersection(members), "the run goes on"
         assert {run.processes[rank].epoch for rank in members} == {len(run.epochs) - 1}

@@ -15,6 +15,7 @@ that a loss has broken. Processes that came meanwhile are ready, too, and are ta
                     room for it
     Lost            restarts are left                 Replace: start another process
     Lost            the others are ready              Begin
+    Ready           nobody that lives has the state   GiveUp: the run is over
     Finished        it was the last member            Dismiss: processes that wait may end
     Slots           there are more than processes     Replace
     Slots           there are fewer than members      Pause, then Dismiss: the newest ones
@@ -40,7 +41,7 @@ from typing import NamedTuple, TypeAlias
 
 from braid.launch.process.job import ElasticLimits
 
-__all__ = ["Begin", "Dismiss", "MembershipState", "Order", "Pause", "Replace"]
+__all__ = ["Begin", "Dismiss", "GiveUp", "MembershipState", "Order", "Pause", "Replace"]
 
 NO_EPOCH = -1
 
@@ -75,7 +76,14 @@ class Dismiss(NamedTuple):
     ranks: tuple[int, ...]
 
 
-Order: TypeAlias = Begin | Pause | Replace | Dismiss
+class GiveUp(NamedTuple):
+    """End the run, as the state of the training is lost."""
+
+    members: tuple[int, ...]
+    reason: str
+
+
+Order: TypeAlias = Begin | Pause | Replace | Dismiss | GiveUp
 
 
 class MembershipState:
@@ -101,6 +109,8 @@ class MembershipState:
         self._alive: set[int] = set()
         self._ready: dict[int, int] = {}  # rank -> steps that its state has seen
         self._is_ending = False
+        self._last_lost = -1
+        self._most_steps = -1  # that any member has reported
         self._has_finished = False
         self._restarts_left = limits.restarts
         self._num_to_start = num_ranks + limits.spares
@@ -150,13 +160,16 @@ class MembershipState:
         if rank not in self._alive or epoch != expected:
             return []  # said before this epoch began, or by a process that is gone
         self._ready[rank] = num_steps
+        self._most_steps = max(self._most_steps, num_steps)
         return self._next()
 
     def lost(self, rank: int) -> list[Order]:
         """Note that a process has died, or will end as it was asked to, and the run goes on."""
         if rank not in self._alive:
             return []
-        self._is_ending |= rank in self.members  # they get ready by themselves
+        if rank in self.members:
+            self._is_ending = True  # the others get ready by themselves
+            self._last_lost = rank
         self._remove(rank)
         orders: list[Order] = []
         num_wanted = max(self._num_wanted, self._limits.min_ranks)
@@ -206,6 +219,9 @@ class MembershipState:
             return [Pause(self.members)]
         if not self.members:
             return []
+        if max(self._ready[member] for member in self.members) < 0 <= self._most_steps:
+            reason = f"rank {self._last_lost} was lost, the last one with the state of the training"
+            return [GiveUp(self.members, reason)]
         if self._has_finished:
             return [self._begin(self.members)]
         ready = (*self.members, *newcomers)

@@ -6,9 +6,8 @@ takes all decisions, and the backend knows on which hosts the ranks are.
 
 from __future__ import annotations
 
-import heapq
 import selectors
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -24,14 +23,8 @@ from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
+from braid.launch.supervise.elastic_members import ElasticMembers
 from braid.launch.supervise.hang_monitor import HangMonitor
-from braid.launch.supervise.membership_state import (
-    Begin,
-    Dismiss,
-    MembershipState,
-    Order,
-    Pause,
-)
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import (
     git_commit,
@@ -78,13 +71,10 @@ from braid.runtime.rendezvous import (
     Left,
     Loaded,
     Logged,
-    NewEpoch,
-    PauseTraining,
     RankFailed,
     RankHello,
     Ready,
     Saved,
-    Stop,
 )
 from braid.runtime.rendezvous.control import CONTROL_ROLE
 from braid.runtime.store import STORE_LIMITS, STORE_ROLE, StoreServer
@@ -144,21 +134,16 @@ class _Run(AbstractContextManager["_Run"]):
         self._clock = clock
         self._inbox = inbox
         self._backend = backend
-        self._slots = slots
         self._start_ns = clock.now_ns()
-        spares = job.elastic.spares if job.elastic else 0
-        self._members = MembershipState(job.elastic, job.num_ranks) if job.elastic else None
-        self._missing: tuple[int, ...] = ()  # members for which others wait
-        self._missing_ns: int | None = None  # since then; None if they have been named
-        self._places = list(range(job.num_ranks + spares))  # that no process has
-        self._place_of: dict[int, int] = {}
+        elastic = job.elastic
+        self._members = ElasticMembers(job, elastic, self, clock, slots) if elastic else None
         self._state = SupervisorState(
-            len(self._places),
+            job.num_ranks + (elastic.spares if elastic else 0),
             _limits(job),
             self._start_ns,
             job.expendable,
             job.needed,
-            self._members,
+            self._members.state if self._members is not None else None,
         )
         self._saved: SavedCheckpoint | None = None
         self._resume = "auto"  # value of --resume that loads it
@@ -233,8 +218,8 @@ class _Run(AbstractContextManager["_Run"]):
             self._backend.poll()
             if self._state.phase is RunPhase.RUNNING:
                 self._keep(self._hangs.poll)
-                self._name_missing_members()
-                self._poll_slots()
+                if self._members is not None:
+                    self._members.poll()
             self._handle(Tick())
 
     def finish(self) -> None:
@@ -318,21 +303,12 @@ class _Run(AbstractContextManager["_Run"]):
             raise ConfigError(msg) from exc
         self._handle(Started(rank))
         if self._members is not None:
-            self._execute_orders(self._members.started(rank))
+            self._members.started(rank)
 
     def _environment(self, rank: int) -> JobEnvironment:
-        """Return the settings of a rank, without the descriptors that only its parent knows.
-
-        In an elastic run, a rank that takes the place of another has a number of its own, but its
-        host and its local rank.
-        """
-        if not self._places:  # there are more slots than at first
-            self._places.append(len(self._place_of))
-        place = self._place_of[rank] = heapq.heappop(self._places)
-        members, elastic = self._members, ""
-        if members is not None:
-            is_founder = rank < self._job.num_ranks or (members.epoch < 0 and place != rank)
-            elastic = "founder" if is_founder else "newcomer"
+        """Return the settings of a rank, without the descriptors that only its parent knows."""
+        members = self._members
+        place, elastic = (rank, "") if members is None else members.take_place(rank)
         return JobEnvironment(
             rank=rank,
             world_size=max(self._job.num_ranks, rank + 1),
@@ -357,8 +333,7 @@ class _Run(AbstractContextManager["_Run"]):
         ]
         if self._state.phase is RunPhase.RUNNING:
             due.append(self._hangs.deadline_ns)
-            due.append(self._missing_deadline_ns)
-            due.append(self._slots.deadline_ns if self._slots is not None else None)
+            due.append(self._members.deadline_ns if self._members is not None else None)
         next_ns = min((ns for ns in due if ns is not None), default=None)
         return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
 
@@ -399,17 +374,16 @@ class _Run(AbstractContextManager["_Run"]):
                 change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
-            self._free_place(process.rank)
             if facts.survived:
                 process.end = replace(end, survived=True)
             else:
                 self._announce(end)
             if self._members is not None:
-                has_finished = end.exit_code == 0
-                if self._slots is not None and not has_finished and not facts.dismissed:
-                    self._slots.lost()
-                change_of = self._members.finished if has_finished else self._members.lost
-                self._execute_orders(change_of(process.rank))
+                self._members.ended(
+                    process.rank,
+                    has_finished=end.exit_code == 0,
+                    was_dismissed=facts.dismissed,
+                )
 
     def _on_clients(self) -> None:
         for connection in self._listener.accept_ready():
@@ -436,7 +410,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._saved = SavedCheckpoint(message.step, message.path, True, is_earlier=True)
             self._resume = message.resume
         elif isinstance(message, Ready) and self._members is not None:
-            self._on_ready(process, message, self._members)
+            self._members.ready(process, message)
         elif isinstance(message, Logged):
             self._keep(partial(self._metrics.append, process.rank, message.row))
         elif isinstance(message, RankFailed):
@@ -446,47 +420,6 @@ class _Run(AbstractContextManager["_Run"]):
             process.exiting = message
             self._backend.reap()  # a rank that died before this one exited is the first to fail
             self._on_failure(process, exit_code=message.code)
-
-    def _on_ready(self, process: Rank, message: Ready, members: MembershipState) -> None:
-        if self._state.phase is not RunPhase.RUNNING:
-            process.send(Stop("a rank has failed, or the run was stopped"))
-        elif message.leaves:
-            self._console.notice(f"{process.name} {message.leaves}, and leaves the run")
-            self._free_place(process.rank)
-            self._execute_orders(members.lost(process.rank))
-        else:
-            orders = members.ready(process.rank, message.epoch, message.num_steps)
-            self._execute_orders(orders)
-
-    @property
-    def _missing_deadline_ns(self) -> int | None:
-        limit_s = self._job.hang_report_s
-        if self._missing_ns is None or not limit_s:
-            return None
-        return self._missing_ns + round(limit_s * 1e9)
-
-    def _name_missing_members(self) -> None:
-        """Name members, once, that let others wait long with their next epoch."""
-        missing = self._members.missing if self._members is not None else ()
-        if missing != self._missing:
-            self._missing = missing
-            self._missing_ns = self._clock.now_ns() if missing else None
-        deadline_ns = self._missing_deadline_ns
-        if deadline_ns is not None and self._clock.now_ns() >= deadline_ns:
-            self._missing_ns = None
-            for rank in missing:
-                inside = self.ranks[rank].last_events()
-                self._console.notice(
-                    f"{self.ranks[rank].name} is not ready for the next epoch after "
-                    f"{self._job.hang_report_s:g} s, and the other members wait for it"
-                    f"{': it was last seen ' * bool(inside)}{inside}"
-                )
-
-    def _free_place(self, rank: int) -> None:
-        """Let another process have the host and the local rank of a rank that ends."""
-        place = self._place_of.pop(rank, None)
-        if place is not None:
-            heapq.heappush(self._places, place)
 
     def _on_failure(self, process: Rank, *, exit_code: int) -> None:
         """React to the report of a rank that it is about to end."""
@@ -556,33 +489,24 @@ class _Run(AbstractContextManager["_Run"]):
             f"`kill -CONT {process.pid}` lets it go on"
         )
 
-    def _poll_slots(self) -> None:
-        if self._slots is None or self._members is None:
-            return
-        num_slots, notice = self._slots.poll()
-        if notice:
-            self._console.notice(notice)
-        if num_slots is not None:
-            self._execute_orders(self._members.slots(num_slots))
+    # For the members of an elastic run
 
-    def _execute_orders(self, orders: Sequence[Order]) -> None:
-        """Execute orders on the members of an elastic run."""
-        for order in orders:
-            if isinstance(order, Begin):
-                if order.epoch:
-                    ranks = ", ".join(map(str, order.members))
-                    step = max(order.num_steps)
-                    self._console.notice(f"epoch {order.epoch}: ranks {ranks} go on at step {step}")
-                for rank in order.members:
-                    self.ranks[rank].send(NewEpoch(*order))
-            elif isinstance(order, Pause):
-                for rank in order.members:
-                    self.ranks[rank].send(PauseTraining())
-            elif isinstance(order, Dismiss):
-                for rank in order.ranks:
-                    self._handle(Dismissed(rank))
-            elif self._state.phase is RunPhase.RUNNING:
-                self._state.start_another()
+    @property
+    def is_running(self) -> bool:
+        """Whether nothing has ended the run so far."""
+        return self._state.phase is RunPhase.RUNNING
+
+    def notice(self, text: str) -> None:
+        """Show a text to the user."""
+        self._console.notice(text)
+
+    def start_another(self) -> None:
+        """Start one more rank."""
+        self._state.start_another()
+
+    def dismiss(self, rank: int) -> None:
+        """End a rank that the run no longer needs."""
+        self._handle(Dismissed(rank))
 
     # The end
 

@@ -1,0 +1,193 @@
+"""Passes what happens to the ranks of an elastic run to `MembershipState`, and executes its orders.
+
+Ranks have numbers that are never used again. A place is a host and a local rank there; a rank that
+takes the place of another one has a number of its own, but its host and its local rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from braid.launch.process.job import ElasticLimits, JobSpec
+from braid.launch.supervise.membership_state import (
+    Begin,
+    Dismiss,
+    GiveUp,
+    MembershipState,
+    Order,
+    Pause,
+)
+from braid.launch.supervise.rank import Rank
+from braid.launch.supervise.slots import SlotSource
+from braid.runtime.clock import Clock
+from braid.runtime.rendezvous import NewEpoch, PauseTraining, Ready, Stop
+
+__all__ = ["ElasticMembers", "ElasticRun"]
+
+ENDING = "a rank has failed, or the run was stopped"
+
+
+class ElasticRun(Protocol):
+    """The run, as far as the members need it."""
+
+    @property
+    def ranks(self) -> Mapping[int, Rank]:
+        """Ranks by number, also those that have ended."""
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether nothing has ended the run so far."""
+        ...
+
+    def notice(self, text: str) -> None:
+        """Show a text to the user."""
+        ...
+
+    def start_another(self) -> None:
+        """Start one more rank."""
+        ...
+
+    def dismiss(self, rank: int) -> None:
+        """End a rank that the run no longer needs."""
+        ...
+
+
+class ElasticMembers:
+    """The members of a run.
+
+    Args:
+        job: The job.
+        limits: Its limits.
+        run: The run.
+        clock: Time source.
+        slots: Source of the number of ranks; None if it stays.
+
+    Attributes:
+        state: Decides who the members are.
+
+    Raises:
+        ConfigError: The number of ranks is outside of the limits.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        limits: ElasticLimits,
+        run: ElasticRun,
+        clock: Clock,
+        slots: SlotSource | None,
+    ) -> None:
+        self.state = MembershipState(limits, job.num_ranks)
+        self._job = job
+        self._run = run
+        self._clock = clock
+        self._slots = slots
+        self._places = list(range(job.num_ranks + limits.spares))  # that no process has
+        self._place_of: dict[int, int] = {}
+        self._missing: tuple[int, ...] = ()  # members for which others wait
+        self._missing_ns: int | None = None  # since then; None if they have been named
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """Time at which `poll` is due; None if it is not."""
+        due = [] if self._slots is None else [self._slots.deadline_ns]
+        if (missing_ns := self._missing_deadline_ns) is not None:
+            due.append(missing_ns)
+        return min(due, default=None)
+
+    def poll(self) -> None:
+        """Look at the slots, and name members for which others wait."""
+        self._name_missing()
+        num_slots, notice = self._slots.poll() if self._slots is not None else (None, "")
+        if notice:
+            self._run.notice(notice)
+        if num_slots is not None:
+            self._execute(self.state.slots(num_slots))
+
+    def take_place(self, rank: int) -> tuple[int, str]:
+        """Return the place of a rank that is about to be started, and its part in the run."""
+        if not self._places:  # there are more slots than at first
+            self._places.append(len(self._place_of))
+        place = self._place_of[rank] = heapq.heappop(self._places)
+        replaces = self.state.epoch < 0 and place != rank
+        is_founder = rank < self._job.num_ranks or replaces
+        return place, "founder" if is_founder else "newcomer"
+
+    def started(self, rank: int) -> None:
+        """Note a new process."""
+        self._execute(self.state.started(rank))
+
+    def ready(self, process: Rank, message: Ready) -> None:
+        """Note that a process waits for the next epoch, or leaves."""
+        if not self._run.is_running:
+            process.send(Stop(ENDING))
+        elif message.leaves:
+            self._run.notice(f"{process.name} {message.leaves}, and leaves the run")
+            self._free_place(process.rank)
+            self._execute(self.state.lost(process.rank))
+        else:
+            self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
+
+    def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:
+        """Note the end of a process."""
+        self._free_place(rank)
+        if self._slots is not None and not has_finished and not was_dismissed:
+            self._slots.lost()
+        self._execute(self.state.finished(rank) if has_finished else self.state.lost(rank))
+
+    def _execute(self, orders: Sequence[Order]) -> None:
+        ranks = self._run.ranks
+        for order in orders:
+            if isinstance(order, Begin):
+                if order.epoch:
+                    members = ", ".join(map(str, order.members))
+                    step = max(0, *order.num_steps)
+                    text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
+                    self._run.notice(text)
+                for rank in order.members:
+                    ranks[rank].send(NewEpoch(*order))
+            elif isinstance(order, Pause):
+                for rank in order.members:
+                    ranks[rank].send(PauseTraining())
+            elif isinstance(order, GiveUp):
+                for rank in order.members:
+                    ranks[rank].send(Stop(order.reason))
+            elif isinstance(order, Dismiss):
+                for rank in order.ranks:
+                    self._run.dismiss(rank)
+            elif self._run.is_running:
+                self._run.start_another()
+
+    @property
+    def _missing_deadline_ns(self) -> int | None:
+        limit_s = self._job.hang_report_s
+        if self._missing_ns is None or not limit_s:
+            return None
+        return self._missing_ns + round(limit_s * 1e9)
+
+    def _name_missing(self) -> None:
+        """Name members, once, that let others wait long with their next epoch."""
+        missing = self.state.missing
+        if missing != self._missing:
+            self._missing = missing
+            self._missing_ns = self._clock.now_ns() if missing else None
+        deadline_ns = self._missing_deadline_ns
+        if deadline_ns is None or self._clock.now_ns() < deadline_ns:
+            return
+        self._missing_ns = None
+        for rank in missing:
+            inside = self._run.ranks[rank].last_events()
+            self._run.notice(
+                f"{self._run.ranks[rank].name} is not ready for the next epoch after "
+                f"{self._job.hang_report_s:g} s, and the other members wait for it"
+                f"{': it was last seen ' * bool(inside)}{inside}"
+            )
+
+    def _free_place(self, rank: int) -> None:
+        """Let another process have the place of a rank that ends."""
+        place = self._place_of.pop(rank, None)
+        if place is not None:
+            heapq.heappush(self._places, place)
