@@ -9,6 +9,7 @@ import pytest
 from program_jobs import run_program
 
 from braid.launch import JobSpec, QuietConsole, Supervisor
+from example_runs import run_example
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -23,7 +24,10 @@ def _run(script: Path, ranks: int, log_dir: Path) -> str:
     return (log_dir / "rank0.log").read_text()
 
 
-EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+LAUNCHED = {"57_elastic"}  # its ranks die, so the processes of the pool cannot be its ranks
+EXAMPLES = [
+    path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.stem not in LAUNCHED
+]
 
 
 def _command(example: Path) -> tuple[int, dict[str, str]]:
@@ -54,6 +58,16 @@ def test_an_example_runs_on_as_many_ranks_as_its_docstring_says(procs, example):
     ranks, environ = _command(example)
     texts = run_program(procs, ranks, example, **environ)
     assert "bit by bit" in texts[0] + texts[-1]  # of the first rank, or of a worker
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("deaths", "rank"), [((), 0), (("1:5", "0:20"), 2)], ids=["one death", "two deaths"]
+)
+def test_the_example_that_kills_its_ranks_has_the_bits_of_one_process(tmp_path, deaths, rank):
+    options = ("-n", "3", "--min-ranks", "2")
+    text = run_example("57_elastic.py", tmp_path / "run", *options, script=deaths)
+    assert f"[rank {rank}] parameters equal one process bit by bit" in text
 
 
 def test_the_diff_of_the_readme_makes_a_loop_that_trains(procs, tmp_path):
