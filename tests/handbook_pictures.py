@@ -33,6 +33,7 @@ from handbook_actors import lag_of_actors
 from handbook_backwards import BACKWARDS
 from handbook_calls import CALL_PICTURES
 from handbook_data_parallel import DATA_PARALLEL
+from handbook_elastic import ELASTIC
 from handbook_interfaces import INTERFACES
 from handbook_launching import LAUNCHING
 from handbook_meshes import MESHES
@@ -310,6 +311,7 @@ PICTURES: tuple[Callable[[], str], ...] = (
     placed_step,
     *INTERFACES,
     *STRATEGIES,
+    *ELASTIC,
     before_and_after,
     groups_of_a_mesh,
     two_meetings,
