@@ -22,6 +22,7 @@ from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, MismatchError
 from braid.parallel.gradients import ParamTable
+from braid.parallel.sharding import fully_shard
 from braid.programs.sampling import SamplerState
 from elastic_cluster import HERE, POINTS, Cluster, points_of_death, random_faults, train
 from support.worlds import run_threads
@@ -310,6 +311,25 @@ def test_models_and_objects_that_cannot_take_part_are_refused():
         braid.elastic(wrapped, optimizer)
     with pytest.raises(ConfigError, match=r"counter has no state_dict\(\) and load_state_dict\(\)"):
         braid.elastic(model, optimizer, counter=3)
+
+
+@pytest.mark.parametrize("division", ["tensor parallelism", "ZeRO or FSDP"])
+def test_models_that_ranks_have_parts_of_are_refused(division):
+    def main(group: Group) -> str:
+        layer = nn.utils.skip_init(nn.Linear, 4, 8)
+        model = nn.Sequential(layer, nn.Tanh())
+        for param in model.parameters():
+            nn.init.ones_(param)
+        if division == "ZeRO or FSDP":
+            fully_shard(model, process_group=group)
+        else:
+            braid.parallelize(model, group, {"0": "head"})
+        with pytest.raises(ConfigError) as caught:
+            braid.elastic(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return str(caught.value)
+
+    for text in run_threads(2, main):
+        assert f"Sequential is divided among ranks ({division}), and braid.elastic" in text
 
 
 def test_more_ranks_than_micro_batches_are_refused():

@@ -26,6 +26,7 @@ data parallel training, where rank 0 gives its own to all.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
@@ -52,10 +53,18 @@ from braid.errors import (
     raise_all,
 )
 from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
+from braid.parallel.expert_parallel import is_of_experts
 from braid.parallel.gradients import ParamTable
+from braid.parallel.hybrid import HybridParallel
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.asynchronous import AsynchronousPipeline
+from braid.parallel.sharding import FSDPModule, has_pieces, sharding_of
+from braid.parallel.tensor_parallel import slicing_of
 from braid.programs.sampling import SamplerState
 
 __all__ = ["ElasticTraining", "elastic"]
+
+LOG = logging.getLogger(__name__)
 
 MOST_FAILED_CHECKS = 2  # in a row of which it is not known which rank is wrong
 LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in as many looks, each over some steps
@@ -258,8 +267,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._join_next_epoch(self.num_steps)
             return False
         self._failed_checks += 1
+        ranks = " and ".join(str(group.ranks[rank]) for rank in wrong)
+        LOG.warning(
+            "ranks %s computed different gradients for a micro-batch of step %d, which is done "
+            "again: watch their hosts if that repeats",
+            ranks,
+            self.num_steps + 1,
+        )
         if self._failed_checks > MOST_FAILED_CHECKS:
-            ranks = " and ".join(str(group.ranks[rank]) for rank in wrong)
             msg = (
                 f"ranks {ranks} compute different gradients for the same micro-batch of step "
                 f"{self.num_steps + 1}, {self._failed_checks} times: one of their hosts computes "
@@ -387,6 +402,24 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             raise ConfigError(msg)
 
 
+def _division_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return how ranks have parts of a model or of its optimizer's state; empty if they do not."""
+    given: Any = model  # of any type
+    if isinstance(given, Pipeline | AsynchronousPipeline):
+        return "pipeline stages"
+    if isinstance(given, HybridParallel):
+        return "a mesh"
+    is_sharded = isinstance(given, FSDPModule) or sharding_of(model) is not None
+    if is_sharded or has_pieces(optimizer):
+        return "ZeRO or FSDP"
+    if any(slicing_of(param) is not None for param in model.parameters()):
+        return "tensor parallelism"
+    if any(is_of_experts(param) for param in model.parameters()):
+        return "experts"
+    is_plain = all(type(p) is nn.Parameter for p in model.parameters())
+    return "" if is_plain else "parameters of a type of their own, such as DTensor"
+
+
 def elastic(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -424,6 +457,12 @@ def elastic(
     round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
     """
     raise_all(below(0, verify=verify, replace_slow=replace_slow))
+    if division := _division_of(model, optimizer):
+        msg = (
+            f"{type(model).__name__} is divided among ranks ({division}), and braid.elastic takes "
+            "a whole model on each rank: train it without, with braid.save and --resume auto"
+        )
+        raise ConfigError(msg)
     if hasattr(model, "no_sync"):
         msg = f"{type(model).__name__} averages gradients itself: pass the model inside of it"
         raise ConfigError(msg)
