@@ -23,8 +23,8 @@ from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
-from braid.launch.supervise.elastic_members import ElasticMembers
 from braid.launch.supervise.hang_monitor import HangMonitor
+from braid.launch.supervise.member_driver import MemberDriver
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import (
     git_commit,
@@ -136,7 +136,7 @@ class _Run(AbstractContextManager["_Run"]):
         self._backend = backend
         self._start_ns = clock.now_ns()
         elastic = job.elastic
-        self._members = ElasticMembers(job, elastic, self, clock, slots) if elastic else None
+        self._members = MemberDriver(job, elastic, self, clock, slots) if elastic else None
         self._state = SupervisorState(
             job.num_ranks + (elastic.spares if elastic else 0),
             _limits(job),

@@ -24,7 +24,7 @@ from braid.launch.supervise.slots import SlotSource
 from braid.runtime.clock import Clock
 from braid.runtime.rendezvous import NewEpoch, PauseTraining, Ready, Stop
 
-__all__ = ["ElasticMembers", "ElasticRun"]
+__all__ = ["ElasticRun", "MemberDriver"]
 
 ENDING = "a rank has failed, or the run was stopped"
 
@@ -55,7 +55,7 @@ class ElasticRun(Protocol):
         ...
 
 
-class ElasticMembers:
+class MemberDriver:
     """The members of a run.
 
     Args:
