@@ -86,9 +86,9 @@ class ElasticBench:
     """
 
     ranks: int = 3
-    steps: int = 150
+    steps: int = 300
     rounds: int = 2
-    every_s: float = 5.0
+    every_s: float = 20.0
     spares: int = 0
     out: Path = Path("runs/bench-elastic")
 

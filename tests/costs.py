@@ -41,7 +41,7 @@ BUDGETS_S = {
     "world/test_engine_oracle": 100,
     "world/test_fusion": 15,
     "world/test_horovod": 65,
-    "world/test_horovod_elastic": 130,
+    "world/test_horovod_elastic_runs": 130,
     "world/test_hosts": 18,
     "world/test_launch": 225,
     "world/test_leave_horovod": 23,
