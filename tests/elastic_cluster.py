@@ -18,7 +18,14 @@ from braid.elasticity import gradient_sums, training
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.launch.process.job import ElasticLimits
-from braid.launch.supervise.membership_state import Begin, MembershipState, Order, Pause, Replace
+from braid.launch.supervise.membership_state import (
+    Begin,
+    GiveUp,
+    MembershipState,
+    Order,
+    Pause,
+    Replace,
+)
 from braid.runtime.clock import MonotonicClock
 from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
@@ -54,6 +61,7 @@ class Cluster:
         self.changed = threading.Condition()
         self.begun: list[Begin] = []
         self.pauses = False
+        self.end = ""  # reason for which the run has ended early
         self.num_started = 0
         self._num_ranks = num_ranks
         self._fabrics: list[Fabric] = []
@@ -86,6 +94,8 @@ class Cluster:
                 self.pauses = True
             elif isinstance(order, Replace):
                 self._start()
+            elif isinstance(order, GiveUp):
+                self.end = order.reason
         self.changed.notify_all()
 
     def group_of(self, rank: int, epoch: int) -> Group:
@@ -153,6 +163,7 @@ class ThreadMembers:
         self.rank = rank
         self._epoch = -1
         self.leaves = False
+        self.number = 1
         self._visits: dict[str, int] = {}
         self._group: Group | None = None
         HERE.members = self
@@ -180,7 +191,8 @@ class ThreadMembers:
         with cluster.changed:
             cluster.execute(cluster.state.ready(self.rank, self._epoch, num_steps))
             ended = cluster.changed.wait_for(
-                lambda: cluster.state.is_over or self.rank in self._members(), TIMEOUT_S
+                lambda: cluster.state.is_over or bool(cluster.end) or self.rank in self._members(),
+                TIMEOUT_S,
             )
             assert ended, f"rank {self.rank} waits for an epoch after {self._epoch}"
             if self.rank not in self._members():
@@ -235,6 +247,18 @@ def points_of_death(monkeypatch: Any) -> Iterator[None]:
         yield
 
 
+class Counted(nn.Module):
+    """A layer whose result depends on a buffer that no state_dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * (1 + 0.01 * self.count)
+
+
 def train(
     members: ThreadMembers,
     shards: int = 3,
@@ -243,12 +267,12 @@ def train(
     **options: float,
 ) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), Counted(), nn.Linear(5, 1))
     with torch.no_grad():
         for position, param in enumerate(model.parameters()):
             param.copy_(torch.linspace(-1.0, 1.0, param.numel()).view_as(param) + position + 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 5], 0.9)
     x = torch.linspace(-2.0, 2.0, 144).sin().view(36, 4)
     loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=3, shuffle=True)
 

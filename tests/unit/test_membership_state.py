@@ -92,6 +92,14 @@ def test_a_run_ends_when_nobody_has_received_the_state():
     assert state.ready(2, 1, -1) == [GiveUp((2,), reason)]
 
 
+def test_a_run_ends_when_those_that_are_left_are_too_few():
+    state = _begun(2, min_ranks=2, restarts=0)
+    reason = "rank 1 was lost, and 1 of at least 2 members are left"
+    assert state.lost(1) == [GiveUp((0,), reason)]
+    state = _begun(1, spares=1)
+    assert state.lost(0) == [GiveUp((1,), "rank 0 was lost, and 0 of at least 1 members are left")]
+
+
 def test_no_more_than_the_restarts_are_started_and_fewer_than_min_end_the_run():
     state = _begun(3, min_ranks=2, restarts=1)
     assert state.lost(2) == [Replace()]
@@ -229,7 +237,8 @@ class _Run:
             assert kept == alive[: len(kept)], "the newest have to go"
             assert self.changes_slots or kept == alive, "nobody is left behind"
             assert all(self.processes[rank].says_ready for rank in alive), "nobody trains on alone"
-            assert max(new.num_steps) == max(self.processes[r].num_steps for r in kept)
+            # a process that had no slot in the last epoch may have seen a step that was done again
+            assert max(new.num_steps) >= max(self.processes[r].num_steps for r in kept)
 
     def say_ready(self, rank: int) -> None:
         process = self.processes[rank]

@@ -132,7 +132,7 @@ def test_deaths_at_any_point_leave_the_bits_of_an_undisturbed_run(monkeypatch, u
     with points_of_death(monkeypatch):
         cluster.run(train)
     assert cluster.deaths or cluster.left
-    assert cluster.results
+    assert cluster.results or cluster.end, "all but a rank that left have died"
     for rank, state in cluster.results.items():
         for name, tensor in state.items():
             assert torch.equal(tensor, undisturbed[name]), (rank, name, cluster.deaths)
@@ -202,6 +202,7 @@ class FixedMembers:
     """Members of a run that are the same from beginning to end."""
 
     may_change = is_newcomer = pauses = leaves = False
+    number = 1
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -252,6 +253,62 @@ def test_a_step_of_the_optimizer_in_the_loop_is_refused():
     assert "optimizer.step() was called by the loop: training.step() calls it" in _refusal(run)
 
 
+def test_a_scheduler_that_the_loop_calls_is_refused():
+    def run(group: Group) -> None:
+        model = nn.Linear(2, 1)
+        training = _training(group, model)
+        scheduler = torch.optim.lr_scheduler.StepLR(training._state.optimizer, 1, 0.5)
+        training._state = training._state._replace(others={"scheduler": scheduler})
+        with training:
+            for (x,) in training.batches(_loader()):
+                with training.step():
+                    model(x).sum().backward()
+                scheduler.step()
+
+    text = _refusal(run)
+    assert "the optimizer's options changed outside of an update" in text
+    assert "call what changes it, such as scheduler.step(), in the function update=" in text
+
+
+def test_a_parameter_that_is_unfrozen_on_the_way_is_refused():
+    def run(group: Group) -> None:
+        model = nn.Linear(2, 1)
+        model.bias.requires_grad_(False)
+        with _training(group, model) as training:
+            for (x,) in training.batches(_loader()):
+                with training.step():
+                    model(x).sum().backward()
+                model.bias.requires_grad_(True)
+
+    assert "bias was unfrozen after braid.elastic was called: begin another" in _refusal(run)
+
+
+def test_a_second_loader_in_one_pass_is_refused():
+    def run(group: Group) -> None:
+        model = nn.Linear(2, 1)
+        with _training(group, model) as training:
+            for _ in training.epochs(2):
+                for loader in (_loader(), _loader(batch_size=4)):
+                    for (x,) in training.batches(loader):
+                        with training.step():
+                            model(x).sum().backward()
+
+    assert "batches() was called again in pass 0 of epochs()" in _refusal(run)
+
+
+@pytest.mark.parametrize(("batch_size", "fact"), [(2, "samples of a step"), (4, "shuffled")])
+def test_ranks_that_would_train_on_other_data_are_named(batch_size, fact):
+    def main(group: Group) -> str:
+        options = {"batch_size": batch_size, "shuffle": fact == "shuffled"} if group.rank else {}
+        loader = _loader(**({"batch_size": 4} | options))
+        with pytest.raises(MismatchError) as caught, _training(group, _zeros()) as training:
+            next(training.batches(loader))
+        return str(caught.value)
+
+    for text in run_threads(2, main):
+        assert text.startswith(f"ranks train on different data: {fact} is ")
+
+
 def test_a_batch_outside_of_a_step_is_refused():
     def run(group: Group) -> None:
         with _training(group, nn.Linear(2, 1)) as training:
@@ -278,6 +335,13 @@ def _zeros() -> nn.Module:
     return layer
 
 
+class Noted(nn.Module):
+    """A module with a state that is no tensor."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+
 class Stream(IterableDataset):
     """Samples without numbers."""
 
@@ -289,7 +353,7 @@ class Stream(IterableDataset):
     ("loader", "problem"),
     [
         (lambda: _loader(sampler=WeightedRandomSampler([1.0] * 12, 12)), "WeightedRandomSampler"),
-        (lambda: _loader(batch_size=None), "give the DataLoader batch_size and shuffle only"),
+        (lambda: _loader(batch_size=None), "give a DataLoader batch_size and shuffle only"),
         (lambda: DataLoader(Stream(), batch_size=2), "an IterableDataset has no samples by number"),
         (lambda: _loader(batch_size=13), "batch_size must be 1 to 12"),
     ],
@@ -309,6 +373,9 @@ def test_models_and_objects_that_cannot_take_part_are_refused():
     wrapped.no_sync = None
     with pytest.raises(ConfigError, match="Linear averages gradients itself: pass the model insid"):
         braid.elastic(wrapped, optimizer)
+    noted = nn.Sequential(Noted())
+    with pytest.raises(ConfigError, match="0 has an extra state, which new ranks do not get"):
+        braid.elastic(noted, optimizer)
     with pytest.raises(ConfigError, match=r"counter has no state_dict\(\) and load_state_dict\(\)"):
         braid.elastic(model, optimizer, counter=3)
 

@@ -74,7 +74,7 @@ def horovodrun(tmp_path: Path, options: str, words: str) -> subprocess.Completed
             *run,
             "--output-filename",
             tmp_path / "run",
-            "python",
+            sys.executable,
             JOB,
             tmp_path / "out",
             *words.split(),

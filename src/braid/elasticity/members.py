@@ -19,9 +19,11 @@ class Members(Protocol):
 
     Attributes:
         leaves: Whether this process has been asked to end after its step.
+        number: Number of the training among those of this process, from 1.
     """
 
     leaves: bool
+    number: int
 
     @property
     def group(self) -> Group:
@@ -71,6 +73,11 @@ class JobMembers:
     """The ranks of the job of `braid.init()`."""
 
     leaves = False
+
+    def __init__(self) -> None:
+        member = context.membership()
+        member.num_trainings += 1
+        self.number = member.num_trainings
 
     @property
     def group(self) -> Group:

@@ -8,7 +8,8 @@ numbers that a data set draws for a sample are seeded by the sample, not by the 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,15 @@ class MicroBatches:
             msg = "an IterableDataset has no samples by number: use a data set with __getitem__"
             raise ConfigError(msg)
         sampler = loader.sampler
-        if loader.batch_size is None or not isinstance(sampler, RandomSampler | SequentialSampler):
+        is_usual = type(loader) is DataLoader
+        is_usual &= type(sampler) in {RandomSampler, SequentialSampler}
+        if isinstance(sampler, RandomSampler):
+            is_usual &= not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        if loader.batch_size is None or not is_usual:
             msg = (
-                f"the order of samples is that of {type(sampler).__name__}: give the DataLoader "
-                "batch_size and shuffle only, as the order may not depend on ranks"
+                f"{type(loader).__name__} has an order of samples of its own "
+                f"({type(sampler).__name__}): give a DataLoader batch_size and shuffle only, as "
+                "the order may not depend on ranks"
             )
             raise ConfigError(msg)
         self.order = SampleOrder(
@@ -65,8 +71,17 @@ class MicroBatches:
         self._verify = verify
         self._samples = _SeededSamples(loader.dataset, seed)
 
-    def after(self, at: SamplerState, rank: int, num_ranks: int) -> Iterator[Any]:
-        """Yield the micro-batches of a rank from step `at` to the end of its epoch."""
+    def after(
+        self, at: SamplerState, rank: int, num_ranks: int, num_steps: int = 0
+    ) -> Iterator[Any]:
+        """Yield the micro-batches of a rank from step `at` to the end of its epoch.
+
+        Args:
+            at: Epoch and step in it.
+            rank: The rank.
+            num_ranks: Number of ranks.
+            num_steps: Number of steps before, in all epochs.
+        """
         loader = self._loader
         parts = {
             name: getattr(loader, name)
@@ -75,16 +90,16 @@ class MicroBatches:
                 "multiprocessing_context", "prefetch_factor",
             )
         }  # fmt: skip
-        indices = list(self._indices(at, rank, num_ranks))
+        indices = _Indices(partial(self._indices, at, rank, num_ranks, num_steps))
         return iter(DataLoader(self._samples, batch_sampler=indices, **parts))
 
     def _indices(
-        self, at: SamplerState, rank: int, num_ranks: int
+        self, at: SamplerState, rank: int, num_ranks: int, num_steps: int
     ) -> Iterator[list[tuple[int, int]]]:
         for step in range(at.step, self.order.steps_per_epoch):
             batch = self.order.batch(SamplerState(at.epoch, step))
-            num_steps = at.epoch * self.order.steps_per_epoch + step
-            if self._verify and num_ranks > 1 and num_steps % self._verify == 0:
+            is_checked = self._verify and (num_steps + step - at.step) % self._verify == 0
+            if is_checked and num_ranks > 1:
                 yield self._part(batch, (rank + 1) % num_ranks, at.epoch)
             for number in range(num_rounds(self._num_shards, num_ranks)):
                 shard = shard_of(number, rank, num_ranks, self._num_shards)
@@ -93,6 +108,16 @@ class MicroBatches:
 
     def _part(self, batch: list[int], shard: int, epoch: int) -> list[tuple[int, int]]:
         return [(epoch, index) for index in batch[shard * self._size : (shard + 1) * self._size]]
+
+
+class _Indices:
+    """Indices of batches, computed when they are needed."""
+
+    def __init__(self, make: Callable[[], Iterator[list[tuple[int, int]]]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self._make()
 
 
 class _SeededSamples(Dataset[Any]):

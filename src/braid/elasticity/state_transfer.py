@@ -8,6 +8,7 @@ meanwhile, a member still has the state that it had before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +29,9 @@ from braid.errors import MismatchError
 from braid.parallel.gradients.hashing import checksum
 from braid.types import dtype_name
 
-__all__ = ["Stateful", "TrainingState", "transfer"]
+__all__ = ["Stateful", "TrainingState", "fingerprint", "transfer"]
+
+BUFFER, OTHERS = "buffer/", "others/"  # beginnings of names
 
 
 class Stateful(Protocol):
@@ -99,15 +102,26 @@ def transfer(
     if min(num_steps) == newest >= 0:
         return progress
     tensors = training_tensors(state.model, state.optimizer)
+    buffers = {f"{BUFFER}{name}": b for name, b in state.model.named_buffers()}  # also temporary
+    tensors.update(buffers)
     values: dict[str, Any] = {}
     if group.rank == root:
+        others = {n: _packed(o.state_dict(), f"{OTHERS}{n}", tensors) for n, o in _others(state)}
         values = {
             "specs": {n: (list(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()},
             "numbers": training_numbers(state.model, state.optimizer),
-            "others": {name: other.state_dict() for name, other in state.others.items()},
+            "others": others,
             "progress": dict(progress),
         }
     values = group.objects.broadcast(values, root)
+    theirs, ours = values["progress"]["training"], progress["training"]
+    if theirs != ours:
+        msg = (
+            f"rank {group.ranks[group.rank]} comes into training {ours} of its program, and the "
+            f"others are in training {theirs}: let one program have one braid.elastic, or resume "
+            "each stage by itself"
+        )
+        raise MismatchError(msg)
     needs = group.rank != root and (newest < 0 or num_steps[group.rank] != newest)
     received = {}
     for name, (shape, dtype) in values["specs"].items():
@@ -118,12 +132,68 @@ def transfer(
         if needs:
             received[name] = tensor
     if needs:
-        source = _Received(group.ranks[root], received, values["numbers"])
+        stored = {n: t for n, t in received.items() if not n.startswith((BUFFER, OTHERS))}
+        source = _Received(group.ranks[root], stored, values["numbers"])
         restore_training(source, state.model, state.optimizer)
-        for name, other in state.others.items():
-            other.load_state_dict(values["others"][name])
+        for name, buffer in buffers.items():
+            buffer.data.copy_(received[name])
+        for name, other in _others(state):
+            other.load_state_dict(_unpacked(values["others"][name], received))
     newest_progress: Mapping[str, Any] = values["progress"]
     return newest_progress
+
+
+def fingerprint(state: TrainingState) -> dict[str, str]:
+    """Return texts that change when an update of the training has changed an object.
+
+    They have the options of the optimizer, and the states of further objects; of tensors only how
+    often they were written to.
+    """
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in state.optimizer.param_groups]
+    texts = {"the optimizer's options": _text(groups)}
+    return texts | {name: _text(other.state_dict()) for name, other in _others(state)}
+
+
+def _text(value: Any) -> str:
+    tensors: dict[str, torch.Tensor] = {}
+    packed = _packed(value, "", tensors)
+    return f"{packed} {[tensor._version for tensor in tensors.values()]}"  # noqa: SLF001 - torch's
+
+
+def _others(state: TrainingState) -> list[tuple[str, Stateful]]:
+    return list(state.others.items())
+
+
+def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a state as plain data; its tensors go into `tensors`, under names with `name`."""
+    if isinstance(value, torch.Tensor):
+        full = f"{name}/{len(tensors)}"
+        tensors[full] = value.detach()
+        return {"tensor": full}
+    if isinstance(value, dict):
+        items = [
+            [_packed(key, name, tensors), _packed(item, name, tensors)]
+            for key, item in value.items()
+        ]
+        return {"counter" if isinstance(value, Counter) else "dict": items}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_packed(item, name, tensors) for item in value]}
+    return value
+
+
+def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the state that `_packed` has packed."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind in {"list", "tuple"}:
+        items = [_unpacked(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    pairs = {_unpacked(key, tensors): _unpacked(item, tensors) for key, item in content}
+    return Counter(pairs) if kind == "counter" else pairs
 
 
 def _compare(group: Group, num_steps: Sequence[int], state: TrainingState) -> None:

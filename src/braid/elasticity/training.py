@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.members import JobMembers, Members
 from braid.elasticity.micro_batches import MicroBatches, seed_all
-from braid.elasticity.state_transfer import Stateful, TrainingState, transfer
+from braid.elasticity.state_transfer import Stateful, TrainingState, fingerprint, transfer
 from braid.elasticity.suspects import slow_rank, wrong_ranks
 from braid.errors import (
     CommError,
@@ -108,7 +108,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.at = SamplerState()
         self._state = state
         self._seed = seed
-        self._update = update or state.optimizer.step
+        self._update = update or self._step_optimizer
         self._table = ParamTable.of(state.model)
         self._loader: tuple[object, MicroBatches] | None = None
         self.num_changes = -1
@@ -117,7 +117,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._failed_checks = 0  # of this step
         self._busy_ns = 0  # of this rank in the steps since the last look
         self._began_ns = 0
+        self._num_busy = 0  # micro-batches in that time
         self._slow: list[int | None] = []
+        self._wants_change = False  # members change before the next step
+        self._pass: int | None = None  # the pass over the data that `epochs` has yielded
+        self._fingerprint: dict[str, str] = {}
         self._buffers_before: list[torch.Tensor] = []
         self._buffers_after: list[torch.Tensor] = []
         self._round = 0
@@ -151,7 +155,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the passes over the data that are left of `count`."""
         while self.at.epoch < count:
-            epoch = self.at.epoch
+            epoch = self._pass = self.at.epoch
             yield epoch
             if self.at.epoch == epoch:
                 msg = f"epoch {epoch} has not been trained: loop over training.batches(loader)"
@@ -169,17 +173,85 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """
         data = self._micro_batches(loader)
         epoch = self.at.epoch
+        if self._pass not in {None, epoch}:
+            msg = (
+                f"batches() was called again in pass {self._pass} of epochs(), whose data has been "
+                "trained: use one loader in each pass"
+            )
+            raise ConfigError(msg)
         while self.at.epoch == epoch:
+            if not self._is_agreed(data):
+                continue
             version, group = self._version, self._members.group
             self._began_ns = time.monotonic_ns()
-            for batch in data.after(self.at, group.rank, group.size):
+            for batch in data.after(self.at, group.rank, group.size, self.num_steps):
                 before = (self.num_steps, self._round, self._checked)
                 yield batch
+                if self._wants_change:  # the program has done all that belongs to the step
+                    self._change_members()
                 if self._version != version or self.at.epoch != epoch:
                     break
                 if before == (self.num_steps, self._round, self._checked):
                     msg = "a batch was not used: put `with training.step():` around its backward"
                     raise ConfigError(msg)
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the step under way is the last one of its pass over the data, for `update`."""
+        assert self._loader is not None
+        return self.at.step + 1 == self._loader[1].order.steps_per_epoch
+
+    def _is_agreed(self, data: MicroBatches) -> bool:
+        """Compare with all members what is trained next; a collective.
+
+        Returns:
+            Whether the members have stayed the same.
+
+        Raises:
+            MismatchError: Members would train on different samples.
+        """
+        if self._wants_change:
+            self._change_members()
+        group = self._members.group
+        facts = {
+            "training": self._members.number,
+            "samples": data.order.num_samples,
+            "samples of a step": data.order.batch_size,
+            "shuffled": data.order.shuffles,
+            "seed": data.order.seed,
+            "epoch": self.at.epoch,
+            "step": self.at.step,
+        }
+        if self.at.step >= data.order.steps_per_epoch:
+            msg = (
+                f"the loader has {data.order.steps_per_epoch} steps in an epoch, and step "
+                f"{self.at.step + 1} is next: use one loader until an epoch ends"
+            )
+            raise ConfigError(msg)
+        try:
+            all_facts = group.objects.all_gather(facts)
+        except CommError as error:
+            self._require_change(error)
+            self._join_next_epoch(self.num_steps)
+            return False
+        for rank, theirs in enumerate(all_facts):
+            differing = [name for name in facts if theirs[name] != all_facts[0][name]]
+            if differing:
+                name = differing[0]
+                msg = (
+                    f"ranks train on different data: {name} is {theirs[name]} on rank "
+                    f"{group.ranks[rank]} and {all_facts[0][name]} on rank {group.ranks[0]}; as a "
+                    "new process is alone at first, sizes may not depend on braid.world()"
+                )
+                raise MismatchError(msg)
+        return True
+
+    def _change_members(self) -> None:
+        """Go on with the members of the next epoch, or leave."""
+        self._wants_change = False
+        if self._members.leaves:
+            self._members.leave(self.num_steps, "was asked to end")
+        self._join_next_epoch(self.num_steps)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -210,6 +282,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if self._checks_now:
             shard = (group.rank + 1) % group.size
         assert shard is not None
+        self._refuse_changes()
         seed_all(self._seed, self.num_steps, shard)
         self._sums.clear()
         if self._buffers.any():
@@ -234,6 +307,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._sums.add(self._round, has_shard=shard is not None)
             wants_pause = self._members.pauses or self._members.leaves
             self._busy_ns += time.monotonic_ns() - self._began_ns
+            self._num_busy += shard is not None
             pauses = self._sums.reduce(self._round, flag=wants_pause)
             self._began_ns = time.monotonic_ns()
             if self._round == last:
@@ -242,11 +316,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             if shard_of(self._round, group.rank, group.size, self.num_shards) is not None:
                 return
         self._end_step()
-        slow = self._find_slow() if self._replace_slow else ""
-        if pauses and self._members.leaves:
-            self._members.leave(self.num_steps, "was asked to end")
-        if pauses or slow:
-            self._join_next_epoch(self.num_steps)
+        self._wants_change = pauses
+        if self._replace_slow:
+            self._wants_change |= self._find_slow()
 
     def _are_right(self) -> bool:
         """Compare gradients that two ranks have computed; a collective.
@@ -300,8 +372,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         group = self._members.group
         if self.num_steps % LOOK_STEPS or group.size == 1:
             return False
-        seconds = group.all_gather(torch.tensor([self._busy_ns / 1e9])).tolist()
-        self._busy_ns = 0
+        mine = self._busy_ns / 1e9 / max(1, self._num_busy)  # of a micro-batch
+        seconds = group.all_gather(torch.tensor([mine])).tolist()
+        self._busy_ns = self._num_busy = 0
         self._slow = [*self._slow, slow_rank(seconds, self._replace_slow)][-NUM_LOOKS:]
         slow = self._slow[-1]
         if slow is None or self._slow != [slow] * NUM_LOOKS:
@@ -325,6 +398,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         finally:
             self._is_updating = False
         self._sums.clear()
+        self._fingerprint = fingerprint(self._state)
         assert self._loader is not None
         self.at = self._loader[1].order.after(self.at)
         self.num_steps += 1
@@ -354,7 +428,12 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             group,
             num_steps,
             self._state,
-            {"num_steps": self.num_steps, "at": list(self.at), "num_shards": self.num_shards},
+            {
+                "training": self._members.number,
+                "num_steps": self.num_steps,
+                "at": list(self.at),
+                "num_shards": self.num_shards,
+            },
         )
         self.num_steps = progress["num_steps"]
         self.at = SamplerState(*progress["at"])
@@ -370,7 +449,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._buffers = ModuleBuffers(group, self._state.model)
         self._buffers_before, self._buffers_after = [], []
         self._round, self._checked, self._failed_checks = 0, None, 0
-        self._busy_ns, self._slow = 0, []
+        self._busy_ns, self._num_busy, self._slow = 0, 0, []
+        self._wants_change = False
+        self._fingerprint = fingerprint(self._state)
         self.num_changes += 1
         self._version += 1
 
@@ -386,6 +467,29 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _restore_buffers(self, values: list[torch.Tensor]) -> None:
         for buffer, value in zip(self._buffers.tensors(), values, strict=True):
             buffer.data.copy_(value)
+
+    def _step_optimizer(self) -> None:
+        self._state.optimizer.step()  # looked up now, since schedulers replace it
+
+    def _refuse_changes(self) -> None:
+        """Refuse changes that ranks would not make alike: outside of an update, between steps."""
+        now = fingerprint(self._state)
+        changed = [name for name, text in now.items() if self._fingerprint[name] != text]
+        if changed:
+            msg = (
+                f"{changed[0]} changed outside of an update, which ranks do unequally often: call "
+                "what changes it, such as scheduler.step(), in the function update=, where "
+                "training.ends_epoch tells the end of a pass"
+            )
+            raise ConfigError(msg)
+        for record in self._table.records:
+            if record.param.requires_grad != record.spec.requires_grad:
+                word = "frozen" if record.spec.requires_grad else "unfrozen"
+                msg = (
+                    f"{record.name} was {word} after braid.elastic was called: begin another "
+                    "braid.elastic for the next stage of the training"
+                )
+                raise ConfigError(msg)
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._loader is None or self._loader[0] is not loader:
@@ -447,7 +551,7 @@ def elastic(
         replace_slow: Let a rank leave, and be replaced, whose steps take so many times as long as
             those of its peers for 30 steps, such as 2.0; 0 for never.
         others: Further objects whose states belong to the training, by any names, such as a
-            learning rate scheduler.
+            learning rate scheduler. `update` calls them, not the loop.
 
     Raises:
         ConfigError: The model is wrapped, or an object has no state.
@@ -457,6 +561,11 @@ def elastic(
     round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
     """
     raise_all(below(0, verify=verify, replace_slow=replace_slow))
+    raise_all(below(1, shards=shards) if shards is not None else [])
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            msg = f"{name or 'the model'} has an extra state, which new ranks do not get: drop it"
+            raise ConfigError(msg)
     if division := _division_of(model, optimizer):
         msg = (
             f"{type(model).__name__} is divided among ranks ({division}), and braid.elastic takes "

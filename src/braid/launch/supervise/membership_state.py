@@ -129,6 +129,10 @@ class MembershipState:
             return ()
         return tuple(member for member in self.members if member not in self._ready)
 
+    def is_outside(self, rank: int) -> bool:
+        """Whether a process is not a member, while others train."""
+        return self.epoch != NO_EPOCH and rank not in self.members
+
     def can_lose(self, rank: int) -> bool:
         """Whether the run can go on without a rank that is about to be lost."""
         if self._has_finished and self.members != (rank,):
@@ -171,6 +175,8 @@ class MembershipState:
             self._is_ending = True  # the others get ready by themselves
             self._last_lost = rank
         self._remove(rank)
+        if self.epoch != NO_EPOCH and not self.members and not self._has_finished:
+            return self._give_up()
         orders: list[Order] = []
         num_wanted = max(self._num_wanted, self._limits.min_ranks)
         needed = len(self._alive) + self._num_to_start < num_wanted
@@ -178,7 +184,16 @@ class MembershipState:
             self._restarts_left -= 1
             self._num_to_start += 1
             orders.append(Replace())
+        num_left = len(self._alive) + self._num_to_start
+        is_final = not self._has_finished and not self._limits.gains_slots
+        if num_left < self._limits.min_ranks and is_final:
+            return self._give_up()
         return orders + self._next()
+
+    def _give_up(self) -> list[Order]:
+        left = f"{len(self.members)} of at least {self._limits.min_ranks} members are left"
+        reason = f"rank {self._last_lost} was lost, and {left}"
+        return [GiveUp(tuple(sorted(self._alive)), reason)] if self._alive else []
 
     def slots(self, num_slots: int) -> list[Order]:
         """Note the number of members for which there is room from now on, beside spares."""

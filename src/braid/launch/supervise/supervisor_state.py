@@ -332,6 +332,8 @@ class SupervisorState:
         facts = self.ranks[event.rank]
         if facts.signalled or facts.failed_ns is not None:
             return []
+        if self._members is not None and self._members.is_outside(event.rank):
+            return []  # the members go on; its end is that of a rank that was lost
         facts.failed_ns = now_ns
         self._fault(now_ns)
         return self._send_loss(event.rank, event.reason)

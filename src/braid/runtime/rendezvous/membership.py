@@ -147,6 +147,7 @@ class Membership:
         context: Context for all objects that communicate; of the present epoch.
         transport: Transport between the ranks of the job; of the present epoch.
         epoch: Number of the present epoch of an elastic run; -1 without one.
+        num_trainings: Number of elastic trainings that this process has begun.
         control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception, or `sys.exit` with a code other than 0, ends this process.
         failure: The exception that is ending this process, as `type: message`, or its exit code;
@@ -169,6 +170,7 @@ class Membership:
         self._launcher = parts.launcher
         self._survivor = _survivor(environment, joined) if parts.link is None else None
         self._closers = parts.closers
+        self.num_trainings = 0
         self.failed = False
         self.failure = ""
         self._closed = False
