@@ -27,6 +27,7 @@ from braid.checkpoint import (
 from braid.comm import Group
 from braid.errors import MismatchError
 from braid.parallel.gradients.hashing import checksum
+from braid.runtime.torch_internals import version_of
 from braid.types import dtype_name
 
 __all__ = ["Stateful", "TrainingState", "fingerprint", "transfer"]
@@ -157,7 +158,7 @@ def fingerprint(state: TrainingState) -> dict[str, str]:
 def _text(value: Any) -> str:
     tensors: dict[str, torch.Tensor] = {}
     packed = _packed(value, "", tensors)
-    return f"{packed} {[tensor._version for tensor in tensors.values()]}"  # noqa: SLF001 - torch's
+    return f"{packed} {list(map(version_of, tensors.values()))}"
 
 
 def _others(state: TrainingState) -> list[tuple[str, Stateful]]:

@@ -176,7 +176,7 @@ class MembershipState:
             self._last_lost = rank
         self._remove(rank)
         if self.epoch != NO_EPOCH and not self.members and not self._has_finished:
-            return self._give_up()
+            return self._end_for_good()
         orders: list[Order] = []
         num_wanted = max(self._num_wanted, self._limits.min_ranks)
         needed = len(self._alive) + self._num_to_start < num_wanted
@@ -187,10 +187,10 @@ class MembershipState:
         num_left = len(self._alive) + self._num_to_start
         is_final = not self._has_finished and not self._limits.gains_slots
         if num_left < self._limits.min_ranks and is_final:
-            return self._give_up()
+            return self._end_for_good()
         return orders + self._next()
 
-    def _give_up(self) -> list[Order]:
+    def _end_for_good(self) -> list[Order]:
         left = f"{len(self.members)} of at least {self._limits.min_ranks} members are left"
         reason = f"rank {self._last_lost} was lost, and {left}"
         return [GiveUp(tuple(sorted(self._alive)), reason)] if self._alive else []
