@@ -37,7 +37,7 @@ BUDGETS_S = {
     "world/test_distributed_optimizer": 10,
     "world/test_dropped": 20,
     "world/test_elastic": 15,
-    "world/test_elastic_runs": 60,
+    "world/test_elastic_runs": 80,
     "world/test_engine_oracle": 100,
     "world/test_fusion": 15,
     "world/test_horovod": 65,

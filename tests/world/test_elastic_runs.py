@@ -55,10 +55,10 @@ def undisturbed(tmp_path_factory) -> str:
     [
         ("1:3", {"restarts": 0}, {1}),
         ("0:2:update", {"restarts": 0}, {0}),
-        ("0:4 2:4", {"restarts": 0}, {0, 2}),
+        pytest.param("0:4 2:4", {"restarts": 0}, {0, 2}, marks=pytest.mark.proof),
         ("1:2 3:5", {"spares": 1, "restarts": 0}, {1, 3}),
         ("2:0", {"min_ranks": 3}, {2}),
-        ("1:15:update", {"restarts": 0}, {1}),
+        pytest.param("1:15:update", {"restarts": 0}, {1}, marks=pytest.mark.proof),
     ],
 )
 def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, limits, lost):
@@ -71,7 +71,7 @@ def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, lim
     assert any(text.startswith("epoch 1: ranks ") for text in notices)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.proof)])
 def test_a_rank_that_is_told_to_end_leaves_after_its_step(tmp_path, undisturbed, victim):
     outcome, ends, notices = _run(tmp_path, f"{victim}:5:notice")
     assert outcome.ok, str(outcome)
