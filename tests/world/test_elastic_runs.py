@@ -82,6 +82,12 @@ def test_a_rank_that_is_told_to_end_leaves_after_its_step(tmp_path, undisturbed,
     assert any(text.startswith("epoch 1: ranks ") and "at step 6" in text for text in notices)
 
 
+def test_a_run_whose_members_were_all_told_to_end_is_interrupted(tmp_path):
+    outcome, ends, _ = _run(tmp_path, "0:5:notice 1:5:notice 2:5:notice")
+    assert outcome.exit_code == 143, str(outcome)
+    assert not ends
+
+
 def test_a_member_for_which_others_wait_is_named(tmp_path, undisturbed):
     outcome, ends, notices = _run(tmp_path, "1:5 2:5:wait", restarts=0)
     assert outcome.ok, str(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from braid.elasticity.training import ElasticTraining, elastic
+from braid.elasticity.begin import elastic
+from braid.elasticity.training import ElasticTraining
 
 __all__ = ["ElasticTraining", "elastic"]

@@ -141,7 +141,7 @@ class GradientSums:
         return crc32(repr(sums).encode())
 
     def give(self) -> None:
-        """Let `.grad` be the means, of all parameters of which any micro-batch had a gradient."""
+        """Set `.grad` to the mean, for parameters with a gradient in any micro-batch."""
         for record, view, present in zip(
             self._records, self._views, self._is_present.tolist()[:-1], strict=True
         ):

@@ -38,7 +38,7 @@ class MicroBatches:
         order: Order of samples; its batches are those of whole steps.
 
     Raises:
-        ConfigError: The loader has an order of its own, or too few samples.
+        ConfigError: The loader's order cannot be kept, or it has too few samples.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class MicroBatches:
             is_usual &= not sampler.replacement and sampler.num_samples == len(sampler.data_source)
         if loader.batch_size is None or not is_usual:
             msg = (
-                f"{type(loader).__name__} has an order of samples of its own "
-                f"({type(sampler).__name__}): give a DataLoader batch_size and shuffle only, as "
-                "the order may not depend on ranks"
+                f"braid.elastic cannot keep the order of a {type(loader).__name__} with "
+                f"{type(sampler).__name__}: give a DataLoader batch_size and shuffle only, as the "
+                "order may not depend on ranks"
             )
             raise ConfigError(msg)
         self.order = SampleOrder(

@@ -54,6 +54,10 @@ class ElasticRun(Protocol):
         """End a rank that the run no longer needs."""
         ...
 
+    def interrupt(self) -> None:
+        """End the run as after SIGTERM."""
+        ...
+
 
 class MemberDriver:
     """The members of a run.
@@ -128,6 +132,8 @@ class MemberDriver:
             self._run.notice(f"{process.name} {message.leaves}, and leaves the run")
             self._free_place(process.rank)
             self._execute(self.state.lost(process.rank))
+            if not self.state.members and not self.state.is_over:
+                self._run.interrupt()  # all members were asked to end
         else:
             self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
 
@@ -187,7 +193,7 @@ class MemberDriver:
             )
 
     def _free_place(self, rank: int) -> None:
-        """Let another process have the place of a rank that ends."""
+        """Free the place of a rank that ends, for another process."""
         place = self._place_of.pop(rank, None)
         if place is not None:
             heapq.heappush(self._places, place)

@@ -508,6 +508,10 @@ class _Run(AbstractContextManager["_Run"]):
         """End a rank that the run no longer needs."""
         self._handle(Dismissed(rank))
 
+    def interrupt(self) -> None:
+        """End the run as after SIGTERM."""
+        self._handle(Interrupted(SIGTERM))
+
     # The end
 
     def _verdict(self) -> Verdict:

@@ -254,7 +254,7 @@ class SupervisorState:
         return self._to_start > 0 and self.phase is RunPhase.RUNNING
 
     def start_another(self) -> None:
-        """Let one more rank be started."""
+        """Start one more rank."""
         self._to_start += 1
 
     @property

@@ -1,0 +1,107 @@
+"""`braid.elastic`: checks what a program hands over, and begins an elastic training with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.elasticity.members import JobMembers
+from braid.elasticity.state_transfer import Stateful, TrainingState
+from braid.elasticity.training import ElasticTraining
+from braid.errors import ConfigError, below, raise_all
+from braid.parallel.expert_parallel import is_of_experts
+from braid.parallel.hybrid import HybridParallel
+from braid.parallel.pipeline import Pipeline
+from braid.parallel.pipeline.asynchronous import AsynchronousPipeline
+from braid.parallel.sharding import FSDPModule, has_pieces, sharding_of
+from braid.parallel.tensor_parallel import slicing_of
+
+__all__ = ["elastic"]
+
+
+def _division_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return how ranks have parts of a model or of its optimizer's state; empty if they do not."""
+    wrapper: Any = model  # of any type
+    if isinstance(wrapper, Pipeline | AsynchronousPipeline):
+        return "pipeline stages"
+    if isinstance(wrapper, HybridParallel):
+        return "a mesh"
+    is_sharded = isinstance(wrapper, FSDPModule) or sharding_of(model) is not None
+    if is_sharded or has_pieces(optimizer):
+        return "ZeRO or FSDP"
+    if any(slicing_of(param) is not None for param in model.parameters()):
+        return "tensor parallelism"
+    if any(is_of_experts(param) for param in model.parameters()):
+        return "experts"
+    is_plain = all(type(p) is nn.Parameter for p in model.parameters())
+    return "" if is_plain else "parameters of a type of their own, such as DTensor"
+
+
+def elastic(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    shards: int | None = None,
+    seed: int = 0,
+    update: Callable[[], object] | None = None,
+    verify: int = 0,
+    replace_slow: float = 0.0,
+    **others: Stateful,
+) -> ElasticTraining:
+    """Return a training that goes on when ranks die or come; see `braid.elasticity.training`.
+
+    Args:
+        model: The model, not wrapped. Ranks begin with the weights of rank 0.
+        optimizer: Optimizer of its parameters.
+        shards: Number of micro-batches of a step; the number of ranks at first when None. The most
+            ranks that can take part.
+        seed: Number that chooses the order of samples, and random numbers.
+        update: Called in the place of `optimizer.step()` when `.grad` holds the mean over all
+            micro-batches, such as a function that clips gradients before.
+        verify: Number of steps after which each rank also computes the micro-batch of the next one,
+            to compare the gradients bit by bit; 0 for never. A rank that computes wrongly leaves
+            before its result is used, and is replaced. For ranks on hosts of one kind.
+        replace_slow: Let a rank leave, and be replaced, whose steps take so many times as long as
+            those of its peers for 30 steps, such as 2.0; 0 for never.
+        others: Further objects whose states belong to the training, by any names, such as a
+            learning rate scheduler. `update` calls them, not the loop.
+
+    Raises:
+        ConfigError: The model is wrapped, or an object has no state.
+        StaleError: `braid.init()` has not been called.
+
+    Cost of a step: that of data parallel training, with one all-reduce of the gradients for each
+    round of micro-batches. Cost of a loss: a meeting of the members; the state, if one lacks it.
+    """
+    raise_all(below(0, verify=verify, replace_slow=replace_slow))
+    raise_all(below(1, shards=shards) if shards is not None else [])
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            msg = f"{name or 'the model'} has an extra state, which new ranks do not get: drop it"
+            raise ConfigError(msg)
+    if division := _division_of(model, optimizer):
+        msg = (
+            f"{type(model).__name__} is divided among ranks ({division}), and braid.elastic takes "
+            "a whole model on each rank: train it without, with braid.save and --resume auto"
+        )
+        raise ConfigError(msg)
+    if hasattr(model, "no_sync"):
+        msg = f"{type(model).__name__} averages gradients itself: pass the model inside of it"
+        raise ConfigError(msg)
+    for name, other in others.items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            msg = f"{name} has no state_dict() and load_state_dict(): its state would be lost"
+            raise ConfigError(msg)
+    state = TrainingState(model, optimizer, others)
+    return ElasticTraining(
+        JobMembers(),
+        state,
+        num_shards=shards,
+        seed=seed,
+        update=update,
+        verify=verify,
+        replace_slow=replace_slow,
+    )
