@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -14,7 +15,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from braid.comm import Group
-from braid.elasticity import gradient_sums, training
+from braid.elasticity import gradient_sums, replica
+from braid.elasticity.mesh import MeshReplica, mesh_for
+from braid.elasticity.replica import Replica, WholeModel
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.launch.process.job import ElasticLimits
@@ -26,13 +29,22 @@ from braid.launch.supervise.membership_state import (
     Pause,
     Replace,
 )
+from braid.programs.layout import Mesh
 from braid.runtime.clock import MonotonicClock
 from braid.runtime.events import Recorder
 from braid.runtime.store import HashStore
 from braid.runtime.transport import Fabric, RankContext
 
 POINTS = ("forward", "sum", "summed", "update", "state", "join", "leave forward", "leave sum")
+MESH_POINTS = {  # method of MeshReplica, and whether the rank dies before it
+    "prepare": ("prepare", True),
+    "agree": ("agree", True),
+    "agreed": ("agree", False),
+    "enter": ("enter", True),
+    "divided": ("_divide", False),
+}
 TIMEOUT_S = 60.0
+SEEDING = threading.Lock()  # threads share torch's generator
 
 
 class Killed(BaseException):
@@ -139,6 +151,7 @@ class Cluster:
         except Dismissed:
             return
         except BaseException as exc:  # noqa: BLE001 - raised by `run`
+            traceback.clear_frames(exc.__traceback__)  # they hold graphs, whose hooks hold errors
             with self.changed:
                 self.errors.append(exc)
                 self.execute(self.state.finished(rank))
@@ -229,7 +242,7 @@ HERE = threading.local()
 @contextmanager
 def points_of_death(monkeypatch: Any) -> Iterator[None]:
     """Let ranks die before and after a sum, and in the transfer of the state."""
-    reduce, transfer = gradient_sums.GradientSums.reduce, training.transfer
+    reduce, transfer = gradient_sums.GradientSums.reduce, replica.transfer
 
     def dying_reduce(self: Any, number: int, *, flag: bool) -> bool:
         HERE.members.visit("sum")
@@ -243,8 +256,22 @@ def points_of_death(monkeypatch: Any) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(gradient_sums.GradientSums, "reduce", dying_reduce)
-        patch.setattr(training, "transfer", dying_transfer)
+        patch.setattr(replica, "transfer", dying_transfer)
+        for point, (name, is_before) in MESH_POINTS.items():
+            patch.setattr(MeshReplica, name, _dying(getattr(MeshReplica, name), point, is_before))
         yield
+
+
+def _dying(method: Callable[..., Any], point: str, is_before: bool) -> Callable[..., Any]:
+    def dying(*args: Any, **options: Any) -> Any:
+        if is_before:
+            HERE.members.visit(point)
+        result = method(*args, **options)
+        if not is_before:
+            HERE.members.visit(point)
+        return result
+
+    return dying
 
 
 class Counted(nn.Module):
@@ -281,8 +308,8 @@ def train(
         optimizer.step()
         scheduler.step()
 
-    state = TrainingState(model, optimizer, {"scheduler": scheduler})
-    run = ElasticTraining(members, state, num_shards=shards, seed=3, update=update, **options)
+    whole: Replica = WholeModel(TrainingState(model, optimizer, {"scheduler": scheduler}))
+    run = ElasticTraining(members, whole, num_shards=shards, seed=3, update=update, **options)
     with run:
         for _ in run.epochs(epochs):
             for inputs, target in run.batches(loader):
@@ -294,12 +321,91 @@ def train(
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def random_faults(seed: int, num_ranks: int) -> dict[tuple[int, str], int]:
+class Blocks(nn.Module):
+    """Layers of several kinds in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        self.blocks = nn.ModuleList([first, nn.ReLU(), Mlp(), nn.Dropout(0.2), nn.Linear(6, 1)])
+
+
+class Mlp(nn.Module):
+    """Layers that can be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.up(x).relu())
+        return result
+
+
+def build() -> tuple[Any, ...]:
+    """Return a model, its optimizer, and a scheduler."""
+    with SEEDING:
+        torch.manual_seed(0)
+        model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 5], 0.9)
+    return model, optimizer, {"scheduler": scheduler}
+
+
+def train_on_mesh(
+    members: ThreadMembers,
+    mesh: str,
+    shard: int = 0,
+    in_update: Callable[[ElasticTraining], object] = lambda _: None,
+    after_step: Callable[[ElasticTraining], object] = lambda _: None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Train a small model on a mesh, and return its state."""
+    plan = {r"\.up$": "column", r"\.down$": "row"} if "tp" in mesh else None
+    values = {"clip": 0.5, "copies": True} | options
+    part = MeshReplica(
+        build,
+        lambda num_ranks: mesh_for(Mesh.parse(mesh), num_ranks),
+        layers=lambda model: list(model.blocks),
+        options={"shard": shard, "num_microbatches": 2, "plan": plan},
+        **values,
+    )
+    x = torch.linspace(-2.0, 2.0, 256).sin().view(64, 4)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+
+    def update() -> None:
+        members.visit("update")
+        in_update(run)
+        run.optimizer.step()
+        part.state.others["scheduler"].step()
+        after_step(run)
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        members.visit("loss")
+        return functional.mse_loss(output, target)
+
+    run = ElasticTraining(members, part, num_shards=4, seed=3, update=update)
+    with run:
+        for _ in run.epochs(2):
+            for inputs, target in run.batches(loader):
+                with run.step():
+                    members.visit("forward")
+                    run.model.step(inputs, target, loss=loss)
+    assert run.num_steps == 8
+    run.model.make_whole()
+    return {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
+
+
+def random_faults(
+    seed: int, num_ranks: int, points: tuple[str, ...] = POINTS
+) -> dict[tuple[int, str], int]:
     """Return the death of rank 1 at one of the points, and of others at random ones."""
     rng = random.Random(seed)
     others = {
-        (rng.randrange(num_ranks + 2), rng.choice(POINTS)): rng.randint(1, 5)
+        (rng.randrange(num_ranks + 2), rng.choice(points)): rng.randint(1, 5)
         for _ in range(seed % 4)
     }
-    point = POINTS[seed % len(POINTS)]
-    return others | {(1, point): 1 if point in {"state", "join"} else rng.randint(1, 3)}
+    point = points[seed % len(points)]
+    soon = {"state", "join", "enter", "divided"}
+    return others | {(1, point): 1 if point in soon else rng.randint(1, 3)}

@@ -14,7 +14,7 @@ from braid._version import __version__
 if TYPE_CHECKING:
     from braid.comm import Group, Request, Work
     from braid.context import init, log, mesh, shutdown, world
-    from braid.elasticity import elastic
+    from braid.elasticity import elastic, elastic_mesh
     from braid.errors import (
         BraidError,
         CheckpointError,
@@ -66,6 +66,7 @@ _ROOT_NAMES = {
     "capture": "parallel.graph",
     "device": "strategies.placed",
     "elastic": "elasticity",
+    "elastic_mesh": "elasticity",
     "find_plan": "plan.find",
     "fit": "strategies.fitting",
     "init": "context",
@@ -106,6 +107,7 @@ __all__ = [
     "capture",
     "device",
     "elastic",
+    "elastic_mesh",
     "find_plan",
     "fit",
     "init",

@@ -36,6 +36,7 @@ ROOT_NAMES = [
     "capture",
     "device",
     "elastic",
+    "elastic_mesh",
     "find_plan",
     "fit",
     "init",

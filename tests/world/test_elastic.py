@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import braid
 from braid.comm import Group
-from braid.elasticity import training
+from braid.elasticity import suspects
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.micro_batches import MicroBatches
+from braid.elasticity.replica import WholeModel
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, MismatchError
@@ -185,7 +186,7 @@ def test_a_rank_that_stays_slow_leaves(monkeypatch):
         now.ns = getattr(now, "ns", 0) + (9000 if HERE.members.rank == 2 else 1000)
         return now.ns
 
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic_ns=monotonic_ns))
+    monkeypatch.setattr(suspects, "time", SimpleNamespace(monotonic_ns=monotonic_ns))
     cluster = Cluster(3, {})
     cluster.run(partial(train, epochs=10, replace_slow=2.0))
     assert cluster.left == [(2, "has taken 9.0 times as long as its peers for its steps")]
@@ -195,7 +196,9 @@ def test_a_rank_that_stays_slow_leaves(monkeypatch):
 def _training(group: Group, model: nn.Module, shards: int | None = None) -> ElasticTraining:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, {})
-    return ElasticTraining(FixedMembers(group), state, num_shards=shards, seed=0, update=None)
+    return ElasticTraining(
+        FixedMembers(group), WholeModel(state), num_shards=shards, seed=0, update=None
+    )
 
 
 class FixedMembers:
@@ -248,7 +251,7 @@ def test_a_step_of_the_optimizer_in_the_loop_is_refused():
             for (x,) in training.batches(_loader()):
                 with training.step():
                     model(x).sum().backward()
-                    training._state.optimizer.step()
+                    training.optimizer.step()
 
     assert "optimizer.step() was called by the loop: training.step() calls it" in _refusal(run)
 
@@ -257,8 +260,8 @@ def test_a_scheduler_that_the_loop_calls_is_refused():
     def run(group: Group) -> None:
         model = nn.Linear(2, 1)
         training = _training(group, model)
-        scheduler = torch.optim.lr_scheduler.StepLR(training._state.optimizer, 1, 0.5)
-        training._state = training._state._replace(others={"scheduler": scheduler})
+        scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 1, 0.5)
+        training._replica.state = training._replica.state._replace(others={"scheduler": scheduler})
         with training:
             for (x,) in training.batches(_loader()):
                 with training.step():
@@ -406,7 +409,7 @@ def test_more_ranks_than_micro_batches_are_refused():
         return str(caught.value)
 
     for text in run_threads(2, main):
-        assert "2 ranks cannot share 1 micro-batches: pass shards=2 or more" in text
+        assert "2 replicas cannot share 1 micro-batches: pass shards=2 or more" in text
 
 
 def test_members_that_have_diverged_are_named():

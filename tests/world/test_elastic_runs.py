@@ -14,6 +14,7 @@ from braid.launch.process.job import ElasticLimits
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOB = str(Path(__file__).with_name("elastic_job.py"))
+MESH_JOB = str(Path(__file__).with_name("elastic_mesh_job.py"))
 
 
 class WakingConsole(QuietConsole):
@@ -25,11 +26,11 @@ class WakingConsole(QuietConsole):
             os.kill(int(re.search(r"pid (\d+)", text)[1]), signal.SIGUSR2)
 
 
-def _run(tmp_path: Path, deaths: str, num_ranks: int = 3, **limits: int):
+def _run(tmp_path: Path, arguments: str, num_ranks: int = 3, program: str = JOB, **limits: int):
     console = WakingConsole()
     values = {"min_ranks": 1, "max_ranks": num_ranks} | limits
     job = JobSpec(
-        command=(JOB, *deaths.split()),
+        command=(program, *arguments.split()),
         num_ranks=num_ranks,
         elastic=ElasticLimits(**values),
         log_dir=str(tmp_path / "run"),
@@ -69,6 +70,28 @@ def test_killed_ranks_cost_no_step_and_no_bit(tmp_path, undisturbed, deaths, lim
     for rank in lost:
         assert any(f"rank {rank} (pid " in text and "without it" in text for text in notices)
     assert any(text.startswith("epoch 1: ranks ") for text in notices)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_mesh(tmp_path_factory) -> str:
+    outcome, ends, _ = _run(tmp_path_factory.mktemp("alone"), "dp=1 0", 1, MESH_JOB)
+    assert outcome.ok, str(outcome)
+    return ends[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks", "limits"),
+    [
+        ("pp=2,dp=2 0 3:3", 4, {"restarts": 0}),
+        ("dp=3 3 1:2", 3, {"spares": 1, "restarts": 0}),
+        pytest.param("pp=3 0 2:5", 3, {}, marks=pytest.mark.proof),
+    ],
+)
+def test_a_mesh_loses_a_rank_and_no_bit(tmp_path, undisturbed_mesh, arguments, num_ranks, limits):
+    outcome, ends, _ = _run(tmp_path, arguments, num_ranks, MESH_JOB, **limits)
+    assert outcome.ok, str(outcome)
+    assert len(outcome.verdict.survived) == 1
+    assert set(ends.values()) == {undisturbed_mesh}
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.proof)])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from braid.elasticity.members import JobMembers
+from braid.elasticity.replica import WholeModel
 from braid.elasticity.state_transfer import Stateful, TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, below, raise_all
@@ -95,10 +96,9 @@ def elastic(
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             msg = f"{name} has no state_dict() and load_state_dict(): its state would be lost"
             raise ConfigError(msg)
-    state = TrainingState(model, optimizer, others)
     return ElasticTraining(
         JobMembers(),
-        state,
+        WholeModel(TrainingState(model, optimizer, others)),
         num_shards=shards,
         seed=seed,
         update=update,

@@ -8,7 +8,7 @@ numbers that a data set draws for a sample are seeded by the sample, not by the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
+from braid.comm import Group
 from braid.elasticity.gradient_sums import num_rounds, shard_of
-from braid.errors import ConfigError
+from braid.errors import ConfigError, MismatchError
 from braid.programs.sampling import SampleOrder, SamplerState
 
-__all__ = ["MicroBatches", "seed_all"]
+__all__ = ["MicroBatches", "require_same_data", "seed_all"]
 
 
 class MicroBatches:
@@ -72,7 +73,13 @@ class MicroBatches:
         self._samples = _SeededSamples(loader.dataset, seed)
 
     def after(
-        self, at: SamplerState, rank: int, num_ranks: int, num_steps: int = 0
+        self,
+        at: SamplerState,
+        rank: int,
+        num_ranks: int,
+        num_steps: int = 0,
+        *,
+        fills: bool = False,
     ) -> Iterator[Any]:
         """Yield the micro-batches of a rank from step `at` to the end of its epoch.
 
@@ -81,6 +88,7 @@ class MicroBatches:
             rank: The rank.
             num_ranks: Number of ranks.
             num_steps: Number of steps before, in all epochs.
+            fills: Whether a rank without a micro-batch in a round gets the last one of the step.
         """
         loader = self._loader
         parts = {
@@ -90,11 +98,11 @@ class MicroBatches:
                 "multiprocessing_context", "prefetch_factor",
             )
         }  # fmt: skip
-        indices = _Indices(partial(self._indices, at, rank, num_ranks, num_steps))
+        indices = _Indices(partial(self._indices, at, rank, num_ranks, num_steps, fills))
         return iter(DataLoader(self._samples, batch_sampler=indices, **parts))
 
     def _indices(
-        self, at: SamplerState, rank: int, num_ranks: int, num_steps: int
+        self, at: SamplerState, rank: int, num_ranks: int, num_steps: int, fills: bool
     ) -> Iterator[list[tuple[int, int]]]:
         for step in range(at.step, self.order.steps_per_epoch):
             batch = self.order.batch(SamplerState(at.epoch, step))
@@ -103,11 +111,34 @@ class MicroBatches:
                 yield self._part(batch, (rank + 1) % num_ranks, at.epoch)
             for number in range(num_rounds(self._num_shards, num_ranks)):
                 shard = shard_of(number, rank, num_ranks, self._num_shards)
+                if shard is None and fills:
+                    shard = self._num_shards - 1
                 if shard is not None:
                     yield self._part(batch, shard, at.epoch)
 
     def _part(self, batch: list[int], shard: int, epoch: int) -> list[tuple[int, int]]:
         return [(epoch, index) for index in batch[shard * self._size : (shard + 1) * self._size]]
+
+
+def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> None:
+    """Refuse members that would train on different samples.
+
+    Args:
+        group: The members.
+        facts: Values of each member, by name, that all must share.
+
+    Raises:
+        MismatchError: Some differ.
+    """
+    first = facts[0]
+    for rank, theirs in enumerate(facts):
+        for name in (name for name in first if theirs[name] != first[name]):
+            msg = (
+                f"ranks train on different data: {name} is {theirs[name]} on rank "
+                f"{group.ranks[rank]} and {first[name]} on rank {group.ranks[0]}; as a new process "
+                "is alone at first, sizes may not depend on braid.world()"
+            )
+            raise MismatchError(msg)
 
 
 class _Indices:

@@ -30,7 +30,15 @@ from braid.parallel.gradients.hashing import checksum
 from braid.runtime.torch_internals import version_of
 from braid.types import dtype_name
 
-__all__ = ["Stateful", "TrainingState", "fingerprint", "transfer"]
+__all__ = [
+    "Received",
+    "Stateful",
+    "TrainingState",
+    "broadcast_values",
+    "check_same_training",
+    "fingerprint",
+    "transfer",
+]
 
 BUFFER, OTHERS = "buffer/", "others/"  # beginnings of names
 
@@ -61,19 +69,28 @@ class TrainingState(NamedTuple):
     others: Mapping[str, Stateful]
 
 
-class _Received(Checkpoint):
-    """State in memory, to be loaded as from a checkpoint."""
+class Received(Checkpoint):
+    """State in memory, to be loaded as from a checkpoint.
 
-    def __init__(self, rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    Args:
+        source: Text that names whose state it is.
+        tensors: Tensors by name.
+        state: Other values.
+    """
+
+    def __init__(
+        self, source: str, tensors: dict[str, torch.Tensor], state: dict[str, Any]
+    ) -> None:
         entries = {
             name: TensorEntry(tuple(tensor.shape), dtype_name(tensor.dtype), ())
             for name, tensor in tensors.items()
         }
         manifest = Manifest(0, entries, {}, state)
-        super().__init__(Path(f"the state of rank {rank}"), manifest)
+        super().__init__(Path(source), manifest)
         self._tensors = tensors
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Return a tensor, or a box of it."""
         tensor = self._tensors[name]
         return tensor if box is None else tensor[box]
 
@@ -115,14 +132,7 @@ def transfer(
             "progress": dict(progress),
         }
     values = group.objects.broadcast(values, root)
-    theirs, ours = values["progress"]["training"], progress["training"]
-    if theirs != ours:
-        msg = (
-            f"rank {group.ranks[group.rank]} comes into training {ours} of its program, and the "
-            f"others are in training {theirs}: let one program have one braid.elastic, or resume "
-            "each stage by itself"
-        )
-        raise MismatchError(msg)
+    check_same_training(group, values["progress"], progress)
     needs = group.rank != root and (newest < 0 or num_steps[group.rank] != newest)
     received = {}
     for name, (shape, dtype) in values["specs"].items():
@@ -134,7 +144,7 @@ def transfer(
             received[name] = tensor
     if needs:
         stored = {n: t for n, t in received.items() if not n.startswith((BUFFER, OTHERS))}
-        source = _Received(group.ranks[root], stored, values["numbers"])
+        source = Received(f"the state of rank {group.ranks[root]}", stored, values["numbers"])
         restore_training(source, state.model, state.optimizer)
         for name, buffer in buffers.items():
             buffer.data.copy_(received[name])
@@ -142,6 +152,32 @@ def transfer(
             other.load_state_dict(_unpacked(values["others"][name], received))
     newest_progress: Mapping[str, Any] = values["progress"]
     return newest_progress
+
+
+def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse a member whose program is in another training than those of the others."""
+    if theirs["training"] != ours["training"]:
+        msg = (
+            f"rank {group.ranks[group.rank]} comes into training {ours['training']} of its "
+            f"program, and the others are in training {theirs['training']}: let one program have "
+            "one braid.elastic, or resume each stage by itself"
+        )
+        raise MismatchError(msg)
+
+
+def broadcast_values(group: Group, root: int, value: Any) -> Any:
+    """Return nested values of a member, also tensors, on all members; a collective."""
+    tensors: dict[str, torch.Tensor] = {}
+    packed = _packed(value, "value", tensors) if group.rank == root else None
+    specs = {n: (list(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()}
+    packed, specs = group.objects.broadcast((packed, specs), root)
+    received = {}
+    for name, (shape, dtype) in specs.items():
+        received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        if group.rank == root:
+            received[name].copy_(tensors[name])
+        group.broadcast(received[name], root)
+    return _unpacked(packed, received)
 
 
 def fingerprint(state: TrainingState) -> dict[str, str]:

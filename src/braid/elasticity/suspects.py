@@ -11,10 +11,67 @@ neighbours.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from statistics import median
 
-__all__ = ["slow_rank", "wrong_ranks"]
+import torch
+
+from braid.comm import Group
+from braid.errors import MismatchError
+
+__all__ = ["StepTimes", "note_failed_check", "slow_rank", "wrong_ranks"]
+
+LOG = logging.getLogger(__name__)
+
+MOST_FAILED_CHECKS = 2  # of one step, of which it is not known which rank is wrong
+LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in as many looks, each over some steps
+
+
+class StepTimes:
+    """Times of this rank's micro-batches, without those in which it waits for others.
+
+    Args:
+        factor: See `slow_rank`; 0 to find none.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._began_ns = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, with other ranks."""
+        self._busy_ns = self._num_busy = 0
+        self._slow: list[int | None] = []
+
+    def go_on(self) -> None:
+        """Note that this rank works from now on."""
+        self._began_ns = time.monotonic_ns()
+
+    def wait(self, *, has_shard: bool) -> None:
+        """Note that this rank waits from now on, and whether it has done a micro-batch."""
+        self._busy_ns += time.monotonic_ns() - self._began_ns
+        self._num_busy += has_shard
+
+    def find_slow(self, group: Group, num_steps: int) -> tuple[int | None, str]:
+        """Find a rank that has been slow in several looks; a collective in some steps.
+
+        Returns:
+            The rank, or None, and a clause that says how slow it is.
+        """
+        if not self._factor or num_steps % LOOK_STEPS or group.size == 1:
+            return None, ""
+        mine = self._busy_ns / 1e9 / max(1, self._num_busy)  # of a micro-batch
+        seconds = group.all_gather(torch.tensor([mine])).tolist()
+        self._busy_ns = self._num_busy = 0
+        self._slow = [*self._slow, slow_rank(seconds, self._factor)][-NUM_LOOKS:]
+        slow = self._slow[-1]
+        if slow is None or self._slow != [slow] * NUM_LOOKS:
+            return None, ""
+        times = seconds[slow] / median(s for rank, s in enumerate(seconds) if rank != slow)
+        return slow, f"has taken {times:.1f} times as long as its peers for its steps"
 
 
 def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
@@ -39,6 +96,33 @@ def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
         return ()
     common = set.intersection(*pairs)
     return tuple(sorted(common or set.union(*pairs)))
+
+
+def note_failed_check(ranks: Sequence[int], step: int, count: int) -> None:
+    """Warn of ranks of which one computes wrongly, and it is not known which; the step is repeated.
+
+    Args:
+        ranks: The ranks.
+        step: Number of the step.
+        count: Number of times that the check of this step has failed.
+
+    Raises:
+        MismatchError: It fails again and again.
+    """
+    names = " and ".join(map(str, ranks))
+    LOG.warning(
+        "ranks %s computed different gradients for a micro-batch of step %d, which is done again: "
+        "watch their hosts if that repeats",
+        names,
+        step,
+    )
+    if count > MOST_FAILED_CHECKS:
+        msg = (
+            f"ranks {names} compute different gradients for the same micro-batch of step {step}, "
+            f"{count} times: one of their hosts computes wrongly, or the model draws random "
+            "numbers that are not torch's"
+        )
+        raise MismatchError(msg)
 
 
 def slow_rank(seconds: Sequence[float], factor: float) -> int | None:

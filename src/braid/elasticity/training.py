@@ -19,46 +19,37 @@ anew. Processes that come are taken in after a step.
 SIGTERM, with which schedulers announce that a host goes away, lets a rank leave after its step: its
 program ends by SystemExit inside of `step()`, with code 0, and the others go on.
 
-Random numbers are keyed by step and micro-batch, and by sample where a data set draws them. Buffers
-of the model, such as running means, are after a step what the first micro-batch made of them, as in
-data parallel training, where rank 0 gives its own to all.
+Random numbers are keyed by step and micro-batch, and by sample where a data set draws them.
 """
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from statistics import median
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.members import Members
-from braid.elasticity.micro_batches import MicroBatches, seed_all
-from braid.elasticity.state_transfer import TrainingState, fingerprint, transfer
-from braid.elasticity.suspects import slow_rank, wrong_ranks
+from braid.elasticity.micro_batches import MicroBatches, require_same_data, seed_all
+from braid.elasticity.replica import Replica
+from braid.elasticity.state_transfer import fingerprint
+from braid.elasticity.step_buffers import StepBuffers
+from braid.elasticity.suspects import StepTimes, note_failed_check, wrong_ranks
 from braid.errors import (
     CommError,
     ConfigError,
-    MismatchError,
     PeerLostError,
 )
-from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
-from braid.parallel.gradients import ParamTable
 from braid.programs.sampling import SamplerState
 
 __all__ = ["ElasticTraining"]
-
-LOG = logging.getLogger(__name__)
-
-MOST_FAILED_CHECKS = 2  # in a row of which it is not known which rank is wrong
-LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in as many looks, each over some steps
 
 
 class ElasticTraining(AbstractContextManager["ElasticTraining"]):
@@ -66,7 +57,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     Args:
         members: The ranks.
-        state: Objects that make up the state.
+        replica: Model of this member.
         num_shards: Number of micro-batches of a step; that of the first members when None.
         seed: Number that chooses the order of samples, and random numbers.
         update: Called when `.grad` holds the mean; the optimizer's step when None.
@@ -83,7 +74,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def __init__(
         self,
         members: Members,
-        state: TrainingState,
+        replica: Replica,
         *,
         num_shards: int | None,
         seed: int,
@@ -93,33 +84,28 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     ) -> None:
         self._members = members
         self._verify = verify
-        self._replace_slow = replace_slow
         self.num_shards = num_shards or 0
         self.num_steps = 0
         self.at = SamplerState()
-        self._state = state
+        self._replica = replica
         self._seed = seed
         self._update = update or self._step_optimizer
-        self._table = ParamTable.of(state.model)
         self._loader: tuple[object, MicroBatches] | None = None
         self.num_changes = -1
         self._version = 0  # batches are dealt anew when it changes
         self._checked: int | None = None  # checksum for the next rank's micro-batch, in a check
         self._failed_checks = 0  # of this step
-        self._busy_ns = 0  # of this rank in the steps since the last look
-        self._began_ns = 0
-        self._num_busy = 0  # micro-batches in that time
-        self._slow: list[int | None] = []
+        self._times = StepTimes(replace_slow)
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
         self._fingerprint: dict[str, str] = {}
-        self._buffers_before: list[torch.Tensor] = []
-        self._buffers_after: list[torch.Tensor] = []
         self._round = 0
         self._is_updating = False
+        self._is_prepared = False  # this member could update, and others may have done so
         self._has_begun = False
         self._handler: Any = None
-        self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
+        self._guarded: torch.optim.Optimizer | None = None
+        self._guard: RemovableHandle | None = None
 
     def __enter__(self) -> ElasticTraining:
         if self._members.is_newcomer:
@@ -131,7 +117,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._guard.remove()
+        if self._guard is not None:
+            self._guard.remove()
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
         while kind is None:
@@ -173,10 +160,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         while self.at.epoch == epoch:
             if not self._is_agreed(data):
                 continue
-            version, group = self._version, self._members.group
-            self._began_ns = time.monotonic_ns()
-            for batch in data.after(self.at, group.rank, group.size, self.num_steps):
+            version, group = self._version, self._replica.group
+            self._times.go_on()
+            for batch in data.after(
+                self.at, group.rank, group.size, self.num_steps, fills=self._replica.needs_all
+            ):
                 before = (self.num_steps, self._round, self._checked)
+                if not self._can_begin():
+                    break
                 yield batch
                 if self._wants_change:  # the program has done all that belongs to the step
                     self._change_members()
@@ -185,6 +176,16 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 if before == (self.num_steps, self._round, self._checked):
                     msg = "a batch was not used: put `with training.step():` around its backward"
                     raise ConfigError(msg)
+
+    @property
+    def model(self) -> Any:
+        """The model of the present members: a `HybridParallel` of `braid.elastic_mesh`."""
+        return getattr(self._replica, "model", self._replica.state.model)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the present members."""
+        return self._replica.state.optimizer
 
     @property
     def ends_epoch(self) -> bool:
@@ -225,16 +226,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._require_change(error)
             self._join_next_epoch(self.num_steps)
             return False
-        for rank, theirs in enumerate(all_facts):
-            differing = [name for name in facts if theirs[name] != all_facts[0][name]]
-            if differing:
-                name = differing[0]
-                msg = (
-                    f"ranks train on different data: {name} is {theirs[name]} on rank "
-                    f"{group.ranks[rank]} and {all_facts[0][name]} on rank {group.ranks[0]}; as a "
-                    "new process is alone at first, sizes may not depend on braid.world()"
-                )
-                raise MismatchError(msg)
+        require_same_data(group, all_facts)
         return True
 
     def _change_members(self) -> None:
@@ -258,8 +250,29 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._end_micro_batch()
         except CommError as error:
             self._require_change(error)
+            if not self._is_prepared:
+                self._restart_step()
+            self._join_next_epoch(self.num_steps)
+
+    def _can_begin(self) -> bool:
+        """Begin a micro-batch; returns whether the members have stayed the same."""
+        try:
+            self._replica.begin(self.num_steps * self.num_shards + self._shard)
+        except CommError as error:
+            self._require_change(error)
             self._restart_step()
             self._join_next_epoch(self.num_steps)
+            return False
+        return True
+
+    @property
+    def _shard(self) -> int:
+        """Number of this micro-batch; the last one, if this member only takes part in others'."""
+        group = self._replica.group
+        if self._checks_now:
+            return (group.rank + 1) % group.size
+        shard = shard_of(self._round, group.rank, group.size, self.num_shards)
+        return self.num_shards - 1 if shard is None else shard
 
     @property
     def _checks_now(self) -> bool:
@@ -268,28 +281,20 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return bool(is_due and self._members.group.size > 1 and self._checked is None)
 
     def _begin_micro_batch(self) -> None:
-        group = self._members.group
-        shard = shard_of(self._round, group.rank, group.size, self.num_shards)
-        if self._checks_now:
-            shard = (group.rank + 1) % group.size
-        assert shard is not None
         self._refuse_changes()
-        seed_all(self._seed, self.num_steps, shard)
+        seed_all(self._seed, self.num_steps, self._shard)
         self._sums.clear()
-        if self._buffers.any():
-            if self._checks_now or (not self._round and self._checked is None):
-                self._buffers_before = [b.clone() for b in self._buffers.tensors()]
-            else:
-                self._restore_buffers(self._buffers_before)
+        is_first = self._checks_now or (not self._round and self._checked is None)
+        self._buffers.begin(is_first=is_first)
 
     def _end_micro_batch(self) -> None:
         """Add the micro-batch to the step, and end the step after the last round."""
-        group = self._members.group
+        group = self._replica.group
         if self._checks_now:
             self._checked = self._sums.checksum()
             return
-        if self._buffers.any() and not self._round and not group.rank:
-            self._buffers_after = [b.clone() for b in self._buffers.tensors()]
+        if not self._round:
+            self._buffers.note_first()
         last = num_rounds(self.num_shards, group.size) - 1
         if self._checked is not None and not self._round and not self._are_right():
             return
@@ -297,19 +302,20 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             shard = shard_of(self._round, group.rank, group.size, self.num_shards)
             self._sums.add(self._round, has_shard=shard is not None)
             wants_pause = self._members.pauses or self._members.leaves
-            self._busy_ns += time.monotonic_ns() - self._began_ns
-            self._num_busy += shard is not None
+            self._times.wait(has_shard=shard is not None)
             pauses = self._sums.reduce(self._round, flag=wants_pause)
-            self._began_ns = time.monotonic_ns()
+            self._times.go_on()
             if self._round == last:
                 break
             self._round += 1
-            if shard_of(self._round, group.rank, group.size, self.num_shards) is not None:
+            shard = shard_of(self._round, group.rank, group.size, self.num_shards)
+            if shard is not None or self._replica.needs_all:
                 return
-        self._end_step()
-        self._wants_change = pauses
-        if self._replace_slow:
-            self._wants_change |= self._find_slow()
+        self._wants_change = self._end_step(pauses)
+        slow, reason = self._times.find_slow(self._members.group, self.num_steps)
+        if slow == self._members.group.rank:
+            self._members.leave(self.num_steps, reason)
+        self._wants_change |= slow is not None
 
     def _are_right(self) -> bool:
         """Compare gradients that two ranks have computed; a collective.
@@ -330,66 +336,39 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._join_next_epoch(self.num_steps)
             return False
         self._failed_checks += 1
-        ranks = " and ".join(str(group.ranks[rank]) for rank in wrong)
-        LOG.warning(
-            "ranks %s computed different gradients for a micro-batch of step %d, which is done "
-            "again: watch their hosts if that repeats",
-            ranks,
-            self.num_steps + 1,
-        )
-        if self._failed_checks > MOST_FAILED_CHECKS:
-            msg = (
-                f"ranks {ranks} compute different gradients for the same micro-batch of step "
-                f"{self.num_steps + 1}, {self._failed_checks} times: one of their hosts computes "
-                "wrongly, or the model draws random numbers that are not torch's"
-            )
-            raise MismatchError(msg)
+        note_failed_check([group.ranks[r] for r in wrong], self.num_steps + 1, self._failed_checks)
         return False
 
     def _restart_step(self) -> None:
         """Deal the micro-batches of the step anew."""
         self._sums.clear()
-        if self._buffers_before:
-            self._restore_buffers(self._buffers_before)
+        self._buffers.restore()
         self._round, self._checked = 0, None
         self._version += 1
 
-    def _find_slow(self) -> bool:
-        """Find a rank that has been slow in several looks; it leaves. A collective in some steps.
-
-        Returns:
-            Whether a rank leaves.
-        """
-        group = self._members.group
-        if self.num_steps % LOOK_STEPS or group.size == 1:
-            return False
-        mine = self._busy_ns / 1e9 / max(1, self._num_busy)  # of a micro-batch
-        seconds = group.all_gather(torch.tensor([mine])).tolist()
-        self._busy_ns = self._num_busy = 0
-        self._slow = [*self._slow, slow_rank(seconds, self._replace_slow)][-NUM_LOOKS:]
-        slow = self._slow[-1]
-        if slow is None or self._slow != [slow] * NUM_LOOKS:
-            return False
-        if group.rank == slow:
-            times = seconds[slow] / median(s for rank, s in enumerate(seconds) if rank != slow)
-            reason = f"has taken {times:.1f} times as long as its peers for its steps"
-            self._members.leave(self.num_steps, reason)
-        return True
-
-    def _end_step(self) -> None:
-        if self._buffers.any():
-            if not self._members.group.rank:
-                self._restore_buffers(self._buffers_after)
-            self._buffers.broadcast(0)
-        seed_all(self._seed, self.num_steps, self.num_shards)
+    def _end_step(self, pauses: bool) -> bool:
+        """Update the weights; returns whether any member wants a pause."""
+        self._buffers.share()
         self._sums.give()
+        self._replica.prepare()
+        self._is_prepared = True
+        pauses = self._replica.agree(flag=pauses)
+        self._take_step()
+        return pauses
+
+    def _take_step(self) -> None:
+        """Update the weights; not a collective."""
+        self._is_prepared = False
+        self._buffers.keep()
+        seed_all(self._seed, self.num_steps, self.num_shards)
         self._is_updating = True
         try:
             self._update()
         finally:
             self._is_updating = False
+        self._replica.updated()
         self._sums.clear()
-        self._fingerprint = fingerprint(self._state)
+        self._fingerprint = fingerprint(self._replica.state)
         assert self._loader is not None
         self.at = self._loader[1].order.after(self.at)
         self.num_steps += 1
@@ -412,12 +391,13 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _begin_epoch(self, num_steps: list[int]) -> None:
         """Take over the newest state, and get ready to train with these members; a collective."""
-        group = self._members.group
-        self.num_shards = self.num_shards or group.size
-        progress = transfer(
-            group,
+        members = self._members.group
+        self.num_shards = self.num_shards or members.size
+        if self._is_prepared:
+            num_steps = self._decide(num_steps)
+        progress = self._replica.enter(
+            members,
             num_steps,
-            self._state,
             {
                 "training": self._members.number,
                 "num_steps": self.num_steps,
@@ -425,25 +405,47 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 "num_shards": self.num_shards,
             },
         )
+        group = self._replica.group
         self.num_steps = progress["num_steps"]
         self.at = SamplerState(*progress["at"])
         self.num_shards = progress["num_shards"]
         self._has_begun = True
         if group.size > self.num_shards:
             msg = (
-                f"{group.size} ranks cannot share {self.num_shards} micro-batches: pass "
+                f"{group.size} replicas cannot share {self.num_shards} micro-batches: pass "
                 f"shards={group.size} or more to braid.elastic, or lower --max-ranks"
             )
             raise ConfigError(msg)
-        self._sums = GradientSums(group, self._table.records, self.num_shards)
-        self._buffers = ModuleBuffers(group, self._state.model)
-        self._buffers_before, self._buffers_after = [], []
+        state = self._replica.state
+        if self._guarded is not state.optimizer:
+            if self._guard is not None:
+                self._guard.remove()
+            self._guarded = state.optimizer
+            self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
+        self._sums = GradientSums(group, self._replica.records, self.num_shards)
+        self._buffers = StepBuffers(group, state.model)
         self._round, self._checked, self._failed_checks = 0, None, 0
-        self._busy_ns, self._num_busy, self._slow = 0, 0, []
+        self._times.clear()
         self._wants_change = False
-        self._fingerprint = fingerprint(self._state)
+        self._fingerprint = fingerprint(state)
         self.num_changes += 1
         self._version += 1
+
+    def _decide(self, num_steps: Sequence[int]) -> list[int]:
+        """Update, if a member of the last epoch has done so, or else repeat the step.
+
+        Members agree before they update. So if one has updated, all others could.
+
+        Returns:
+            Number of steps that the state of each member will have seen.
+        """
+        newest = max(num_steps)
+        if newest > self.num_steps:
+            self._take_step()
+        else:
+            self._is_prepared = False
+            self._restart_step()
+        return [newest if seen >= 0 else seen for seen in num_steps]
 
     def _on_signal(self, *_: object) -> None:
         self._members.leaves = True
@@ -453,17 +455,17 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         has_lost = isinstance(error, PeerLostError) or type(error) is CommError  # it left the group
         if not (has_lost and self._members.may_change):
             raise error
-
-    def _restore_buffers(self, values: list[torch.Tensor]) -> None:
-        for buffer, value in zip(self._buffers.tensors(), values, strict=True):
-            buffer.data.copy_(value)
+        link: BaseException | None = error
+        while link is not None:  # frames hold graphs, whose hooks may hold the error: for good
+            traceback.clear_frames(link.__traceback__)
+            link = link.__context__
 
     def _step_optimizer(self) -> None:
-        self._state.optimizer.step()  # looked up now, since schedulers replace it
+        self._replica.state.optimizer.step()  # looked up now, since schedulers replace it
 
     def _refuse_changes(self) -> None:
         """Refuse changes that ranks would not make alike: outside of an update, between steps."""
-        now = fingerprint(self._state)
+        now = fingerprint(self._replica.state)
         changed = [name for name, text in now.items() if self._fingerprint[name] != text]
         if changed:
             msg = (
@@ -472,7 +474,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 "training.ends_epoch tells the end of a pass"
             )
             raise ConfigError(msg)
-        for record in self._table.records:
+        for record in self._replica.records:
             if record.param.requires_grad != record.spec.requires_grad:
                 word = "frozen" if record.spec.requires_grad else "unfrozen"
                 msg = (

@@ -186,7 +186,7 @@ def load(
     """
     group = world() if group is None else group
     _refuse_parts_of(model, group)
-    if isinstance(model, HybridParallel) and model.is_sharded:
+    if isinstance(model, HybridParallel) and model.sharding is not None:
         msg = (
             "a model on a mesh with shard= is in pieces: load into the model and its optimizer "
             "first, then make HybridParallel of it, whose attach() cuts the optimizer's states"

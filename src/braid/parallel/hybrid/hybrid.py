@@ -49,11 +49,13 @@ from braid.parallel.expert_parallel import (
     is_of_experts,
     undivide_experts,
 )
+from braid.parallel.gradients import ParamRecord, ParamTable
 from braid.parallel.gradients.exact_norm import clip_counted_
 from braid.parallel.graph import CapturedGraph
 from braid.parallel.hybrid.sharded_stages import ShardedStages
 from braid.parallel.hybrid.snapshot import HybridSnapshot
 from braid.parallel.pipeline import Pipeline
+from braid.parallel.sharding import Sharding
 from braid.parallel.tensor_parallel import divide_states, parallelize, slicing_of, undivide
 from braid.programs.layout import Mesh
 
@@ -88,6 +90,8 @@ class HybridParallel:
         shard: State that replicas own parts of: 1 for optimizer states, 2 for gradients, too, 3 for
             parameters, too; 0 for none. The optimizer then needs `attach`, and replicas equally
             many samples.
+        averages: Whether `step` averages gradients and losses over replicas. If not, gradients are
+            those of this replica, of `whole_records`.
         options: Other arguments of `Pipeline`, such as schedule, balance, recompute and seed.
 
     With cp, inputs and targets are cut along dim 1, and the first layer is given (inputs, position
@@ -120,8 +124,10 @@ class HybridParallel:
         num_microbatches: int = 1,
         plan: Mapping[str, str] | None = None,
         shard: int = 0,
+        averages: bool = True,
         **options: Any,
     ) -> None:
+        self._averages = averages
         self.mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         _check(self.mesh, group, model, layers)
         self.place = self.mesh.coordinates(group.rank)
@@ -175,10 +181,23 @@ class HybridParallel:
         self._params = dict(model.named_parameters())
         self._owners = self._owners_of()
 
+    def named_pieces(self) -> dict[str, nn.Parameter]:
+        """Return what an attached optimizer changes on this rank, by names of whole parameters."""
+        if self._sharded is not None:
+            return dict(self._sharded.named_pieces())
+        own = set(self.pipeline.parameters())
+        return {name: param for name, param in self.model.named_parameters() if param in own}
+
+    def whole_records(self) -> list[ParamRecord]:
+        """Return the parameters of this rank that compute, which have this replica's gradients."""
+        if self._sharded is not None:
+            return self._sharded.whole_records()
+        return list(ParamTable.named(self.named_pieces().items()))
+
     @property
-    def is_sharded(self) -> bool:
-        """Whether replicas own parts of what they train."""
-        return self._sharded is not None
+    def sharding(self) -> Sharding | None:
+        """Engine that divides what replicas train; None without."""
+        return None if self._sharded is None else self._sharded.sharding
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that this rank trains."""
@@ -219,12 +238,14 @@ class HybridParallel:
             self._sharded.sharding.begin_step()
             with self._sharded.sharding.no_sync():
                 own = self.pipeline.step(inputs, targets, loss=loss)
-            self._sharded.average()
+            if self._averages:
+                self._sharded.average()
         else:
             own = self.pipeline.step(inputs, targets, loss=loss)
             if self._experts.size > 1:
                 average_gradients(self.pipeline, self._experts, self._alike)
-        return own if self._adds_in_pipeline() else self._replicas.all_reduce(own, op="avg")
+        is_done = self._adds_in_pipeline() or not self._averages
+        return own if is_done else self._replicas.all_reduce(own, op="avg")
 
     def evaluate(self, batch: Any, target: Any, *, loss: Any) -> torch.Tensor:
         """Return the mean loss of a batch, on all ranks, without gradients; see `step`."""
@@ -359,7 +380,8 @@ class HybridParallel:
     def _adds_in_pipeline(self, shard: int | None = None) -> bool:
         """Return whether the pipeline itself adds gradients and losses over replicas."""
         sharded = self._sharded is not None if shard is None else bool(shard)
-        return self._replicas.size > 1 and not sharded and self._experts.size == 1
+        alone = self._replicas.size == 1 or not self._averages
+        return not alone and not sharded and self._experts.size == 1
 
     def _counts(self, param: torch.Tensor, *, is_copied: bool) -> bool:
         """Return whether this rank counts a gradient in a norm, of all ranks that have the same.

@@ -26,7 +26,7 @@ from braid.checkpoint.snapshot import param_of
 from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.expert_parallel import is_of_experts
-from braid.parallel.gradients import fill_missing_gradients
+from braid.parallel.gradients import ParamRecord, ParamTable, fill_missing_gradients
 from braid.parallel.sharding import (
     ShardedSnapshot,
     Sharding,
@@ -131,6 +131,16 @@ class ShardedStages:
         for _, param in self._kept:
             if param.grad is not None:
                 yield param, param.grad, True
+
+    def named_pieces(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what the optimizer steps on here, with the names of whole parameters."""
+        for record, owned in self.sharding.owned():
+            yield record.name, owned
+        yield from self._kept
+
+    def whole_records(self) -> list[ParamRecord]:
+        """Return the parameters that compute, whose gradients are whole before `average`."""
+        return [*self.sharding.whole_records(), *ParamTable.named(self._kept)]
 
     def attach(self, optimizer: Optimizer) -> None:
         """Let an optimizer of the whole model step on this rank's pieces, and on whole ones."""

@@ -74,6 +74,8 @@ class Sharding:
         disk: Files of the optimizer's states, if they are there.
         layouts: Layouts of the flat vectors of parameters.
         table: Parameters by name; their objects are the model's own.
+        shares_late: Whether ranks get the parameters that an optimizer's step has changed when the
+            next step begins, so that the optimizer's step itself is local.
 
     Raises:
         ConfigError: The model cannot be sharded; all problems are named.
@@ -111,6 +113,8 @@ class Sharding:
         specs = divide_into_units(
             model, default_units(model) if modules is None else modules, self.table
         )
+        self.shares_late = False
+        self._has_shared = True
         self._compare([spec.name for spec in specs])
         sites = _sites_of(model)
         flats = [self._make_flats(spec) for spec in specs]
@@ -205,6 +209,23 @@ class Sharding:
         for _, owned in self.owned():
             owned.grad = None
 
+    def whole_records(self) -> list[ParamRecord]:
+        """Return the parameters that compute, on which `no_sync` leaves whole gradients."""
+        return [
+            record._replace(param=leaf)
+            for flat in self._flats
+            for record, leaf in zip(flat.records, flat.leaves, strict=True)
+        ]
+
+    def keep_own_gradients(self) -> None:
+        """Give this rank's pieces their parts of whole gradients that are equal on all ranks."""
+        for flat in self._flats:
+            for leaf, owned, piece in zip(flat.leaves, flat.owned, flat.pieces, strict=True):
+                grad, leaf.grad, owned.grad = leaf.grad, None, None
+                if grad is not None and piece.numel:
+                    part = grad.reshape(-1)[piece.begin : piece.end]
+                    owned.grad = part.view_as(owned).to(owned)
+
     def drop_local_gradients(self) -> None:
         """Drop gradients that `no_sync` has left on whole parameters."""
         self._reducer.drop()
@@ -230,6 +251,8 @@ class Sharding:
 
         A forward of the model begins with it; engines that run parts of the model call it.
         """
+        if not self._has_shared:
+            self._share()
         self._residency.begin()
 
     def average(self) -> None:
@@ -244,6 +267,12 @@ class Sharding:
 
         No-op at stage 3, where parameters are gathered before use.
         """
+        self._has_shared = False
+        if not self.shares_late:
+            self._share()
+
+    def _share(self) -> None:
+        self._has_shared = True
         for flat in self._flats:
             if flat.slot is None:
                 flat.refresh()

@@ -1,0 +1,103 @@
+"""The model of a member in an epoch: whole, or a part on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from braid.comm import Group
+from braid.elasticity.state_transfer import TrainingState, transfer
+from braid.parallel.gradients import ParamRecord, ParamTable
+
+__all__ = ["Replica", "WholeModel"]
+
+
+class Replica(Protocol):
+    """The model of a member, from epoch to epoch.
+
+    Attributes:
+        state: Objects that make up the state.
+        group: Members that have the same parameters, and take micro-batches in turn.
+        records: Parameters with gradients of this member's micro-batches.
+        needs_all: Whether all of the group take part in each micro-batch, also those without one.
+    """
+
+    state: TrainingState
+    group: Group
+    records: Sequence[ParamRecord]
+    needs_all: bool
+
+    def enter(
+        self, group: Group, num_steps: Sequence[int], progress: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Go on with these members, from the newest state; a collective.
+
+        Args:
+            group: The members.
+            num_steps: Number of steps that the state of each has seen; -1 for a newcomer.
+            progress: Plain values beside the state.
+
+        Returns:
+            The values of the member that has the newest state.
+        """
+        ...
+
+    def begin(self, number: int) -> None:
+        """Begin a micro-batch, of this number among those of all steps."""
+        ...
+
+    def prepare(self) -> None:
+        """Make gradients ready for the update; they are means. A collective."""
+        ...
+
+    def agree(self, *, flag: bool) -> bool:
+        """Wait until all members have what their updates need; a collective.
+
+        If it fails, some may have gone on. The update itself is local.
+
+        Args:
+            flag: Whether any member of `group` raises a flag.
+
+        Returns:
+            Whether any member raises it.
+        """
+        ...
+
+    def updated(self) -> None:
+        """Note that the update has been made; not a collective."""
+        ...
+
+
+class WholeModel:
+    """A whole model on each member.
+
+    Args:
+        state: Objects that make up the state.
+    """
+
+    needs_all = False
+    group: Group
+
+    def __init__(self, state: TrainingState) -> None:
+        self.state = state
+        self.records: Sequence[ParamRecord] = ParamTable.of(state.model).records
+
+    def enter(
+        self, group: Group, num_steps: Sequence[int], progress: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """See `Replica`."""
+        self.group = group
+        return transfer(group, num_steps, self.state, progress)
+
+    def begin(self, number: int) -> None:
+        """See `Replica`."""
+
+    def prepare(self) -> None:
+        """See `Replica`: who has not got the sums gets the state of one that has."""
+
+    def agree(self, *, flag: bool) -> bool:
+        """See `Replica`: the sums have come to all members, or not."""
+        return flag
+
+    def updated(self) -> None:
+        """See `Replica`."""

@@ -1,0 +1,252 @@
+"""A copy of what another rank trains, kept up to date by its gradients.
+
+Problem: a rank that alone has a part of the state takes it along when it dies. Copies of the state
+after each step are three to four times as large as its gradients (Adam), old when they arrive, and
+need a way back for all others.
+
+Idea: the neighbour repeats the updates. In each step a rank sends the gradients of its part, as
+they go into the optimizer, to the next rank on a ring, which steps a copy of the part by them. The
+copy has the bits of the part after each step, and nobody ever goes back.
+
+    rank 0   gradients of part 0 ──> rank 1   step of part 1, and of the copy of part 0
+
+Ranks of one host are not next to each other on the ring if there are several hosts.
+
+Cost: memory for another part; in each step its gradients once (a + b*l), and its update.
+
+Source: primary and backup as state machines: F. B. Schneider, "Implementing fault-tolerant services
+using the state machine approach", ACM Computing Surveys 1990.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from braid.comm import Group
+from braid.elasticity.parts import ModelPart, TensorBox, packed
+from braid.errors import ConfigError
+from braid.runtime.torch_internals import version_of
+from braid.types import dtype_name
+
+__all__ = ["Shadow", "ring_of"]
+
+HOOKS = ("_optimizer_", "_hook_for_profile", "_zero_grad_profile_name", "_patched")
+
+
+def ring_of(group: Group) -> list[int]:
+    """Return the members as a ring on which neighbours have different hosts, if there are some."""
+    nodes = getattr(group.engine, "nodes", None)
+    if nodes is None:
+        return list(range(group.size))
+    return [host[i] for i in range(nodes.most) for host in nodes.hosts if i < len(host)]
+
+
+class Shadow:
+    """A copy of the part of the rank before this one on the ring; a collective.
+
+    Args:
+        group: The members, at least two.
+        part: ModelPart of this rank, which the rank after it copies.
+
+    Attributes:
+        part: The copy.
+    """
+
+    def __init__(self, group: Group, part: ModelPart) -> None:
+        ring = ring_of(group)
+        at = ring.index(group.rank)
+        self._group = group
+        self._source, self._target = ring[at - 1], ring[(at + 1) % len(ring)]
+        self._own = part
+        names = {param: name for name, param in part.params.items()}
+        groups = [
+            [names[param] for param in group["params"] if param in names]
+            for group in part.optimizer.param_groups
+        ]
+        own_buffers = part.buffers()
+        specs = {name: _spec(param) for name, param in part.params.items()}
+        buffers = {name: _spec(buffer) for name, buffer in own_buffers.items()}
+        states, tensors = _states(part)
+        mine = {
+            "name": part.name,
+            "groups": groups,
+            "params": specs,
+            "boxes": {n: [tuple(box) for box in boxes] for n, boxes in part.boxes.items()},
+            "buffers": buffers,
+            "states": states,
+        }
+        theirs = group.objects.all_gather(mine)[self._source]
+        like = [*_like(theirs["params"]), *_like(theirs["buffers"])]
+        like += _like(dict(enumerate(_specs_in(theirs["states"]))))
+        values = self._exchange([*part.params.values(), *own_buffers.values(), *tensors], like)
+        params = {
+            name: nn.Parameter(value.clone(), requires_grad=requires_grad)
+            for (name, (_, _, requires_grad)), value in zip(
+                theirs["params"].items(), values, strict=False
+            )
+        }
+        first = len(params)
+        kept = dict(zip(theirs["buffers"], values[first:], strict=False))
+        optimizer = _like_optimizer(part.optimizer)
+        for options, names in zip(optimizer.param_groups, theirs["groups"], strict=True):
+            options["params"] = [params[name] for name in names]
+        rest = iter(values[first + len(kept) :])
+        for name, state in theirs["states"].items():
+            optimizer.state[params[name]] = {
+                key: next(rest).clone() if is_tensor else value
+                for key, (is_tensor, value) in state.items()
+            }
+        boxes = {name: list(map(TensorBox.parse, own)) for name, own in theirs["boxes"].items()}
+        copies = {name: value.clone() for name, value in kept.items()}
+        self.part = ModelPart(theirs["name"], params, boxes, optimizer, lambda: copies)
+        self._sent, self._sent_views = packed(self._shipped(part))
+        self._received, self._views = packed(self._shipped(self.part))
+        self._sent_versions: list[tuple[int, int] | None] = []
+        self.note()
+        part.optimizer.register_step_pre_hook(self._check_gradients)
+        part.optimizer.register_step_post_hook(self._step)
+
+    def _shipped(self, part: ModelPart) -> list[torch.Tensor]:
+        """Return tensors like those that are sent in each step."""
+        present = torch.zeros(len(part.params), dtype=torch.bool)
+        return [present, *part.params.values(), *part.buffers().values()]
+
+    def ship(self) -> None:
+        """Send the gradients of this rank's part, and receive those of the copy; a collective."""
+        self.check()
+        present, *views = self._sent_views
+        grads = [param.grad for param in self._own.params.values()]
+        present.copy_(torch.tensor([grad is not None for grad in grads], dtype=torch.bool))
+        for view, grad in zip(views, grads, strict=False):
+            if grad is not None:
+                view.copy_(grad)
+        for view, buffer in zip(views[len(grads) :], self._own.buffers().values(), strict=True):
+            view.copy_(buffer)
+        self._sent_versions = self._grad_versions()
+        self._swap(self._sent, self._received)
+
+    def note(self) -> None:
+        """Take the parameters as they are: the neighbour has the same."""
+        self._versions = [
+            (param.data_ptr(), version_of(param)) for param in self._own.params.values()
+        ]
+
+    def check(self) -> None:
+        """Refuse changes of parameters that the neighbour does not make.
+
+        Raises:
+            ConfigError: A parameter was changed by something else than the optimizer.
+        """
+        then = self._versions
+        self.note()
+        pairs = zip(self._own.params, self._versions, then, strict=True)
+        changed = [name for name, now, before in pairs if now != before]
+        if changed:
+            msg = (
+                f"{changed[0]} was changed outside of the optimizer's step, which the rank that "
+                "keeps a copy does not know: pass copies=False, or let the optimizer do it"
+            )
+            raise ConfigError(msg)
+
+    def _grad_versions(self) -> list[tuple[int, int] | None]:
+        grads = [param.grad for param in self._own.params.values()]
+        return [None if grad is None else (id(grad), version_of(grad)) for grad in grads]
+
+    def _check_gradients(self, *_: object) -> None:
+        """Refuse a step by other gradients than those that the neighbour has."""
+        pairs = zip(self._own.params, self._grad_versions(), self._sent_versions, strict=True)
+        changed = [name for name, now, sent in pairs if now != sent]
+        if changed:
+            msg = (
+                f"the gradient of {changed[0]} changed in the function update=, after it was sent "
+                "to the rank that keeps a copy: clip by clip=, or pass copies=False"
+            )
+            raise ConfigError(msg)
+
+    def _step(self, *_: object) -> None:
+        """Take the step that this rank's optimizer has just taken, with its options."""
+        present, *views = self._views
+        part = self.part
+        pairs = zip(present.tolist(), part.params.values(), views, strict=False)
+        for has_grad, param, view in pairs:
+            param.grad = view.to(param.device) if has_grad else None
+        for own, copy in zip(
+            self._own.optimizer.param_groups, part.optimizer.param_groups, strict=True
+        ):
+            copy.update({key: value for key, value in own.items() if key != "params"})
+        part.optimizer.step()
+        self.note()
+        for param in part.params.values():
+            param.grad = None
+        for buffer, view in zip(part.buffers().values(), views[len(part.params) :], strict=True):
+            buffer.copy_(view)
+
+    def _exchange(
+        self, mine: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        sent, places = packed(mine)
+        received, views = packed(like)
+        for place, tensor in zip(places, mine, strict=True):
+            place.copy_(tensor.detach())
+        self._swap(sent, received)
+        return views
+
+    def _swap(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        works = [
+            self._group.send(sent, self._target, async_op=True),
+            self._group.recv(received, self._source, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+
+
+def _spec(tensor: torch.Tensor) -> tuple[list[int], str, bool]:
+    return list(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad
+
+
+def _like(specs: Mapping[Any, Sequence[Any]]) -> list[torch.Tensor]:
+    return [
+        torch.empty(spec[0], dtype=getattr(torch, spec[1]), device="meta")
+        for spec in specs.values()
+    ]
+
+
+def _states(part: ModelPart) -> tuple[dict[str, dict[str, tuple[bool, Any]]], list[torch.Tensor]]:
+    """Return the optimizer's states: (whether it is a tensor, its spec or value), and tensors."""
+    states: dict[str, dict[str, tuple[bool, Any]]] = {}
+    tensors = []
+    for name, param in part.params.items():
+        if param not in part.optimizer.state:
+            continue
+        states[name] = {}
+        for key, value in part.optimizer.state[param].items():
+            is_tensor = isinstance(value, torch.Tensor)
+            states[name][key] = is_tensor, _spec(value) if is_tensor else value
+            tensors += [value] if is_tensor else []
+    return states, tensors
+
+
+def _specs_in(states: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[Any]:
+    return [value for own in states.values() for is_tensor, value in own.values() if is_tensor]
+
+
+def _like_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same rule and options, without parameters and states."""
+    kind = type(optimizer)
+    if hasattr(kind, "braid_sharding"):  # a class of this one optimizer, see `sharding.attach`
+        kind = kind.__bases__[1]
+    attributes = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if not key.startswith(HOOKS) and key not in {"state", "param_groups", "step"}
+    }
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    copy: Optimizer = kind.__new__(kind)
+    copy.__setstate__({**attributes, "state": defaultdict(dict), "param_groups": groups})
+    return copy

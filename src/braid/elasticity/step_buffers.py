@@ -1,0 +1,65 @@
+"""Buffers of a model, such as running means, in a step of several micro-batches.
+
+Each micro-batch begins with the buffers from before the step. After it all members have what the
+first micro-batch made of them, as in data parallel training, where rank 0 gives its own to all.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.parallel.data_parallel.ddp.module_buffers import ModuleBuffers
+
+__all__ = ["StepBuffers"]
+
+
+class StepBuffers:
+    """Buffers of a model.
+
+    Args:
+        group: Members with the same buffers.
+        model: The model.
+    """
+
+    def __init__(self, group: Group, model: nn.Module) -> None:
+        self._group = group
+        self._buffers = ModuleBuffers(group, model)
+        self._before: list[torch.Tensor] = []
+        self._after: list[torch.Tensor] = []
+
+    def begin(self, *, is_first: bool) -> None:
+        """Begin a micro-batch; the first one of a step, or another."""
+        if is_first:
+            self._before = self._copies()
+        else:
+            self.restore()
+
+    def note_first(self) -> None:
+        """Note the buffers after the first micro-batch of the step, on rank 0."""
+        if not self._group.rank:
+            self._after = self._copies()
+
+    def share(self) -> None:
+        """Give all members what the first micro-batch has made of them; a collective."""
+        if self._buffers.any():
+            if not self._group.rank:
+                self._write(self._after)
+            self._buffers.broadcast(0)
+
+    def keep(self) -> None:
+        """Note that the step has been made: there is no way back."""
+        self._before = []
+
+    def restore(self) -> None:
+        """Go back to the buffers from before the step."""
+        if self._before:
+            self._write(self._before)
+
+    def _copies(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self._buffers.tensors()]
+
+    def _write(self, values: list[torch.Tensor]) -> None:
+        for buffer, value in zip(self._buffers.tensors(), values, strict=True):
+            buffer.data.copy_(value)

@@ -1,0 +1,157 @@
+"""A training on a mesh whose ranks die and come ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from braid.elasticity.mesh import elastic_mesh, mesh_for
+from braid.errors import CheckpointError, ConfigError
+from braid.programs.layout import Mesh
+from elastic_cluster import (
+    MESH_POINTS,
+    POINTS,
+    Cluster,
+    build,
+    points_of_death,
+    random_faults,
+    train_on_mesh,
+)
+
+MESHES = [
+    ("pp=2,dp=2", 0),
+    ("dp=3", 1),
+    ("pp=3", 0),
+    ("pp=2,dp=2", 3),
+    ("dp=3", 2),
+    ("pp=2,dp=2", 1),
+    ("dp=3", 3),
+]
+ALL_POINTS = (*(p for p in POINTS if p != "state"), "loss", *MESH_POINTS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, torch.Tensor]:
+    cluster = Cluster(1, {})
+    cluster.run(partial(train_on_mesh, mesh="dp=1"))
+    return cluster.results[0]
+
+
+def _differing(cluster: Cluster, reference: dict[str, torch.Tensor]) -> list[tuple[int, str]]:
+    return [
+        (rank, name)
+        for rank, state in cluster.results.items()
+        for name, tensor in state.items()
+        if not torch.equal(tensor, reference[name])
+    ]
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(4),
+        *(pytest.param(n, marks=pytest.mark.all) for n in range(4, 24)),
+        *(pytest.param(n, marks=pytest.mark.proof) for n in range(24, 700)),
+    ],
+)
+def test_deaths_on_any_mesh_leave_the_bits_of_one_process(monkeypatch, undisturbed, seed):
+    mesh, shard = MESHES[seed % len(MESHES)]
+    size = Mesh.parse(mesh).size
+    cluster = Cluster(size, random_faults(seed, size, ALL_POINTS), restarts=8 * (seed % 3 > 0))
+    is_lost = False
+    with points_of_death(monkeypatch):
+        try:
+            cluster.run(partial(train_on_mesh, mesh=mesh, shard=shard))
+        except CheckpointError as error:
+            is_lost = "is lost: the ranks that had it" in str(error)
+    is_elsewhere = (1, "loss") in cluster.faults  # rank 1 may not have the last stage
+    assert cluster.deaths or cluster.left or is_elsewhere
+    assert cluster.results or cluster.end or (is_lost and len(cluster.deaths) > 1)
+    assert not _differing(cluster, undisturbed), cluster.deaths
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard", "point"),
+    [
+        ("pp=2,dp=2", 0, "agree"),
+        ("pp=2,dp=2", 1, "agreed"),
+        ("dp=4", 3, "update"),
+        ("pp=4", 0, "sum"),
+        ("pp=4", 0, "agreed"),
+    ],
+)
+def test_those_that_are_left_go_on_as_another_mesh(monkeypatch, undisturbed, mesh, shard, point):
+    cluster = Cluster(4, {(2, point): 2}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh=mesh, shard=shard))
+    assert [begun.members for begun in cluster.begun] == [(0, 1, 2, 3), (0, 1, 3)]
+    assert len(cluster.results) == 3
+    assert not _differing(cluster, undisturbed)
+
+
+def test_divided_layers_keep_their_bits_with_their_number_of_ranks(monkeypatch):
+    run = partial(train_on_mesh, mesh="pp=2,tp=2")
+    reference = Cluster(4, {})
+    reference.run(run)
+    cluster = Cluster(4, {(1, "update"): 2, (2, "forward"): 6})
+    with points_of_death(monkeypatch):
+        cluster.run(run)
+    assert len(cluster.deaths) == 2
+    assert len(cluster.results) == 4
+    assert not _differing(cluster, reference.results[0])
+
+
+def test_a_part_that_nobody_has_is_named(monkeypatch):
+    cluster = Cluster(3, {(1, "agree"): 2})
+    with points_of_death(monkeypatch), pytest.raises(CheckpointError) as caught:
+        cluster.run(partial(train_on_mesh, mesh="pp=3", copies=False))
+    assert "the state of pp=1 is lost: the ranks that had it" in str(caught.value)
+
+
+def _clamp(run):
+    with torch.no_grad():
+        for param in run.model.named_pieces().values():
+            param.clamp_(-1.0, 1.0)
+
+
+def _scale(run):
+    for param in run.model.named_pieces().values():
+        if param.grad is not None:  # this rank has elements of it
+            param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize(
+    ("option", "change", "words"),
+    [
+        ("after_step", _clamp, "was changed outside of the optimizer's step"),
+        ("in_update", _scale, "changed in the function update=, after it was sent"),
+    ],
+)
+def test_what_a_copy_would_not_follow_is_refused(shard, option, change, words):
+    cluster = Cluster(2, {})
+    mesh = "dp=2" if shard else "pp=2"
+    with pytest.raises(ConfigError, match=words):
+        cluster.run(partial(train_on_mesh, mesh=mesh, shard=shard, **{option: change}))
+
+
+def test_a_mesh_that_does_not_fit_becomes_replicas():
+    meshes = [str(mesh_for(Mesh.parse("pp=2,dp=2,tp=2"), n)) for n in (8, 4, 7, 1)]
+    assert meshes == ["pp=2,dp=2,tp=2", "pp=2,dp=1,tp=2", "dp=7", "dp=1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mesh": "pp=2,cp=2"}, "an elastic mesh has pp, dp, tp, got cp in pp=2,cp=2"),
+        ({"mesh": "pp=2", "clip": 0.0}, "clip must be above 0, got 0.0"),
+        ({"mesh": "dp=2", "shard": 4}, "shard must be 0, 1, 2 or 3, got 4"),
+        ({"mesh": "pp"}, "a mesh is written as pp=2,dp=4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        elastic_mesh(build, **arguments)
+    assert words in str(caught.value)
