@@ -18,6 +18,7 @@ from braid.comm import Group
 from braid.elasticity import gradient_sums, replica
 from braid.elasticity.mesh import MeshReplica, mesh_for
 from braid.elasticity.replica import Replica, WholeModel
+from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.launch.process.job import ElasticLimits
@@ -291,7 +292,7 @@ def train(
     shards: int = 3,
     epochs: int = 2,
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
-    **options: float,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), Counted(), nn.Linear(5, 1))
@@ -359,6 +360,7 @@ def train_on_mesh(
     shard: int = 0,
     in_update: Callable[[ElasticTraining], object] = lambda _: None,
     after_step: Callable[[ElasticTraining], object] = lambda _: None,
+    checkpoints: TrainingCheckpoints | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model on a mesh, and return its state."""
@@ -385,7 +387,9 @@ def train_on_mesh(
         members.visit("loss")
         return functional.mse_loss(output, target)
 
-    run = ElasticTraining(members, part, num_shards=4, seed=3, update=update)
+    run = ElasticTraining(
+        members, part, num_shards=4, seed=3, update=update, checkpoints=checkpoints
+    )
     with run:
         for _ in run.epochs(2):
             for inputs, target in run.batches(loader):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,13 @@ def test_all_that_a_state_dict_holds_comes_back_as_it_was(tmp_path):
     assert found == memory
 
 
+def test_dicts_with_any_keys_and_counters_come_back(tmp_path):
+    memory = {1: 2.0, "a": Counter({5: 2, 7: 1}), (1, 2): {"b": None}}
+    again = _remembered(tmp_path, memory)
+    assert again == memory
+    assert type(again["a"]) is Counter
+
+
 def test_derived_text_and_numbers_are_filed_as_what_they_are(tmp_path):
     memory = [Mode.FAST, Level.HIGH, np.int64(3), np.float32(0.5), np.float64("inf")]
     assert _remembered(tmp_path, memory) == ["fast", 7, 3, 0.5, float("inf")]
@@ -288,7 +296,7 @@ def test_derived_text_and_numbers_are_filed_as_what_they_are(tmp_path):
     ("memory", "words"),
     [
         ({"f": [print]}, r"has builtin_function_or_method as 'optimizer_state_dict/memory/f/0'"),
-        ({1: 2.0}, r"has dict with keys other than text as 'optimizer_state_dict/memory'"),
+        ({print: 2.0}, r"has builtin_function_or_method as 'optimizer_state_dict/memory \(key\)'"),
     ],
 )
 def test_what_cannot_be_filed_is_refused_by_name_before_anything_is_written(

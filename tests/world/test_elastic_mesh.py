@@ -7,7 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from braid.elasticity import saving
 from braid.elasticity.mesh import elastic_mesh, mesh_for
+from braid.elasticity.saving import TrainingCheckpoints
 from braid.errors import CheckpointError, ConfigError
 from braid.programs.layout import Mesh
 from elastic_cluster import (
@@ -110,6 +112,42 @@ def test_a_part_that_nobody_has_is_named(monkeypatch):
     assert "the state of pp=1 is lost: the ranks that had it" in str(caught.value)
 
 
+def test_a_part_that_nobody_has_comes_from_the_checkpoint(monkeypatch, undisturbed, tmp_path):
+    saved = TrainingCheckpoints(str(tmp_path), 2)
+    cluster = Cluster(3, {(1, "agree"): 4})
+    with points_of_death(monkeypatch):
+        cluster.run(partial(train_on_mesh, mesh="pp=3", copies=False, checkpoints=saved))
+    assert cluster.begun[1].num_steps == (3, 3, -1)
+    assert len(cluster.results) == 3
+    assert not _differing(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("shard", [0, 1, 3])
+def test_a_run_whose_members_all_leave_goes_on_on_another_mesh(
+    monkeypatch, undisturbed, tmp_path, shard
+):
+    run = partial(train_on_mesh, shard=shard, checkpoints=TrainingCheckpoints(str(tmp_path), 100))
+    cluster = Cluster(2, {(0, "leave forward"): 9, (1, "leave forward"): 9}, restarts=0)
+    with points_of_death(monkeypatch):
+        cluster.run(partial(run, mesh="dp=2"))
+    assert len(cluster.left) == 2
+    cluster = Cluster(4, {})
+    cluster.run(partial(run, mesh="pp=2,dp=2"))
+    assert len(cluster.results) == 4
+    assert not _differing(cluster, undisturbed)
+
+
+def test_a_checkpoint_that_fails_is_a_warning(monkeypatch, undisturbed, tmp_path):
+    warnings: list[str] = []
+    monkeypatch.setattr(saving.LOG, "warning", lambda text, *_: warnings.append(text))
+    (tmp_path / "file").write_text("")
+    saved = TrainingCheckpoints(str(tmp_path / "file"), 4)
+    cluster = Cluster(2, {})
+    cluster.run(partial(train_on_mesh, mesh="pp=2", checkpoints=saved))
+    assert not _differing(cluster, undisturbed)
+    assert warnings == ["the training goes on without this checkpoint: %s"] * 4
+
+
 def _clamp(run):
     with torch.no_grad():
         for param in run.model.named_pieces().values():
@@ -148,6 +186,7 @@ def test_a_mesh_that_does_not_fit_becomes_replicas():
         ({"mesh": "pp=2,cp=2"}, "an elastic mesh has pp, dp, tp, got cp in pp=2,cp=2"),
         ({"mesh": "pp=2", "clip": 0.0}, "clip must be above 0, got 0.0"),
         ({"mesh": "dp=2", "shard": 4}, "shard must be 0, 1, 2 or 3, got 4"),
+        ({"mesh": "dp=2", "checkpoints": "runs"}, "checkpoint_every=0 belong together"),
         ({"mesh": "pp"}, "a mesh is written as pp=2,dp=4"),
     ],
 )

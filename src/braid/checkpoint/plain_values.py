@@ -7,11 +7,15 @@ So each stands behind a tag:
 
     {"dict": {"start": [{"tensor": "NAME/start/0"}], "step": 3, "betas": {"tuple": [0.9, 0.99]}}}
     and x under NAME/start/0
+
+Dicts with other keys than text, and counters (of MultiStepLR), are lists of pairs behind a tag.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
@@ -45,12 +49,18 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {k: to_plain(x, f"{name}/{k}", tensors) for k, x in value.items()}}
-    kind = type(value).__name__ + " with keys other than text" * isinstance(value, dict)
+    if isinstance(value, dict):
+        pairs = [
+            [to_plain(key, f"{name} (key)", tensors), to_plain(x, f"{name}/{key}", tensors)]
+            for key, x in value.items()
+        ]
+        return {"counter" if isinstance(value, Counter) else "pairs": pairs}
+    kind = type(value).__name__
     kind = "a second tensor of this name" if isinstance(value, torch.Tensor) else kind
     msg = (
         f"a state has {kind} as {name!r}, which a checkpoint cannot hold: let "
-        "state_dict() return tensors, numbers, text, lists, tuples and dicts with text as "
-        "keys, or leave it out there"
+        "state_dict() return tensors, numbers, text, lists, tuples and dicts, or leave it out "
+        "there"
     )
     raise ConfigError(msg)
 
@@ -78,8 +88,12 @@ def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
             return tuple(from_plain(item, read) for item in items)
         case [("dict", dict(items))]:
             return {key: from_plain(item, read) for key, item in items.items()}
+        case [("pairs" | "counter" as kind, list(items))]:
+            with contextlib.suppress(TypeError, ValueError):  # no pairs, or no keys
+                pairs = {from_plain(key, read): from_plain(item, read) for key, item in items}
+                return Counter(pairs) if kind == "counter" else pairs
     msg = (
         f"optimizer's state in the checkpoint has {str(value)[:80]!r}, which is no tensor, "
-        "float, tuple or dict"
+        "float, tuple, dict or counter"
     )
     raise CheckpointError(msg)

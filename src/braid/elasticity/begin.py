@@ -10,6 +10,7 @@ from torch import nn
 
 from braid.elasticity.members import JobMembers
 from braid.elasticity.replica import WholeModel
+from braid.elasticity.saving import checkpoints_in
 from braid.elasticity.state_transfer import Stateful, TrainingState
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, below, raise_all
@@ -50,6 +51,8 @@ def elastic(
     update: Callable[[], object] | None = None,
     verify: int = 0,
     replace_slow: float = 0.0,
+    checkpoints: str = "",
+    checkpoint_every: int = 0,
     **others: Stateful,
 ) -> ElasticTraining:
     """Return a training that goes on when ranks die or come; see `braid.elasticity.training`.
@@ -67,6 +70,11 @@ def elastic(
             before its result is used, and is replaced. For ranks on hosts of one kind.
         replace_slow: Let a rank leave, and be replaced, whose steps take so many times as long as
             those of its peers for 30 steps, such as 2.0; 0 for never.
+        checkpoints: Directory of checkpoints, which all ranks see. The training begins with the
+            last one, and goes back to it if members have lost the state together; without it, such
+            a loss ends the run. Buffers that `state_dict()` leaves out are not in it.
+        checkpoint_every: Number of steps between two checkpoints. One that fails, such as on a full
+            disk, is a warning. If all members are asked to end, they save before.
         others: Further objects whose states belong to the training, by any names, such as a
             learning rate scheduler. `update` calls them, not the loop.
 
@@ -104,4 +112,5 @@ def elastic(
         update=update,
         verify=verify,
         replace_slow=replace_slow,
+        checkpoints=checkpoints_in(checkpoints, checkpoint_every),
     )

@@ -28,6 +28,7 @@ for going on with another mesh of those that are left.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -36,11 +37,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from braid.checkpoint import restore_training, training_numbers
-from braid.checkpoint.plain_values import to_plain
+from braid.checkpoint import restore_training, to_plain, training_numbers
 from braid.comm import Group
 from braid.elasticity.members import JobMembers
-from braid.elasticity.parts import ModelPart, TensorBox, WholeState, boxes_of, whole_state
+from braid.elasticity.parts import (
+    LostStateError,
+    ModelPart,
+    TensorBox,
+    WholeState,
+    boxes_of,
+    whole_state,
+)
+from braid.elasticity.saving import TrainingCheckpoints, checkpoints_in
 from braid.elasticity.shadow import Shadow
 from braid.elasticity.state_transfer import (
     Received,
@@ -55,6 +63,8 @@ from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 
 __all__ = ["MeshReplica", "elastic_mesh", "mesh_for"]
+
+LOG = logging.getLogger(__name__)
 
 AXES = ("pp", "dp", "tp")
 WHOLE_PARAMETERS = 3  # stage of sharding at which all ranks gather parameters in each forward
@@ -123,41 +133,63 @@ class MeshReplica:
         return self.state.optimizer
 
     def enter(
-        self, group: Group, num_steps: Sequence[int], progress: Mapping[str, Any]
+        self,
+        group: Group,
+        num_steps: Sequence[int],
+        progress: Mapping[str, Any],
+        checkpoints: TrainingCheckpoints | None,
     ) -> Mapping[str, Any]:
         """See `Replica`.
 
         Raises:
-            CheckpointError: No member has some part.
+            CheckpointError: No member has some part, and there is no checkpoint.
             ConfigError: There is no mesh for the members, or the model cannot be divided like that.
         """
         mesh = self._mesh_of(group.size)
-        newest, root = max(num_steps), num_steps.index(max(num_steps))
-        beside: Any = None
-        division, whole = 0, None
-        if newest >= 0:
-            last, whole = whole_state(group, self._parts, self._names)
-            division = last + 1
-            if group.rank == root:
-                groups = [
-                    {key: value for key, value in own.items() if key != "params"}
-                    for own in self.state.optimizer.param_groups
-                ]
-                others = {name: other.state_dict() for name, other in self.state.others.items()}
-                beside = {"groups": groups, "others": others, "progress": dict(progress)}
-            beside = broadcast_values(group, root, beside)
-            check_same_training(group, beside["progress"], progress)
-            progress = beside["progress"]
         state = self._made()
-        if whole is not None:
-            _restore(state, whole, beside["groups"])
-            for name, other in state.others.items():
-                other.load_state_dict(beside["others"][name])
+        division = 1 + max(group.objects.all_gather(max(self._parts, default=-1)))
+        if max(num_steps) < 0:
+            stored = None if checkpoints is None else checkpoints.load(group, state)
+            progress = stored or progress
+        else:
+            try:
+                progress = self._restored(group, num_steps, progress, state)
+            except LostStateError as error:
+                stored = None if checkpoints is None else checkpoints.load(group, state)
+                if stored is None:
+                    raise
+                LOG.warning("goes on at step %d of a checkpoint: %s", stored["num_steps"], error)
+                progress = stored
         self._divide(state, mesh, group, division)
         group.barrier()  # whoever passes it knows that all members can go on from here
         self._parts = {division: self._parts[division]}
         self._names = {division: self._names[division]}
         return progress
+
+    def _restored(
+        self,
+        group: Group,
+        num_steps: Sequence[int],
+        progress: Mapping[str, Any],
+        state: TrainingState,
+    ) -> Mapping[str, Any]:
+        """Put the newest state of the members into `state`; returns the values beside it."""
+        whole = whole_state(group, self._parts, self._names)
+        root, beside = num_steps.index(max(num_steps)), None
+        if group.rank == root:
+            groups = [
+                {key: value for key, value in own.items() if key != "params"}
+                for own in self.state.optimizer.param_groups
+            ]
+            others = {name: other.state_dict() for name, other in self.state.others.items()}
+            beside = {"groups": groups, "others": others, "progress": dict(progress)}
+        values = broadcast_values(group, root, beside)
+        check_same_training(group, values["progress"], progress)
+        _restore(state, whole, values["groups"])
+        for name, other in state.others.items():
+            other.load_state_dict(values["others"][name])
+        newest: Mapping[str, Any] = values["progress"]
+        return newest
 
     def _made(self) -> TrainingState:
         model, optimizer, *others = self._build()
@@ -274,6 +306,8 @@ def elastic_mesh(
     clip: float | None = None,
     update: Callable[[], object] | None = None,
     copies: bool = True,
+    checkpoints: str = "",
+    checkpoint_every: int = 0,
     **options: Any,
 ) -> ElasticTraining:
     """Return a training on a mesh that goes on when ranks die or come; see the module.
@@ -291,8 +325,10 @@ def elastic_mesh(
         seed: Number that chooses the order of samples, and random numbers.
         clip: Norm of all gradients to which they are clipped; None for no limit.
         update: Called in the place of `training.optimizer.step()`; it does not communicate.
-        copies: Whether neighbours keep copies of parts that one rank alone has. Without, the loss
-            of such a rank ends the run.
+        copies: Whether neighbours keep copies of parts that one rank alone has. If such a rank is
+            lost without a copy, all go back to the last checkpoint, or the run ends.
+        checkpoints: See `elastic`.
+        checkpoint_every: See `elastic`.
         options: Further arguments of `HybridParallel`, such as `num_microbatches`, `schedule` and
             `shard`: with `shard`, replicas own parts of optimizer states (1), gradients (2) and
             parameters (3).
@@ -328,4 +364,12 @@ def elastic_mesh(
     replica = MeshReplica(
         build, mesh_of, layers=layers, clip=clip, copies=copies, options={"seed": seed, **options}
     )
-    return ElasticTraining(JobMembers(), replica, num_shards=shards, seed=seed, update=update)
+    saved = checkpoints_in(checkpoints, checkpoint_every)
+    return ElasticTraining(
+        JobMembers(),
+        replica,
+        num_shards=shards,
+        seed=seed,
+        update=update,
+        checkpoints=saved,
+    )

@@ -26,17 +26,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from braid.checkpoint import Slice
-from braid.checkpoint.plain_values import to_plain
+from braid.checkpoint import Slice, to_plain
 from braid.comm import Group
 from braid.errors import CheckpointError, MismatchError
 from braid.parallel.gradients import FlatBuffer
 from braid.parallel.gradients.hashing import checksum
 from braid.types import dtype_name
 
-__all__ = ["ModelPart", "TensorBox", "WholeState", "boxes_of", "packed", "whole_state"]
+__all__ = [
+    "LostStateError",
+    "ModelPart",
+    "TensorBox",
+    "WholeState",
+    "boxes_of",
+    "packed",
+    "whole_state",
+]
 
 ALIGNMENT = 64  # bytes
+
+
+class LostStateError(CheckpointError):
+    """No member has some part of the state."""
 
 
 class TensorBox(NamedTuple):
@@ -183,7 +194,7 @@ def packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Te
 
 def whole_state(
     group: Group, parts: Mapping[int, Sequence[ModelPart]], num_parts: Mapping[int, Sequence[str]]
-) -> tuple[int, WholeState]:
+) -> WholeState:
     """Put the parts of all members together; a collective.
 
     Args:
@@ -191,11 +202,8 @@ def whole_state(
         parts: Parts that this member has, by the number of their division.
         num_parts: Names of all parts of each of these divisions.
 
-    Returns:
-        The highest number of a division that a member knows, and the whole state.
-
     Raises:
-        CheckpointError: No member has some part.
+        LostStateError: No member has some part.
         MismatchError: Members have a part with other values.
     """
     mine = {
@@ -241,7 +249,7 @@ def whole_state(
                 if full not in whole.tensors:
                     whole.tensors[full] = torch.empty(box.whole, dtype=getattr(torch, dtype))
                 box.copy(view, whole.tensors[full])
-    return max(d for one in held for d in one), whole
+    return whole
 
 
 def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]]) -> int:
@@ -258,7 +266,7 @@ def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]
         f"the state of {lost} is lost: the ranks that had it, and those with a copy of it, have "
         "died together. Resume from a checkpoint"
     )
-    raise CheckpointError(msg)
+    raise LostStateError(msg)
 
 
 def _compare(group: Group, name: str, sums: Mapping[int, int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from braid.comm import Group
+from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState, transfer
 from braid.parallel.gradients import ParamRecord, ParamTable
 
@@ -28,7 +29,11 @@ class Replica(Protocol):
     needs_all: bool
 
     def enter(
-        self, group: Group, num_steps: Sequence[int], progress: Mapping[str, Any]
+        self,
+        group: Group,
+        num_steps: Sequence[int],
+        progress: Mapping[str, Any],
+        checkpoints: TrainingCheckpoints | None,
     ) -> Mapping[str, Any]:
         """Go on with these members, from the newest state; a collective.
 
@@ -36,9 +41,10 @@ class Replica(Protocol):
             group: The members.
             num_steps: Number of steps that the state of each has seen; -1 for a newcomer.
             progress: Plain values beside the state.
+            checkpoints: Checkpoints for a state that no member has; None without.
 
         Returns:
-            The values of the member that has the newest state.
+            The values beside the newest state.
         """
         ...
 
@@ -83,10 +89,16 @@ class WholeModel:
         self.records: Sequence[ParamRecord] = ParamTable.of(state.model).records
 
     def enter(
-        self, group: Group, num_steps: Sequence[int], progress: Mapping[str, Any]
+        self,
+        group: Group,
+        num_steps: Sequence[int],
+        progress: Mapping[str, Any],
+        checkpoints: TrainingCheckpoints | None,
     ) -> Mapping[str, Any]:
         """See `Replica`."""
         self.group = group
+        if max(num_steps) < 0 and checkpoints is not None:
+            progress = checkpoints.load(group, self.state) or progress
         return transfer(group, num_steps, self.state, progress)
 
     def begin(self, number: int) -> None:

@@ -8,7 +8,6 @@ meanwhile, a member still has the state that it had before.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,12 +19,16 @@ from braid.checkpoint import (
     Checkpoint,
     Manifest,
     TensorEntry,
+    from_plain,
     restore_training,
+    to_plain,
     training_numbers,
     training_tensors,
 )
 from braid.comm import Group
-from braid.errors import MismatchError
+from braid.comm.autograd.nested import flatten
+from braid.errors import ConfigError, MismatchError
+from braid.parallel.gradients import ParamRecord
 from braid.parallel.gradients.hashing import checksum
 from braid.runtime.torch_internals import version_of
 from braid.types import dtype_name
@@ -37,6 +40,7 @@ __all__ = [
     "broadcast_values",
     "check_same_training",
     "fingerprint",
+    "refuse_changes",
     "transfer",
 ]
 
@@ -124,7 +128,7 @@ def transfer(
     tensors.update(buffers)
     values: dict[str, Any] = {}
     if group.rank == root:
-        others = {n: _packed(o.state_dict(), f"{OTHERS}{n}", tensors) for n, o in _others(state)}
+        others = {n: to_plain(o.state_dict(), f"{OTHERS}{n}", tensors) for n, o in _others(state)}
         values = {
             "specs": {n: (list(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()},
             "numbers": training_numbers(state.model, state.optimizer),
@@ -149,7 +153,7 @@ def transfer(
         for name, buffer in buffers.items():
             buffer.data.copy_(received[name])
         for name, other in _others(state):
-            other.load_state_dict(_unpacked(values["others"][name], received))
+            other.load_state_dict(from_plain(values["others"][name], received.__getitem__))
     newest_progress: Mapping[str, Any] = values["progress"]
     return newest_progress
 
@@ -168,7 +172,7 @@ def check_same_training(group: Group, theirs: Mapping[str, Any], ours: Mapping[s
 def broadcast_values(group: Group, root: int, value: Any) -> Any:
     """Return nested values of a member, also tensors, on all members; a collective."""
     tensors: dict[str, torch.Tensor] = {}
-    packed = _packed(value, "value", tensors) if group.rank == root else None
+    packed = to_plain(value, "value", tensors) if group.rank == root else None
     specs = {n: (list(t.shape), dtype_name(t.dtype)) for n, t in tensors.items()}
     packed, specs = group.objects.broadcast((packed, specs), root)
     received = {}
@@ -177,7 +181,7 @@ def broadcast_values(group: Group, root: int, value: Any) -> Any:
         if group.rank == root:
             received[name].copy_(tensors[name])
         group.broadcast(received[name], root)
-    return _unpacked(packed, received)
+    return from_plain(packed, received.__getitem__)
 
 
 def fingerprint(state: TrainingState) -> dict[str, str]:
@@ -191,46 +195,45 @@ def fingerprint(state: TrainingState) -> dict[str, str]:
     return texts | {name: _text(other.state_dict()) for name, other in _others(state)}
 
 
+def refuse_changes(
+    state: TrainingState, before: Mapping[str, str], records: Sequence[ParamRecord]
+) -> None:
+    """Refuse changes that ranks would not make alike: outside of an update, between steps.
+
+    Args:
+        state: Objects whose states belong together.
+        before: Their `fingerprint` after the last update.
+        records: Parameters that are trained.
+
+    Raises:
+        ConfigError: Something has changed.
+    """
+    now = fingerprint(state)
+    changed = [name for name, text in now.items() if before[name] != text]
+    if changed:
+        msg = (
+            f"{changed[0]} changed outside of an update, which ranks do unequally often: call "
+            "what changes it, such as scheduler.step(), in the function update=, where "
+            "training.ends_epoch tells the end of a pass"
+        )
+        raise ConfigError(msg)
+    for record in records:
+        if record.param.requires_grad != record.spec.requires_grad:
+            word = "frozen" if record.spec.requires_grad else "unfrozen"
+            msg = (
+                f"{record.name} was {word} after braid.elastic was called: begin another "
+                "braid.elastic for the next stage of the training"
+            )
+            raise ConfigError(msg)
+
+
 def _text(value: Any) -> str:
-    tensors: dict[str, torch.Tensor] = {}
-    packed = _packed(value, "", tensors)
-    return f"{packed} {list(map(version_of, tensors.values()))}"
+    without, tensors = flatten(value)
+    return f"{without} {list(map(version_of, tensors))}"
 
 
 def _others(state: TrainingState) -> list[tuple[str, Stateful]]:
     return list(state.others.items())
-
-
-def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a state as plain data; its tensors go into `tensors`, under names with `name`."""
-    if isinstance(value, torch.Tensor):
-        full = f"{name}/{len(tensors)}"
-        tensors[full] = value.detach()
-        return {"tensor": full}
-    if isinstance(value, dict):
-        items = [
-            [_packed(key, name, tensors), _packed(item, name, tensors)]
-            for key, item in value.items()
-        ]
-        return {"counter" if isinstance(value, Counter) else "dict": items}
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_packed(item, name, tensors) for item in value]}
-    return value
-
-
-def _unpacked(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that `_packed` has packed."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind in {"list", "tuple"}:
-        items = [_unpacked(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
-    pairs = {_unpacked(key, tensors): _unpacked(item, tensors) for key, item in content}
-    return Counter(pairs) if kind == "counter" else pairs
 
 
 def _compare(group: Group, num_steps: Sequence[int], state: TrainingState) -> None:

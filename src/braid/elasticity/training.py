@@ -39,7 +39,8 @@ from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
 from braid.elasticity.members import Members
 from braid.elasticity.micro_batches import MicroBatches, require_same_data, seed_all
 from braid.elasticity.replica import Replica
-from braid.elasticity.state_transfer import fingerprint
+from braid.elasticity.saving import TrainingCheckpoints
+from braid.elasticity.state_transfer import fingerprint, refuse_changes
 from braid.elasticity.step_buffers import StepBuffers
 from braid.elasticity.suspects import StepTimes, note_failed_check, wrong_ranks
 from braid.errors import (
@@ -63,6 +64,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         update: Called when `.grad` holds the mean; the optimizer's step when None.
         verify: Number of steps between two checks of gradients; 0 for none.
         replace_slow: Factor by which a rank that is to be replaced is slower; 0 for none.
+        checkpoints: Checkpoints; None for none.
 
     Attributes:
         num_shards: Number of micro-batches of a step.
@@ -81,9 +83,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         update: Callable[[], object] | None,
         verify: int = 0,
         replace_slow: float = 0.0,
+        checkpoints: TrainingCheckpoints | None = None,
     ) -> None:
         self._members = members
         self._verify = verify
+        self._checkpoints = checkpoints
         self.num_shards = num_shards or 0
         self.num_steps = 0
         self.at = SamplerState()
@@ -232,7 +236,14 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
-        if self._members.leaves:
+        leaves = self._members.leaves
+        if self._checkpoints is not None:
+            try:
+                if self._members.group.all_reduce(torch.tensor([int(leaves)]), op="min").item():
+                    self._save()  # there is nobody to whom the state could be handed over
+            except CommError as error:
+                self._require_change(error)
+        if leaves:
             self._members.leave(self.num_steps, "was asked to end")
         self._join_next_epoch(self.num_steps)
 
@@ -281,7 +292,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         return bool(is_due and self._members.group.size > 1 and self._checked is None)
 
     def _begin_micro_batch(self) -> None:
-        self._refuse_changes()
+        refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
         seed_all(self._seed, self.num_steps, self._shard)
         self._sums.clear()
         is_first = self._checks_now or (not self._round and self._checked is None)
@@ -316,6 +327,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if slow == self._members.group.rank:
             self._members.leave(self.num_steps, reason)
         self._wants_change |= slow is not None
+        if self._checkpoints is not None and self._checkpoints.is_due(self.num_steps):
+            self._save()
 
     def _are_right(self) -> bool:
         """Compare gradients that two ranks have computed; a collective.
@@ -395,16 +408,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_shards = self.num_shards or members.size
         if self._is_prepared:
             num_steps = self._decide(num_steps)
-        progress = self._replica.enter(
-            members,
-            num_steps,
-            {
-                "training": self._members.number,
-                "num_steps": self.num_steps,
-                "at": list(self.at),
-                "num_shards": self.num_shards,
-            },
-        )
+        progress = self._replica.enter(members, num_steps, self._progress, self._checkpoints)
         group = self._replica.group
         self.num_steps = progress["num_steps"]
         self.at = SamplerState(*progress["at"])
@@ -430,6 +434,22 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._fingerprint = fingerprint(state)
         self.num_changes += 1
         self._version += 1
+
+    @property
+    def _progress(self) -> dict[str, Any]:
+        """Plain values beside the state."""
+        return {
+            "training": self._members.number,
+            "num_steps": self.num_steps,
+            "at": list(self.at),
+            "num_shards": self.num_shards,
+        }
+
+    def _save(self) -> None:
+        """Save a checkpoint; a collective."""
+        assert self._checkpoints is not None
+        state = self._replica.state
+        self._checkpoints.save(self._members.group, self.model, state, self._progress)
 
     def _decide(self, num_steps: Sequence[int]) -> list[int]:
         """Update, if a member of the last epoch has done so, or else repeat the step.
@@ -462,26 +482,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     def _step_optimizer(self) -> None:
         self._replica.state.optimizer.step()  # looked up now, since schedulers replace it
-
-    def _refuse_changes(self) -> None:
-        """Refuse changes that ranks would not make alike: outside of an update, between steps."""
-        now = fingerprint(self._replica.state)
-        changed = [name for name, text in now.items() if self._fingerprint[name] != text]
-        if changed:
-            msg = (
-                f"{changed[0]} changed outside of an update, which ranks do unequally often: call "
-                "what changes it, such as scheduler.step(), in the function update=, where "
-                "training.ends_epoch tells the end of a pass"
-            )
-            raise ConfigError(msg)
-        for record in self._replica.records:
-            if record.param.requires_grad != record.spec.requires_grad:
-                word = "frozen" if record.spec.requires_grad else "unfrozen"
-                msg = (
-                    f"{record.name} was {word} after braid.elastic was called: begin another "
-                    "braid.elastic for the next stage of the training"
-                )
-                raise ConfigError(msg)
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._loader is None or self._loader[0] is not loader:

@@ -1,0 +1,101 @@
+"""Checkpoints of an elastic training: its state, and how far it has come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from braid.comm import Group
+from braid.elasticity.state_transfer import TrainingState
+from braid.errors import CheckpointError, ConfigError
+from braid.parallel import resume
+
+__all__ = ["TrainingCheckpoints", "checkpoints_in"]
+
+LOG = logging.getLogger(__name__)
+PROGRESS = "elastic_training"  # name of the numbers beside the state
+
+
+class TrainingCheckpoints:
+    """Checkpoints of a training, in a directory that all members see.
+
+    Args:
+        directory: The directory.
+        every: Number of steps between two checkpoints.
+    """
+
+    def __init__(self, directory: str, every: int) -> None:
+        self._directory = directory
+        self._every = every
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        return num_steps % self._every == 0
+
+    def save(
+        self, group: Group, model: Any, state: TrainingState, progress: Mapping[str, Any]
+    ) -> None:
+        """Save a training; a collective. A failure is a warning: the training goes on.
+
+        Args:
+            group: The members.
+            model: Model, whole or on a mesh.
+            state: Objects whose states belong together.
+            progress: Plain values beside it.
+        """
+        parts: dict[str, Any] = {PROGRESS: _Values(dict(progress)), **state.others}
+        try:
+            resume.save(
+                self._directory,
+                model=model,
+                optimizer=state.optimizer,
+                step=progress["num_steps"],
+                group=group,
+                **parts,
+            )
+        except CheckpointError as error:
+            LOG.warning("the training goes on without this checkpoint: %s", error)
+
+    def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
+        """Load the last checkpoint into a whole model, and return the values beside it.
+
+        A collective; None if there is no checkpoint yet.
+        """
+        values = _Values({})
+        resume.load(
+            self._directory,
+            model=state.model,
+            optimizer=state.optimizer,
+            group=group,
+            **{PROGRESS: values, **state.others},
+        )
+        return values.values or None
+
+
+def checkpoints_in(directory: str, every: int) -> TrainingCheckpoints | None:
+    """Return the checkpoints of a directory; None if it is empty text.
+
+    Raises:
+        ConfigError: One of the two is missing.
+    """
+    if bool(directory) != (every > 0):
+        msg = (
+            f"checkpoints={directory!r} and checkpoint_every={every} belong together: give a "
+            "directory that all ranks see, and a number of steps from 1"
+        )
+        raise ConfigError(msg)
+    return TrainingCheckpoints(directory, every) if directory else None
+
+
+class _Values:
+    """Plain values as a part of a checkpoint."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state
