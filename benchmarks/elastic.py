@@ -82,6 +82,11 @@ class ElasticBench:
         rounds: Number of pairs of runs.
         every_s: Seconds between two kills.
         spares: Ranks that wait for a loss.
+        restarts: Number of new ranks in place of lost ones.
+        mesh: Mesh of a divided model, such as `dp=3` or `pp=2,dp=2`; a whole model on each rank if
+            empty.
+        shard: Stage of sharding on the mesh.
+        copies: Whether neighbours keep copies.
         out: Directory for `elastic.json`.
     """
 
@@ -90,6 +95,10 @@ class ElasticBench:
     rounds: int = 2
     every_s: float = 20.0
     spares: int = 0
+    restarts: int = 1000
+    mesh: str = ""
+    shard: int = 0
+    copies: bool = True
     out: Path = Path("runs/bench-elastic")
 
     def __post_init__(self) -> None:
@@ -102,12 +111,20 @@ def _run(bench: ElasticBench, *, kills: bool, seed: int) -> _Run:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="braid-bench-") as directory:
         out = Path(directory)
-        limits = ["--min-ranks", "1", "--restarts", "1000", "--spares", str(bench.spares)]
+        limits = [
+            "--min-ranks",
+            "1",
+            "--restarts",
+            str(bench.restarts),
+            "--spares",
+            str(bench.spares),
+        ]
         command = [
             sys.executable, "-m", "braid", "run", "-n", str(bench.ranks), *limits, "--threads", "1",
             "--log-dir", str(out / "run"), str(worker.__file__), str(out), str(bench.steps),
             str(bench.ranks),
         ]  # fmt: skip
+        command += [bench.mesh, str(bench.shard), str(int(bench.copies))] if bench.mesh else []
         kills_ns: list[int] = []
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
             while kills and process.poll() is None:

@@ -1,6 +1,7 @@
 """A training of 25 million parameters that writes down when each step has ended.
 
-Arguments: directory, number of steps, number of micro-batches.
+Arguments: directory, number of steps, number of micro-batches, and on a mesh: the mesh, the stage
+of sharding, and 1 with copies or 0 without.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,9 +19,47 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import braid
+from braid.elasticity import ElasticTraining
 
 WIDTH, HIDDEN = 1024, 4096
 BATCH = 4  # samples of a micro-batch
+
+
+class _Layers(nn.Module):
+    """Layers in a row, which can be sharded one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (WIDTH, HIDDEN, HIDDEN, WIDTH)
+        self.rows = nn.ModuleList(
+            nn.Sequential(nn.Linear(a, b), nn.ReLU() if b == HIDDEN else nn.Identity())
+            for a, b in pairwise(sizes)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last layer."""
+        for row in self.rows:
+            x = row(x)
+        return x
+
+
+def _build() -> tuple[_Layers, torch.optim.Optimizer]:
+    model = _Layers()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def _rows(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, _Layers)
+    return list(model.rows)
+
+
+def _train(training: ElasticTraining, batch: torch.Tensor, *, on_mesh: bool) -> None:
+    if on_mesh:
+        training.model.step(batch, batch, loss=functional.mse_loss)
+    else:
+        loss = functional.mse_loss(training.model(batch), batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's is untyped
 
 
 def main() -> None:
@@ -27,27 +67,34 @@ def main() -> None:
     out, num_steps, num_shards = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     rank = os.environ["RANK"]
     braid.init()
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(),
-        nn.Linear(HIDDEN, WIDTH),
-    )  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    on_mesh = len(sys.argv) > 4
+    if on_mesh:
+        mesh, shard, copies = sys.argv[4], int(sys.argv[5]), sys.argv[6] == "1"
+        made = braid.elastic_mesh(
+            _build, mesh, layers=_rows, shards=num_shards, shard=shard,
+            copies=copies,
+        )  # fmt: skip
+    else:
+        made = braid.elastic(*_build(), shards=num_shards)
+    torch.manual_seed(1)
     x = torch.randn(num_steps * num_shards * BATCH, WIDTH)
     loader = DataLoader(TensorDataset(x), batch_size=BATCH, shuffle=True)
     with (
         (out / f"{rank}.steps").open("w", buffering=1) as file,
-        braid.elastic(model, optimizer, shards=num_shards) as training,
+        made as training,
     ):
         file.write(f"{os.getpid()} {time.monotonic_ns()} {training.num_steps}\n")
         for _ in training.epochs(1):
             for (batch,) in training.batches(loader):
                 before = training.num_steps
                 with training.step():
-                    loss = functional.mse_loss(model(batch), batch)
-                    loss.backward()  # type: ignore[no-untyped-call]  # torch's is untyped
+                    _train(training, batch, on_mesh=on_mesh)
                 if training.num_steps > before:
                     file.write(f"{training.num_changes} {time.monotonic_ns()} {before + 1}\n")
+    model = training.model
+    if on_mesh:
+        model.make_whole()
+        model = model.model
     digest = hashlib.sha256()
     for param in model.parameters():
         digest.update(param.detach().numpy().tobytes())
