@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from braid.comm import Group
 from braid.elasticity import gradient_sums, replica
+from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.mesh import MeshReplica, mesh_for
 from braid.elasticity.replica import Replica, WholeModel
 from braid.elasticity.saving import TrainingCheckpoints
@@ -292,6 +293,7 @@ def train(
     shards: int = 3,
     epochs: int = 2,
     after_backward: Callable[[ElasticTraining, nn.Module], object] = lambda *_: None,
+    evaluate_every: int = 0,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train a small model, and return its state."""
@@ -310,16 +312,30 @@ def train(
         scheduler.step()
 
     whole: Replica = WholeModel(TrainingState(model, optimizer, {"scheduler": scheduler}))
+
+    def evaluate() -> None:
+        members.visit("evaluate")
+        with torch.no_grad():
+            sums = members.group.all_reduce(model(x).sum().double())
+        members.visit("evaluated")
+        means[run.num_steps] = (sums / members.group.size).float()
+
+    means: dict[int, torch.Tensor] = {}
+    options |= {"evaluation": Evaluation(evaluate, evaluate_every)}
     run = ElasticTraining(members, whole, num_shards=shards, seed=3, update=update, **options)
     with run:
         for _ in run.epochs(epochs):
             for inputs, target in run.batches(loader):
                 with run.step():
                     members.visit("forward")
-                    functional.mse_loss(model(inputs), target).backward()
+                    loss = functional.mse_loss(model(inputs), target)
+                    run.add_loss(loss)
+                    loss.backward()
                     after_backward(run, model)
     assert run.num_steps == epochs * (36 // (3 * shards))
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen = {f"evaluation {step}": value for step, value in means.items()}
+    return state | seen | {"loss": torch.tensor(run.loss)}
 
 
 class Blocks(nn.Module):
@@ -395,10 +411,11 @@ def train_on_mesh(
             for inputs, target in run.batches(loader):
                 with run.step():
                     members.visit("forward")
-                    run.model.step(inputs, target, loss=loss)
+                    run.add_loss(run.model.step(inputs, target, loss=loss))
     assert run.num_steps == 8
     run.model.make_whole()
-    return {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in part.state.model.state_dict().items()}
+    return state | {"loss": torch.tensor(run.loss)}
 
 
 def random_faults(

@@ -193,6 +193,31 @@ def test_a_rank_that_stays_slow_leaves(monkeypatch):
     assert len(cluster.begun) > 1
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {(1, "evaluate"): 2},
+        {(2, "evaluated"): 1, (0, "evaluate"): 3},
+        {(0, "evaluated"): 4},  # after the last step
+        {(1, "evaluated"): 2, (2, "evaluate"): 2, (3, "forward"): 1},
+        {(1, "leave forward"): 3, (0, "evaluated"): 2},
+    ],
+)
+def test_an_evaluation_is_done_again_if_a_rank_is_lost_in_it(monkeypatch, faults):
+    run = partial(train, evaluate_every=2)
+    alone = Cluster(1, {})
+    alone.run(run)
+    assert {f"evaluation {step}" for step in (2, 4, 6, 8)} <= alone.results[0].keys()
+    cluster = Cluster(3, faults)
+    with points_of_death(monkeypatch):
+        cluster.run(run)
+    assert cluster.deaths
+    assert any("evaluation 8" in state for state in cluster.results.values())
+    for state in cluster.results.values():
+        for name, value in state.items():
+            torch.testing.assert_close(value, alone.results[0][name], rtol=0, atol=0)
+
+
 def _training(group: Group, model: nn.Module, shards: int | None = None) -> ElasticTraining:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, {})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.members import JobMembers
 from braid.elasticity.replica import WholeModel
 from braid.elasticity.saving import checkpoints_in
@@ -53,6 +54,8 @@ def elastic(
     replace_slow: float = 0.0,
     checkpoints: str = "",
     checkpoint_every: int = 0,
+    evaluate: Callable[[], object] | None = None,
+    evaluate_every: int = 0,
     **others: Stateful,
 ) -> ElasticTraining:
     """Return a training that goes on when ranks die or come; see `braid.elasticity.training`.
@@ -75,6 +78,9 @@ def elastic(
             a loss ends the run. Buffers that `state_dict()` leaves out are not in it.
         checkpoint_every: Number of steps between two checkpoints. One that fails, such as on a full
             disk, is a warning. If all members are asked to end, they save before.
+        evaluate: Function that all members call between two steps, and in which they may
+            communicate, such as to average a loss. If a rank is lost inside, they call it again.
+        evaluate_every: Number of steps between two calls.
         others: Further objects whose states belong to the training, by any names, such as a
             learning rate scheduler. `update` calls them, not the loop.
 
@@ -113,4 +119,5 @@ def elastic(
         verify=verify,
         replace_slow=replace_slow,
         checkpoints=checkpoints_in(checkpoints, checkpoint_every),
+        evaluation=evaluation_of(evaluate, evaluate_every),
     )

@@ -80,16 +80,19 @@ class GradientSums:
             self._views += buffer.views
         self._records = [record for part in _parts(self._records) for record in part]
         self._requests = [group.persistent("all_reduce", b.tensor) for b in self._buffers]
+        self._loss = torch.zeros(1, dtype=torch.float64)
+        self._loss_request = group.persistent("all_reduce", self._loss)
         self._status = torch.zeros(len(self._records) + 1, dtype=torch.int64)
         self._is_present = torch.zeros_like(self._status)
         self._status_request = group.persistent("all_reduce", self._status, op="max")
 
-    def add(self, number: int, *, has_shard: bool) -> None:
+    def add(self, number: int, *, has_shard: bool, loss: float = 0.0) -> None:
         """Add the gradients of this rank's micro-batch, and leave the parameters without any.
 
         Args:
             number: Number of the round.
             has_shard: Whether this rank has a micro-batch in this round.
+            loss: Loss of the micro-batch.
 
         Raises:
             ConfigError: A gradient is sparse.
@@ -111,6 +114,8 @@ class GradientSums:
             else:
                 view.copy_(grad)
             record.param.grad = None
+        term = loss if has_shard else NEUTRAL
+        self._loss[0] = self._loss[0] + term if holds_sum else term
         self._status[:-1] = torch.tensor(present)
 
     def reduce(self, number: int, *, flag: bool) -> bool:
@@ -126,7 +131,7 @@ class GradientSums:
         is_last = number + 1 == num_rounds(self._num_shards, self._group.size)
         scale = 1.0 / self._num_shards if is_last else None
         self._status[-1] = flag
-        works = [self._status_request.start()]
+        works = [self._status_request.start(), self._loss_request.start(scale)]
         works += [request.start(scale) for request in self._requests]
         for work in works:
             work.wait()
@@ -134,6 +139,11 @@ class GradientSums:
             self._is_present.zero_()
         self._is_present |= self._status
         return bool(self._status[-1])
+
+    @property
+    def loss(self) -> float:
+        """Mean of the losses of all micro-batches, after the last round."""
+        return self._loss.item()
 
     def checksum(self) -> int:
         """Return a checksum of the gradients that the parameters have now."""

@@ -6,12 +6,15 @@ The training knows its launcher by this face only; tests have another one, on th
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from braid import context
 from braid.comm import Group
 
-__all__ = ["JobMembers", "Members"]
+__all__ = ["JobMembers", "Members", "notices"]
 
 
 class Members(Protocol):
@@ -67,6 +70,23 @@ class Members(Protocol):
             The same number of each member of the next epoch.
         """
         ...
+
+
+@contextmanager
+def notices(members: Members) -> Iterator[None]:
+    """Let SIGTERM, inside, ask this member to leave after its step."""
+    if not members.may_change or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(*_: object) -> None:
+        members.leaves = True
+
+    before = signal.signal(signal.SIGTERM, on_signal)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class JobMembers:

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 
 from braid.checkpoint import restore_training, to_plain, training_numbers
 from braid.comm import Group
+from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.members import JobMembers
 from braid.elasticity.parts import (
     LostStateError,
@@ -308,6 +309,8 @@ def elastic_mesh(
     copies: bool = True,
     checkpoints: str = "",
     checkpoint_every: int = 0,
+    evaluate: Callable[[], object] | None = None,
+    evaluate_every: int = 0,
     **options: Any,
 ) -> ElasticTraining:
     """Return a training on a mesh that goes on when ranks die or come; see the module.
@@ -329,6 +332,8 @@ def elastic_mesh(
             lost without a copy, all go back to the last checkpoint, or the run ends.
         checkpoints: See `elastic`.
         checkpoint_every: See `elastic`.
+        evaluate: See `elastic`; it may call `training.model.evaluate`.
+        evaluate_every: See `elastic`.
         options: Further arguments of `HybridParallel`, such as `num_microbatches`, `schedule` and
             `shard`: with `shard`, replicas own parts of optimizer states (1), gradients (2) and
             parameters (3).
@@ -364,6 +369,7 @@ def elastic_mesh(
     replica = MeshReplica(
         build, mesh_of, layers=layers, clip=clip, copies=copies, options={"seed": seed, **options}
     )
+    evaluation = evaluation_of(evaluate, evaluate_every)
     saved = checkpoints_in(checkpoints, checkpoint_every)
     return ElasticTraining(
         JobMembers(),
@@ -372,4 +378,5 @@ def elastic_mesh(
         seed=seed,
         update=update,
         checkpoints=saved,
+        evaluation=evaluation,
     )

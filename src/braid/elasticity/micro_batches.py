@@ -7,6 +7,7 @@ numbers that a data set draws for a sample are seeded by the sample, not by the 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,6 +23,8 @@ from braid.errors import ConfigError, MismatchError
 from braid.programs.sampling import SampleOrder, SamplerState
 
 __all__ = ["MicroBatches", "require_same_data", "seed_all"]
+
+LOG = logging.getLogger(__name__)
 
 
 class MicroBatches:
@@ -71,6 +74,41 @@ class MicroBatches:
         self._size = loader.batch_size
         self._verify = verify
         self._samples = _SeededSamples(loader.dataset, seed)
+
+    def tell_what_is_left_out(self, group: Group) -> None:
+        """Warn of samples that are too few for another step, on rank 0."""
+        order = self.order
+        left = order.num_samples - order.steps_per_epoch * order.batch_size
+        if left and not group.rank:
+            LOG.warning(
+                "braid: %d of %d samples are left out in each pass, as a step has %d: %d "
+                "micro-batches of %d",
+                left,
+                order.num_samples,
+                order.batch_size,
+                self._num_shards,
+                self._size,
+            )
+
+    def facts(self, at: SamplerState) -> dict[str, object]:
+        """Return by name what all ranks must share to go on at `at`.
+
+        Raises:
+            ConfigError: There is no such step.
+        """
+        order = self.order
+        if at.step >= order.steps_per_epoch:
+            msg = (
+                f"the loader has {order.steps_per_epoch} steps in an epoch, and step "
+                f"{at.step + 1} is next: use one loader until an epoch ends"
+            )
+            raise ConfigError(msg)
+        return {
+            "samples": order.num_samples,
+            "samples of a step": order.batch_size,
+            "shuffled": order.shuffles,
+            "seed": order.seed,
+        }
 
     def after(
         self,
@@ -125,20 +163,22 @@ def require_same_data(group: Group, facts: Sequence[Mapping[str, object]]) -> No
 
     Args:
         group: The members.
-        facts: Values of each member, by name, that all must share.
+        facts: Values of each member, by name, that must be equal where two have them.
 
     Raises:
         MismatchError: Some differ.
     """
-    first = facts[0]
-    for rank, theirs in enumerate(facts):
-        for name in (name for name in first if theirs[name] != first[name]):
-            msg = (
-                f"ranks train on different data: {name} is {theirs[name]} on rank "
-                f"{group.ranks[rank]} and {first[name]} on rank {group.ranks[0]}; as a new process "
-                "is alone at first, sizes may not depend on braid.world()"
-            )
-            raise MismatchError(msg)
+    first: dict[str, tuple[int, object]] = {}
+    for rank, own in zip(group.ranks, facts, strict=True):
+        for name, value in own.items():
+            other, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                msg = (
+                    f"ranks train on different data: {name} is {value} on rank {rank} and "
+                    f"{expected} on rank {other}; as a new process is alone at first, sizes may "
+                    "not depend on braid.world()"
+                )
+                raise MismatchError(msg)
 
 
 class _Indices:

@@ -21,11 +21,11 @@ import torch
 from braid.comm import Group
 from braid.errors import MismatchError
 
-__all__ = ["StepTimes", "note_failed_check", "slow_rank", "wrong_ranks"]
+__all__ = ["GradientChecks", "StepTimes", "slow_rank", "wrong_ranks"]
 
 LOG = logging.getLogger(__name__)
 
-MOST_FAILED_CHECKS = 2  # of one step, of which it is not known which rank is wrong
+MOST_FAILED_CHECKS = 2
 LOOK_STEPS, NUM_LOOKS = 10, 3  # a slow rank is slow in as many looks, each over some steps
 
 
@@ -98,31 +98,63 @@ def wrong_ranks(own: Sequence[int], checked: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(common or set.union(*pairs)))
 
 
-def note_failed_check(ranks: Sequence[int], step: int, count: int) -> None:
-    """Warn of ranks of which one computes wrongly, and it is not known which; the step is repeated.
+class GradientChecks:
+    """Checks of gradients, each of one step.
 
     Args:
-        ranks: The ranks.
-        step: Number of the step.
-        count: Number of times that the check of this step has failed.
+        every: Number of steps between two checks; 0 for none.
 
-    Raises:
-        MismatchError: It fails again and again.
+    Attributes:
+        checksum: That of the gradients of the next rank's micro-batch, while a step is checked.
     """
-    names = " and ".join(map(str, ranks))
-    LOG.warning(
-        "ranks %s computed different gradients for a micro-batch of step %d, which is done again: "
-        "watch their hosts if that repeats",
-        names,
-        step,
-    )
-    if count > MOST_FAILED_CHECKS:
-        msg = (
-            f"ranks {names} compute different gradients for the same micro-batch of step {step}, "
-            f"{count} times: one of their hosts computes wrongly, or the model draws random "
-            "numbers that are not torch's"
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.checksum: int | None = None
+        self._num_failed = 0  # checks of this step, of which it is not known which rank is wrong
+
+    def is_next(self, num_steps: int, num_ranks: int) -> bool:
+        """Whether each rank computes the micro-batch of the next one now."""
+        is_due = self.every and num_steps % self.every == 0 and num_ranks > 1
+        return bool(is_due and self.checksum is None)
+
+    def end(self) -> None:
+        """Note that the step has been made."""
+        self.checksum, self._num_failed = None, 0
+
+    def find_wrong(self, group: Group, checksum: int, step: int) -> tuple[int, ...]:
+        """Return the ranks that may have computed wrongly; a collective.
+
+        If there are two, the step is to be done again.
+
+        Args:
+            group: The members.
+            checksum: That of the gradients of this rank's own micro-batch.
+            step: Number of the step.
+
+        Raises:
+            MismatchError: The check of this step has failed several times.
+        """
+        mine = torch.tensor([[checksum, self.checksum or 0]])
+        wrong = wrong_ranks(*group.all_gather(mine).t().tolist())
+        if len(wrong) < 2:
+            return wrong
+        self._num_failed += 1
+        names = " and ".join(str(group.ranks[rank]) for rank in wrong)
+        LOG.warning(
+            "ranks %s computed different gradients for a micro-batch of step %d, which is done "
+            "again: watch their hosts if that repeats",
+            names,
+            step,
         )
-        raise MismatchError(msg)
+        if self._num_failed > MOST_FAILED_CHECKS:
+            msg = (
+                f"ranks {names} compute different gradients for the same micro-batch of step "
+                f"{step}, {self._num_failed} times: one of their hosts computes wrongly, or the "
+                "model draws random numbers that are not torch's"
+            )
+            raise MismatchError(msg)
+        return wrong
 
 
 def slow_rank(seconds: Sequence[float], factor: float) -> int | None:

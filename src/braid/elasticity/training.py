@@ -18,36 +18,31 @@ anew. Processes that come are taken in after a step.
 
 SIGTERM, with which schedulers announce that a host goes away, lets a rank leave after its step: its
 program ends by SystemExit inside of `step()`, with code 0, and the others go on.
-
-Random numbers are keyed by step and micro-batch, and by sample where a data set draws them.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from braid.elasticity.evaluation import Evaluation
 from braid.elasticity.gradient_sums import GradientSums, num_rounds, shard_of
-from braid.elasticity.members import Members
+from braid.elasticity.members import Members, notices
 from braid.elasticity.micro_batches import MicroBatches, require_same_data, seed_all
 from braid.elasticity.replica import Replica
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import fingerprint, refuse_changes
 from braid.elasticity.step_buffers import StepBuffers
-from braid.elasticity.suspects import StepTimes, note_failed_check, wrong_ranks
-from braid.errors import (
-    CommError,
-    ConfigError,
-    PeerLostError,
-)
+from braid.elasticity.suspects import GradientChecks, StepTimes
+from braid.errors import CommError, ConfigError, PeerLostError
 from braid.programs.sampling import SamplerState
 
 __all__ = ["ElasticTraining"]
@@ -65,11 +60,13 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         verify: Number of steps between two checks of gradients; 0 for none.
         replace_slow: Factor by which a rank that is to be replaced is slower; 0 for none.
         checkpoints: Checkpoints; None for none.
+        evaluation: Evaluation between steps; None for none.
 
     Attributes:
         num_shards: Number of micro-batches of a step.
         num_steps: Number of steps so far.
         at: Epoch over the data, and step in it, of the next step.
+        loss: Mean loss of the last step, on all ranks, of what `add_loss` was told; NaN without.
         num_changes: Number of times that members have changed since this process is one.
     """
 
@@ -84,21 +81,23 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         verify: int = 0,
         replace_slow: float = 0.0,
         checkpoints: TrainingCheckpoints | None = None,
+        evaluation: Evaluation | None = None,
     ) -> None:
         self._members = members
-        self._verify = verify
+        self._checks = GradientChecks(verify)
         self._checkpoints = checkpoints
+        self._evaluation = evaluation or Evaluation()
         self.num_shards = num_shards or 0
         self.num_steps = 0
         self.at = SamplerState()
         self._replica = replica
         self._seed = seed
         self._update = update or self._step_optimizer
-        self._loader: tuple[object, MicroBatches] | None = None
+        self._loader: tuple[int, object, MicroBatches] | None = None  # of which epoch, and its data
+        self._met = (-1, -1)  # version and epoch of the data that members have compared
+        self.loss = self._shard_loss = math.nan
         self.num_changes = -1
         self._version = 0  # batches are dealt anew when it changes
-        self._checked: int | None = None  # checksum for the next rank's micro-batch, in a check
-        self._failed_checks = 0  # of this step
         self._times = StepTimes(replace_slow)
         self._wants_change = False  # members change before the next step
         self._pass: int | None = None  # the pass over the data that `epochs` has yielded
@@ -107,8 +106,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._is_updating = False
         self._is_prepared = False  # this member could update, and others may have done so
         self._has_begun = False
-        self._handler: Any = None
-        self._guarded: torch.optim.Optimizer | None = None
+        self._notices = notices(members)
         self._guard: RemovableHandle | None = None
 
     def __enter__(self) -> ElasticTraining:
@@ -116,22 +114,17 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._join_next_epoch(-1)
         else:
             self._enter_epoch([-1] * self._members.group.size)
-        if self._members.may_change and threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, self._on_signal)
+        self._notices.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._guard is not None:
             self._guard.remove()
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+        self._notices.__exit__(None, None, None)
         while kind is None:
-            try:
-                self._members.group.barrier()
-            except CommError as error:  # others may lack the last step
-                self._require_change(error)
-                self._join_next_epoch(self.num_steps)
-            else:
+            if self._met[0] != self._version and not self._meets():
+                continue
+            if self._survives(self._members.group.barrier):  # others may lack the last step
                 break
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -161,23 +154,30 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 "trained: use one loader in each pass"
             )
             raise ConfigError(msg)
-        while self.at.epoch == epoch:
-            if not self._is_agreed(data):
+        while True:
+            if self._met[0] != self._version and not self._meets():
+                continue
+            if self.at.epoch != epoch:
+                break
+            if self._met[1] != epoch and not self._meets():
                 continue
             version, group = self._version, self._replica.group
             self._times.go_on()
             for batch in data.after(
                 self.at, group.rank, group.size, self.num_steps, fills=self._replica.needs_all
             ):
-                before = (self.num_steps, self._round, self._checked)
-                if not self._can_begin():
+                before = (self.num_steps, self._round, self._checks.checksum)
+                number = self.num_steps * self.num_shards + self._shard
+                if not self._survives(partial(self._replica.begin, number)):
                     break
                 yield batch
-                if self._wants_change:  # the program has done all that belongs to the step
+                if self._evaluation.is_due(self.num_steps) and not self._survives(self._evaluate):
+                    break
+                if self._wants_change:
                     self._change_members()
                 if self._version != version or self.at.epoch != epoch:
                     break
-                if before == (self.num_steps, self._round, self._checked):
+                if before == (self.num_steps, self._round, self._checks.checksum):
                     msg = "a batch was not used: put `with training.step():` around its backward"
                     raise ConfigError(msg)
 
@@ -195,10 +195,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def ends_epoch(self) -> bool:
         """Whether the step under way is the last one of its pass over the data, for `update`."""
         assert self._loader is not None
-        return self.at.step + 1 == self._loader[1].order.steps_per_epoch
+        return self.at.step + 1 == self._loader[2].order.steps_per_epoch
 
-    def _is_agreed(self, data: MicroBatches) -> bool:
-        """Compare with all members what is trained next; a collective.
+    def _meets(self) -> bool:
+        """Compare with all members what comes next, and repeat a broken evaluation; a collective.
 
         Returns:
             Whether the members have stayed the same.
@@ -208,41 +208,35 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """
         if self._wants_change:
             self._change_members()
-        group = self._members.group
-        facts = {
+        group, loader = self._members.group, self._loader
+        facts: dict[str, object] = {
             "training": self._members.number,
-            "samples": data.order.num_samples,
-            "samples of a step": data.order.batch_size,
-            "shuffled": data.order.shuffles,
-            "seed": data.order.seed,
             "epoch": self.at.epoch,
             "step": self.at.step,
         }
-        if self.at.step >= data.order.steps_per_epoch:
-            msg = (
-                f"the loader has {data.order.steps_per_epoch} steps in an epoch, and step "
-                f"{self.at.step + 1} is next: use one loader until an epoch ends"
-            )
-            raise ConfigError(msg)
+        if loader is not None and loader[0] == self.at.epoch:
+            facts |= loader[2].facts(self.at)
+        is_due = self._evaluation.is_due(self.num_steps)
         try:
-            all_facts = group.objects.all_gather(facts)
+            answers = group.objects.all_gather((facts, is_due))
         except CommError as error:
-            self._require_change(error)
-            self._join_next_epoch(self.num_steps)
+            self._recover(error)
             return False
-        require_same_data(group, all_facts)
-        return True
+        require_same_data(group, [theirs for theirs, _ in answers])
+        self._met = self._version, self.at.epoch
+        return not any(due for _, due in answers) or self._survives(self._evaluate)
+
+    def _evaluate(self) -> None:
+        self._buffers.begin(is_first=True)  # which an evaluation leaves as they are
+        self._evaluation.run(self.num_steps)
+        self._buffers.restore()
 
     def _change_members(self) -> None:
         """Go on with the members of the next epoch, or leave."""
         self._wants_change = False
         leaves = self._members.leaves
-        if self._checkpoints is not None:
-            try:
-                if self._members.group.all_reduce(torch.tensor([int(leaves)]), op="min").item():
-                    self._save()  # there is nobody to whom the state could be handed over
-            except CommError as error:
-                self._require_change(error)
+        if self._checkpoints is not None and not self._survives(partial(self._save_last, leaves)):
+            return
         if leaves:
             self._members.leave(self.num_steps, "was asked to end")
         self._join_next_epoch(self.num_steps)
@@ -252,66 +246,66 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         """Compute the gradients of one micro-batch inside; the last one of a step updates weights.
 
         `.grad` then holds the mean over all micro-batches, and the optimizer (or `update`) is
-        called; gradients are dropped afterwards. If a rank is lost inside, nothing is raised, and
-        the step is done again.
+        called. If a rank is lost inside, nothing is raised, and the step is done again.
         """
         try:
             self._begin_micro_batch()
             yield
             self._end_micro_batch()
         except CommError as error:
-            self._require_change(error)
-            if not self._is_prepared:
-                self._restart_step()
-            self._join_next_epoch(self.num_steps)
+            self._recover(error)
 
-    def _can_begin(self) -> bool:
-        """Begin a micro-batch; returns whether the members have stayed the same."""
+    def _survives(self, collective: Callable[[], object]) -> bool:
+        """Call a collective; returns whether the members have stayed the same."""
         try:
-            self._replica.begin(self.num_steps * self.num_shards + self._shard)
+            collective()
         except CommError as error:
-            self._require_change(error)
-            self._restart_step()
-            self._join_next_epoch(self.num_steps)
+            self._recover(error)
             return False
         return True
+
+    def _recover(self, error: CommError) -> None:
+        """Go on with the members of the next epoch after a loss, with this step again."""
+        self._require_change(error)
+        if not self._is_prepared:
+            self._restart_step()
+        self._join_next_epoch(self.num_steps)
+
+    @property
+    def _checks_next(self) -> bool:
+        return self._checks.is_next(self.num_steps, self._members.group.size)
 
     @property
     def _shard(self) -> int:
         """Number of this micro-batch; the last one, if this member only takes part in others'."""
         group = self._replica.group
-        if self._checks_now:
+        if self._checks_next:
             return (group.rank + 1) % group.size
         shard = shard_of(self._round, group.rank, group.size, self.num_shards)
         return self.num_shards - 1 if shard is None else shard
-
-    @property
-    def _checks_now(self) -> bool:
-        """Whether this micro-batch is that of the next rank, to compare gradients."""
-        is_due = self._verify and self.num_steps % self._verify == 0
-        return bool(is_due and self._members.group.size > 1 and self._checked is None)
 
     def _begin_micro_batch(self) -> None:
         refuse_changes(self._replica.state, self._fingerprint, self._replica.records)
         seed_all(self._seed, self.num_steps, self._shard)
         self._sums.clear()
-        is_first = self._checks_now or (not self._round and self._checked is None)
+        self._shard_loss = math.nan  # until the program says it
+        is_first = self._checks_next or (not self._round and self._checks.checksum is None)
         self._buffers.begin(is_first=is_first)
 
     def _end_micro_batch(self) -> None:
         """Add the micro-batch to the step, and end the step after the last round."""
         group = self._replica.group
-        if self._checks_now:
-            self._checked = self._sums.checksum()
+        if self._checks_next:
+            self._checks.checksum = self._sums.checksum()
             return
         if not self._round:
             self._buffers.note_first()
         last = num_rounds(self.num_shards, group.size) - 1
-        if self._checked is not None and not self._round and not self._are_right():
+        if self._checks.checksum is not None and not self._round and not self._are_right():
             return
         while True:
             shard = shard_of(self._round, group.rank, group.size, self.num_shards)
-            self._sums.add(self._round, has_shard=shard is not None)
+            self._sums.add(self._round, has_shard=shard is not None, loss=self._shard_loss)
             wants_pause = self._members.pauses or self._members.leaves
             self._times.wait(has_shard=shard is not None)
             pauses = self._sums.reduce(self._round, flag=wants_pause)
@@ -335,33 +329,33 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
         A rank that is wrong leaves. If it cannot be told which one is, the step is done again.
         """
-        group = self._members.group
-        mine = torch.tensor([[self._sums.checksum(), self._checked or 0]])
-        own, checked = group.all_gather(mine).t().tolist()
-        wrong = wrong_ranks(own, checked)
+        group, step = self._members.group, self.num_steps + 1
+        wrong = self._checks.find_wrong(group, self._sums.checksum(), step)
         if not wrong:
             return True
         self._restart_step()
         if len(wrong) == 1 and self._members.may_change:
             if group.rank == wrong[0]:
-                reason = f"has computed other gradients than its peers in step {self.num_steps + 1}"
+                reason = f"has computed other gradients than its peers in step {step}"
                 self._members.leave(self.num_steps, reason)
             self._join_next_epoch(self.num_steps)
-            return False
-        self._failed_checks += 1
-        note_failed_check([group.ranks[r] for r in wrong], self.num_steps + 1, self._failed_checks)
         return False
+
+    def add_loss(self, loss: torch.Tensor | float) -> None:
+        """Note the loss of this micro-batch, inside of `step()`, for the mean of all in `loss`."""
+        self._shard_loss = loss.item() if isinstance(loss, torch.Tensor) else loss
 
     def _restart_step(self) -> None:
         """Deal the micro-batches of the step anew."""
         self._sums.clear()
         self._buffers.restore()
-        self._round, self._checked = 0, None
+        self._round, self._checks.checksum = 0, None
         self._version += 1
 
     def _end_step(self, pauses: bool) -> bool:
         """Update the weights; returns whether any member wants a pause."""
         self._buffers.share()
+        self.loss = self._sums.loss
         self._sums.give()
         self._replica.prepare()
         self._is_prepared = True
@@ -383,9 +377,10 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._sums.clear()
         self._fingerprint = fingerprint(self._replica.state)
         assert self._loader is not None
-        self.at = self._loader[1].order.after(self.at)
+        self.at = self._loader[2].order.after(self.at)
         self.num_steps += 1
-        self._round, self._checked, self._failed_checks = 0, None, 0
+        self._round = 0
+        self._checks.end()
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""
@@ -412,7 +407,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         group = self._replica.group
         self.num_steps = progress["num_steps"]
         self.at = SamplerState(*progress["at"])
-        self.num_shards = progress["num_shards"]
+        self.num_shards, self.loss = progress["num_shards"], progress["loss"]
+        if not self._has_begun:
+            self._evaluation.skip(self.num_steps)
         self._has_begun = True
         if group.size > self.num_shards:
             msg = (
@@ -421,14 +418,13 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             )
             raise ConfigError(msg)
         state = self._replica.state
-        if self._guarded is not state.optimizer:
-            if self._guard is not None:
-                self._guard.remove()
-            self._guarded = state.optimizer
-            self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
+        if self._guard is not None:
+            self._guard.remove()
+        self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
         self._sums = GradientSums(group, self._replica.records, self.num_shards)
         self._buffers = StepBuffers(group, state.model)
-        self._round, self._checked, self._failed_checks = 0, None, 0
+        self._round = 0
+        self._checks.end()
         self._times.clear()
         self._wants_change = False
         self._fingerprint = fingerprint(state)
@@ -443,6 +439,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             "num_steps": self.num_steps,
             "at": list(self.at),
             "num_shards": self.num_shards,
+            "loss": self.loss,
         }
 
     def _save(self) -> None:
@@ -450,6 +447,11 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         assert self._checkpoints is not None
         state = self._replica.state
         self._checkpoints.save(self._members.group, self.model, state, self._progress)
+
+    def _save_last(self, leaves: bool) -> None:
+        """Save a checkpoint if all members leave: nobody is there to take the state over."""
+        if self._members.group.all_reduce(torch.tensor([int(leaves)]), op="min").item():
+            self._save()
 
     def _decide(self, num_steps: Sequence[int]) -> list[int]:
         """Update, if a member of the last epoch has done so, or else repeat the step.
@@ -467,9 +469,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._restart_step()
         return [newest if seen >= 0 else seen for seen in num_steps]
 
-    def _on_signal(self, *_: object) -> None:
-        self._members.leaves = True
-
     def _require_change(self, error: CommError) -> None:
         """Raise an error after which other members cannot help."""
         has_lost = isinstance(error, PeerLostError) or type(error) is CommError  # it left the group
@@ -481,13 +480,16 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             link = link.__context__
 
     def _step_optimizer(self) -> None:
-        self._replica.state.optimizer.step()  # looked up now, since schedulers replace it
+        self.optimizer.step()  # looked up now, since schedulers replace it
 
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
-        if self._loader is None or self._loader[0] is not loader:
-            data = MicroBatches(loader, self.num_shards, self._seed, verify=self._verify)
-            self._loader = loader, data
-        return self._loader[1]
+        if self._loader is None or self._loader[1] is not loader:
+            data = MicroBatches(loader, self.num_shards, self._seed, verify=self._checks.every)
+            data.tell_what_is_left_out(self._members.group)
+        else:
+            data = self._loader[2]
+        self._loader = self.at.epoch, loader, data
+        return data
 
     def _refuse_step(self, *_: object) -> None:
         if not self._is_updating:

@@ -1,0 +1,56 @@
+"""An evaluation between the steps of an elastic training, in which ranks may communicate.
+
+A rank that is lost breaks it for some members, while others may have finished it. So they say to
+each other, when they go on, who has, and all do it again if one has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from braid.errors import ConfigError
+
+__all__ = ["Evaluation", "evaluation_of"]
+
+
+class Evaluation:
+    """A function that all members call after every so many steps.
+
+    Args:
+        function: The function; None for none.
+        every: Number of steps between two calls.
+    """
+
+    def __init__(self, function: Callable[[], object] | None = None, every: int = 0) -> None:
+        self._function = function
+        self._every = every
+        self._last = 0  # number of steps after which it was called last
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether the function is to be called after so many steps."""
+        return bool(self._every) and num_steps % self._every == 0 and num_steps != self._last
+
+    def run(self, num_steps: int) -> None:
+        """Call the function; a collective."""
+        assert self._function is not None
+        self._function()
+        self._last = num_steps
+
+    def skip(self, num_steps: int) -> None:
+        """Note that evaluations up to so many steps are the matter of others."""
+        self._last = num_steps
+
+
+def evaluation_of(function: Callable[[], object] | None, every: int) -> Evaluation:
+    """Return an evaluation.
+
+    Raises:
+        ConfigError: One of the two is missing.
+    """
+    if (function is None) != (every <= 0):
+        msg = (
+            f"evaluate={function!r} and evaluate_every={every} belong together: give a function "
+            "and a number of steps from 1"
+        )
+        raise ConfigError(msg)
+    return Evaluation(function, every)
