@@ -100,6 +100,7 @@ LAUNCHING = (
     "world/test_torch_backend_life.py",
     "world/test_torch_rpc.py::test_a_program",
     "world/test_train.py",
+    "world/test_train_elastic.py",
     "world/test_train_on_servers.py",
 )
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ class MeshReplica:
         division = 1 + max(group.objects.all_gather(max(self._parts, default=-1)))
         if max(num_steps) < 0:
             stored = None if checkpoints is None else checkpoints.load(group, state)
-            progress = stored or progress
+            progress = group.objects.broadcast(dict(stored or progress), 0)
         else:
             try:
                 progress = self._restored(group, num_steps, progress, state)
@@ -257,14 +257,16 @@ class MeshReplica:
         if self._shadow is not None:
             self._shadow.note()
 
-    def prepare(self) -> None:
+    def prepare(self) -> float:
         """See `Replica`: cut and clip gradients, and send them to the neighbour."""
+        norm = nan
         if self.model.sharding is not None:
             self.model.sharding.keep_own_gradients()
         if self._clip is not None:
-            self.model.clip_grad_norm_(self._clip)
+            norm = self.model.clip_grad_norm_(self._clip).item()
         if self._shadow is not None:
             self._shadow.ship()
+        return norm
 
     def agree(self, *, flag: bool) -> bool:
         """See `Replica`."""

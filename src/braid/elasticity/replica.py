@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from typing import Any, Protocol
 
 from braid.comm import Group
@@ -52,8 +53,12 @@ class Replica(Protocol):
         """Begin a micro-batch, of this number among those of all steps."""
         ...
 
-    def prepare(self) -> None:
-        """Make gradients ready for the update; they are means. A collective."""
+    def prepare(self) -> float:
+        """Make gradients ready for the update; they are means. A collective.
+
+        Returns:
+            Their norm, if it was needed; else NaN.
+        """
         ...
 
     def agree(self, *, flag: bool) -> bool:
@@ -104,8 +109,9 @@ class WholeModel:
     def begin(self, number: int) -> None:
         """See `Replica`."""
 
-    def prepare(self) -> None:
+    def prepare(self) -> float:
         """See `Replica`: who has not got the sums gets the state of one that has."""
+        return nan
 
     def agree(self, *, flag: bool) -> bool:
         """See `Replica`: the sums have come to all members, or not."""

@@ -67,6 +67,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         num_steps: Number of steps so far.
         at: Epoch over the data, and step in it, of the next step.
         loss: Mean loss of the last step, on all ranks, of what `add_loss` was told; NaN without.
+        grad_norm: Norm of the last gradient before `clip` of `braid.elastic_mesh`; NaN without.
         num_changes: Number of times that members have changed since this process is one.
     """
 
@@ -86,6 +87,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._members = members
         self._checks = GradientChecks(verify)
         self._checkpoints = checkpoints
+        self._saved = (-1, -1)  # steps and version
         self._evaluation = evaluation or Evaluation()
         self.num_shards = num_shards or 0
         self.num_steps = 0
@@ -95,7 +97,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._update = update or self._step_optimizer
         self._loader: tuple[int, object, MicroBatches] | None = None  # of which epoch, and its data
         self._met = (-1, -1)  # version and epoch of the data that members have compared
-        self.loss = self._shard_loss = math.nan
+        self.loss = self.grad_norm = self._shard_loss = math.nan
         self.num_changes = -1
         self._version = 0  # batches are dealt anew when it changes
         self._times = StepTimes(replace_slow)
@@ -105,7 +107,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._round = 0
         self._is_updating = False
         self._is_prepared = False  # this member could update, and others may have done so
-        self._has_begun = False
         self._notices = notices(members)
         self._guard: RemovableHandle | None = None
 
@@ -123,6 +124,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._notices.__exit__(None, None, None)
         while kind is None:
             if self._met[0] != self._version and not self._meets():
+                continue
+            needs_save = self._saved != (self.num_steps, self._version)
+            if self._checkpoints and needs_save and not self._survives(self._save):
                 continue
             if self._survives(self._members.group.barrier):  # others may lack the last step
                 break
@@ -200,11 +204,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _meets(self) -> bool:
         """Compare with all members what comes next, and repeat a broken evaluation; a collective.
 
-        Returns:
-            Whether the members have stayed the same.
-
-        Raises:
-            MismatchError: Members would train on different samples.
+        Returns whether the members have stayed the same.
         """
         if self._wants_change:
             self._change_members()
@@ -357,7 +357,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self._buffers.share()
         self.loss = self._sums.loss
         self._sums.give()
-        self._replica.prepare()
+        self.grad_norm = self._replica.prepare()
         self._is_prepared = True
         pauses = self._replica.agree(flag=pauses)
         self._take_step()
@@ -393,7 +393,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
                 self._begin_epoch(num_steps)
             except CommError as error:
                 self._require_change(error)
-                num_steps = self._members.next_epoch(self.num_steps if self._has_begun else -1)
+                seen = self.num_steps if self.num_changes >= 0 else -1
+                num_steps = self._members.next_epoch(seen)
             else:
                 return
 
@@ -408,9 +409,8 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_steps = progress["num_steps"]
         self.at = SamplerState(*progress["at"])
         self.num_shards, self.loss = progress["num_shards"], progress["loss"]
-        if not self._has_begun:
+        if self.num_changes < 0:
             self._evaluation.skip(self.num_steps)
-        self._has_begun = True
         if group.size > self.num_shards:
             msg = (
                 f"{group.size} replicas cannot share {self.num_shards} micro-batches: pass "
@@ -447,6 +447,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         assert self._checkpoints is not None
         state = self._replica.state
         self._checkpoints.save(self._members.group, self.model, state, self._progress)
+        self._saved = self.num_steps, self._version
 
     def _save_last(self, leaves: bool) -> None:
         """Save a checkpoint if all members leave: nobody is there to take the state over."""
@@ -454,12 +455,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
             self._save()
 
     def _decide(self, num_steps: Sequence[int]) -> list[int]:
-        """Update, if a member of the last epoch has done so, or else repeat the step.
+        """Update if a member has done so, since all agreed before; or else repeat the step.
 
-        Members agree before they update. So if one has updated, all others could.
-
-        Returns:
-            Number of steps that the state of each member will have seen.
+        Returns the number of steps that the state of each member will have seen.
         """
         newest = max(num_steps)
         if newest > self.num_steps:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from braid.errors import CheckpointError, ConfigError
 from braid.launch import RESUME, JobSpec, Outcome, Supervisor
+from braid.launch.process.job import ElasticLimits
 from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.corpus import from_files
 from braid.train.progress import TrainConsole
@@ -77,6 +78,7 @@ def launch(
         kind="module",
         num_ranks=num_ranks + config.num_helpers,
         expendable=frozenset(range(1, config.num_helpers)) if config.replicas else frozenset(),
+        elastic=_limits(config),
         log_dir=config.log_dir,
         threads=threads,
         resume=resume,
@@ -84,6 +86,12 @@ def launch(
         resume_command=_words(config, num_ranks, threads, "--resume", RESUME),
     )
     return Supervisor(console).run(job)
+
+
+def _limits(config: TrainConfig) -> ElasticLimits | None:
+    if not config.min_ranks:
+        return None
+    return ElasticLimits(min_ranks=config.min_ranks, spares=config.spares, restarts=config.restarts)
 
 
 def _check_resume(path: Path) -> None:

@@ -99,6 +99,13 @@ class TrainConfig:
         servers: Servers of a parameter server.
         replicas: Copies of each shard of its tables on other servers.
         staleness: Steps that a worker may be ahead of the slowest one.
+        min_ranks: Number of ranks with which the training goes on in place when others are lost
+            (default: all).
+        spares: Ranks that wait for a loss, with --min-ranks.
+        restarts: Processes that are started for lost ranks, with --min-ranks.
+        verify: Steps between two checks of gradients by other ranks, with --min-ranks; 0 for none.
+        replace_slow: Factor, such as 2, by which a rank that is replaced is slower than its peers,
+            with --min-ranks; 0 for none.
         device: Device of each rank: auto for the GPU of its local rank if torch sees one, else the
             CPU. Ranks share GPUs if there are fewer.
         dtype: Dtype of matrix products: fp32, or bf16 by autocast. Parameters are float32.
@@ -135,6 +142,11 @@ class TrainConfig:
     servers: int = 1
     replicas: int = 0
     staleness: int = 0
+    min_ranks: int = 0
+    spares: int = 0
+    restarts: int = 3
+    verify: int = 0
+    replace_slow: float = 0.0
     device: DeviceName = "auto"
     dtype: DtypeName = "fp32"
 
@@ -162,6 +174,11 @@ class TrainConfig:
             "servers": 1,
             "replicas": 0,
             "staleness": 0,
+            "min_ranks": 0,
+            "spares": 0,
+            "restarts": 0,
+            "verify": 0,
+            "replace_slow": 0,
         }
         for name, low in least.items():
             if name != "warmup" or self.warmup is not None:
@@ -191,7 +208,7 @@ class TrainConfig:
                 f"shard={self.shard} divides over ranks, and reference_shards="
                 f"{self.reference_shards} runs on one: leave one of them out"
             )
-        problems += self._server_problems() + self._version_problems()
+        problems += self._server_problems() + self._version_problems() + self._elastic_problems()
         raise_all(problems)
 
     def _server_problems(self) -> list[str]:
@@ -213,6 +230,26 @@ class TrainConfig:
         ]
         if self.replicas >= self.servers:
             problems.append(f"{self.replicas} replicas need {self.replicas + 1} servers")
+        return problems
+
+    def _elastic_problems(self) -> list[str]:
+        """Return what is wrong with the options of a training whose ranks may change."""
+        own = {"spares": 0, "restarts": 3, "verify": 0, "replace_slow": 0.0}
+        if not self.min_ranks:
+            given = [name for name, default in own.items() if getattr(self, name) != default]
+            return [f"--{name.replace('_', '-')} needs --min-ranks" for name in given]
+        others = {"strategy": "", "versions": "", "reference_shards": 0, "balance": ""}
+        others |= {"recompute": "never"}
+        if self.mesh or self.shard:
+            others |= {"verify": 0, "replace_slow": 0.0}
+        problems = [
+            f"--min-ranks does not go together with --{name.replace('_', '-')}"
+            f"{' on a mesh' * (name in own)}"
+            for name, default in others.items()
+            if getattr(self, name) != default
+        ]
+        if self.mesh and "cp" in dict(Mesh.parse(self.mesh).axes):
+            problems.append(f"--min-ranks: {self.mesh} has cp, and may have pp, dp and tp")
         return problems
 
     def _version_problems(self) -> list[str]:
@@ -339,6 +376,12 @@ class TrainConfig:
             raise ConfigError(msg)
         if self.versions:
             return 1
+        if self.min_ranks and self.batch % num_ranks:
+            msg = (
+                f"--batch {self.batch} cannot be divided into {num_ranks} micro-batches, one for "
+                f"each rank at first: use --batch {-(-self.batch // num_ranks) * num_ranks}"
+            )
+            raise ConfigError(msg)
         of_a_replica = self.num_stage_ranks * self.num_tensor_ranks * self.num_sequence_ranks
         shards = self.reference_shards or num_ranks // of_a_replica
         share_of(range(self.batch), 0, shards)

@@ -49,7 +49,7 @@ from braid.train.stage_balance import stage_balance
 from braid.train.windows import Windows
 from braid.types import Shares
 
-__all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError"]
+__all__ = ["PROMPT", "Stopping", "Trainer", "TrainingDivergedError", "adamw"]
 
 PROMPT = b"\0"  # the byte with which each document of a corpus begins
 
@@ -112,7 +112,7 @@ class Trainer:
         self._model = GPT(
             MODELS[config.model], config.context, config.seed, tied=tied, dtype=config.dtype
         ).to(device)
-        self._optimizer = _adamw(self._model, config)
+        self._optimizer = adamw(self._model, config)
         self._notes: tuple[str, ...] = ()
         self._shards = self._make_shards(train)
         self._flops_per_step = (
@@ -442,7 +442,7 @@ class Trainer:
         )
 
 
-def _adamw(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
+def adamw(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
     """Make an AdamW that decays matrices only.
 
     Source: I. Loshchilov, F. Hutter, ICLR 2019; betas of GPT-3.

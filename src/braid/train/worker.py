@@ -19,6 +19,7 @@ from braid.runtime.rendezvous.membership import Membership
 from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.corpus import from_files, standard_library
 from braid.train.device import choose_device, compute_deterministically
+from braid.train.elastic import train_elastically
 from braid.train.loop import Stopping, Trainer
 from braid.train.reports import Reporter
 from braid.train.server_loop import train_on_servers
@@ -55,6 +56,9 @@ def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membershi
     )
     if group.rank >= helpers:
         place.make_current()
+    if config.min_ranks:
+        train_elastically(config, corpus, place, group.context.clock)
+        return 0
     if config.strategy:
         return train_on_servers(config, corpus, group, stopping, member, place)
     metrics = Path(config.log_dir) / "metrics.jsonl" if group.rank == 0 else None

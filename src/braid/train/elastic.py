@@ -1,0 +1,304 @@
+"""`braid train --min-ranks`: the same training on ranks that may die and come.
+
+The samples of a step, its learning rate and its random numbers are those of `loop`. A step has as
+many micro-batches as there were ranks at first, on any number of ranks (`braid.elastic`), and on a
+mesh (`braid.elastic_mesh`). Whoever is rank 0 now writes the reports.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from braid import context
+from braid.elasticity import ElasticTraining, elastic, elastic_mesh
+from braid.errors import ConfigError
+from braid.runtime.clock import Clock
+from braid.runtime.metrics import memory_bytes
+from braid.train.config import MODELS, TrainConfig
+from braid.train.corpus import Corpus
+from braid.train.device import RankDevice
+from braid.train.gpt import GPT, flops_per_token, mean_loss
+from braid.train.loop import TrainingDivergedError, adamw
+from braid.train.reports import (
+    Evaluated,
+    Report,
+    Reporter,
+    Stepped,
+    TrainingFinished,
+    TrainingStarted,
+)
+from braid.train.shards import clip_whole
+from braid.train.windows import Windows
+from braid.types import Shares
+
+__all__ = ["train_elastically"]
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, GPT)
+    return list(model.layers())
+
+
+class _Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Windows as samples by number."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self._windows.batch([index])
+        return inputs[0], targets[0]
+
+
+class _Reports:
+    """Reports of whoever is rank 0 now."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._reporter: Reporter | None = None
+
+    def write(self, report: Report, step: int) -> None:
+        """Write a report after `step` steps, on rank 0."""
+        if context.world().rank:
+            self.close()
+            return
+        if self._reporter is None:
+            self._reporter = Reporter(self._path, sys.stdout, self._clock)
+            self._reporter.rewind(step)
+        self._reporter.write(report)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._reporter is not None:
+            self._reporter.__exit__()
+            self._reporter = None
+
+
+class _Elastic:
+    """An elastic training of one rank.
+
+    Args:
+        config: Configuration of the training.
+        corpus: Text; the same on all ranks.
+        place: Device of this rank.
+        clock: Time source.
+    """
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, place: RankDevice, clock: Clock
+    ) -> None:
+        self._config = config
+        self._corpus = corpus
+        self._place = place
+        self._clock = clock
+        self._reports = _Reports(Path(config.log_dir) / "metrics.jsonl", clock)
+        self._windows = Windows(corpus.train, config.context, name="training text")
+        self._held_out = Windows(corpus.held_out, config.context, name="held-out text")
+        self._on_mesh = bool(config.mesh or config.shard)
+        self._norm = 0.0  # of the last gradient, before clipping
+        self._before = context.world(), context.world().statistics()
+        self._training: ElasticTraining
+        self._peak = place.peak(config.dtype, clock)
+
+    def run(self) -> None:
+        """Train to the end."""
+        config, step = self._config, 0
+        with self._made() as training:
+            self._training = training
+            if config.batch % training.num_shards:
+                msg = (
+                    f"--batch {config.batch} cannot be divided into {training.num_shards} "
+                    "micro-batches, which is the number of ranks with which the training began"
+                )
+                raise ConfigError(msg)
+            loader = DataLoader(
+                _Samples(self._windows), config.batch // training.num_shards, shuffle=True
+            )
+            if training.num_changes == 0:
+                self._reports.write(self._started(), training.num_steps)
+            began_ns = step_ns = self._clock.now_ns()
+            first_loss = math.nan
+            while training.num_steps < config.steps:
+                for inputs, targets in training.batches(loader):
+                    step = training.num_steps
+                    with training.step():
+                        self._backward(inputs.to(self._place.device), targets)
+                    if training.num_steps > step:
+                        first_loss = training.loss if math.isnan(first_loss) else first_loss
+                        now_ns = self._clock.now_ns()
+                        self._reports.write(self._stepped((now_ns - step_ns) / 1e9), step)
+                        step_ns = now_ns
+                    if training.num_steps >= config.steps:
+                        break
+        seconds = (self._clock.now_ns() - began_ns) / 1e9
+        self._reports.write(
+            TrainingFinished(
+                step=training.num_steps,
+                first_loss=first_loss,
+                last_loss=training.loss,
+                seconds=seconds,
+                checkpoint=str(Path(config.checkpoints) / f"step-{training.num_steps:08d}"),
+                shares=(),
+            ),
+            training.num_steps,
+        )
+        self._reports.close()
+
+    def _made(self) -> ElasticTraining:
+        config = self._config
+        options: dict[str, Any] = {
+            "shards": context.membership().environment.world_size,
+            "seed": config.seed,
+            "update": self._update,
+            "checkpoints": config.checkpoints,
+            "checkpoint_every": config.checkpoint_every or config.steps,
+        }
+        if config.eval_every:
+            options |= {"evaluate": self._evaluate, "evaluate_every": config.eval_every}
+        if not self._on_mesh:
+            model, optimizer = self._build()
+            options |= {"verify": config.verify, "replace_slow": config.replace_slow}
+            return elastic(model, optimizer, **options)
+        is_piped = "pp" in config.mesh
+        return elastic_mesh(
+            self._build,
+            config.mesh or f"dp={context.world().size}",
+            layers=_layers,
+            clip=config.clip,
+            shard=config.shard,
+            num_microbatches=config.microbatches if is_piped else 1,
+            schedule=config.schedule,
+            **options,
+        )
+
+    def _build(self) -> tuple[GPT, Optimizer]:
+        config = self._config
+        model = GPT(MODELS[config.model], config.context, config.seed, dtype=config.dtype)
+        model = model.to(self._place.device)
+        return model, adamw(model, config)
+
+    def _backward(self, inputs: Tensor, targets: Tensor) -> None:
+        training, targets = self._training, targets.to(self._place.device)
+        if self._on_mesh:
+            training.add_loss(training.model.step(inputs, targets, loss=mean_loss))
+            return
+        loss: Tensor = training.model(inputs, targets)
+        training.add_loss(loss)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's signature is untyped
+
+    def _update(self) -> None:
+        training = self._training
+        if not math.isfinite(training.loss):
+            msg = (
+                f"loss is {training.loss} at step {training.num_steps + 1}: lower --lr, or resume "
+                "from the last checkpoint"
+            )
+            raise TrainingDivergedError(msg)
+        for group in training.optimizer.param_groups:
+            group["lr"] = self._config.lr_at(training.num_steps)
+        if not self._on_mesh:
+            self._norm = clip_whole(training.model, self._config.clip)
+        training.optimizer.step()
+
+    def _evaluate(self) -> None:
+        """Report the loss on held-out text."""
+        group, training = context.world(), self._training
+        count = min(self._config.eval_samples, len(self._held_out))
+        indices = [i * len(self._held_out) // count for i in range(count)]
+        batches = [indices[k : k + 4] for k in range(0, count, 4)]
+        total = torch.zeros(1, dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            inputs, targets = (x.to(self._place.device) for x in self._held_out.batch(batch))
+            if self._on_mesh:
+                loss = training.model.evaluate(inputs, targets, loss=mean_loss)
+            elif number % group.size == group.rank:
+                with torch.no_grad():
+                    loss = training.model(inputs, targets)
+            else:
+                continue
+            total += loss.double().cpu() * len(batch) / count
+        if not self._on_mesh:
+            group.all_reduce(total)
+        step = training.num_steps
+        self._reports.write(Evaluated(step=step, eval_loss=total.item()), step)
+
+    def _started(self) -> TrainingStarted:
+        config, training = self._config, self._training
+        params = self._build()[0].parameters() if self._on_mesh else training.model.parameters()
+        return TrainingStarted(
+            first_step=training.num_steps,
+            steps=config.steps,
+            num_ranks=context.world().size,
+            shards=training.num_shards,
+            mesh=config.mesh,
+            threads=torch.get_num_threads(),
+            model=config.model,
+            num_params=sum(p.numel() for p in params),
+            data=self._corpus.name,
+            num_files=self._corpus.num_files,
+            data_bytes=len(self._corpus.train),
+            tokens_per_step=config.batch * config.context,
+            flops_per_step=self._flops,
+            peak_flops_per_s=self._peak[0],
+            peak_source=self._peak[1],
+            device=self._place.name,
+            dtype=config.dtype,
+            torch=str(torch.__version__),
+            notes=(f"elastic: goes on with {config.min_ranks} ranks or more",),
+        )
+
+    @property
+    def _flops(self) -> int:
+        config = self._config
+        per_token = flops_per_token(MODELS[config.model], config.context)
+        return round(per_token * config.batch * config.context)
+
+    def _stepped(self, seconds: float) -> Stepped:
+        config, training, size = self._config, self._training, context.world().size
+        wall_s = max(seconds, 1e-9)
+        memory: Mapping[str, int] = memory_bytes()
+        return Stepped(
+            step=training.num_steps,
+            loss=training.loss,
+            lr=config.lr_at(training.num_steps - 1),
+            grad_norm=training.grad_norm if self._on_mesh else self._norm,
+            step_s=wall_s,
+            tokens_per_s=config.batch * config.context / wall_s,
+            **self._shares(seconds)._asdict(),
+            mfu=self._flops / size / wall_s / self._peak[0],
+            **memory,
+        )
+
+    def _shares(self, seconds: float) -> Shares:
+        """Return how this rank has spent a step; nothing is known of one with other members."""
+        before, now = self._before, (context.world(), context.world().statistics())
+        self._before = now
+        if before[0] is not now[0]:
+            return Shares(0.0, 0.0, 0.0)
+        spent, waited = (now[1][name] - before[1][name] for name in ("spent_ns", "waited_ns"))
+        return Shares.of(round(seconds * 1e9), spent, waited)
+
+
+def train_elastically(config: TrainConfig, corpus: Corpus, place: RankDevice, clock: Clock) -> None:
+    """Train on this rank; Ctrl-C and SIGTERM let it leave after its step.
+
+    Raises:
+        ConfigError: The data does not suffice.
+        TrainingDivergedError: The loss is not finite.
+    """
+    signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+    _Elastic(config, corpus, place, clock).run()

@@ -1,0 +1,93 @@
+"""`braid train --min-ranks`: a rank that is killed costs no step and no bit."""
+
+from __future__ import annotations
+
+import io
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from braid.checkpoint import compare
+from braid.errors import ConfigError
+from braid.launch import Outcome
+from braid.train.command import launch
+from braid.train.config import TrainConfig
+from braid.train.progress import TrainConsole
+from braid.train.reports import Evaluated, Stepped, parse_report
+
+
+class KillingConsole(TrainConsole):
+    """Console that kills a rank once it has seen some steps."""
+
+    def __init__(self, victim: int, step: int) -> None:
+        super().__init__(Console(file=io.StringIO()))
+        self.victim, self.kills_at = victim, step
+
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        report = parse_report(text)
+        if isinstance(report, Stepped) and 0 < self.kills_at <= report.step:
+            self.kills_at = 0
+            for child in psutil.Process().children():
+                if child.environ().get("RANK") == str(self.victim):
+                    child.send_signal(signal.SIGKILL)
+        super().line(rank, stream, text, end)
+
+
+def _train(directory: Path, victim: int, kills_at: int, **options: object) -> Outcome:
+    config = TrainConfig(
+        steps=24, batch=12, context=32, eval_every=8, eval_samples=9, checkpoint_every=0,
+        log_dir=str(directory), min_ranks=2, restarts=0, **options,
+    )  # fmt: skip
+    with KillingConsole(victim, kills_at) as console:
+        return launch(config, num_ranks=3, console=console, threads=1)
+
+
+@pytest.mark.procs
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("victim", "options"),
+    [(0, {}), (1, {"shard": 3}), pytest.param(2, {"mesh": "pp=3"}, marks=pytest.mark.proof)],
+)
+def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    assert _train(alone, 0, 0, **options).ok
+    outcome = _train(killed, victim, 5, **options)
+    assert outcome.ok, str(outcome)
+    assert [end.rank for end in outcome.verdict.survived] == [victim]
+    last = "checkpoints/step-00000024"
+    for prefix in ("model/", "optimizer/"):
+        compared = compare(alone / last, killed / last, prefix=prefix)
+        assert compared.num_tensors
+        assert not compared.differing
+    reports = [
+        [parse_report(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+        for run in (alone, killed)
+    ]
+    for kind in (Stepped, Evaluated):
+        steps = [[r.step for r in own if isinstance(r, kind)] for own in reports]
+        assert steps[0] == steps[1] == sorted(set(steps[1]))
+    losses = [[r.loss for r in own if isinstance(r, Stepped)] for own in reports]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"spares": 1}, "--spares needs --min-ranks"),
+        ({"min_ranks": 1, "strategy": "ps"}, "--min-ranks does not go together with --strategy"),
+        ({"min_ranks": 1, "shard": 1, "verify": 9}, "--verify on a mesh"),
+        ({"min_ranks": 1, "mesh": "cp=2"}, "cp=2 has cp, and may have pp, dp and tp"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, words):
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(**options)
+    assert words in str(caught.value)
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused():
+    with pytest.raises(ConfigError, match="--batch 16 cannot be divided into 3 micro-batches"):
+        TrainConfig(min_ranks=2).check_ranks(3)
