@@ -75,7 +75,7 @@ class MicroBatches:
         self._verify = verify
         self._samples = _SeededSamples(loader.dataset, seed)
 
-    def tell_what_is_left_out(self, group: Group) -> None:
+    def warn_of_rest(self, group: Group) -> None:
         """Warn of samples that are too few for another step, on rank 0."""
         order = self.order
         left = order.num_samples - order.steps_per_epoch * order.batch_size

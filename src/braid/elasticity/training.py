@@ -483,7 +483,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
     def _micro_batches(self, loader: DataLoader[Any]) -> MicroBatches:
         if self._loader is None or self._loader[1] is not loader:
             data = MicroBatches(loader, self.num_shards, self._seed, verify=self._checks.every)
-            data.tell_what_is_left_out(self._members.group)
+            data.warn_of_rest(self._members.group)
         else:
             data = self._loader[2]
         self._loader = self.at.epoch, loader, data
