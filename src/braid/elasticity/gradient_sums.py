@@ -30,6 +30,7 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.parallel.gradients import FlatBuffer, ParamRecord
 from braid.parallel.gradients.hashing import checksum
+from braid.runtime.transport import adoptable
 
 __all__ = ["GradientSums", "num_rounds", "shard_of"]
 
@@ -63,23 +64,28 @@ class GradientSums:
         group: Ranks that train together.
         records: Parameters of the model, the same on all ranks.
         num_shards: Number of micro-batches of a step.
+        buffers: Memory of the sums of an earlier group, to be used again; filled if empty.
     """
 
-    def __init__(self, group: Group, records: Sequence[ParamRecord], num_shards: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        records: Sequence[ParamRecord],
+        num_shards: int,
+        buffers: list[FlatBuffer] | None = None,
+    ) -> None:
         self._group = group
         self._num_shards = num_shards
         self._records = [record for record in records if record.spec.requires_grad]
-        self._buffers: list[FlatBuffer] = []
-        self._views: list[torch.Tensor] = []
-        for part in _parts(self._records):
-            params = [record.param for record in part]
-            is_short = params[0].dtype in {torch.bfloat16, torch.float16}
-            dtype = torch.float32 if is_short else params[0].dtype
-            buffer = FlatBuffer.for_params(params, group, dtype)
-            self._buffers.append(buffer)
-            self._views += buffer.views
-        self._records = [record for part in _parts(self._records) for record in part]
-        self._requests = [group.persistent("all_reduce", b.tensor) for b in self._buffers]
+        parts = _parts(self._records)
+        buffers = [] if buffers is None else buffers
+        buffers += [_buffer([record.param for record in part]) for part in parts[len(buffers) :]]
+        for buffer in buffers:
+            if buffer.tensor.device.type == "cpu":
+                group.adopt(buffer.tensor)
+        self._views = [view for buffer in buffers for view in buffer.views]
+        self._records = [record for part in parts for record in part]
+        self._requests = [group.persistent("all_reduce", b.tensor) for b in buffers]
         self._loss = torch.zeros(1, dtype=torch.float64)
         self._loss_request = group.persistent("all_reduce", self._loss)
         self._status = torch.zeros(len(self._records) + 1, dtype=torch.int64)
@@ -161,6 +167,20 @@ class GradientSums:
         """Leave the parameters without gradients."""
         for record in self._records:
             record.param.grad = None
+
+
+def _buffer(params: Sequence[torch.Tensor]) -> FlatBuffer:
+    """Allocate memory for the sums of some gradients."""
+    device, dtype = params[0].device, params[0].dtype
+    if dtype in {torch.bfloat16, torch.float16}:
+        dtype = torch.float32
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    shapes = [param.shape for param in params]
+    is_on_cpu = device.type == "cpu"
+    return FlatBuffer(shapes, dtype, adoptable if is_on_cpu else allocate, like=params)
 
 
 def _parts(records: Sequence[ParamRecord]) -> list[list[ParamRecord]]:

@@ -59,7 +59,7 @@ from braid.elasticity.state_transfer import (
 )
 from braid.elasticity.training import ElasticTraining
 from braid.errors import ConfigError, below, raise_all
-from braid.parallel.gradients import ParamRecord
+from braid.parallel.gradients import FlatBuffer, ParamRecord
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
 
@@ -124,6 +124,7 @@ class MeshReplica:
         self._shadow: Shadow | None = None
         self.needs_all = False
         self.records: Sequence[ParamRecord] = ()
+        self.memory: list[FlatBuffer] = []
         self.model: HybridParallel
         self.state: TrainingState
         self.group: Group
@@ -215,6 +216,7 @@ class MeshReplica:
         self.state = state
         self.group = self.model.groups["dp"]
         self.records = self.model.whole_records()
+        self.memory = []  # of other parameters than before
         self.needs_all = shard == WHOLE_PARAMETERS
         params = self.model.named_pieces()
         trained = set(params.values())

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from braid.comm import Group
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState, transfer
-from braid.parallel.gradients import ParamRecord, ParamTable
+from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
 
 __all__ = ["Replica", "WholeModel"]
 
@@ -21,12 +21,14 @@ class Replica(Protocol):
         state: Objects that make up the state.
         group: Members that have the same parameters, and take micro-batches in turn.
         records: Parameters with gradients of this member's micro-batches.
+        memory: Memory of the sums of gradients, for several epochs; filled where it is used.
         needs_all: Whether all of the group take part in each micro-batch, also those without one.
     """
 
     state: TrainingState
     group: Group
     records: Sequence[ParamRecord]
+    memory: list[FlatBuffer]
     needs_all: bool
 
     def enter(
@@ -92,6 +94,7 @@ class WholeModel:
     def __init__(self, state: TrainingState) -> None:
         self.state = state
         self.records: Sequence[ParamRecord] = ParamTable.of(state.model).records
+        self.memory: list[FlatBuffer] = []
 
     def enter(
         self,

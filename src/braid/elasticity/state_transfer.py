@@ -238,12 +238,13 @@ def _others(state: TrainingState) -> list[tuple[str, Stateful]]:
 
 def _compare(group: Group, num_steps: Sequence[int], state: TrainingState) -> None:
     """Check that members that have seen as many steps have the same parameters."""
-    names, params = zip(*state.model.named_parameters(), strict=True)
-    own = torch.tensor([checksum(param) for param in params], dtype=torch.int64)
-    table = group.all_gather(own).view(group.size, -1)
     root = num_steps.index(max(num_steps))
-    if num_steps[root] < 0:
+    if num_steps[root] < 0 or num_steps.count(num_steps[root]) == 1:
         return  # before the first step everyone gets the state of one
+    names, params = zip(*state.model.named_parameters(), strict=True)
+    has_newest = num_steps[group.rank] == num_steps[root]
+    own = torch.tensor([checksum(p) if has_newest else 0 for p in params], dtype=torch.int64)
+    table = group.all_gather(own).view(group.size, -1)
     for rank in range(group.size):
         differing = (table[rank] != table[root]).nonzero().flatten().tolist()
         if num_steps[rank] == num_steps[root] and differing:

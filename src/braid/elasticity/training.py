@@ -421,7 +421,9 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         if self._guard is not None:
             self._guard.remove()
         self._guard = state.optimizer.register_step_pre_hook(self._refuse_step)
-        self._sums = GradientSums(group, self._replica.records, self.num_shards)
+        self._sums = GradientSums(
+            group, self._replica.records, self.num_shards, self._replica.memory
+        )
         self._buffers = StepBuffers(group, state.model)
         self._round = 0
         self._checks.end()

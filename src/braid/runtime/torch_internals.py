@@ -91,6 +91,7 @@ __all__ = [
     "set_timeout_option",
     "set_unwrap_function",
     "share_descriptor",
+    "shared_storage",
     "source_rank",
     "sparse_indices",
     "sparse_values",
@@ -258,6 +259,8 @@ sparse_indices: Callable[[torch.Tensor], torch.Tensor] = _method("torch.Tensor._
 storage_id: Callable[[torch.UntypedStorage], int] = _attribute("torch.UntypedStorage._cdata")
 share_descriptor: Callable[[torch.UntypedStorage], tuple[int, int]]
 share_descriptor = _method("torch.UntypedStorage._share_fd_cpu_")
+shared_storage: Callable[[int, int], torch.UntypedStorage]  # (descriptor, bytes); a duplicate
+shared_storage = _value("torch.UntypedStorage._new_shared_fd_cpu")
 foreach_copy_: Callable[[Any, Any], None] = _value("torch._foreach_copy_")
 has_internal_overlap: Callable[[torch.Tensor], int] = _value("torch._debug_has_internal_overlap")
 

@@ -1,11 +1,11 @@
 """Memory that ranks share or mirror, and how they wait: what collectives are built from.
 
-Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read),
-`Wait`, `WaitAny`, `DeviceWait`, `Steps` and `Waiter` (how to wait), `Health` and `Loss` (who is
-gone), `Fabric` (ranks as threads), `connect` (ranks as processes, of one or several hosts).
+Public names: `MemoryTransport` (a rank's end), `Arena`, `Block` and `adoptable` (tensors that peers
+can read), `Wait`, `WaitAny`, `DeviceWait`, `Steps` and `Waiter` (how to wait), `Health` and `Loss`
+(who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes, of one or several hosts).
 """
 
-from braid.runtime.transport.arena import Arena, Block
+from braid.runtime.transport.arena import Arena, Block, adoptable
 from braid.runtime.transport.base import MemoryTransport
 from braid.runtime.transport.context import RankContext
 from braid.runtime.transport.health import Health, Loss, Witness
@@ -29,5 +29,6 @@ __all__ = [
     "WaitAny",
     "Waiter",
     "Witness",
+    "adoptable",
     "connect",
 ]

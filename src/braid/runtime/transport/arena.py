@@ -27,10 +27,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.errors import CommError
-from braid.runtime.torch_internals import share_descriptor
+from braid.runtime.torch_internals import share_descriptor, shared_storage
 from braid.runtime.transport.memory import MAX_EXTENTS, Extent, MemoryFile, PeerMemory, Root
 
-__all__ = ["Arena", "Block"]
+__all__ = ["Arena", "Block", "adoptable"]
 
 EXTENT_BYTES = 4 << 20  # small allocations share extents of this size
 LINE_BYTES = 64  # a cache line: no two blocks share one
@@ -342,6 +342,23 @@ class Arena:
         for key in gone:
             self._maps.pop(key, None)
             self._peers.forget(*key)
+
+
+def adoptable(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that arenas of this process adopt, one after the other, without a copy.
+
+    It needs no space in /dev/shm.
+
+    Raises:
+        CommError: There is not enough memory.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    file = MemoryFile.create(nbytes, "braid-adoptable")
+    storage = shared_storage(file.fd, nbytes)
+    file.close()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(tuple(shape))
 
 
 def _require_space(nbytes: int) -> None:
