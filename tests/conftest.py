@@ -71,6 +71,7 @@ LAUNCHING = (
     "world/test_conversion_trains.py",
     "world/test_demo.py",
     "world/test_elastic_runs.py",
+    "world/test_fork_server.py",
     "world/test_horovod_elastic_runs.py",
     "world/test_leave_horovod.py",
     "world/test_membership.py",

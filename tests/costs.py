@@ -41,6 +41,7 @@ BUDGETS_S = {
     "world/test_elastic_runs": 110,
     "world/test_train_elastic": 60,
     "world/test_engine_oracle": 100,
+    "world/test_fork_server": 5,
     "world/test_fusion": 15,
     "world/test_horovod": 65,
     "world/test_horovod_elastic_runs": 130,

@@ -139,13 +139,17 @@ def transfer(
     check_same_training(group, values["progress"], progress)
     needs = group.rank != root and (newest < 0 or num_steps[group.rank] != newest)
     received = {}
+    part = group.split(0 if needs or group.rank == root else None, key=group.rank != root)
+    newest_progress: Mapping[str, Any] = values["progress"]
+    if part is None:
+        return newest_progress  # this member has the state, and does not wait for others
     for name, (shape, dtype) in values["specs"].items():
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        if group.rank == root:
-            tensor.copy_(tensors[name].detach())
-        group.broadcast(tensor, root)
         if needs:
-            received[name] = tensor
+            tensor = received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+        else:
+            tensor = tensors[name].detach().to("cpu").contiguous()
+        part.broadcast(tensor, 0)
+    part.close()
     if needs:
         stored = {n: t for n, t in received.items() if not n.startswith((BUFFER, OTHERS))}
         source = Received(f"the state of rank {group.ranks[root]}", stored, values["numbers"])
@@ -154,7 +158,6 @@ def transfer(
             buffer.data.copy_(received[name])
         for name, other in _others(state):
             other.load_state_dict(from_plain(values["others"][name], received.__getitem__))
-    newest_progress: Mapping[str, Any] = values["progress"]
     return newest_progress
 
 

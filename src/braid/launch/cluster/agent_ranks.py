@@ -26,6 +26,7 @@ from braid.launch.cluster.agent_messages import (
 )
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child
+from braid.launch.process.fork_server import ForkServer
 from braid.launch.process.hang_state import STACKS_NS, OpenWait
 from braid.launch.process.job import JobSpec, choose_threads, command_line, rank_environ
 from braid.launch.process.oom import OomMonitor
@@ -84,6 +85,7 @@ class AgentRanks:
         self._clock = clock
         self._memory = OomMonitor.of_this_process()
         self._ranks: dict[int, _Kept] = {}
+        self._server: ForkServer | None = None
         self._signalled: set[int] = set()
         self._every_ns = round(look_s * 1e9)
         self._look_ns = clock.now_ns()
@@ -118,17 +120,20 @@ class AgentRanks:
                     events_fd=box.events_fd,
                     stacks_fd=box.stacks_fd,
                 )
+                environ = rank_environ(self._job.environ, environment, self._num_threads)
                 child = Child(
                     self._argv,
-                    environ=rank_environ(self._job.environ, environment, self._num_threads),
+                    environ=environ,
                     pass_fds=[self._secret_fd, box.events_fd, box.stacks_fd],
                     selector=self._selector,
                     on_output=lambda stream, chunk: self._channel.send(Output(rank, stream), chunk),
+                    server=self._server,
                 )
                 undo.pop_all()
         except OSError as exc:
             self._channel.send(NotStarted(rank, exc.strerror or str(exc)))
             return
+        self._server = self._server or ForkServer.of(self._job, environment, self._argv, environ)
         look = RankObserver(rank, child.pid, box, self._clock, with_links=True)
         self._ranks[rank] = _Kept(child, box, look)
         self._channel.send(RankStarted(rank, child.pid))
@@ -174,6 +179,8 @@ class AgentRanks:
 
     def kill(self) -> None:
         """Kill all living ranks and report their last output."""
+        if self._server is not None:
+            self._server.close()
         for kept in self._ranks.values():
             kept.child.signal(SIGKILL)
         for rank, kept in self._ranks.items():

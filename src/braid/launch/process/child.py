@@ -10,14 +10,13 @@ import termios
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from signal import SIGINT
 
+from braid.launch.process.fork_server import SHIM, ForkedProcess, ForkServer
 from braid.launch.process.processes import Change, send_signal
 
 __all__ = ["Child", "LauncherInput"]
 
-SHIM = str(Path(__file__).with_name("exec_shim.py"))
 READ_BYTES = 1 << 16
 DRAIN_READS = 64  # 4 MiB: more than a pipe holds, less than a grandchild that never stops writing
 
@@ -60,6 +59,7 @@ class Child:
         selector: Selector that polls the pipes; the data of a key is the function to call.
         on_output: Called with the stream (1 or 2) and the bytes that were written to it.
         stdin: Standard input of the process; None for an empty one.
+        server: Server that forks the process if it is ready and `stdin` is None; None for none.
 
     Attributes:
         alive: Whether the process has not been reaped.
@@ -77,6 +77,7 @@ class Child:
         selector: selectors.BaseSelector,
         on_output: Callable[[int, bytes], None],
         stdin: LauncherInput | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         self.alive = True
         self._terminal = stdin if stdin is not None and stdin.is_terminal else None
@@ -86,8 +87,13 @@ class Child:
         readers, writers = zip(os.pipe(), os.pipe(), strict=True)
         self._pipes = dict(zip(readers, (1, 2), strict=True))  # descriptor -> stream
         group = "own" if self._terminal is None else "shared"
+        forked: ForkedProcess | None = None
+        if server is not None and stdin is None:
+            fds = dict(zip((1, 2, *pass_fds), (*writers, *pass_fds), strict=True))
+            forked = server.fork(environ, fds)
+        self._popen: ForkedProcess | subprocess.Popen[bytes]
         try:
-            self._popen = subprocess.Popen(
+            self._popen = forked or subprocess.Popen(
                 [sys.executable, "-I", "-S", SHIM, group, str(os.getpid()), *argv],
                 stdin=subprocess.DEVNULL if stdin is None else stdin.fd,
                 stdout=writers[0] if self._terminal is None else self._terminal.out_fd,

@@ -24,6 +24,7 @@ import psutil
 
 from braid.launch.process.child import LauncherInput
 from braid.launch.process.console import QuietConsole
+from braid.launch.process.fork_server import ForkServer
 from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import (
     JobSpec,
@@ -119,6 +120,7 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
         self._argv = command_line(job)
         self._ranks: dict[int, RankProcess] = {}
         self._on_change: OnChange | None = None
+        self._server: ForkServer | None = None
         with ExitStack() as stack:
             stack.enter_context(subreaper())
             self._port = stack.enter_context(PortReservation(job.port)).port
@@ -171,10 +173,11 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
             stacks_fd=spec.box.stacks_fd,
             debugged=self._job.stdin_rank is not None,
         )
+        environ = rank_environ(self._job.environ, environment, self._threads)
         rank = RankProcess(
             environment.rank,
             self._argv,
-            environ=rank_environ(self._job.environ, environment, self._threads),
+            environ=environ,
             pass_fds=[self._secret_fd],
             box=spec.box,
             output=spec.output,
@@ -182,7 +185,9 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
             on_message=spec.on_message,
             clock=spec.clock,
             stdin=self._input if environment.rank == self._job.stdin_rank else None,
+            server=self._server,
         )
+        self._server = self._server or ForkServer.of(self._job, environment, self._argv, environ)
         self._ranks[environment.rank] = rank
         return rank
 
@@ -202,6 +207,7 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
 
     def finish(self) -> Iterator[int]:
         """End the processes that ranks have left behind, in one step."""
+        self._end_server()
         end_descendants(
             [rank.pid for rank in self._ranks.values()],
             {"BRAID_RUN_ID": self.run_id},
@@ -215,7 +221,12 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
 
     def close(self) -> None:
         """Release all resources. Idempotent."""
+        self._end_server()
         self._stack.close()
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

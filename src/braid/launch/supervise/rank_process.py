@@ -9,6 +9,7 @@ from signal import SIGKILL
 
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child, LauncherInput
+from braid.launch.process.fork_server import ForkServer
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
@@ -38,6 +39,7 @@ class RankProcess(Rank):
         on_message: Called with each message from the rank.
         clock: Time source.
         stdin: Standard input of the rank; None for an empty one.
+        server: Server that may fork the rank; None for none.
 
     Raises:
         OSError: The system cannot start another process.
@@ -56,6 +58,7 @@ class RankProcess(Rank):
         on_message: Callable[[Rank, FromRank], None],
         clock: Clock,
         stdin: LauncherInput | None = None,
+        server: ForkServer | None = None,
     ) -> None:
         super().__init__(
             rank, box=box, output=output, selector=selector, on_message=on_message, clock=clock
@@ -67,6 +70,7 @@ class RankProcess(Rank):
             selector=selector,
             on_output=lambda stream, chunk: output.feed(stream, chunk, clock.now_ns()),
             stdin=stdin,
+            server=server,
         )
         self._observer = RankObserver(rank, self._child.pid, box, clock)
 

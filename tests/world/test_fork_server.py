@@ -1,0 +1,131 @@
+"""A rank that the fork server forks is like one that was started, but for its imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from braid.launch.process.child import Child
+from braid.launch.process.fork_server import ForkServer
+from braid.launch.process.processes import subreaper
+
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+READY_S = 60.0
+PROGRAM = """
+import ctypes, json, os, sys
+if "change" in sys.argv:
+    os.environ["OMP_NUM_THREADS"] = "3"
+is_loaded = "torch._dynamo" in sys.modules
+import torch
+death_signal = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death_signal))
+facts = [
+    sys.argv, sys.path, __name__, __file__, os.getcwd(), dict(os.environ), os.getppid(),
+    os.getpgid(0) == os.getpid(), death_signal.value, sorted(map(int, os.listdir("/proc/self/fd"))),
+    os.fstat(0).st_rdev, sorted(vars(sys.modules["__main__"])), torch.__spec__.name,
+]
+print(json.dumps([is_loaded, facts]))
+os.write(int(sys.argv[1]), b"more")
+raise ValueError("shard 7 is missing")
+"""
+STUBS = {  # which are imported faster than the modules that a server imports
+    "torch/__init__.py": "from torch import cuda",
+    "torch/cuda.py": "is_initialized = bool",
+    "torch/_dynamo.py": "",
+    "numpy/__init__.py": "import random",
+    "braid/__init__.py": "import numpy",
+    "braid/context.py": "",
+    "braid/elasticity/__init__.py": "",
+    "braid/elasticity/begin.py": "",
+}
+
+
+class _Launched:
+    """Ranks of the program, and what they have written.
+
+    Attributes:
+        server: Server of the program.
+    """
+
+    def __init__(self, directory: Path, *arguments: str) -> None:
+        for name, text in {**STUBS, "program.py": PROGRAM}.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text)
+        self._environ = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
+        self._reader, self._writer = os.pipe()
+        self._argv = [sys.executable, str(directory / "program.py"), str(self._writer), *arguments]
+        self.server = ForkServer(self._argv, self._environ)
+
+    def run(self, server: ForkServer | None) -> tuple[list[object], bytes, int]:
+        """Return what a rank has written to its streams, and its exit code."""
+        output = {1: b"", 2: b""}
+
+        def keep(stream: int, chunk: bytes) -> None:
+            output[stream] += chunk
+
+        with selectors.DefaultSelector() as selector:
+            child = Child(
+                self._argv,
+                environ=self._environ | {"RANK": "3"},
+                pass_fds=[self._writer],
+                selector=selector,
+                on_output=keep,
+                server=server,
+            )
+            child.wait()
+            child.close()
+        assert os.read(self._reader, 10) == b"more"
+        return json.loads(output[1]), output[2], child._popen.returncode
+
+    def run_forked(self) -> tuple[list[object], bytes, int]:
+        """Return the same of a rank that was forked."""
+        end_s = time.monotonic() + READY_S
+        while not self.server._is_ready and time.monotonic() < end_s:
+            result = self.run(self.server)
+        return result
+
+    def close(self) -> None:
+        self.server.close()
+        os.close(self._reader)
+        os.close(self._writer)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    launched = []
+
+    def launch(*arguments: str) -> _Launched:
+        launched.append(_Launched(tmp_path, *arguments))
+        return launched[-1]
+
+    with subreaper():
+        yield launch
+        for program in launched:
+            program.close()
+
+
+def test_a_forked_rank_has_all_that_a_started_one_has(launch):
+    program = launch()
+    (is_loaded, facts), errors, code = program.run(None)
+    assert not is_loaded
+    assert program.run_forked() == ([True, facts], errors, code)
+
+
+def test_a_program_that_changes_the_environment_before_it_imports_torch_is_executed_again(launch):
+    program = launch("change")
+    assert program.run_forked() == program.run(None)
+
+
+def test_ranks_start_without_a_server_that_is_killed(launch):
+    program = launch()
+    program.run_forked()
+    program.server._popen.kill()
+    program.server._popen.wait()
+    assert program.run(program.server)[0][0] is False
+    assert program.server.fork({}, {}) is None
