@@ -35,12 +35,13 @@ os.write(int(sys.argv[1]), b"more")
 raise ValueError("shard 7 is missing")
 """
 STUBS = {  # which are imported faster than the modules that a server imports
-    "torch/__init__.py": "from torch import cuda",
-    "torch/cuda.py": "is_initialized = bool",
+    "torch/__init__.py": "",
     "torch/_dynamo.py": "",
     "numpy/__init__.py": "import random",
     "braid/__init__.py": "import numpy",
-    "braid/context.py": "",
+    "braid/context.py": "import braid.runtime.torch_internals",
+    "braid/runtime/__init__.py": "",
+    "braid/runtime/torch_internals.py": "is_in_bad_fork = bool",
     "braid/elasticity/__init__.py": "",
     "braid/elasticity/begin.py": "",
 }
@@ -59,6 +60,7 @@ class _Launched:
             (directory / name).write_text(text)
         self._environ = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1"}
         self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
         self._argv = [sys.executable, str(directory / "program.py"), str(self._writer), *arguments]
         self.server = ForkServer(self._argv, self._environ)
 
@@ -80,6 +82,7 @@ class _Launched:
             )
             child.wait()
             child.close()
+        assert b"shard 7" in output[2], output[2].decode()
         assert os.read(self._reader, 10) == b"more"
         return json.loads(output[1]), output[2], child._popen.returncode
 

@@ -261,6 +261,8 @@ share_descriptor: Callable[[torch.UntypedStorage], tuple[int, int]]
 share_descriptor = _method("torch.UntypedStorage._share_fd_cpu_")
 shared_storage: Callable[[int, int], torch.UntypedStorage]  # (descriptor, bytes); a duplicate
 shared_storage = _value("torch.UntypedStorage._new_shared_fd_cpu")
+is_in_bad_fork: Callable[[], bool]  # whether a parent of this process has used CUDA
+is_in_bad_fork = _value("torch.cuda._is_in_bad_fork")
 foreach_copy_: Callable[[Any, Any], None] = _value("torch._foreach_copy_")
 has_internal_overlap: Callable[[torch.Tensor], int] = _value("torch._debug_has_internal_overlap")
 

@@ -96,7 +96,9 @@ class ForkServer:
             argv: Program and arguments of the rank.
             environ: Environment of the rank.
         """
-        if not environment.elastic or job.kind == "program" or sys.platform != "linux":
+        limits = job.elastic
+        is_fixed = limits is not None and not (limits.restarts or limits.gains_slots)
+        if not environment.elastic or is_fixed or job.kind == "program" or sys.platform != "linux":
             return None
         with suppress(OSError):
             return cls(argv, environ)

@@ -10,7 +10,7 @@ tracebacks are the usual ones.
 A rank is forked twice, so that it becomes a child of the launcher, which is a subreaper. Its first
 import of torch gets the module that the server has imported. If the program has changed the
 environment before, torch would have read it, so the process executes the program again without the
-server's modules.
+server's modules; also if the server has used CUDA, which a fork cannot use then.
 
 The imports are done by a thread of a lower priority, since ranks train meanwhile. It could not
 raise its priority again without privileges, so another thread forks: the main one.
@@ -55,8 +55,7 @@ def _serve() -> None:
     thread = threading.Thread(target=_import_modules)
     thread.start()
     thread.join()
-    torch = sys.modules["torch"]
-    if not all(name in sys.modules for name in MODULES) or torch.cuda.is_initialized():
+    if not all(name in sys.modules for name in MODULES):
         os._exit(1)
     changes = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
@@ -112,10 +111,11 @@ def _place(fds: list[int], numbers: list[int]) -> None:
 
 
 class _LoadedTorch(MetaPathFinder, Loader):
-    """Finds torch in the memory of the server, unless the environment changes until then."""
+    """Finds torch in the memory of the server, unless it is of no use then."""
 
     def __init__(self) -> None:
         self._environ = dict(os.environ)
+        self._is_usable = not import_module("braid.runtime.torch_internals").is_in_bad_fork()
         self._torch = sys.modules.pop("torch")
         self._spec = self._torch.__spec__
 
@@ -124,7 +124,7 @@ class _LoadedTorch(MetaPathFinder, Loader):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        if dict(os.environ) != self._environ:
+        if dict(os.environ) != self._environ or not self._is_usable:
             os.execv(sys.executable, sys.orig_argv)  # noqa: S606 - the same program
         return ModuleSpec(name, self, is_package=True)
 
