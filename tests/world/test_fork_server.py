@@ -63,6 +63,7 @@ class _Launched:
         os.set_blocking(self._reader, False)
         self._argv = [sys.executable, str(directory / "program.py"), str(self._writer), *arguments]
         self.server = ForkServer(self._argv, self._environ)
+        self.server.start()
 
     def run(self, server: ForkServer | None) -> tuple[list[object], bytes, int]:
         """Return what a rank has written to its streams, and its exit code."""
@@ -89,7 +90,7 @@ class _Launched:
     def run_forked(self) -> tuple[list[object], bytes, int]:
         """Return the same of a rank that was forked."""
         end_s = time.monotonic() + READY_S
-        while not self.server._is_ready and time.monotonic() < end_s:
+        while not self.server.is_ready and time.monotonic() < end_s:
             result = self.run(self.server)
         return result
 

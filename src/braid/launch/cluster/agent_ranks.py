@@ -159,7 +159,10 @@ class AgentRanks:
                 self._changed(rank, kept, change)
 
     def poll(self) -> None:
-        """Pause or resume ranks that print, and send the messages that are due."""
+        """Pause or resume ranks that print, and take the other steps that are due."""
+        alive = [kept for kept in self._ranks.values() if kept.child.alive]
+        if self._server is not None and all(kept.box.has_events for kept in alive):
+            self._server.start()
         now_ns = self._clock.now_ns()
         least = MAX_QUEUED_BYTES // 8 if self._is_full else MAX_QUEUED_BYTES
         self._is_full = self._channel.queued_bytes > least
@@ -167,7 +170,6 @@ class AgentRanks:
             kept.child.pause(paused=self._is_full)
         if self._every_ns and now_ns >= self._look_ns:
             self._look_ns = now_ns + self._every_ns
-            alive = [kept for kept in self._ranks.values() if kept.child.alive]
             waits = tuple(wait for kept in alive for wait in kept.look.waits())
             if waits != self._sent_waits:
                 self._sent_waits = waits

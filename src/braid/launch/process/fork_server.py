@@ -57,28 +57,18 @@ class ForkServer:
         argv: Program and arguments of the ranks: a Python interpreter, and what it runs.
         environ: Environment of a rank of the run.
 
-    Raises:
-        OSError: The system cannot start another process.
+    Attributes:
+        is_ready: Whether the server has been seen to have imported all modules.
     """
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._argv = argv
         paths = [PRELOAD, *filter(None, [environ.get("PYTHONPATH")])]
-        self._control, theirs = socket.socketpair()
+        self._environ = {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+        self._control, self._theirs = socket.socketpair()
         self._control.settimeout(ANSWER_S)
-        self._is_ready = False
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", SHIM, "own", str(os.getpid()), *argv],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env={**environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
-        except OSError:
-            self._control.close()
-            raise
-        finally:
-            theirs.close()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self.is_ready = False
 
     @classmethod
     def of(
@@ -100,9 +90,20 @@ class ForkServer:
         is_fixed = limits is not None and not (limits.restarts or limits.gains_slots)
         if not environment.elastic or is_fixed or job.kind == "program" or sys.platform != "linux":
             return None
-        with suppress(OSError):
-            return cls(argv, environ)
-        return None
+        return cls(argv, environ)
+
+    def start(self) -> None:
+        """Start the process, when the first ranks train. Idempotent."""
+        if self._theirs.fileno() < 0:
+            return
+        with self._theirs, suppress(OSError):  # ranks start without it
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", SHIM, "own", str(os.getpid()), *self._argv],
+                stdin=self._theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=self._environ,
+            )
 
     def fork(self, environ: Mapping[str, str], fds: Mapping[int, int]) -> ForkedProcess | None:
         """Start a rank.
@@ -112,13 +113,13 @@ class ForkServer:
             fds: Descriptors that the rank gets, by their numbers there.
 
         Returns:
-            The rank; None if the server is still importing, or has ended.
+            The rank; None if the server has not been started, is still importing, or has ended.
         """
         try:
-            if not self._is_ready:
+            if not self.is_ready:
                 if not select.select([self._control], [], [], 0)[0]:
                     return None
-                self._is_ready = self._line() == b"ready"
+                self.is_ready = self._line() == b"ready"
             request = {"numbers": list(fds), "environ": dict(environ)}
             socket.send_fds(self._control, [b"+"], list(fds.values()))
             self._control.sendall(json.dumps(request).encode() + b"\n")
@@ -130,9 +131,10 @@ class ForkServer:
     def close(self) -> None:
         """End the server; ranks go on. Idempotent."""
         self._control.close()
-        with suppress(ProcessLookupError):
+        self._theirs.close()
+        if self._popen is not None:
             self._popen.kill()
-        self._popen.wait()
+            self._popen.wait()
 
     def _line(self) -> bytes:
         with self._control.makefile("rb") as file:

@@ -199,7 +199,10 @@ class LocalBackend(AbstractContextManager["LocalBackend"]):
                     self._on_change(rank, change)
 
     def poll(self) -> None:
-        """Do nothing: signals and descriptors report all changes."""
+        """Start the fork server when all ranks have joined the job."""
+        alive = [rank for rank in self._ranks.values() if rank.alive]
+        if self._server is not None and all(rank.box.has_events for rank in alive):
+            self._server.start()
 
     def memory_kill(self) -> MemoryKill | None:
         """Return the facts about an out-of-memory kill since the last call."""
