@@ -119,11 +119,12 @@ class _Launcher:
         """Tell the launcher that this process ends, and others shall take its place."""
         self._control.send(Ready(epoch, num_steps, reason))
 
-    def ready(
-        self, epoch: int, num_steps: int, clock: Clock, limit_s: float | None = None
-    ) -> NewEpoch:
-        """Tell the launcher that this process waits for the epoch after `epoch`, and return it."""
+    def ready(self, epoch: int, num_steps: int) -> None:
+        """Tell the launcher that this process waits for the epoch after `epoch`."""
         self._control.send(Ready(epoch, num_steps))
+
+    def wait(self, epoch: int, clock: Clock, limit_s: float | None = None) -> NewEpoch:
+        """Return the epoch after `epoch` when it has begun."""
         end_ns = math.inf if limit_s is None else clock.after_ns(limit_s)
         while True:
             self.poll()
@@ -226,7 +227,8 @@ class Membership:
             raise ConfigError(msg)
         clock = self.context.clock
         self.transport.announce_end(0.0)
-        self.transport.close()
+        self._launcher.ready(self.epoch, num_steps)
+        self.transport.close()  # unmaps memory while other members get ready
         entrance = _JobEntrance(self.environment, self._parts, clock, timeout_s)
         epoch, joined = entrance.join_epoch(self.epoch, num_steps, limit_s)
         self.epoch = epoch.epoch
@@ -380,6 +382,8 @@ def join_job(
         prefix = f"join-{claim(parts.store, rank)}"
         entrance = _JobEntrance(environment, parts, clock, timeout_s)
         if environment.elastic == "founder":
+            assert parts.launcher is not None
+            parts.launcher.ready(epoch.epoch, -1)
             epoch, joined = entrance.join_epoch(epoch.epoch, -1)
         elif environment.elastic:  # alone until the others take it in
             joined = entrance.join(f"alone-{rank}", 0, 1)
@@ -424,13 +428,18 @@ class _JobEntrance(NamedTuple):
     def join_epoch(
         self, epoch: int, num_steps: int, limit_s: float | None = None
     ) -> tuple[NewEpoch, JoinedRank]:
-        """Join the epoch after `epoch`, or after one of which a member died on its way."""
-        assert self.parts.launcher is not None
+        """Join the epoch after `epoch`, or after one of which a member died on its way.
+
+        The launcher has been told that this process is ready.
+        """
+        launcher = self.parts.launcher
+        assert launcher is not None
         while True:
-            new = self.parts.launcher.ready(epoch, num_steps, self.clock, limit_s)
+            new = launcher.wait(epoch, self.clock, limit_s)
             rank, epoch = new.members.index(self.environment.rank), new.epoch
             with contextlib.suppress(PeerLostError):
                 return new, self.join(f"epoch-{epoch}", rank, len(new.members))
+            launcher.ready(epoch, num_steps)
 
 
 def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
