@@ -32,7 +32,7 @@ from braid.parallel.gradients import FlatBuffer, ParamRecord
 from braid.parallel.gradients.hashing import checksum
 from braid.runtime.transport import adoptable
 
-__all__ = ["GradientSums", "num_rounds", "shard_of"]
+__all__ = ["GradientSums", "memory_for", "num_rounds", "shard_of"]
 
 BUCKET_BYTES = 25 << 20
 NEUTRAL = -0.0  # x + -0.0 has the bits of x, also for x = -0.0
@@ -64,7 +64,8 @@ class GradientSums:
         group: Ranks that train together.
         records: Parameters of the model, the same on all ranks.
         num_shards: Number of micro-batches of a step.
-        buffers: Memory of the sums of an earlier group, to be used again; filled if empty.
+        buffers: Result of `memory_for`, which several groups may use one after the other; new
+            memory when None.
     """
 
     def __init__(
@@ -76,15 +77,13 @@ class GradientSums:
     ) -> None:
         self._group = group
         self._num_shards = num_shards
-        self._records = [record for record in records if record.spec.requires_grad]
-        parts = _parts(self._records)
-        buffers = [] if buffers is None else buffers
-        buffers += [_buffer([record.param for record in part]) for part in parts[len(buffers) :]]
+        buffers = memory_for(records) if buffers is None else buffers
         for buffer in buffers:
             if buffer.tensor.device.type == "cpu":
                 group.adopt(buffer.tensor)
         self._views = [view for buffer in buffers for view in buffer.views]
-        self._records = [record for part in parts for record in part]
+        trained = [record for record in records if record.spec.requires_grad]
+        self._records = [record for part in _parts(trained) for record in part]
         self._requests = [group.persistent("all_reduce", b.tensor) for b in buffers]
         self._loss = torch.zeros(1, dtype=torch.float64)
         self._loss_request = group.persistent("all_reduce", self._loss)
@@ -167,6 +166,12 @@ class GradientSums:
         """Leave the parameters without gradients."""
         for record in self._records:
             record.param.grad = None
+
+
+def memory_for(records: Sequence[ParamRecord]) -> list[FlatBuffer]:
+    """Allocate memory for the sums of the gradients of parameters."""
+    parts = _parts([record for record in records if record.spec.requires_grad])
+    return [_buffer([record.param for record in part]) for part in parts]
 
 
 def _buffer(params: Sequence[torch.Tensor]) -> FlatBuffer:

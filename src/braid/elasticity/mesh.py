@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from braid.checkpoint import restore_training, to_plain, training_numbers
 from braid.comm import Group
 from braid.elasticity.evaluation import evaluation_of
+from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.members import JobMembers
 from braid.elasticity.parts import (
     LostStateError,
@@ -216,7 +217,7 @@ class MeshReplica:
         self.state = state
         self.group = self.model.groups["dp"]
         self.records = self.model.whole_records()
-        self.memory = []  # of other parameters than before
+        self.memory = memory_for(self.records)
         self.needs_all = shard == WHOLE_PARAMETERS
         params = self.model.named_pieces()
         trained = set(params.values())

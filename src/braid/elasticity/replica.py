@@ -7,6 +7,7 @@ from math import nan
 from typing import Any, Protocol
 
 from braid.comm import Group
+from braid.elasticity.gradient_sums import memory_for
 from braid.elasticity.saving import TrainingCheckpoints
 from braid.elasticity.state_transfer import TrainingState, transfer
 from braid.parallel.gradients import FlatBuffer, ParamRecord, ParamTable
@@ -21,7 +22,7 @@ class Replica(Protocol):
         state: Objects that make up the state.
         group: Members that have the same parameters, and take micro-batches in turn.
         records: Parameters with gradients of this member's micro-batches.
-        memory: Memory of the sums of gradients, for several epochs; filled where it is used.
+        memory: Memory of the sums of gradients, for all epochs with these parameters.
         needs_all: Whether all of the group take part in each micro-batch, also those without one.
     """
 
@@ -94,7 +95,7 @@ class WholeModel:
     def __init__(self, state: TrainingState) -> None:
         self.state = state
         self.records: Sequence[ParamRecord] = ParamTable.of(state.model).records
-        self.memory: list[FlatBuffer] = []
+        self.memory = memory_for(self.records)
 
     def enter(
         self,
