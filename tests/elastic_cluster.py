@@ -217,6 +217,8 @@ class ThreadMembers:
         self.visit("join")
         return list(cluster.begun[self._epoch].num_steps)
 
+    def finished_step(self, num_steps: int) -> None: ...
+
     def leave(self, num_steps: int, reason: str) -> NoReturn:  # noqa: ARG002 - the others know
         cluster = self.cluster
         with cluster.changed:

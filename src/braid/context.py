@@ -23,7 +23,7 @@ from braid.runtime.metrics import RunMetrics
 from braid.runtime.rendezvous import JobEnvironment, NewEpoch
 from braid.runtime.rendezvous.membership import Membership, join_job
 
-__all__ = ["init", "log", "membership", "mesh", "next_epoch", "shutdown", "world"]
+__all__ = ["init", "log", "log_step", "membership", "mesh", "next_epoch", "shutdown", "world"]
 
 LOG = logging.getLogger(__name__)
 
@@ -195,6 +195,15 @@ def log(*, step: int | None = None, **values: Any) -> None:
         msg = "braid.log before braid.init(): call braid.init() once at the start"
         raise StaleError(msg)
     _DEFAULT.metrics.log(step, values)
+
+
+def log_step(step: int, **values: float) -> None:
+    """Log that this rank has finished a step, for readers of a run that goes on.
+
+    Nothing happens without braid's launcher. The step that `log` takes by itself does not change.
+    """
+    if _DEFAULT.metrics is not None:
+        _DEFAULT.metrics.log_step(step, values)
 
 
 def shutdown() -> None:

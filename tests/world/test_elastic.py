@@ -238,6 +238,8 @@ class FixedMembers:
     def next_epoch(self, num_steps: int) -> list[int]:
         raise AssertionError(num_steps)
 
+    def finished_step(self, num_steps: int) -> None: ...
+
     def leave(self, num_steps: int, reason: str) -> None:
         raise AssertionError(num_steps, reason)
 

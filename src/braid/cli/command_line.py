@@ -39,7 +39,7 @@ from braid.cli.commands.schedule import (
     schedule_show,
     schedule_simulate,
 )
-from braid.cli.commands.torchrun_options import OWN_FLAGS, translated
+from braid.cli.commands.torchrun_options import separate_command, translated
 from braid.errors import ConfigError
 from braid.runtime.last_words import drop_unwritten, ending_well, print_error
 from braid.runtime.option_types import Command, Directory, Module, Number, NumRanks, shown_as
@@ -71,11 +71,15 @@ def _answer(given: list[str]) -> int:
     def run() -> int:
         if given[:1] == ["run"]:
             given[1:] = separate_command(translated(given[1:]))
+        elif given[:1] == ["chaos"]:
+            given[1:] = separate_command(given[1:])
         elif given[:2] in (["slurm", "script"], ["k8s", "manifest"]):
             given[2:] = separate_command(joined(given[2:], "--options"))
         return _dispatch(given)
 
-    return answer(run, "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done")
+    return answer(
+        run, "started" if given[:1] in (["run"], ["train"], ["demo"], ["chaos"]) else "done"
+    )
 
 
 def answer(command: Callable[[], int], what: str = "done") -> int:
@@ -145,19 +149,6 @@ def joined(arguments: Sequence[str], option: str) -> list[str]:
         index = words.index(option)
         words[index : index + 2] = [f"{option}={words[index + 1]}"]
     return words
-
-
-def separate_command(arguments: Sequence[str]) -> list[str]:
-    """Put `--` before the script: everything after it belongs to the script."""
-    index = 0
-    while index < len(arguments):
-        argument = arguments[index]
-        if argument == "--":
-            return list(arguments)
-        if not argument.startswith("-"):
-            return [*arguments[:index], "--", *arguments[index:]]
-        index += 1 if argument in OWN_FLAGS or "=" in argument else 2
-    return list(arguments)
 
 
 def run(
@@ -389,6 +380,16 @@ COMMANDS: Mapping[str, Callable[..., int] | Lazy] = {
     "train": Lazy("commands.train", "train", "Train a GPT on bytes, on N ranks of this host."),
     "demo": demo,
     "report": report,
+    "status": Lazy(
+        "commands.status",
+        "status",
+        "Show the ranks of a run while it goes on: states, members, steps, faults.",
+    ),
+    "chaos": Lazy(
+        "commands.chaos",
+        "chaos",
+        "Strike the ranks of a run with faults, and write a page on how the run survived.",
+    ),
     "doctor": doctor,
     "checkpoint ls": checkpoint_ls,
     "checkpoint verify": checkpoint_verify,

@@ -48,6 +48,10 @@ class Members(Protocol):
         """Whether members have been asked to call `next_epoch` after their step."""
         ...
 
+    def finished_step(self, num_steps: int) -> None:
+        """Report that this process has finished a step, for `braid status` and `braid chaos`."""
+        ...
+
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """End this process, so that the others go on in the next epoch without it.
 
@@ -118,6 +122,10 @@ class JobMembers:
     def pauses(self) -> bool:
         """See `Members`."""
         return context.membership().pauses
+
+    def finished_step(self, num_steps: int) -> None:
+        """See `Members`."""
+        context.log_step(num_steps, members=self.group.size)
 
     def leave(self, num_steps: int, reason: str) -> NoReturn:
         """See `Members`."""

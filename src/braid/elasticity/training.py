@@ -381,6 +381,7 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
         self.num_steps += 1
         self._round = 0
         self._checks.end()
+        self._members.finished_step(self.num_steps)
 
     def _join_next_epoch(self, num_steps: int) -> None:
         """Go on with the members of the next epoch, from the state that has seen most steps."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +11,7 @@ from rich.console import Console
 from braid.errors import CheckpointError, ConfigError
 from braid.launch import RESUME, JobSpec, Outcome, Supervisor
 from braid.launch.process.job import ElasticLimits
+from braid.launch.supervise.run_record import new_log_dir
 from braid.train.config import TrainConfig, checkpoints_in
 from braid.train.corpus import from_files
 from braid.train.progress import TrainConsole
@@ -120,11 +119,7 @@ def choose_log_dir(resume: str, prefix: str = "") -> str:
     """
     if resume == "auto" and (last := last_run(Path("runs"))):
         return last
-    today = datetime.now().astimezone().date().isoformat()
-    while True:
-        name = f"./runs/{prefix}{today}_{secrets.token_hex(2)[:3]}"
-        if not Path(name).exists():
-            return name
+    return new_log_dir(prefix)
 
 
 def last_run(runs: Path) -> str:

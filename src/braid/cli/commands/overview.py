@@ -11,7 +11,7 @@ WIDTH = 80
 # title -> first words of its commands
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "train": ("run", "train", "demo", "slurm", "k8s"),
-    "understand": ("report", "doctor", "prove", "checkpoint"),
+    "understand": ("status", "report", "chaos", "doctor", "prove", "checkpoint"),
     "plan": ("profile", "plan", "probe", "schedule", "convert"),
     "measure": ("bench",),
 }

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from braid.errors import ConfigError
 
-__all__ = ["translated"]
+__all__ = ["separate_command", "translated"]
 
 RENAMED: Mapping[str, str] = {"--nproc-per-node": "--num-ranks", "-np": "--num-ranks"}
 TORCHRUNS_PORT = 29400  # of a meeting place that names none
@@ -44,6 +44,19 @@ OWN = (
     "--on-worker-loss", "--on", "--engine-options", "--role", "--expendable-role", "--min-ranks",
     "--max-ranks", "--restarts",
 )  # fmt: skip
+
+
+def separate_command(arguments: Sequence[str]) -> list[str]:
+    """Put `--` before the script: everything after it belongs to the script."""
+    index = 0
+    while index < len(arguments):
+        argument = arguments[index]
+        if argument == "--":
+            return list(arguments)
+        if not argument.startswith("-"):
+            return [*arguments[:index], "--", *arguments[index:]]
+        index += 1 if argument in OWN_FLAGS or "=" in argument else 2
+    return list(arguments)
 
 
 def translated(arguments: Sequence[str]) -> list[str]:

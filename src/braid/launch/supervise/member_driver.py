@@ -46,6 +46,10 @@ class ElasticRun(Protocol):
         """Show a text to the user."""
         ...
 
+    def note(self, kind: str, **values: object) -> None:
+        """Append an event to the launcher's log of the run."""
+        ...
+
     def start_another(self) -> None:
         """Start one more rank."""
         ...
@@ -130,6 +134,7 @@ class MemberDriver:
             process.send(Stop(ENDING))
         elif message.leaves:
             self._run.notice(f"{process.name} {message.leaves}, and leaves the run")
+            self._run.note("left", rank=process.rank, text=message.leaves)
             self._free_place(process.rank)
             self._execute(self.state.lost(process.rank))
             if not self.state.members and not self.state.is_over:
@@ -148,9 +153,10 @@ class MemberDriver:
         ranks = self._run.ranks
         for order in orders:
             if isinstance(order, Begin):
+                step = max(0, *order.num_steps)
+                self._run.note("epoch", epoch=order.epoch, members=order.members, num_steps=step)
                 if order.epoch:
                     members = ", ".join(map(str, order.members))
-                    step = max(0, *order.num_steps)
                     text = f"epoch {order.epoch}: ranks {members} go on at step {step}"
                     self._run.notice(text)
                 for rank in order.members:

@@ -123,6 +123,11 @@ class MembershipState:
         return self._has_finished and not self.members
 
     @property
+    def restarts_left(self) -> int:
+        """Number of processes that may still be started for lost ones."""
+        return self._restarts_left
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Members for which others wait: these are ready for the next epoch."""
         if not self._ready.keys() & set(self.members):

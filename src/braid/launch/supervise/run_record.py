@@ -17,7 +17,7 @@ from braid.errors import ConfigError
 from braid.launch.process.job import JobSpec
 from braid.runtime.diagnose.run_record import RunRecord
 
-__all__ = ["git_commit", "make_log_dir", "package_versions", "write_record"]
+__all__ = ["git_commit", "make_log_dir", "new_log_dir", "package_versions", "write_record"]
 
 GIT_LIMIT_S = 2.0
 # files of one run beside run.json; what belongs to a training over several runs is not among them
@@ -30,6 +30,7 @@ OF_RUN = (
     "report.html",
     "compare.html",
     "trace.json*",
+    "chaos.*",
 )
 PACKAGES = (
     "torch",
@@ -48,11 +49,8 @@ def make_log_dir(job: JobSpec) -> str:
     Raises:
         ConfigError: The directory cannot be created.
     """
-    today = datetime.now().astimezone().date()
-    name = job.log_dir or f"./runs/{today.isoformat()}_{secrets.token_hex(2)[:3]}"
+    name = job.log_dir or new_log_dir()
     try:
-        while not job.log_dir and Path(name).exists():
-            name = f"./runs/{today.isoformat()}_{secrets.token_hex(2)[:3]}"
         Path(name).mkdir(parents=True, exist_ok=True)
         _set_aside(Path(name))
         (Path(name) / "run.json").write_bytes(b"")
@@ -60,6 +58,15 @@ def make_log_dir(job: JobSpec) -> str:
         msg = f"cannot write logs to {name}: {exc.strerror}; choose another --log-dir"
         raise ConfigError(msg) from exc
     return name
+
+
+def new_log_dir(prefix: str = "") -> str:
+    """Return a name for the directory of a run below ./runs that does not exist yet."""
+    today = datetime.now().astimezone().date()
+    while True:
+        name = f"./runs/{prefix}{today.isoformat()}_{secrets.token_hex(2)[:3]}"
+        if not Path(name).exists():
+            return name
 
 
 def _set_aside(log_dir: Path) -> None:

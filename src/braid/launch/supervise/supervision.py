@@ -23,6 +23,7 @@ from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.process.traceback_filter import SharedTracebacks
 from braid.launch.supervise.backend import RankBackend, RankSpec
+from braid.launch.supervise.event_log import EventLog
 from braid.launch.supervise.hang_monitor import HangMonitor
 from braid.launch.supervise.member_driver import MemberDriver
 from braid.launch.supervise.rank import Rank
@@ -40,6 +41,7 @@ from braid.launch.supervise.supervisor_state import (
     Exited,
     Instruction,
     Interrupted,
+    RankFacts,
     ReportedFailure,
     RunPhase,
     SendSignal,
@@ -193,6 +195,7 @@ class _Run(AbstractContextManager["_Run"]):
             self._store = stack.enter_context(StoreServer(clock=clock))
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._metrics = stack.enter_context(MetricsFiles(Path(self._log_dir)))
+            self._events = stack.enter_context(EventLog(Path(self._log_dir)))
             stack.callback(self._end_ranks)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
@@ -301,6 +304,15 @@ class _Run(AbstractContextManager["_Run"]):
                 "ranks, or raise the limits of files and processes (ulimit -n, ulimit -u)"
             )
             raise ConfigError(msg) from exc
+        process = self.ranks[rank]
+        restarts_left = self._members.state.restarts_left if self._members is not None else -1
+        self.note(
+            "started",
+            rank=rank,
+            pid=process.pid,
+            host=process.host,
+            restarts_left=restarts_left,
+        )
         self._handle(Started(rank))
         if self._members is not None:
             self._members.started(rank)
@@ -361,8 +373,11 @@ class _Run(AbstractContextManager["_Run"]):
 
     def _on_change(self, process: Rank, change: Change) -> None:
         if change.kind == "stopped":
+            text = f"was stopped by {signal_name(change.status)}"
+            self.note("stopped", rank=process.rank, text=text)
             self._handle(Stopped(process.rank, change.status))
         elif change.kind == "continued":
+            self.note("continued", rank=process.rank)
             self._handle(Continued(process.rank))
         else:
             self._on_clients()  # the rank may have connected and died since the last poll
@@ -374,6 +389,7 @@ class _Run(AbstractContextManager["_Run"]):
                 change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
+            self.note(_kind_of_end(end, facts), rank=process.rank, text=clause(end))
             if facts.survived:
                 process.end = replace(end, survived=True)
             else:
@@ -500,6 +516,10 @@ class _Run(AbstractContextManager["_Run"]):
         """Show a text to the user."""
         self._console.notice(text)
 
+    def note(self, kind: str, **values: object) -> None:
+        """Append an event to the launcher's log of the run."""
+        self._keep(partial(self._events.append, kind, **values))
+
     def start_another(self) -> None:
         """Start one more rank."""
         self._state.start_another()
@@ -542,11 +562,21 @@ class _Run(AbstractContextManager["_Run"]):
             if text not in self._unwritten:
                 self._unwritten.add(text)
                 self._console.notice(text)
+                self.note("notice", text=text)
 
     def _end_ranks(self) -> None:
         """Kill all ranks that still live, and release their resources."""
         for process in self.ranks.values():
             process.close()
+
+
+def _kind_of_end(end: RankEnd, facts: RankFacts) -> str:
+    """Return the kind of the event in the launcher's log."""
+    if end.exit_code == 0:
+        return "finished"
+    if facts.survived:
+        return "lost"
+    return "failed" if end.ending in {Ending.CAUSE, Ending.DOUBTFUL} else "ended"
 
 
 def _limits(job: JobSpec) -> TimeLimits:

@@ -110,6 +110,18 @@ class RunMetrics:
             msg = f"cannot write numbers to {exc.filename}: {exc.strerror}"
             raise ConfigError(msg) from exc
 
+    def log_step(self, step: int, values: Mapping[str, float]) -> None:
+        """Log that a step is finished, in the same row, if there is a launcher.
+
+        Cost: some 10 microseconds.
+        """
+        if self._control is None:
+            return
+        time_s = round((self._clock.now_ns() - self._begin_ns) / 1e9, 6)
+        self._events.instant("log", seq=step)
+        measured = {"time_s": time_s, "unix_s": round(time.time(), 3)}
+        self._control.send(Logged({"step": step, **measured, **values}))
+
     def close(self) -> None:
         """Close the files. Idempotent."""
         if self._files is not None:

@@ -1,0 +1,51 @@
+"""`braid chaos`: a run under faults."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from braid.cli.commands.torchrun_options import separate_command, translated
+from braid.errors import ConfigError
+from braid.launch.chaos.driver import ChaosOptions
+from braid.runtime.option_types import shown_as
+
+__all__ = ["chaos"]
+
+
+def chaos(
+    command: Annotated[
+        tuple[str, ...], tyro.conf.Positional, shown_as("run [OPTIONS ...] SCRIPT [ARGS ...]")
+    ] = (),
+    *,
+    options: Annotated[ChaosOptions, tyro.conf.arg(name="")] = ChaosOptions(),  # noqa: B008 - frozen
+) -> int:
+    """Strike the ranks of a run with faults, and write a page on how the run survived.
+
+    The run is one of braid.elastic, with --min-ranks. Exit code 1 means that the run failed, lost
+    finished steps, or named a wrong cause or none.
+
+    Args:
+        command: Command line of the run, as after braid.
+        options: Faults.
+    """
+    from rich.console import Console
+
+    from braid.launch.chaos.driver import run_chaos
+    from braid.launch.chaos.page import print_chaos, write_chaos_page
+
+    if command[:1] != ("run",):
+        msg = (
+            f"braid chaos strikes a run of braid, got {command[0] if command else 'nothing'}: "
+            "braid chaos run -n 3 --min-ranks 2 train.py"
+        )
+        raise ConfigError(msg)
+    ended = run_chaos(options, separate_command(translated(command[1:])))
+    try:
+        page = write_chaos_page(ended)
+    except OSError as exc:
+        msg = f"cannot write the page to {ended.run.path}: {exc.strerror}; free some space"
+        raise ConfigError(msg) from exc
+    print_chaos(ended, Console(), page)
+    return 1 if ended.problems else 0

@@ -1,0 +1,1 @@
+"""Strikes a run with faults by a seeded plan, and accounts for what came of it."""

@@ -1,0 +1,331 @@
+"""Computes the figures of a run under faults from its log: causes, recoveries, goodput, lost steps.
+
+*Goodput* is the number of finished steps, divided by the number of steps that the surviving ranks
+could have finished: in each moment, the rate of an undisturbed run with as many ranks as trained
+or could have trained then. Ranks that were killed no longer count from the moment of the fault;
+stopped and slow ranks count. So goodput loses what recoveries, meetings of the members, transfers
+of state and waits cost. It does not lose the work of ranks that are gone.
+
+The undisturbed rate of m ranks is that of this run itself: steps per second with m ranks while no
+fault lasted and no process was starting, or else of all steps with m ranks.
+
+A *recovery* lasts from a fault to the end of the next step: of an epoch without the rank, if it is
+gone, or of the rank itself, if it was stopped. A step is *lost* if some rank had finished it, and
+the run went on from an earlier state.
+
+A cause is *right* if the launcher's log names the rank with what has been done to it, *unknown* if
+it does not name the rank, and *wrong* if it names something else. A rank that is named without any
+fault is wrong, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from braid.runtime.diagnose.run_events import RunEvent
+
+__all__ = ["ChaosAccount", "FaultAccount", "Strike", "account_of"]
+
+Judgement: TypeAlias = Literal["right", "wrong", "unknown"]
+DEATHS = frozenset({"lost", "failed"})
+FATAL = frozenset({"kill", "two", "newcomer"})
+NOTICED_S = 1.0  # a stop may be noticed this long after its end
+# kind -> kind of the event that names it, and words in its text
+NAMED_BY: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "kill": (("lost", "SIGKILL"), ("failed", "SIGKILL")),
+    "two": (("lost", "SIGKILL"), ("failed", "SIGKILL")),
+    "newcomer": (("lost", "SIGKILL"), ("failed", "SIGKILL")),
+    "leave": (("left", "asked to end"), ("lost", "SIGTERM"), ("failed", "SIGTERM")),
+    "stop": (("stopped", "SIGSTOP"),),
+    "slow": (("stopped", "SIGSTOP"), ("left", "as long as its peers")),
+    "disk": (("notice", "cannot write to"),),
+}
+
+
+class Strike(msgspec.Struct, frozen=True):
+    """A fault as it has happened.
+
+    Attributes:
+        unix_s: Time, in seconds since 1970.
+        kind: Kind of the fault.
+        ranks: Ranks that were struck; empty for a fault of the host.
+        lasts_s: Seconds until the fault ends; 0 for a death.
+    """
+
+    unix_s: float
+    kind: str
+    ranks: tuple[int, ...]
+    lasts_s: float = 0.0
+
+
+class FaultAccount(msgspec.Struct, frozen=True):
+    """Consequences of a fault.
+
+    Attributes:
+        strike: The fault; its kind is `none` for a rank that the launcher has named without one.
+        cause: Cause that the launcher named, in its words.
+        judgement: Whether the cause is right.
+        recovery_s: Seconds to the end of the next step; NaN if no step followed.
+    """
+
+    strike: Strike
+    cause: str
+    judgement: Judgement
+    recovery_s: float
+
+
+class ChaosAccount(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a run under faults.
+
+    Attributes:
+        begin_s: Time of the first finished step, in seconds since 1970.
+        end_s: End of the account.
+        num_steps: Number of steps that were finished between both.
+        num_possible: Number of steps that the surviving ranks could have finished.
+        num_possible_by_all: Number of steps that the most ranks at a time could have finished.
+        num_lost_steps: Number of finished steps that were done again.
+        faults: Faults, in the order of their times.
+        rates: Undisturbed steps per second, by number of members.
+    """
+
+    begin_s: float
+    end_s: float
+    num_steps: int
+    num_possible: float
+    num_possible_by_all: float
+    num_lost_steps: int
+    faults: tuple[FaultAccount, ...]
+    rates: dict[int, float]
+
+    @property
+    def goodput(self) -> float:
+        """Finished steps, divided by those that the surviving ranks could have finished."""
+        return self.num_steps / self.num_possible if self.num_possible else math.nan
+
+    @property
+    def recoveries_s(self) -> tuple[float, ...]:
+        """Seconds of all recoveries that ended, the shortest first."""
+        known = (fault.recovery_s for fault in self.faults if fault.strike.kind != "none")
+        return tuple(sorted(seconds for seconds in known if math.isfinite(seconds)))
+
+    @property
+    def num_right(self) -> int:
+        """Number of faults that the launcher named rightly."""
+        return sum(fault.judgement == "right" for fault in self.faults)
+
+
+class _Stretch(NamedTuple):
+    """Time during which the number of ranks that can train does not change."""
+
+    begin_s: float
+    end_s: float
+    num_ranks: int
+
+
+def account_of(
+    strikes: Sequence[Strike],
+    events: Sequence[RunEvent],
+    finished: Iterable[tuple[int, int, float]],
+    end_s: float,
+) -> ChaosAccount:
+    """Return the figures of a run.
+
+    Args:
+        strikes: Faults, in the order of their times.
+        events: Launcher's log of the run.
+        finished: Rank, number and time of each finished step.
+        end_s: Time at which the run was ended; later events do not count.
+    """
+    events = [event for event in events if event.unix_s <= end_s]
+    rows = sorted((t, rank, step) for rank, step, t in finished if t <= end_s)
+    faults = [_fault(strike, events, rows) for strike in strikes]
+    faults += _unexplained(strikes, events)
+    faults.sort(key=lambda fault: fault.strike.unix_s)
+    ends = _step_ends(rows)
+    if not ends:
+        return ChaosAccount(
+            begin_s=end_s, end_s=end_s, num_steps=0, num_possible=0.0, num_possible_by_all=0.0,
+            num_lost_steps=0, faults=tuple(faults), rates={},
+        )  # fmt: skip
+    begin_s = ends[0][1]
+    pieces = list(_pieces(strikes, events, begin_s, end_s))
+    rates = _rates(ends, pieces, _disturbed(faults, events, end_s))
+    possible = sum((p.end_s - p.begin_s) * _rate(rates, p.num_ranks) for p in pieces)
+    most = max((piece.num_ranks for piece in pieces), default=0)
+    return ChaosAccount(
+        begin_s=begin_s,
+        end_s=end_s,
+        num_steps=ends[-1][0] - ends[0][0],
+        num_possible=possible,
+        num_possible_by_all=(end_s - begin_s) * _rate(rates, most),
+        num_lost_steps=_num_lost(events, ends),
+        faults=tuple(faults),
+        rates=rates,
+    )
+
+
+def _fault(
+    strike: Strike, events: Sequence[RunEvent], rows: Sequence[tuple[float, int, int]]
+) -> FaultAccount:
+    causes, judgement = _judged(strike, events)
+    return FaultAccount(strike, "; ".join(causes), judgement, _recovery_s(strike, events, rows))
+
+
+def _judged(strike: Strike, events: Sequence[RunEvent]) -> tuple[list[str], Judgement]:
+    """Return the causes that the launcher named for a fault, and whether they are right."""
+    last_s = math.inf if strike.kind in FATAL | {"leave"} else strike.lasts_s + NOTICED_S
+    causes: list[str] = []
+    judgements: list[Judgement] = []
+    for rank in strike.ranks or (-1,):
+        named = [
+            event
+            for event in events
+            if event.rank == rank
+            and event.kind in DEATHS | {"left", "stopped", "notice"}
+            and 0 <= event.unix_s - strike.unix_s <= last_s
+        ]
+        right = [
+            event
+            for event in named
+            if any(
+                event.kind == kind and words in event.text for kind, words in NAMED_BY[strike.kind]
+            )
+        ]
+        chosen = (right or named)[:1]
+        causes += [f"rank {rank} {e.text}" if rank >= 0 else e.text for e in chosen]
+        judgements.append("right" if right else "wrong" if named else "unknown")
+    worst: tuple[Judgement, ...] = ("wrong", "unknown")
+    return causes, next((word for word in worst if word in judgements), "right")
+
+
+def _unexplained(strikes: Sequence[Strike], events: Sequence[RunEvent]) -> Iterator[FaultAccount]:
+    """Yield ranks that the launcher has named, though no fault had struck them."""
+    for event in events:
+        struck = any(
+            event.rank in strike.ranks and strike.unix_s <= event.unix_s for strike in strikes
+        )
+        if event.kind in DEATHS | {"left"} and not struck:
+            strike = Strike(event.unix_s, "none", (event.rank,))
+            yield FaultAccount(strike, f"rank {event.rank} {event.text}", "wrong", math.nan)
+
+
+def _recovery_s(
+    strike: Strike, events: Sequence[RunEvent], rows: Sequence[tuple[float, int, int]]
+) -> float:
+    """Return the seconds from a fault to the end of the next step."""
+    after = [row for row in rows if row[0] > strike.unix_s]
+    if not strike.ranks:
+        return after[0][0] - strike.unix_s if after else math.nan
+    epochs_s = (
+        event.unix_s
+        for event in events
+        if event.kind == "epoch"
+        and event.unix_s > strike.unix_s
+        and not set(event.members) & set(strike.ranks)
+    )
+    epoch_s = next(epochs_s, math.inf)
+    if strike.kind == "newcomer":  # which was not missed
+        epoch_s = strike.unix_s
+    is_dead = strike.kind in FATAL
+    ends = [t for t, rank, _ in after if t > epoch_s or (not is_dead and rank in strike.ranks)]
+    return ends[0] - strike.unix_s if ends else math.nan
+
+
+def _step_ends(rows: Sequence[tuple[float, int, int]]) -> list[tuple[int, float]]:
+    """Return the number of each step, and the time at which the first rank finished it."""
+    ends: list[tuple[int, float]] = []
+    for t, _, step in rows:
+        if not ends or step > ends[-1][0]:
+            ends.append((step, t))
+    return ends
+
+
+def _pieces(
+    strikes: Sequence[Strike], events: Sequence[RunEvent], begin_s: float, end_s: float
+) -> Iterator[_Stretch]:
+    """Yield the times of equal numbers of ranks that train, or could train."""
+    changes: list[tuple[float, tuple[int, ...] | None, set[int]]] = [
+        (e.unix_s, e.members, set()) for e in events if e.kind == "epoch"
+    ]
+    gone = DEATHS | {"left", "finished"}
+    changes += [(e.unix_s, None, {e.rank}) for e in events if e.kind in gone]
+    changes += [(s.unix_s, None, set(s.ranks)) for s in strikes if s.kind in FATAL]
+    members: set[int] = set()
+    dead: set[int] = set()
+    at_s = begin_s
+    for change_s, epoch, lost in sorted(changes, key=lambda change: change[0]):
+        upto_s = min(max(change_s, begin_s), end_s)
+        if members and upto_s > at_s:
+            yield _Stretch(at_s, upto_s, len(members))
+        at_s = max(at_s, upto_s)
+        dead |= lost
+        members = (members if epoch is None else set(epoch)) - dead
+    if members and end_s > at_s:
+        yield _Stretch(at_s, end_s, len(members))
+
+
+def _disturbed(
+    faults: Sequence[FaultAccount], events: Sequence[RunEvent], end_s: float
+) -> list[tuple[float, float]]:
+    """Return the times during which a fault lasted, or a process was starting."""
+    times: list[tuple[float, float]] = []
+    for fault in faults:
+        lasts_s = fault.recovery_s if math.isfinite(fault.recovery_s) else 0.0
+        begin_s = fault.strike.unix_s
+        times.append((begin_s, begin_s + max(lasts_s, fault.strike.lasts_s)))
+    for event in events:
+        if event.kind == "started":
+            ends_s = (
+                other.unix_s
+                for other in events
+                if other.unix_s >= event.unix_s
+                and (
+                    (other.kind == "epoch" and event.rank in other.members)
+                    or (other.kind in DEATHS and other.rank == event.rank)
+                )
+            )
+            times.append((event.unix_s, next(ends_s, end_s)))
+    return times
+
+
+def _rates(
+    ends: Sequence[tuple[int, float]],
+    pieces: Sequence[_Stretch],
+    disturbed: Sequence[tuple[float, float]],
+) -> dict[int, float]:
+    """Return the undisturbed steps per second, by number of ranks."""
+    every: dict[int, tuple[int, float]] = {}  # steps and their seconds, by number of ranks
+    calm: dict[int, tuple[int, float]] = {}
+    for (step, begin_s), (next_step, end_s) in pairwise(ends):
+        inside = next((p for p in pieces if p.begin_s <= begin_s and end_s <= p.end_s), None)
+        if inside is None:
+            continue
+        is_calm = not any(begin_s < to_s and from_s < end_s for from_s, to_s in disturbed)
+        for sums in [every] + [calm] * is_calm:
+            num_steps, seconds = sums.get(inside.num_ranks, (0, 0.0))
+            sums[inside.num_ranks] = num_steps + next_step - step, seconds + end_s - begin_s
+    sums = {number: calm.get(number, every[number]) for number in sorted(every)}
+    return {number: steps / seconds for number, (steps, seconds) in sums.items() if seconds}
+
+
+def _rate(rates: Mapping[int, float], num_ranks: int) -> float:
+    """Return the rate of a number of ranks; that of the nearest number, scaled, if unknown."""
+    if not rates or not num_ranks:
+        return 0.0
+    nearest = min(rates, key=lambda number: (abs(number - num_ranks), number))
+    return rates[nearest] * num_ranks / nearest
+
+
+def _num_lost(events: Sequence[RunEvent], ends: Sequence[tuple[int, float]]) -> int:
+    """Return the number of finished steps after which epochs have gone on from an earlier one."""
+    lost = 0
+    for event in events:
+        if event.kind == "epoch" and event.epoch > 0:
+            before = [step for step, t in ends if t <= event.unix_s]
+            lost += max(0, before[-1] - event.num_steps) if before else 0
+    return lost

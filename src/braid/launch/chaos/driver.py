@@ -1,0 +1,333 @@
+"""Runs a job as `braid run` does, strikes its ranks by a plan, and accounts for what came of it.
+
+The run is a process of its own, without any change: its log names the ranks, and the kernel's
+signals strike them.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from braid.errors import BraidError, ConfigError, raise_all
+from braid.launch.chaos.account import ChaosAccount, Strike, account_of
+from braid.launch.chaos.plan import (
+    KINDS,
+    REFUSED,
+    Fault,
+    choose_ranks,
+    plan_faults,
+    signals_of,
+)
+from braid.launch.observe.live_run import LiveRun
+from braid.launch.observe.status import status_of
+from braid.launch.supervise.run_record import new_log_dir
+from braid.runtime.diagnose.run_events import RunEvent
+
+__all__ = ["ChaosOptions", "ChaosRun", "run_chaos"]
+
+DEFAULT_KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two")
+POLL_S = 0.02
+MOST_TO_FILL_BYTES = 1 << 30
+INTERRUPTED = 128 + signal.SIGTERM
+FILLER = "chaos.filler"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChaosOptions:
+    """Faults that strike a run.
+
+    Attributes:
+        every_s: Mean seconds between two faults.
+        minutes: Minutes after the first step at which the run is ended, unless it ends before.
+        seed: Seed of the plan.
+        kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two, disk.
+    """
+
+    every_s: float = 30.0
+    minutes: float = 10.0
+    seed: int = 0
+    kinds: str = ",".join(DEFAULT_KINDS)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"--{name} must be more than 0, got {value:g}"
+            for name, value in (("every-s", self.every_s), ("minutes", self.minutes))
+            if not value > 0
+        ]
+        for kind in self.names:
+            if kind in REFUSED:
+                problems.append(f"--kinds {kind} cannot be done: {REFUSED[kind]}")
+            elif kind not in KINDS:
+                problems.append(f"--kinds {kind} is unknown: choose from {', '.join(KINDS)}")
+        raise_all(problems)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kinds."""
+        return tuple(self.kinds.split(","))
+
+
+class ChaosRun(NamedTuple):
+    """A run under faults, after its end.
+
+    Attributes:
+        run: The run.
+        options: Options of the faults.
+        account: Figures.
+        exit_code: Exit code of the run.
+        was_ended: Whether the run was ended when its time was over.
+        unstruck: Planned faults that found no rank to strike.
+    """
+
+    run: LiveRun
+    options: ChaosOptions
+    account: ChaosAccount
+    exit_code: int
+    was_ended: bool
+    unstruck: tuple[Fault, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Reasons for which the run has not passed; empty if it has."""
+        problems = []
+        if self.exit_code != (INTERRUPTED if self.was_ended else 0):
+            problems.append(f"the run has failed with exit code {self.exit_code}")
+        for word in ("wrong", "unknown"):
+            count = sum(fault.judgement == word for fault in self.account.faults)
+            if count:
+                problems.append(f"{count} of the launcher's causes are {word}")
+        if self.account.num_lost_steps:
+            problems.append(f"{self.account.num_lost_steps} finished steps were lost")
+        return tuple(problems)
+
+
+class _Due(NamedTuple):
+    """Something to do at a time: a signal to a rank, or the end of a full disk (signal 0)."""
+
+    unix_s: float
+    rank: int
+    signum: int
+
+
+def run_chaos(options: ChaosOptions, arguments: Sequence[str]) -> ChaosRun:
+    """Run a job under faults.
+
+    Args:
+        options: The faults.
+        arguments: Arguments of `braid run`: options, `--`, the script and its arguments.
+
+    Raises:
+        ConfigError: The arguments are not those of a run that faults can strike.
+    """
+    words, path = _run_words(options, arguments)
+    with _started([sys.executable, "-m", "braid", "run", *words]) as process:
+        strikes = _Strikes(options, process, path)
+        strikes.run_to_end()
+    return strikes.concluded()
+
+
+def _run_words(options: ChaosOptions, arguments: Sequence[str]) -> tuple[list[str], Path]:
+    """Return the words of the run, and its directory; refuse what faults cannot strike."""
+    index = arguments.index("--") if "--" in arguments else len(arguments)
+    words = list(arguments[:index])
+    if _value(words, "--min-ranks") is None:
+        msg = (
+            "the run would end with the first rank that dies: add --min-ranks, as in braid chaos "
+            "run -n 3 --min-ranks 2 train.py, where train.py trains with braid.elastic"
+        )
+        raise ConfigError(msg)
+    log_dir = _value(words, "--log-dir")
+    if log_dir is None:
+        log_dir = new_log_dir("chaos-")
+        words += ["--log-dir", log_dir]
+    if _value(words, "--restarts") is None:
+        words += ["--restarts", str(2 * round(60 * options.minutes / options.every_s) + 2)]
+    if "disk" in options.names:
+        _check_disk(Path(log_dir))
+    return [*words, *arguments[index:]], Path(log_dir)
+
+
+def _value(words: Sequence[str], name: str) -> str | None:
+    """Return the value of an option, written as `--name value` or `--name=value`."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        option, has_value, value = word.partition("=")
+        if option.replace("_", "-") == name:
+            return value if has_value else following
+    return None
+
+
+def _check_disk(log_dir: Path) -> None:
+    parent = next(path for path in (log_dir, *log_dir.absolute().parents) if path.exists())
+    free = shutil.disk_usage(parent).free
+    if free > MOST_TO_FILL_BYTES:
+        msg = (
+            f"--kinds disk would fill {free >> 30} GiB at {parent}: give a --log-dir on a file "
+            "system of at most 1 GiB, such as mount -t tmpfs -o size=64m tmpfs DIR"
+        )
+        raise ConfigError(msg)
+
+
+@contextmanager
+def _started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the launcher; it is ended if an exception, such as Ctrl-C, ends the block."""
+    process = subprocess.Popen(command)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            with suppress(KeyboardInterrupt):  # Ctrl-C has reached the launcher, too
+                process.terminate()
+                process.wait()
+
+
+class _Strikes:
+    """The faults of one run.
+
+    Args:
+        options: Options of the faults.
+        process: The launcher.
+        path: Directory of the run.
+    """
+
+    def __init__(self, options: ChaosOptions, process: subprocess.Popen[bytes], path: Path) -> None:
+        self._options = options
+        self._process = process
+        self._path = path
+        self._run: LiveRun | None = None
+        self._begin_s = 0.0  # time of the first step
+        self._end_s = 0.0  # time at which the run was ended
+        self._waiting = list(
+            plan_faults(options.seed, options.names, options.every_s, 60 * options.minutes)
+        )
+        self._due: list[_Due] = []
+        self._strikes: list[Strike] = []
+        self._busy_until_s: dict[int, float] = {}  # rank -> end of its fault
+
+    def run_to_end(self) -> None:
+        """Strike until the run has ended."""
+        while self._process.poll() is None:
+            time.sleep(POLL_S)
+            if self._refreshed():
+                self._take_turn(time.time())
+
+    def concluded(self) -> ChaosRun:
+        """Return the run and its account.
+
+        Raises:
+            ConfigError: The run was not started.
+        """
+        if self._run is None or not self._run.events:
+            msg = f"the run has not started (exit {self._process.returncode}): see its message"
+            raise ConfigError(msg)
+        run = self._run
+        run.refresh()
+        finished = [
+            (rank, int(row["step"]), row["unix_s"])
+            for rank, rows in run.rows.items()
+            for row in rows
+            if "unix_s" in row
+        ]
+        last_s = max((t for _, _, t in finished), default=time.time())
+        account = account_of(self._strikes, run.events, finished, self._end_s or last_s)
+        was_ended = bool(self._end_s)
+        code = self._process.returncode
+        return ChaosRun(run, self._options, account, code, was_ended, tuple(self._waiting))
+
+    def _refreshed(self) -> bool:
+        """Read the run's directory; return whether its training has begun."""
+        try:
+            if self._run is None:
+                self._run = LiveRun(self._path)
+            self._run.refresh()
+        except BraidError:  # it has not been written yet
+            return False
+        if not self._begin_s and any(self._run.rows.values()):
+            self._begin_s = time.time()
+        return bool(self._begin_s)
+
+    def _take_turn(self, now_s: float) -> None:
+        while self._due and self._due[0].unix_s <= now_s:
+            self._execute(heapq.heappop(self._due))
+        if self._end_s:
+            return
+        if now_s >= self._begin_s + 60 * self._options.minutes:
+            self._end_s = now_s
+            for due in self._due:  # no rank stays stopped
+                if due.signum == signal.SIGCONT or not due.signum:
+                    self._execute(due)
+            self._due.clear()
+            self._process.terminate()
+            return
+        for fault in [f for f in self._waiting if f.at_s <= now_s - self._begin_s]:
+            if self._strike(fault, now_s):
+                self._waiting.remove(fault)
+
+    def _strike(self, fault: Fault, now_s: float) -> bool:
+        """Begin a fault; return whether there is something to strike."""
+        assert self._run is not None
+        if fault.kind == "disk":
+            self._fill()
+            self._strikes.append(Strike(now_s, fault.kind, (), fault.lasts_s))
+            heapq.heappush(self._due, _Due(now_s + fault.lasts_s, -1, 0))
+            return True
+        status = status_of(self._run)
+        free = [
+            rank
+            for rank in status.ranks.values()
+            if not rank.host and self._busy_until_s.get(rank.rank, 0.0) < now_s
+        ]
+        members = [rank.rank for rank in free if rank.state == "training"]
+        newcomers = [rank.rank for rank in free if rank.state in {"starting", "waiting"}]
+        ranks = choose_ranks(fault, members, newcomers)
+        if not ranks:
+            return False
+        signals = signals_of(fault, ranks)
+        lasts_s = max(sent.after_s for sent in signals)
+        is_newcomer = fault.kind == "newcomer"
+        at_s = now_s + lasts_s * is_newcomer
+        self._strikes.append(Strike(at_s, fault.kind, ranks, 0.0 if is_newcomer else lasts_s))
+        for sent in signals:
+            heapq.heappush(self._due, _Due(now_s + sent.after_s, sent.rank, sent.signum))
+            ends_s = float("inf") if lasts_s == 0 or is_newcomer else now_s + lasts_s
+            self._busy_until_s[sent.rank] = ends_s
+        while self._due and self._due[0].unix_s <= now_s:
+            self._execute(heapq.heappop(self._due))
+        return True
+
+    def _execute(self, due: _Due) -> None:
+        assert self._run is not None
+        if not due.signum:
+            (self._path / FILLER).unlink(missing_ok=True)
+            return
+        events = [event for event in self._run.events if event.rank == due.rank]
+        if not any(event.kind in {"lost", "failed", "finished"} for event in events):
+            with suppress(ProcessLookupError):
+                os.kill(_pid(events), due.signum)
+
+    def _fill(self) -> None:
+        """Fill the file system of the run's directory."""
+        with (self._path / FILLER).open("wb", buffering=0) as file:
+            size = 1 << 20
+            while size:
+                try:
+                    file.write(bytes(size))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    size //= 2
+
+
+def _pid(events: Sequence[RunEvent]) -> int:
+    return next(event.pid for event in events if event.kind == "started")

@@ -1,0 +1,121 @@
+"""Plans faults from a seed: when, of which kind, and which rank of those that can be struck.
+
+A kind is dealt once before any kind is dealt again, so a short plan has all of them. The ranks
+at the time of a fault are not known before; a plan has numbers that choose among them.
+
+    kill       SIGKILL to a member                          the others go on without it
+    two        SIGKILL to two members at once               the same
+    newcomer   SIGKILL to a process that is about to join   another process takes its place
+    leave      SIGTERM to a member: a notice of preemption  it leaves after its step
+    stop       SIGSTOP to a member, later SIGCONT           the others wait, or it is replaced
+    slow       SIGSTOP and SIGCONT in turns                 the same
+    disk       the run directory's file system is full      the run goes on without its logs
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
+from typing import NamedTuple
+
+__all__ = ["KINDS", "REFUSED", "Fault", "Signal", "choose_ranks", "plan_faults", "signals_of"]
+
+KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "disk")
+REFUSED: Mapping[str, str] = {
+    "partition": "braid chaos strikes ranks of this host, which share memory: no network is "
+    "between them",
+}
+SLOW_S = 0.5  # seconds for which a slow rank is stopped, and then goes on
+
+
+class Fault(NamedTuple):
+    """One planned fault.
+
+    Attributes:
+        at_s: Seconds after the first step of the run.
+        kind: One of `KINDS`.
+        draw: Number in [0, 1) that chooses the rank.
+        lasts_s: Seconds until a stopped rank goes on; delay of the strike for a newcomer.
+    """
+
+    at_s: float
+    kind: str
+    draw: float
+    lasts_s: float
+
+
+class Signal(NamedTuple):
+    """A signal to a rank, some seconds after the fault began."""
+
+    after_s: float
+    rank: int
+    signum: int
+
+
+def plan_faults(
+    seed: int, kinds: Sequence[str], every_s: float, duration_s: float
+) -> tuple[Fault, ...]:
+    """Return the faults of a run, in the order of their times.
+
+    Args:
+        seed: Seed of all choices.
+        kinds: Kinds to choose from.
+        every_s: Mean time between two faults.
+        duration_s: Time before which the last fault happens.
+
+    >>> [fault.kind for fault in plan_faults(0, ["kill", "stop"], 10.0, 45.0)]
+    ['stop', 'kill', 'stop', 'kill']
+    """
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    hand: list[str] = []
+    while True:
+        at_s = every_s * (len(faults) + rng.uniform(0.75, 1.25))
+        if at_s >= duration_s or not kinds:
+            return tuple(faults)
+        if not hand:
+            hand = rng.sample(kinds, len(kinds))
+        kind = hand.pop()
+        longest_s = min(2.0, every_s / 2) if kind == "newcomer" else every_s / 2
+        faults.append(Fault(at_s, kind, rng.random(), rng.uniform(0.1, 1.0) * longest_s))
+
+
+def choose_ranks(fault: Fault, members: Sequence[int], newcomers: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks that a fault strikes; empty if none can be struck now.
+
+    The last member is spared, since the state of the training would be lost with it.
+
+    Args:
+        fault: The fault.
+        members: Ranks that train and are not under another fault.
+        newcomers: Ranks that have started and do not train yet.
+
+    >>> choose_ranks(Fault(0.0, "two", 0.9, 0.0), (0, 2, 3), ())
+    (3, 0)
+    """
+    pool = sorted(newcomers if fault.kind == "newcomer" else members)
+    count = 2 if fault.kind == "two" else 1
+    spared = 0 if fault.kind in {"newcomer", "stop", "slow"} else 1
+    if len(pool) < count + spared:
+        return ()
+    first = int(fault.draw * len(pool))
+    return tuple(pool[(first + place) % len(pool)] for place in range(count))
+
+
+def signals_of(fault: Fault, ranks: Sequence[int]) -> tuple[Signal, ...]:
+    """Return the signals of a fault to the ranks that it strikes."""
+    if fault.kind in {"kill", "two"}:
+        return tuple(Signal(0.0, rank, SIGKILL) for rank in ranks)
+    (rank,) = ranks
+    if fault.kind == "newcomer":
+        return (Signal(fault.lasts_s, rank, SIGKILL),)
+    if fault.kind == "leave":
+        return (Signal(0.0, rank, SIGTERM),)
+    if fault.kind == "stop":
+        return (Signal(0.0, rank, SIGSTOP), Signal(fault.lasts_s, rank, SIGCONT))
+    signals: list[Signal] = []
+    for turn in range(max(1, round(fault.lasts_s / (2 * SLOW_S)))):
+        begin_s = 2 * SLOW_S * turn
+        signals += [Signal(begin_s, rank, SIGSTOP), Signal(begin_s + SLOW_S, rank, SIGCONT)]
+    return tuple(signals)

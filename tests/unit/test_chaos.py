@@ -1,0 +1,168 @@
+"""Claims of braid.launch.chaos: seeded plans, and figures from a log of events."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from signal import SIGCONT, SIGKILL, SIGSTOP
+
+import pytest
+
+from braid.cli import main
+from braid.errors import ConfigError
+from braid.launch.chaos.account import Strike, account_of
+from braid.launch.chaos.driver import ChaosOptions, run_chaos
+from braid.launch.chaos.page import members_picture
+from braid.launch.chaos.plan import KINDS, Fault, choose_ranks, plan_faults, signals_of
+from braid.runtime.diagnose.run_events import RunEvent
+
+KILLED = "was killed by signal 9 (SIGKILL)"
+
+
+def test_a_plan_depends_on_its_seed_only_and_deals_every_kind():
+    plan = plan_faults(3, KINDS, 10.0, 300.0)
+    assert plan == plan_faults(3, KINDS, 10.0, 300.0) != plan_faults(4, KINDS, 10.0, 300.0)
+    assert {fault.kind for fault in plan[: len(KINDS)]} == set(KINDS)
+    times = [fault.at_s for fault in plan]
+    assert times == sorted(times)
+    assert len(times) in {29, 30}
+    assert times[-1] < 300.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "members", "newcomers", "ranks"),
+    [
+        ("kill", (0, 1, 2), (3,), (1,)),
+        ("kill", (2,), (3, 4), ()),
+        ("two", (0, 1, 2), (), (1, 2)),
+        ("two", (0, 1), (), ()),
+        ("newcomer", (0, 1), (4,), (4,)),
+        ("newcomer", (0, 1), (), ()),
+        ("stop", (5,), (), (5,)),
+    ],
+)
+def test_a_fault_strikes_ranks_without_which_the_state_remains(kind, members, newcomers, ranks):
+    assert choose_ranks(Fault(0.0, kind, 0.5, 0.0), members, newcomers) == ranks
+
+
+def test_every_stop_is_followed_by_a_signal_to_go_on():
+    for kind in ("stop", "slow"):
+        signums = [sent.signum for sent in signals_of(Fault(0.0, kind, 0.0, 3.2), (1,))]
+        assert signums == [SIGSTOP, SIGCONT] * (3 if kind == "slow" else 1)
+    assert signals_of(Fault(0.0, "newcomer", 0.0, 1.5), (4,)) == ((1.5, 4, SIGKILL),)
+
+
+def _events(*more: RunEvent) -> list[RunEvent]:
+    started = [RunEvent(0.0, "started", rank, pid=10 + rank) for rank in range(3)]
+    first = RunEvent(9.0, "epoch", epoch=0, members=(0, 1, 2), num_steps=0)
+    return [*started, first, *more]
+
+
+def _steps(ranks: tuple[int, ...], first: int, *times: float) -> list[tuple[int, int, float]]:
+    return [(rank, first + n, t) for n, t in enumerate(times) for rank in ranks]
+
+
+def test_a_kill_is_named_and_its_recovery_ends_with_a_step_of_the_survivors():
+    events = _events(
+        RunEvent(13.6, "lost", 1, text=KILLED),
+        RunEvent(13.6, "started", 3, pid=20),
+        RunEvent(13.7, "epoch", epoch=1, members=(0, 2), num_steps=4),
+        RunEvent(18.0, "epoch", epoch=2, members=(0, 2, 3), num_steps=7),
+    )
+    steps = _steps((0, 1, 2), 1, 10.0, 11.0, 12.0, 13.0)
+    steps += _steps((0, 2), 5, 15.0, 16.5, 18.0) + _steps((0, 2, 3), 8, 19.0, 20.0)
+    account = account_of([Strike(13.5, "kill", (1,))], events, steps, 20.0)
+    (fault,) = account.faults
+    assert (fault.cause, fault.judgement, fault.recovery_s) == (f"rank 1 {KILLED}", "right", 1.5)
+    assert account.num_steps == 8
+    assert account.num_lost_steps == 0
+    assert account.rates == {2: pytest.approx(1 / 1.5), 3: pytest.approx(1.0)}
+    # 3.5 s with three ranks, 4.5 s with the survivors, 2 s with three ranks
+    assert account.num_possible == pytest.approx(3.5 + 4.5 / 1.5 + 2.0)
+    assert account.goodput == pytest.approx(8 / 8.5)
+    assert account.num_possible_by_all == pytest.approx(10.0)
+
+
+def test_a_run_without_faults_has_a_goodput_of_one():
+    steps = _steps((0, 1, 2), 1, 10.0, 10.1, 11.5, 11.5, 12.0)
+    assert account_of([], _events(), steps, 12.0).goodput == pytest.approx(1.0)
+
+
+def test_a_step_from_which_the_run_does_not_go_on_is_lost():
+    events = _events(
+        RunEvent(12.1, "lost", 1, text=KILLED),
+        RunEvent(12.2, "epoch", epoch=1, members=(0, 2), num_steps=2),
+    )
+    steps = [*_steps((0, 1, 2), 1, 10.0, 11.0), (1, 3, 12.0), *_steps((0, 2), 3, 13.0)]
+    account = account_of([Strike(12.05, "kill", (1,))], events, steps, 13.0)
+    assert (account.num_lost_steps, account.num_steps) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("strike", "event", "judgement"),
+    [
+        (Strike(11.0, "kill", (1,)), None, "unknown"),
+        (Strike(11.0, "kill", (1,)), RunEvent(11.1, "lost", 1, text="exited with code 1"), "wrong"),
+        (Strike(11.0, "leave", (1,)), RunEvent(12.0, "left", 1, text="was asked to end"), "right"),
+        (Strike(11.0, "stop", (1,), 2.0), RunEvent(11.1, "stopped", 1, text="SIGSTOP"), "right"),
+        (Strike(11.0, "stop", (1,), 2.0), RunEvent(15.0, "stopped", 1, text="SIGSTOP"), "unknown"),
+        (Strike(11.0, "disk", (), 2.0), RunEvent(11.1, "notice", text="cannot write to x"), "right"),
+    ],
+)  # fmt: skip
+def test_causes_are_judged_by_the_log_of_the_launcher(strike, event, judgement):
+    events = _events(*[event] * (event is not None))
+    account = account_of([strike], events, _steps((0, 1, 2), 1, 10.0, 16.0), 20.0)
+    assert [fault.judgement for fault in account.faults] == [judgement]
+    assert account.num_right == (judgement == "right")
+
+
+def test_a_rank_that_is_named_without_a_fault_is_wrong():
+    events = _events(RunEvent(11.0, "lost", 2, text=KILLED))
+    account = account_of([Strike(10.5, "stop", (1,), 1.0)], events, [], 20.0)
+    assert [(f.strike.kind, f.judgement) for f in account.faults] == [
+        ("stop", "unknown"),
+        ("none", "wrong"),
+    ]
+    assert math.isnan(account.goodput)
+
+
+def test_the_picture_has_the_states_of_each_rank():
+    events = _events(
+        RunEvent(12.0, "stopped", 1, text="SIGSTOP"),
+        RunEvent(14.0, "continued", 1),
+        RunEvent(16.0, "lost", 1, text=KILLED),
+    )
+    strikes = [Strike(12.0, "stop", (1,), 2.0), Strike(16.0, "kill", (1,))]
+    account = account_of(strikes, events, _steps((0, 1, 2), 1, 10.0), 20.0)
+    lanes = {lane.rank: lane for lane in members_picture(account, events).lanes}
+    states = [(box.role, box.left, box.width) for box in lanes[1].phases]
+    assert states == [
+        ("neutral", 0.0, 45.0),
+        ("phase", 45.0, 15.0),
+        ("wait", 60.0, 10.0),
+        ("phase", 70.0, 10.0),
+    ]
+    assert [box.left for box in lanes[1].states] == [60.0, 80.0]
+    assert len(lanes[0].phases) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "-n", "3", "train.py"], "add --min-ranks"),
+        (["train", "-n", "2"], "strikes a run of braid, got train"),
+        (["--kinds", "partition", "run", "--min-ranks", "1", "x.py"], "partition cannot be done"),
+        (["--kinds", "rain", "run", "--min-ranks", "1", "x.py"], "rain is unknown: choose from"),
+        (["--every-s", "0", "run", "--min-ranks", "1", "x.py"], "--every-s must be more than 0"),
+    ],
+)
+def test_runs_that_faults_cannot_strike_are_refused(arguments, words, capsys):
+    assert main(["chaos", *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_large_disk_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("braid.launch.chaos.driver.MOST_TO_FILL_BYTES", 0)
+    options = ChaosOptions(kinds="disk")
+    with pytest.raises(ConfigError, match="a file system of at most 1 GiB"):
+        run_chaos(options, ["--min-ranks=1", "--log-dir", str(tmp_path), "--", "x.py"])
