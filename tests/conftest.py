@@ -67,6 +67,7 @@ LAUNCHING = (
     "gpu/test_gpu_cores.py",
     "gpu/test_gpu_launch.py",
     "gpu/test_gpu_train.py",
+    "world/test_chaos_runs.py",
     "world/test_command_line.py",
     "world/test_conversion_trains.py",
     "world/test_demo.py",

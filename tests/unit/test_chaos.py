@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
 from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
 import pytest
+import torch
+from torch import nn
 
 from braid.cli import main
+from braid.elasticity.bit_flips import flip_bits_on_signal
 from braid.errors import ConfigError
 from braid.launch.chaos.account import Strike, account_of
 from braid.launch.chaos.driver import ChaosOptions, run_chaos
@@ -39,6 +43,7 @@ def test_a_plan_depends_on_its_seed_only_and_deals_every_kind():
         ("newcomer", (0, 1), (4,), (4,)),
         ("newcomer", (0, 1), (), ()),
         ("stop", (5,), (), (5,)),
+        ("bitflip", (0, 1), (), ()),
     ],
 )
 def test_a_fault_strikes_ranks_without_which_the_state_remains(kind, members, newcomers, ranks):
@@ -50,6 +55,22 @@ def test_every_stop_is_followed_by_a_signal_to_go_on():
         signums = [sent.signum for sent in signals_of(Fault(0.0, kind, 0.0, 3.2), (1,))]
         assert signums == [SIGSTOP, SIGCONT] * (3 if kind == "slow" else 1)
     assert signals_of(Fault(0.0, "newcomer", 0.0, 1.5), (4,)) == ((1.5, 4, SIGKILL),)
+
+
+def test_a_bit_of_a_gradient_flips_between_two_signals():
+    model = nn.Linear(4, 1, bias=False)
+    handler = signal.getsignal(signal.SIGUSR2)
+    try:
+        flip_bits_on_signal(model)
+        grads = []
+        for _ in range(3):
+            model.weight.grad = None
+            model(torch.ones(1, 4)).sum().backward()
+            grads.append(model.weight.grad[0].tolist())
+            signal.raise_signal(signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, handler)
+    assert grads == [[1.0] * 4, [1.125, 1.0, 1.0, 1.0], [1.0] * 4]
 
 
 def _events(*more: RunEvent) -> list[RunEvent]:
@@ -129,21 +150,18 @@ def test_a_rank_that_is_named_without_a_fault_is_wrong():
 def test_the_picture_has_the_states_of_each_rank():
     events = _events(
         RunEvent(12.0, "stopped", 1, text="SIGSTOP"),
+        RunEvent(13.0, "stopped", 1, text="SIGSTOP"),
         RunEvent(14.0, "continued", 1),
         RunEvent(16.0, "lost", 1, text=KILLED),
+        RunEvent(16.0, "started", 3, pid=20),
     )
     strikes = [Strike(12.0, "stop", (1,), 2.0), Strike(16.0, "kill", (1,))]
     account = account_of(strikes, events, _steps((0, 1, 2), 1, 10.0), 20.0)
     lanes = {lane.rank: lane for lane in members_picture(account, events).lanes}
     states = [(box.role, box.left, box.width) for box in lanes[1].phases]
-    assert states == [
-        ("neutral", 0.0, 45.0),
-        ("phase", 45.0, 15.0),
-        ("wait", 60.0, 10.0),
-        ("phase", 70.0, 10.0),
-    ]
-    assert [box.left for box in lanes[1].states] == [60.0, 80.0]
-    assert len(lanes[0].phases) == 2
+    assert states == [("phase", 0.0, 20.0), ("wait", 20.0, 20.0), ("phase", 40.0, 20.0)]
+    assert [box.left for box in lanes[1].states] == [20.0, 60.0]
+    assert [box.role for box in lanes[3].phases] == ["neutral"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from braid.elasticity.bit_flips import flip_bits_on_signal
 from braid.elasticity.evaluation import evaluation_of
 from braid.elasticity.members import JobMembers
 from braid.elasticity.replica import WholeModel
@@ -110,8 +111,11 @@ def elastic(
         if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
             msg = f"{name} has no state_dict() and load_state_dict(): its state would be lost"
             raise ConfigError(msg)
+    members = JobMembers()
+    if members.takes_faults:
+        flip_bits_on_signal(model)
     return ElasticTraining(
-        JobMembers(),
+        members,
         WholeModel(TrainingState(model, optimizer, others)),
         num_shards=shards,
         seed=seed,

@@ -102,6 +102,7 @@ class JobMembers:
         member = context.membership()
         member.num_trainings += 1
         self.number = member.num_trainings
+        self.takes_faults = member.environment.takes_faults
 
     @property
     def group(self) -> Group:

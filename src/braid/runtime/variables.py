@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["NO_FRAME_MAC", "ON_WORKER_LOSS", "REPLICAS", "ROLES", "SERVERS", "SPARES", "VARIABLES"]
+__all__ = [
+    "FAULTS",
+    "NO_FRAME_MAC",
+    "ON_WORKER_LOSS",
+    "REPLICAS",
+    "ROLES",
+    "SERVERS",
+    "SPARES",
+    "VARIABLES",
+]
 
 SERVERS = "BRAID_SERVERS"
 REPLICAS = "BRAID_REPLICAS"
@@ -15,6 +24,7 @@ SPARES = "BRAID_SPARES"
 ON_WORKER_LOSS = "BRAID_ON_WORKER_LOSS"
 ROLES = "BRAID_ROLES"
 NO_FRAME_MAC = "BRAID_NO_FRAME_MAC"
+FAULTS = "BRAID_FAULTS"
 # for people; then what launchers of braid set; then what only their ranks need
 VARIABLES: Mapping[str, str] = {
     "BRAID_PORTABLE": "`1`: ranks share no memory, as on systems without memfd (sockets instead).",
@@ -43,6 +53,7 @@ VARIABLES: Mapping[str, str] = {
     "BRAID_STACKS_FD": "Descriptor to which a rank dumps its stacks.",
     "BRAID_DEBUGGED": "`1`: a person debugs a rank, and deadlines wait (`--stdin`).",
     "BRAID_ELASTIC": "Part in a run whose members may change: `founder` or `newcomer`.",
+    FAULTS: "`1`: a rank flips bits in its gradients on SIGUSR2 (`braid chaos --kinds bitflip`).",
     "BRAID_LAUNCHER_PID": "Process that has started a rank, to find orphans of a run.",
     "BRAID_RAY_CALL": "Directory of the function that `braid.launch.ray.run` calls on ranks.",
     "BRAID_NODE": "Number of a pod, in manifests for Kubernetes.",

@@ -43,6 +43,7 @@ NAMED_BY: Mapping[str, tuple[tuple[str, str], ...]] = {
     "leave": (("left", "asked to end"), ("lost", "SIGTERM"), ("failed", "SIGTERM")),
     "stop": (("stopped", "SIGSTOP"),),
     "slow": (("stopped", "SIGSTOP"), ("left", "as long as its peers")),
+    "bitflip": (("left", "has computed other gradients"),),
     "disk": (("notice", "cannot write to"),),
 }
 

@@ -34,11 +34,14 @@ from braid.launch.observe.live_run import LiveRun
 from braid.launch.observe.status import status_of
 from braid.launch.supervise.run_record import new_log_dir
 from braid.runtime.diagnose.run_events import RunEvent
+from braid.runtime.variables import FAULTS
 
 __all__ = ["ChaosOptions", "ChaosRun", "run_chaos"]
 
 DEFAULT_KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two")
 POLL_S = 0.02
+LEAST_GAP = 0.25  # part of the mean time between two faults that passes after one that has waited
+ENDED = ("left", "lost", "failed", "finished", "ended")
 MOST_TO_FILL_BYTES = 1 << 30
 INTERRUPTED = 128 + signal.SIGTERM
 FILLER = "chaos.filler"
@@ -52,7 +55,8 @@ class ChaosOptions:
         every_s: Mean seconds between two faults.
         minutes: Minutes after the first step at which the run is ended, unless it ends before.
         seed: Seed of the plan.
-        kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two, disk.
+        kinds: Kinds of faults, separated by commas: kill, stop, slow, leave, newcomer, two,
+            bitflip, disk.
     """
 
     every_s: float = 30.0
@@ -105,9 +109,11 @@ class ChaosRun(NamedTuple):
         if self.exit_code != (INTERRUPTED if self.was_ended else 0):
             problems.append(f"the run has failed with exit code {self.exit_code}")
         for word in ("wrong", "unknown"):
-            count = sum(fault.judgement == word for fault in self.account.faults)
-            if count:
-                problems.append(f"{count} of the launcher's causes are {word}")
+            kinds = [f.strike.kind for f in self.account.faults if f.judgement == word]
+            if kinds:
+                hint = ": pass verify=1 to braid.elastic, which finds flipped bits"
+                text = f"the cause of {len(kinds)} faults is {word} ({', '.join(kinds)})"
+                problems.append(text + hint * ("bitflip" in kinds))
         if self.account.num_lost_steps:
             problems.append(f"{self.account.num_lost_steps} finished steps were lost")
         return tuple(problems)
@@ -132,7 +138,8 @@ def run_chaos(options: ChaosOptions, arguments: Sequence[str]) -> ChaosRun:
         ConfigError: The arguments are not those of a run that faults can strike.
     """
     words, path = _run_words(options, arguments)
-    with _started([sys.executable, "-m", "braid", "run", *words]) as process:
+    environ = dict(os.environ) | ({FAULTS: "1"} if "bitflip" in options.names else {})
+    with _started([sys.executable, "-m", "braid", "run", *words], environ) as process:
         strikes = _Strikes(options, process, path)
         strikes.run_to_end()
     return strikes.concluded()
@@ -180,9 +187,9 @@ def _check_disk(log_dir: Path) -> None:
 
 
 @contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _started(command: list[str], environ: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Start the launcher; it is ended if an exception, such as Ctrl-C, ends the block."""
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=environ)
     try:
         yield process
     finally:
@@ -211,6 +218,7 @@ class _Strikes:
         self._waiting = list(
             plan_faults(options.seed, options.names, options.every_s, 60 * options.minutes)
         )
+        self._next_s = 0.0  # time before which no fault begins
         self._due: list[_Due] = []
         self._strikes: list[Strike] = []
         self._busy_until_s: dict[int, float] = {}  # rank -> end of its fault
@@ -270,9 +278,15 @@ class _Strikes:
             self._due.clear()
             self._process.terminate()
             return
-        for fault in [f for f in self._waiting if f.at_s <= now_s - self._begin_s]:
-            if self._strike(fault, now_s):
+        if now_s < self._next_s:
+            return
+        for fault in self._waiting:
+            if fault.at_s <= now_s - self._begin_s and self._strike(fault, now_s):
                 self._waiting.remove(fault)
+                # two ranks cannot tell which of them computes wrongly: no rank is lost meanwhile
+                lasts_s = fault.lasts_s if fault.kind == "bitflip" else 0.0
+                self._next_s = now_s + max(lasts_s, LEAST_GAP * self._options.every_s)
+                break
 
     def _strike(self, fault: Fault, now_s: float) -> bool:
         """Begin a fault; return whether there is something to strike."""
@@ -312,7 +326,10 @@ class _Strikes:
             (self._path / FILLER).unlink(missing_ok=True)
             return
         events = [event for event in self._run.events if event.rank == due.rank]
-        if not any(event.kind in {"lost", "failed", "finished"} for event in events):
+        gone = (
+            ENDED if due.signum != signal.SIGCONT else ENDED[1:]
+        )  # one that leaves may stand still
+        if not any(event.kind in gone for event in events):
             with suppress(ProcessLookupError):
                 os.kill(_pid(events), due.signum)
 

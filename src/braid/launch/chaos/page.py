@@ -18,6 +18,7 @@ from braid.launch.chaos.driver import ChaosRun
 from braid.launch.observe.figures import Chart, Lane, Picture, boxes_of, line_chart, time_ticks
 from braid.launch.observe.publish import write_page
 from braid.launch.observe.report import page_template, this_machine
+from braid.launch.observe.run_directory import Run
 from braid.runtime.diagnose.block import error_block, render_block
 from braid.runtime.diagnose.run_events import RunEvent
 from braid.runtime.terminal_table import new_table
@@ -87,6 +88,7 @@ def write_chaos_page(chaos: ChaosRun) -> Path:
     path = run.path / PAGE
     html = page_template("chaos.html.jinja").render(
         chaos=chaos,
+        command=Run(path=run.path, record=run.record).command_line,
         account=chaos.account,
         figures=chaos_figures(chaos),
         faults=[_FaultRow.of(fault, chaos.account) for fault in chaos.account.faults],
@@ -126,16 +128,16 @@ class _FaultRow(NamedTuple):
 
 
 def members_picture(account: ChaosAccount, events: Sequence[RunEvent]) -> Picture:
-    """Return the states of ranks over time, with the faults below."""
-    begin_s = min(event.unix_s for event in events)
-    span_s = max(account.end_s - begin_s, 1e-3)
+    """Return the states of ranks since the first step, with the faults below."""
+    begin_s, end_s = account.begin_s, account.end_s
+    span_s = max(end_s - begin_s, 1e-3)
     lanes = []
     for rank in sorted({event.rank for event in events if event.rank >= 0}):
         spans = [
             (from_s, to_s, ROLES[state], f"rank {rank} {state} for {seconds_text(to_s - from_s)}",
              state if state != "trains" else "")
-            for state, from_s, to_s in _states(rank, events, account.end_s)
-            if to_s > from_s
+            for state, since_s, to_s in _states(rank, events, end_s)
+            if to_s > (from_s := max(since_s, begin_s))
         ]  # fmt: skip
         if not spans:
             continue
@@ -143,7 +145,7 @@ def members_picture(account: ChaosAccount, events: Sequence[RunEvent]) -> Pictur
         faults = [
             (
                 fault.strike.unix_s,
-                min(account.end_s, fault.strike.unix_s + max(fault.strike.lasts_s, span_s / 250)),
+                min(end_s, fault.strike.unix_s + max(fault.strike.lasts_s, span_s / 250)),
                 "bad",
                 f"{fault.strike.kind}: {fault.cause}",
                 "",
@@ -170,7 +172,7 @@ def _states(
         elif event.kind == "started":
             following = "starts"
         elif event.kind == "stopped":
-            before, following = state, "stopped"
+            before, following = state if state != "stopped" else before, "stopped"
         elif event.kind == "continued":
             following = before
         else:

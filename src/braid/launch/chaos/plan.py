@@ -9,6 +9,7 @@ at the time of a fault are not known before; a plan has numbers that choose amon
     leave      SIGTERM to a member: a notice of preemption  it leaves after its step
     stop       SIGSTOP to a member, later SIGCONT           the others wait, or it is replaced
     slow       SIGSTOP and SIGCONT in turns                 the same
+    bitflip    a bit of each gradient of a member flips     verify= finds the rank, which leaves
     disk       the run directory's file system is full      the run goes on without its logs
 """
 
@@ -16,12 +17,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
+from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR2
 from typing import NamedTuple
 
 __all__ = ["KINDS", "REFUSED", "Fault", "Signal", "choose_ranks", "plan_faults", "signals_of"]
 
-KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "disk")
+KINDS = ("kill", "stop", "slow", "leave", "newcomer", "two", "bitflip", "disk")
 REFUSED: Mapping[str, str] = {
     "partition": "braid chaos strikes ranks of this host, which share memory: no network is "
     "between them",
@@ -84,7 +85,8 @@ def plan_faults(
 def choose_ranks(fault: Fault, members: Sequence[int], newcomers: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that a fault strikes; empty if none can be struck now.
 
-    The last member is spared, since the state of the training would be lost with it.
+    The last member is spared, since the state of the training would be lost with it. Of two members
+    it cannot be told which one computes wrongly.
 
     Args:
         fault: The fault.
@@ -96,7 +98,7 @@ def choose_ranks(fault: Fault, members: Sequence[int], newcomers: Sequence[int])
     """
     pool = sorted(newcomers if fault.kind == "newcomer" else members)
     count = 2 if fault.kind == "two" else 1
-    spared = 0 if fault.kind in {"newcomer", "stop", "slow"} else 1
+    spared = {"newcomer": 0, "stop": 0, "slow": 0, "bitflip": 2}.get(fault.kind, 1)
     if len(pool) < count + spared:
         return ()
     first = int(fault.draw * len(pool))
@@ -114,6 +116,8 @@ def signals_of(fault: Fault, ranks: Sequence[int]) -> tuple[Signal, ...]:
         return (Signal(0.0, rank, SIGTERM),)
     if fault.kind == "stop":
         return (Signal(0.0, rank, SIGSTOP), Signal(fault.lasts_s, rank, SIGCONT))
+    if fault.kind == "bitflip":
+        return (Signal(0.0, rank, SIGUSR2), Signal(fault.lasts_s, rank, SIGUSR2))
     signals: list[Signal] = []
     for turn in range(max(1, round(fault.lasts_s / (2 * SLOW_S)))):
         begin_s = 2 * SLOW_S * turn

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from braid.errors import ConfigError
 from braid.runtime.rendezvous.engine_job import address_of_node, name_of_job, shared_networks
 from braid.runtime.rendezvous.engine_ranks import as_torchrun
+from braid.runtime.variables import FAULTS
 
 __all__ = ["JobEnvironment", "wants_portable"]
 
@@ -60,6 +61,7 @@ class JobEnvironment:
         debugged: Whether a person debugs one of the ranks, so that deadlines of collectives wait.
         elastic: Part in a run whose members may change: `founder` for a rank that begins it,
             `newcomer` for one that joins; empty if members are fixed.
+        takes_faults: Whether the rank flips bits in its gradients when a signal asks for it.
     """
 
     rank: int = 0
@@ -85,6 +87,7 @@ class JobEnvironment:
     insecure_network: bool = False
     debugged: bool = False
     elastic: str = ""
+    takes_faults: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -148,6 +151,7 @@ class JobEnvironment:
         portable = reader.switch("BRAID_PORTABLE")
         insecure_network = reader.switch("BRAID_INSECURE_NETWORK")
         debugged = reader.switch("BRAID_DEBUGGED")
+        takes_faults = reader.switch(FAULTS)
         _refuse(reader.problems)
         return cls(
             rank=rank,
@@ -171,6 +175,7 @@ class JobEnvironment:
             insecure_network=insecure_network,
             debugged=debugged,
             elastic=environ.get("BRAID_ELASTIC", ""),
+            takes_faults=takes_faults,
         )
 
     @classmethod
@@ -226,6 +231,7 @@ class JobEnvironment:
             "BRAID_INSECURE_NETWORK": "1" if self.insecure_network else "",
             "BRAID_DEBUGGED": "1" if self.debugged else "",
             "BRAID_ELASTIC": self.elastic,
+            FAULTS: "1" if self.takes_faults else "",
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
 

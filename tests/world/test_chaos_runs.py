@@ -1,0 +1,64 @@
+"""`braid chaos` on real processes: faults are named, no step is lost, and one page tells of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from braid.launch.observe.live_run import LiveRun
+
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+JOB = """
+import time, torch, braid
+from torch.utils.data import DataLoader, TensorDataset
+braid.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(96, 8)), batch_size=4)
+with braid.elastic(model, optimizer, shards=3, verify=1) as training:
+    for _ in training.epochs(100_000):
+        for (x,) in training.batches(loader):
+            with training.step():
+                time.sleep(0.02)
+                model(x).square().mean().backward()
+"""
+
+
+def test_faults_are_named_and_cost_no_step(tmp_path: Path):
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    run = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "braid", "chaos", "--every-s", "2", "--minutes", "0.2", "--seed", "5",
+        "--kinds", "kill,stop,bitflip", "run", "-n", "3", "--min-ranks", "1", "--log-dir", str(run),
+        "--timeout", "100", str(job),
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    text = ended.stdout + ended.stderr
+    assert ended.returncode == 0, text
+    assert re.search(r"lost steps +0\n", text)
+    assert re.search(r"causes +([1-9]\d*) of \1 right", text)
+    page = (run / "chaos.html").read_text()
+    assert "passed" in page
+    assert "was killed by signal 9 (SIGKILL)" in page
+    live = LiveRun(run)
+    assert not live.is_live
+    assert all(live.rows[rank] for rank in range(3))
+
+
+def test_a_run_that_fails_does_not_pass(tmp_path: Path):
+    job = tmp_path / "job.py"
+    job.write_text("import braid\nbraid.init()\nraise ValueError('shard 7 is missing')\n")
+    command = [
+        sys.executable, "-m", "braid", "chaos", "--minutes", "0.1", "run", "-n", "2",
+        "--min-ranks", "1", "--log-dir", str(tmp_path / "run"), str(job),
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "the run has failed with exit code 1" in ended.stdout
+    assert "shard 7 is missing" in (tmp_path / "run" / "chaos.html").read_text()
