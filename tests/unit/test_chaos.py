@@ -137,6 +137,13 @@ def test_causes_are_judged_by_the_log_of_the_launcher(strike, event, judgement):
     assert account.num_right == (judgement == "right")
 
 
+@pytest.mark.parametrize(("missing", "judgement"), [(False, "right"), (True, "unknown")])
+def test_a_full_disk_that_refuses_lines_must_be_named(missing, judgement):
+    steps = _steps((0, 1), 1, 10.0, 11.0) + _steps((0, 1), 4 if missing else 3, 13.0)
+    account = account_of([Strike(11.5, "disk", (), 1.0)], _events(), steps, 20.0)
+    assert [fault.judgement for fault in account.faults] == [judgement]
+
+
 def test_a_rank_that_is_named_without_a_fault_is_wrong():
     events = _events(RunEvent(11.0, "lost", 2, text=KILLED))
     account = account_of([Strike(10.5, "stop", (1,), 1.0)], events, [], 20.0)

@@ -174,12 +174,15 @@ def _fault(
     strike: Strike, events: Sequence[RunEvent], rows: Sequence[tuple[float, int, int]]
 ) -> FaultAccount:
     causes, judgement = _judged(strike, events)
+    if strike.kind == "disk" and not causes and not _has_gap(strike, rows):
+        causes, judgement = ["no line of the run was refused"], "right"
     return FaultAccount(strike, "; ".join(causes), judgement, _recovery_s(strike, events, rows))
 
 
 def _judged(strike: Strike, events: Sequence[RunEvent]) -> tuple[list[str], Judgement]:
     """Return the causes that the launcher named for a fault, and whether they are right."""
     last_s = math.inf if strike.kind in FATAL | {"leave"} else strike.lasts_s + NOTICED_S
+    first_s = -math.inf if strike.kind == "disk" else 0.0  # the launcher names it once
     causes: list[str] = []
     judgements: list[Judgement] = []
     for rank in strike.ranks or (-1,):
@@ -188,7 +191,7 @@ def _judged(strike: Strike, events: Sequence[RunEvent]) -> tuple[list[str], Judg
             for event in events
             if event.rank == rank
             and event.kind in DEATHS | {"left", "stopped", "notice"}
-            and 0 <= event.unix_s - strike.unix_s <= last_s
+            and first_s <= event.unix_s - strike.unix_s <= last_s
         ]
         right = [
             event
@@ -202,6 +205,17 @@ def _judged(strike: Strike, events: Sequence[RunEvent]) -> tuple[list[str], Judg
         judgements.append("right" if right else "wrong" if named else "unknown")
     worst: tuple[Judgement, ...] = ("wrong", "unknown")
     return causes, next((word for word in worst if word in judgements), "right")
+
+
+def _has_gap(strike: Strike, rows: Sequence[tuple[float, int, int]]) -> bool:
+    """Return whether a rank's line about a step is missing, as a full disk has refused it."""
+    last: dict[int, tuple[float, int]] = {}
+    for t, rank, step in rows:
+        before_s, before = last.get(rank, (t, step - 1))
+        if step > before + 1 and before_s <= strike.unix_s + strike.lasts_s and t > strike.unix_s:
+            return True
+        last[rank] = t, step
+    return False
 
 
 def _unexplained(strikes: Sequence[Strike], events: Sequence[RunEvent]) -> Iterator[FaultAccount]:
