@@ -104,6 +104,18 @@ def test_a_kill_is_named_and_its_recovery_ends_with_a_step_of_the_survivors():
     assert account.num_possible_by_all == pytest.approx(10.0)
 
 
+def test_a_stop_lowers_the_goodput_also_if_a_process_always_starts():
+    steps = _steps((0, 1, 2), 1, 10.0, 11.0, 12.0, 17.0, 18.0)
+    events = _events(
+        RunEvent(9.5, "started", 3),
+        RunEvent(12.5, "stopped", 1, text="SIGSTOP"),
+        RunEvent(16.5, "continued", 1),
+    )
+    account = account_of([Strike(12.5, "stop", (1,), 4.0)], events, steps, 18.0)
+    assert account.rates == {3: 1.0}
+    assert account.goodput == pytest.approx(4 / 8)
+
+
 def test_a_run_without_faults_has_a_goodput_of_one():
     steps = _steps((0, 1, 2), 1, 10.0, 10.1, 11.5, 11.5, 12.0)
     assert account_of([], _events(), steps, 12.0).goodput == pytest.approx(1.0)

@@ -54,13 +54,15 @@ def test_the_state_follows_the_log_while_the_run_goes_on(tmp_path):
         assert (status.step, status.rate, status.values["loss"]) == (10, 4.0, 1.0)
         log.append("lost", rank=1, text="was killed by signal 9 (SIGKILL)")
         log.append("started", rank=3, pid=103, restarts_left=2)
+        log.append("started", rank=4, pid=104, restarts_left=1)
+        log.append("waiting", rank=3)
         log.append("epoch", epoch=1, members=(0, 2), num_steps=10)
         log.append("stopped", rank=2, text="was stopped by SIGSTOP")
         run.refresh()
         status = status_of(run)
         states = {rank.rank: rank.state for rank in status.ranks.values()}
-        assert states == {0: "training", 1: "lost", 2: "stopped", 3: "waiting"}
-        assert (status.members, status.restarts_left) == ((0, 2), 2)
+        assert states == {0: "training", 1: "lost", 2: "stopped", 3: "waiting", 4: "starting"}
+        assert (status.members, status.restarts_left) == ((0, 2), 1)
         assert [event.rank for event in status.faults] == [1, 2]
         log.append("continued", rank=2)
         run.refresh()

@@ -7,7 +7,8 @@ stopped and slow ranks count. So goodput loses what recoveries, meetings of the 
 of state and waits cost. It does not lose the work of ranks that are gone.
 
 The undisturbed rate of m ranks is that of this run itself: steps per second with m ranks while no
-fault lasted and no process was starting, or else of all steps with m ranks.
+fault lasted and no process was starting. If there is no such step, steps while a process was
+starting count, which share the cores with it, and else all steps with m ranks.
 
 A *recovery* lasts from a fault to the end of the next step: of an epoch without the rank, if it is
 gone, or of the rank itself, if it was stopped. A step is *lost* if some rank had finished it, and
@@ -155,7 +156,7 @@ def account_of(
         )  # fmt: skip
     begin_s = ends[0][1]
     pieces = list(_pieces(strikes, events, begin_s, end_s))
-    rates = _rates(ends, pieces, _disturbed(faults, events, end_s))
+    rates = _rates(ends, pieces, _fault_times(faults), _start_times(events, end_s))
     possible = sum((p.end_s - p.begin_s) * _rate(rates, p.num_ranks) for p in pieces)
     most = max((piece.num_ranks for piece in pieces), default=0)
     return ChaosAccount(
@@ -284,25 +285,26 @@ def _pieces(
         yield _Stretch(at_s, end_s, len(members))
 
 
-def _disturbed(
-    faults: Sequence[FaultAccount], events: Sequence[RunEvent], end_s: float
-) -> list[tuple[float, float]]:
-    """Return the times during which a fault lasted, or a process was starting."""
+def _fault_times(faults: Sequence[FaultAccount]) -> list[tuple[float, float]]:
+    """Return the times during which a fault or its recovery lasted."""
     times: list[tuple[float, float]] = []
     for fault in faults:
         lasts_s = fault.recovery_s if math.isfinite(fault.recovery_s) else 0.0
         begin_s = fault.strike.unix_s
         times.append((begin_s, begin_s + max(lasts_s, fault.strike.lasts_s)))
-    for event in events:
+    return times
+
+
+def _start_times(events: Sequence[RunEvent], end_s: float) -> list[tuple[float, float]]:
+    """Return the times during which a process was starting."""
+    times: list[tuple[float, float]] = []
+    for place, event in enumerate(events):
         if event.kind == "started":
             ends_s = (
                 other.unix_s
-                for other in events
-                if other.unix_s >= event.unix_s
-                and (
-                    (other.kind == "epoch" and event.rank in other.members)
-                    or (other.kind in DEATHS and other.rank == event.rank)
-                )
+                for other in events[place:]
+                if event.rank in other.members
+                or (other.rank == event.rank and other.kind in DEATHS | {"waiting", "ended"})
             )
             times.append((event.unix_s, next(ends_s, end_s)))
     return times
@@ -311,21 +313,25 @@ def _disturbed(
 def _rates(
     ends: Sequence[tuple[int, float]],
     pieces: Sequence[_Stretch],
-    disturbed: Sequence[tuple[float, float]],
+    fault_times: Sequence[tuple[float, float]],
+    start_times: Sequence[tuple[float, float]],
 ) -> dict[int, float]:
     """Return the undisturbed steps per second, by number of ranks."""
-    every: dict[int, tuple[int, float]] = {}  # steps and their seconds, by number of ranks
-    calm: dict[int, tuple[int, float]] = {}
+    sums: dict[int, dict[int, tuple[int, float]]] = {}  # ranks -> disturbance -> steps, seconds
     for (step, begin_s), (next_step, end_s) in pairwise(ends):
         inside = next((p for p in pieces if p.begin_s <= begin_s and end_s <= p.end_s), None)
         if inside is None:
             continue
-        is_calm = not any(begin_s < to_s and from_s < end_s for from_s, to_s in disturbed)
-        for sums in [every] + [calm] * is_calm:
-            num_steps, seconds = sums.get(inside.num_ranks, (0, 0.0))
-            sums[inside.num_ranks] = num_steps + next_step - step, seconds + end_s - begin_s
-    sums = {number: calm.get(number, every[number]) for number in sorted(every)}
-    return {number: steps / seconds for number, (steps, seconds) in sums.items() if seconds}
+        is_struck, is_crowded = (
+            any(begin_s < to_s and from_s < end_s for from_s, to_s in times)
+            for times in (fault_times, start_times)
+        )
+        by_disturbance = sums.setdefault(inside.num_ranks, {})
+        disturbance = 2 if is_struck else int(is_crowded)
+        num_steps, seconds = by_disturbance.get(disturbance, (0, 0.0))
+        by_disturbance[disturbance] = num_steps + next_step - step, seconds + end_s - begin_s
+    least = {number: values[min(values)] for number, values in sorted(sums.items())}
+    return {number: steps / seconds for number, (steps, seconds) in least.items() if seconds}
 
 
 def _rate(rates: Mapping[int, float], num_ranks: int) -> float:

@@ -27,7 +27,12 @@ from braid.runtime.text import percent_text, seconds_text
 __all__ = ["chaos_figures", "members_picture", "print_chaos", "write_chaos_page"]
 
 PAGE = "chaos.html"
-ROLES: Mapping[str, str] = {"starts": "neutral", "trains": "phase", "stopped": "wait"}
+ROLES: Mapping[str, str] = {
+    "starts": "neutral",
+    "waits": "neutral",
+    "trains": "phase",
+    "stopped": "wait",
+}
 LEAST_LABEL = 5.0  # percent of the width
 
 
@@ -169,8 +174,8 @@ def _states(
             following = "trains" if rank in event.members and state else state
         elif event.rank != rank:
             continue
-        elif event.kind == "started":
-            following = "starts"
+        elif event.kind in {"started", "waiting"}:
+            following = {"started": "starts", "waiting": "waits"}[event.kind]
         elif event.kind == "stopped":
             before, following = state if state != "stopped" else before, "stopped"
         elif event.kind == "continued":

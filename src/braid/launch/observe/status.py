@@ -114,9 +114,8 @@ def _fold(status: RunStatus, event: RunEvent) -> None:
     if event.kind == "epoch":
         status.epoch, status.members = event.epoch, event.members
         for rank in status.ranks.values():
-            if rank.state not in ENDED:
-                state = "training" if rank.rank in event.members else "waiting"
-                rank.state, rank.changed_s = state, event.unix_s
+            if rank.state not in ENDED and rank.rank in event.members:
+                rank.state, rank.changed_s = "training", event.unix_s
     elif event.kind == "started":
         status.restarts_left = event.restarts_left
         status.ranks[event.rank] = RankStatus(

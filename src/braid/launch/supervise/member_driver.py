@@ -140,6 +140,8 @@ class MemberDriver:
             if not self.state.members and not self.state.is_over:
                 self._run.interrupt()  # all members were asked to end
         else:
+            if message.epoch < 0:
+                self._run.note("waiting", rank=process.rank)
             self._execute(self.state.ready(process.rank, message.epoch, message.num_steps))
 
     def ended(self, rank: int, *, has_finished: bool, was_dismissed: bool) -> None:

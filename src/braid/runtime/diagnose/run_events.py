@@ -22,10 +22,10 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         unix_s: Time on the launcher's host, in seconds since 1970.
-        kind: `started`, `stopped`, `continued`, `left` (the run goes on without the rank, as
-            planned), `finished` (exit code 0), `lost` (the run goes on after the death), `failed`
-            (the death ends the run), `ended` (by the launcher, or after another rank), `epoch`
-            (members train on), or `notice`.
+        kind: `started`, `waiting` (to become a member), `stopped`, `continued`, `left` (the run
+            goes on without the rank, as planned), `finished` (exit code 0), `lost` (the run goes on
+            after the death), `failed` (the death ends the run), `ended` (by the launcher, or after
+            another rank), `epoch` (members train on), or `notice`.
         rank: Rank; -1 for an epoch and a notice.
         pid: Process id of a started rank.
         host: Host of a started rank; empty for the launcher's host.
@@ -39,8 +39,8 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 
     unix_s: float
     kind: Literal[
-        "started", "stopped", "continued", "left", "finished", "lost", "failed", "ended", "epoch",
-        "notice",
+        "started", "waiting", "stopped", "continued", "left", "finished", "lost", "failed", "ended",
+        "epoch", "notice",
     ]  # fmt: skip
     rank: int = -1
     pid: int = 0
