@@ -105,13 +105,15 @@ def test_a_kill_is_named_and_its_recovery_ends_with_a_step_of_the_survivors():
 
 
 def test_a_stop_lowers_the_goodput_also_if_a_process_always_starts():
-    steps = _steps((0, 1, 2), 1, 10.0, 11.0, 12.0, 17.0, 18.0)
+    steps = [*_steps((0, 1, 2), 1, 10.0, 11.0), (0, 3, 12.0), (1, 3, 12.501)]
+    steps += _steps((0, 1, 2), 4, 17.0, 18.0)
     events = _events(
         RunEvent(9.5, "started", 3),
         RunEvent(12.5, "stopped", 1, text="SIGSTOP"),
         RunEvent(16.5, "continued", 1),
     )
     account = account_of([Strike(12.5, "stop", (1,), 4.0)], events, steps, 18.0)
+    assert account.faults[0].recovery_s == 4.5  # rank 1 had just finished its step when it stopped
     assert account.rates == {3: 1.0}
     assert account.goodput == pytest.approx(4 / 8)
 

@@ -247,8 +247,13 @@ def _recovery_s(
     epoch_s = next(epochs_s, math.inf)
     if strike.kind == "newcomer":  # which was not missed
         epoch_s = strike.unix_s
+    goes_on_s = strike.unix_s + strike.lasts_s * (strike.kind == "stop")
     is_dead = strike.kind in FATAL
-    ends = [t for t, rank, _ in after if t > epoch_s or (not is_dead and rank in strike.ranks)]
+    ends = [
+        t
+        for t, rank, _ in after
+        if t > epoch_s or (not is_dead and rank in strike.ranks and t > goes_on_s)
+    ]
     return ends[0] - strike.unix_s if ends else math.nan
 
 
