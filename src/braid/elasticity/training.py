@@ -436,7 +436,6 @@ class ElasticTraining(AbstractContextManager["ElasticTraining"]):
 
     @property
     def _progress(self) -> dict[str, Any]:
-        """Plain values beside the state."""
         return {
             "training": self._members.number,
             "num_steps": self.num_steps,
