@@ -55,7 +55,7 @@ def undisturbed(tmp_path_factory) -> str:
     ("deaths", "limits", "lost"),
     [
         ("1:3", {"restarts": 0}, {1}),
-        ("0:2:update", {"restarts": 0}, {0}),
+        pytest.param("0:2:update", {"restarts": 0}, {0}, marks=pytest.mark.proof),
         pytest.param("0:4 2:4", {"restarts": 0}, {0, 2}, marks=pytest.mark.proof),
         ("1:2 3:5", {"spares": 1, "restarts": 0}, {1, 3}),
         ("2:0", {"min_ranks": 3}, {2}),
@@ -83,7 +83,7 @@ def undisturbed_mesh(tmp_path_factory) -> str:
     ("arguments", "num_ranks", "limits"),
     [
         ("pp=2,dp=2 0 3:3", 4, {"restarts": 0}),
-        ("dp=3 3 1:2", 3, {"spares": 1, "restarts": 0}),
+        pytest.param("dp=3 3 1:2", 3, {"spares": 1, "restarts": 0}, marks=pytest.mark.proof),
         pytest.param("pp=3 0 2:5", 3, {}, marks=pytest.mark.proof),
     ],
 )

@@ -49,7 +49,11 @@ def _train(directory: Path, victim: int, kills_at: int, **options: object) -> Ou
 @pytest.mark.launcher
 @pytest.mark.parametrize(
     ("victim", "options"),
-    [(0, {}), (1, {"shard": 3}), pytest.param(2, {"mesh": "pp=3"}, marks=pytest.mark.proof)],
+    [
+        (1, {"shard": 3}),
+        pytest.param(0, {}, marks=pytest.mark.proof),
+        pytest.param(2, {"mesh": "pp=3"}, marks=pytest.mark.proof),
+    ],
 )
 def test_a_killed_rank_costs_no_step_and_no_bit(tmp_path, victim, options):
     alone, killed = tmp_path / "alone", tmp_path / "killed"
