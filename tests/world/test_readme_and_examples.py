@@ -24,7 +24,8 @@ def _run(script: Path, ranks: int, log_dir: Path) -> str:
     return (log_dir / "rank0.log").read_text()
 
 
-LAUNCHED = {"57_elastic"}  # its ranks die, so the processes of the pool cannot be its ranks
+# their ranks die, so the processes of the pool cannot be their ranks
+LAUNCHED = {"57_elastic", "58_elastic_mesh"}
 EXAMPLES = [
     path for path in sorted((ROOT / "examples").glob("[0-9]*.py")) if path.stem not in LAUNCHED
 ]
@@ -68,6 +69,14 @@ def test_the_example_that_kills_its_ranks_has_the_bits_of_one_process(tmp_path, 
     options = ("-n", "3", "--min-ranks", "2")
     text = run_example("57_elastic.py", tmp_path / "run", *options, script=deaths)
     assert f"[rank {rank}] parameters equal one process bit by bit" in text
+
+
+@pytest.mark.launcher
+def test_the_example_whose_mesh_loses_a_rank_has_the_bits_of_one_process(tmp_path):
+    options = ("-n", "4", "--min-ranks", "3", "--restarts", "0")
+    text = run_example("58_elastic_mesh.py", tmp_path / "run", *options)
+    assert "the last mesh is dp=3" in text
+    assert "[rank 0] parameters equal one process bit by bit" in text
 
 
 def test_the_diff_of_the_readme_makes_a_loop_that_trains(procs, tmp_path):
