@@ -1,7 +1,8 @@
 """Pictures of the pages on fault tolerance.
 
 They are drawn from the state machine of an elastic run's members, from the functions that deal
-micro-batches to ranks, and from a simulated run that fails at random and resumes from checkpoints.
+micro-batches to ranks, from the mesh and the ring of an elastic mesh, and from a simulated run that
+fails at random and resumes from checkpoints.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ import heapq
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
+from braid.comm.tensors.node_map import NodeMap
 from braid.elasticity.gradient_sums import num_rounds, shard_of
+from braid.elasticity.mesh import mesh_for
+from braid.elasticity.shadow import ring_of
 from braid.launch.process.job import ElasticLimits
 from braid.launch.supervise.membership_state import (
     Begin,
@@ -20,6 +26,7 @@ from braid.launch.supervise.membership_state import (
     Pause,
     Replace,
 )
+from braid.programs.layout import Mesh
 from braid.programs.schedule.bars import COLOURS, Bar, draw
 from handbook_servers import GREY, LOST, _line, _svg, _text
 
@@ -268,4 +275,71 @@ def checkpoints_and_failures() -> str:
     return _svg(left + wide + 20, top + high + 44, parts)
 
 
-ELASTIC = (members_and_epochs, micro_batches_in_rounds, checkpoints_and_failures)
+# -- parts on a ring
+
+HOST_OF = "aabb"  # of each process
+LOST_PROCESS = 1
+WIDE, BETWEEN, DEEP = 150, 40, 24  # pixels of a process, and to the next one; of a block
+
+
+def _blocks_of_ring(processes: Sequence[int], lost: int | None, y: float) -> list[str]:
+    """Draw the parts of a sharded `pp=2,dp=2` mesh and their copies, in the order of the ring."""
+    mesh = mesh_for(Mesh.parse("pp=2,dp=2"), len(processes))
+    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    names = [",".join(f"{axis}={at}" for axis, at in place.items()) for place in places]
+    hosts = ["ab".index(HOST_OF[process]) for process in processes]
+    group: Any = SimpleNamespace(size=mesh.size, engine=SimpleNamespace(nodes=NodeMap.of(hosts)))
+    ring = ring_of(group)
+    parts = []
+    for number, rank in enumerate(ring):
+        x = 4 + number * (WIDE + BETWEEN)
+        process, before = processes[rank], ring[number - 1]
+        is_lost, saves = process == lost, processes[before] == lost
+        parts.append(_text(x, y, f"process {process} on host {HOST_OF[process]}"))
+        copy_colour = GREEN if saves else YELLOW
+        blocks = ((names[rank], BLUE), (f"copy of {names[before]}", copy_colour))
+        for row, (text, alive) in enumerate(blocks):
+            top = y + 8 + row * (DEEP + 4)
+            colour = LOST if is_lost else alive
+            ink = "black" if colour == YELLOW else "white"
+            size = f'width="{WIDE}" height="{DEEP}"'
+            parts.append(f'<rect x="{x}" y="{top}" {size} fill="{colour}"/>')
+            parts.append(_text(x + WIDE / 2, top + 16, text, "middle", ink))
+        left, right, top = x + WIDE, x + WIDE + BETWEEN, y + 8 + DEEP / 2
+        if number + 1 < len(ring):
+            arrow = f"M{left + 3} {top}L{right - 4} {top + DEEP + 4}"
+            head = f"M{right - 10} {top + DEEP - 5}L{right - 4} {top + DEEP + 4}h-9"
+            parts += [_line(arrow, DARK), _line(head, DARK)]
+    x, low = 4 + (len(ring) - 1) * (WIDE + BETWEEN) + WIDE, y + 8 + 2 * DEEP + 4
+    around = f"M{x + 3} {y + 8 + DEEP / 2}h12V{low + 14}H{4 + WIDE / 2}V{low + 4}"
+    head = f"M{4 + WIDE / 2 - 4} {low + 9}l4 -6l4 6"
+    return [*parts, _line(around, DARK), _line(head, DARK)]
+
+
+def parts_on_a_ring() -> str:
+    """Draw parts and copies before a loss, at the loss, and on the mesh of the processes left."""
+    remaining = [process for process in range(4) if process != LOST_PROCESS]
+    rows: list[tuple[str, Sequence[int], int | None]] = [
+        ("pp=2,dp=2: each process sends gradients to the next one", range(4), None),
+        (f"process {LOST_PROCESS} is killed: the green copy has its part", range(4), LOST_PROCESS),
+        (f"{mesh_for(Mesh.parse('pp=2,dp=2'), 3)}: new parts and new copies", remaining, None),
+    ]
+    parts, y = [], 16.0
+    for title, processes, lost in rows:
+        parts.append(f'<g font-weight="bold">{_text(4, y, title)}</g>')
+        parts += _blocks_of_ring(processes, lost, y + 22)
+        y += 132
+    legend = {"trained part": BLUE, "copy": YELLOW, "copy that is used": GREEN, "lost": LOST}
+    for number, (name, colour) in enumerate(legend.items()):
+        x = 4 + number * 150
+        parts.append(f'<rect x="{x}" y="{y - 20}" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(x + 18, y - 9, name))
+    return _svg(4 * (WIDE + BETWEEN), y, parts)
+
+
+ELASTIC = (
+    members_and_epochs,
+    micro_batches_in_rounds,
+    checkpoints_and_failures,
+    parts_on_a_ring,
+)
