@@ -101,7 +101,8 @@ def elastic(
     if division := _division_of(model, optimizer):
         msg = (
             f"{type(model).__name__} is divided among ranks ({division}), and braid.elastic takes "
-            "a whole model on each rank: train it without, with braid.save and --resume auto"
+            "a whole model on each rank: use braid.elastic_mesh, or train with braid.save and "
+            "--resume auto"
         )
         raise ConfigError(msg)
     if hasattr(model, "no_sync"):

@@ -59,7 +59,7 @@ from braid.elasticity.state_transfer import (
     check_same_training,
 )
 from braid.elasticity.training import ElasticTraining
-from braid.errors import ConfigError, below, raise_all
+from braid.errors import CheckpointError, ConfigError, below, raise_all
 from braid.parallel.gradients import FlatBuffer, ParamRecord
 from braid.parallel.hybrid import HybridParallel
 from braid.programs.layout import Mesh
@@ -160,8 +160,10 @@ class MeshReplica:
             except LostStateError as error:
                 stored = None if checkpoints is None else checkpoints.load(group, state)
                 if stored is None:
-                    raise
-                LOG.warning("goes on at step %d of a checkpoint: %s", stored["num_steps"], error)
+                    msg = f"{error}: resume from a checkpoint, or pass checkpoints="
+                    raise CheckpointError(msg) from error
+                if not group.rank:
+                    LOG.warning("%s; the training goes back to step %d", error, stored["num_steps"])
                 progress = stored
         self._divide(state, mesh, group, division)
         group.barrier()  # whoever passes it knows that all members can go on from here
@@ -359,15 +361,11 @@ def elastic_mesh(
     raise_all(problems)
 
     def mesh_of(num_ranks: int) -> Mesh:
-        chosen = (
-            mesh_for(Mesh.parse(mesh), num_ranks)
-            if isinstance(mesh, str)
-            else Mesh.parse(mesh(num_ranks))
-        )
-        if others := [axis for axis in chosen.axes if axis not in AXES]:
-            msg = f"an elastic mesh has {', '.join(AXES)}, got {', '.join(others)} in {chosen}"
+        wanted = Mesh.parse(mesh if isinstance(mesh, str) else mesh(num_ranks))
+        if others := [axis for axis in wanted.axes if axis not in AXES]:
+            msg = f"an elastic mesh has {', '.join(AXES)}, got {', '.join(others)} in {wanted}"
             raise ConfigError(msg)
-        return chosen
+        return mesh_for(wanted, num_ranks) if isinstance(mesh, str) else wanted
 
     if isinstance(mesh, str):
         mesh_of(Mesh.parse(mesh).size)

@@ -264,7 +264,7 @@ def _newest(held: Sequence[Mapping[int, tuple[Sequence[str], Mapping[str, Any]]]
     lost = "; ".join(missing[max(missing)]) if missing else "all"
     msg = (
         f"the state of {lost} is lost: the ranks that had it, and those with a copy of it, have "
-        "died together. Resume from a checkpoint"
+        "died together"
     )
     raise LostStateError(msg)
 

@@ -55,7 +55,8 @@ class TrainingCheckpoints:
                 **parts,
             )
         except CheckpointError as error:
-            LOG.warning("the training goes on without this checkpoint: %s", error)
+            if not group.rank:
+                LOG.warning("the training goes on without this checkpoint: %s", error)
 
     def load(self, group: Group, state: TrainingState) -> Mapping[str, Any] | None:
         """Load the last checkpoint into a whole model, and return the values beside it.
