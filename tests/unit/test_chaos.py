@@ -189,7 +189,8 @@ def test_the_picture_has_the_states_of_each_rank():
     ("arguments", "words"),
     [
         (["run", "-n", "3", "train.py"], "add --min-ranks"),
-        (["train", "-n", "2"], "strikes a run of braid, got train"),
+        (["train", "-n", "2"], "add --min-ranks"),
+        (["trace", "run"], "strikes braid run or braid train, got trace"),
         (["--kinds", "partition", "run", "--min-ranks", "1", "x.py"], "partition cannot be done"),
         (["--kinds", "rain", "run", "--min-ranks", "1", "x.py"], "rain is unknown: choose from"),
         (["--every-s", "0", "run", "--min-ranks", "1", "x.py"], "--every-s must be more than 0"),

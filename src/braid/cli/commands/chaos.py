@@ -16,15 +16,15 @@ __all__ = ["chaos"]
 
 def chaos(
     command: Annotated[
-        tuple[str, ...], tyro.conf.Positional, shown_as("run [OPTIONS ...] SCRIPT [ARGS ...]")
+        tuple[str, ...], tyro.conf.Positional, shown_as("run|train [OPTIONS ...] [SCRIPT ...]")
     ] = (),
     *,
     options: Annotated[ChaosOptions, tyro.conf.arg(name="")] = ChaosOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Strike the ranks of a run with faults, and write a page on how the run survived.
 
-    The run is one of braid.elastic, with --min-ranks. Exit code 1 means that the run failed, lost
-    finished steps, or named a wrong cause or none.
+    The run is one of braid.elastic, or of braid train, with --min-ranks. Exit code 1 means that the
+    run failed, lost finished steps, or named a wrong cause or none.
 
     Args:
         command: Command line of the run, as after braid.
@@ -35,13 +35,16 @@ def chaos(
     from braid.launch.chaos.driver import run_chaos
     from braid.launch.chaos.page import print_chaos, write_chaos_page
 
-    if command[:1] != ("run",):
+    name, *arguments = command or ("nothing",)
+    if name not in {"run", "train"}:
         msg = (
-            f"braid chaos strikes a run of braid, got {command[0] if command else 'nothing'}: "
+            f"braid chaos strikes braid run or braid train, got {name}: "
             "braid chaos run -n 3 --min-ranks 2 train.py"
         )
         raise ConfigError(msg)
-    ended = run_chaos(options, separate_command(translated(command[1:])))
+    if name == "run":
+        arguments = separate_command(translated(arguments))
+    ended = run_chaos(options, arguments, name)
     try:
         page = write_chaos_page(ended)
     except OSError as exc:

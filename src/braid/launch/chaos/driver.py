@@ -127,19 +127,21 @@ class _Due(NamedTuple):
     signum: int
 
 
-def run_chaos(options: ChaosOptions, arguments: Sequence[str]) -> ChaosRun:
+def run_chaos(options: ChaosOptions, arguments: Sequence[str], command: str = "run") -> ChaosRun:
     """Run a job under faults.
 
     Args:
         options: The faults.
-        arguments: Arguments of `braid run`: options, `--`, the script and its arguments.
+        arguments: Arguments of the command; of `braid run` options, `--`, the script and its
+            arguments.
+        command: Command of braid that starts the job, run or train.
 
     Raises:
         ConfigError: The arguments are not those of a run that faults can strike.
     """
     words, path = _run_words(options, arguments)
     environ = dict(os.environ) | ({FAULTS: "1"} if "bitflip" in options.names else {})
-    with _started([sys.executable, "-m", "braid", "run", *words], environ) as process:
+    with _started([sys.executable, "-m", "braid", command, *words], environ) as process:
         strikes = _Strikes(options, process, path)
         strikes.run_to_end()
     return strikes.concluded()
